@@ -1,0 +1,1 @@
+"""Function calls as text and as values: render, parse, match, score. Knows nothing of training."""

@@ -1,0 +1,1 @@
+"""Rows in, supervised tokens out. Knows nothing of training."""

@@ -1,0 +1,103 @@
+"""The one form that every dataset row takes before it is rendered: tools, messages, calls and results.
+
+The words are fixed through the project: a *tool* is a function's schema, a *call* is a name with arguments, a *result*
+is what the tool said, a *conversation* is the messages of one row with the tools they may use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function the model may call.
+
+    ``function`` is the function object exactly as the row gave it (``name``, ``description``, ``parameters`` as JSON
+    Schema, anything else), since templates render it as it is, key order included.
+    """
+
+    function: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Name that a call uses."""
+        name: str = self.function["name"]
+        return name
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """JSON Schema of the arguments; an empty dict where the row gave none."""
+        return self.function.get("parameters") or {}
+
+    def to_openai(self) -> dict[str, Any]:
+        """The OpenAI shape that chat templates expect."""
+        return {"type": "function", "function": self.function}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One function call: arguments are typed values in the order the row gave them."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str | None = None
+
+    def to_openai(self) -> dict[str, Any]:
+        """The OpenAI shape with ``arguments`` as an object, which is what chat templates serialise themselves."""
+        call: dict[str, Any] = {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return call if self.id is None else {"id": self.id, **call}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation.
+
+    ``content`` is None only beside calls. A ``tool`` message is a result: ``call_id`` and ``name`` say of which call,
+    where the row does. ``weight`` scales the loss of an assistant message (0 keeps it as context only).
+    """
+
+    role: Role
+    content: str | None = None
+    calls: tuple[Call, ...] = ()
+    call_id: str | None = None
+    name: str | None = None
+    weight: float = 1.0
+
+    def to_openai(self) -> dict[str, Any]:
+        """The OpenAI shape; keys that say nothing are left out, since templates test for their presence."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.calls:
+            message["tool_calls"] = [call.to_openai() for call in self.calls]
+        if self.call_id is not None:
+            message["tool_call_id"] = self.call_id
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The messages of one row and the tools that were on offer; ``source`` says where it came from (``file:line``)."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    source: str = ""
+
+    def to_openai(self) -> dict[str, Any]:
+        """The row in OpenAI shape, arguments as objects."""
+        row: dict[str, Any] = {"messages": [message.to_openai() for message in self.messages]}
+        if self.tools:
+            row["tools"] = [tool.to_openai() for tool in self.tools]
+        return row
+
+    def digest(self) -> str:
+        """Hex digest of what is said, 16 characters; the same for equal rows wherever they stand."""
+        weights = [message.weight for message in self.messages]
+        text = json.dumps([self.to_openai(), weights], ensure_ascii=False, separators=(",", ":"))
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
