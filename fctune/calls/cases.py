@@ -1,0 +1,93 @@
+"""Cases of an evaluation: a conversation, the tools on offer, and the calls that are due."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fctune.data.conversation import Call, Conversation
+from fctune.data.sources.build import ReadContext
+from fctune.data.sources.defects import RowError
+from fctune.data.sources.shapes import read_row
+from fctune.errors import DataError
+
+_NUM_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One question: the conversation up to where the model is to act, and the calls expected; none where none is due."""
+
+    id: str
+    category: str
+    prompt: Conversation
+    expected: tuple[Call, ...]
+
+
+def read_cases(path: str | Path) -> list[Case]:
+    """The cases of a JSONL file.
+
+    A row is in OpenAI shape: ``messages`` and ``tools``, with ``expected_calls`` (a list of name and arguments, empty where
+    no call is due), or without it where the last message is the assistant's answer that is expected. ``id`` and ``kind``
+    name the case and its category; absent, they are the line's number and "all".
+
+    Raises:
+        DataError: no such file, no rows, or rows that are no cases, all of them in one report.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file. Pass a JSONL file of cases with messages, tools and expected_calls.")
+    cases: list[Case] = []
+    problems: list[str] = []
+    context = ReadContext()
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                cases.append(_read_case(json.loads(line), f"{path}:{number}", number, context))
+            except RowError as error:
+                problems.append(f"{path}:{number}: {error.pointer + ': ' if error.pointer else ''}{error.reason}")
+            except ValueError as error:
+                problems.append(f"{path}:{number}: not JSON ({error})")
+    problems += [f"{path}: {n} cases have the id {i!r}; ids must differ" for i, n in _repeated_ids(cases)]
+    if problems:
+        shown = "\n".join(f"  {problem}" for problem in problems[:_NUM_SHOWN])
+        raise DataError(f"{path}: {len(problems):,} rows are no cases\n{shown}\nFix them, or take them out.")
+    if not cases:
+        raise DataError(f"{path}: holds no cases.")
+    return cases
+
+
+def _read_case(row: Any, where: str, number: int, context: ReadContext) -> Case:
+    if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+        raise RowError("", "unknown_shape", "expected an object with messages, tools and expected_calls")
+    expected = row.get("expected_calls")
+    if expected is not None:
+        if not isinstance(expected, list):
+            raise RowError("expected_calls", "call_shape", f"expected a list of calls, got {type(expected).__name__}")
+        calls = [{"type": "function", "function": call} for call in expected]
+        answer = {"role": "assistant", "content": None, "tool_calls": calls} if calls else _NO_CALL
+        row = {**row, "messages": [*row["messages"], answer]}
+    conversation = read_row(row, "openai", context, where).conversation
+    *prompt, last = conversation.messages
+    if last.role != "assistant" or not prompt:
+        raise RowError(
+            "messages", "no_assistant", "no expected_calls, and the last message is not the assistant's answer"
+        )
+    return Case(
+        id=str(row.get("id", number)),
+        category=str(row.get("kind", row.get("category", "all"))),
+        prompt=replace(conversation, messages=tuple(prompt), source=where),
+        expected=last.calls,
+    )
+
+
+_NO_CALL = {"role": "assistant", "content": "No call."}
+
+
+def _repeated_ids(cases: list[Case]) -> list[tuple[str, int]]:
+    return [(i, n) for i, n in Counter(case.id for case in cases).items() if n > 1]

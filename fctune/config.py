@@ -1,0 +1,407 @@
+"""One config schema for every run: YAML in torchtune's shape plus ``key=value`` overrides, onto dataclasses.
+
+Every problem of a config is found before any work starts and reported in one ConfigError. A key that is null takes the
+default its field's comment gives. To add a key, add a field here; to add a rule, add a check in ``_find_problems``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import math
+import os
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from fctune.errors import ConfigError
+
+# The linears a LoRA adapter can sit on, in the names of Hugging Face checkpoints.
+ADAPTER_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+
+Precision = Literal["fp32", "bf16", "fp64"]
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """Where the model comes from."""
+
+    path: str  # a Hugging Face directory (config.json chooses the builder), or hf:NAME[@REVISION]
+
+
+@dataclass(kw_only=True, slots=True)
+class AdapterConfig:
+    """LoRA (https://arxiv.org/abs/2106.09685); absent from a config, all weights train."""
+
+    rank: int = 64
+    alpha: float = 128.0
+    dropout: float = 0.0
+    modules: list[str] = field(default_factory=lambda: list(ADAPTER_MODULES[:-1]))
+    scaling: Literal["standard", "rslora"] = "standard"  # alpha / rank, or alpha / sqrt(rank) (arXiv:2312.03732)
+
+
+@dataclass(kw_only=True, slots=True)
+class SourceConfig:
+    """One set of rows."""
+
+    path: (
+        str  # JSON, JSONL, JSONL.gz, Parquet, a directory of them, hf:NAME[:CONFIG][:SPLIT][@REV], synthetic:SPLIT:ROWS
+    )
+    format: str = "auto"  # a reader's name, or found from the rows
+    weight: float = 1.0  # times its rows appear an epoch: 2.0 twice, 0.5 every second one (chosen by hash)
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """Rows, how they are rendered, and what of them is learnt."""
+
+    sources: list[SourceConfig]
+    validation_share: float = 0.02  # by hash of the conversation, so it holds when rows are added
+    max_samples: int | None = None  # rows read of each source; null: all
+    seq_len: int = 4096  # tokens; the longest conversation kept
+    packed: bool = True  # several whole conversations a row of seq_len tokens; false: one, padded to the longest
+    train_on: Literal["assistant", "last_assistant", "calls"] = "assistant"
+    call_weight: float = 1.0  # loss weight of a token of a turn that calls, against 1.0 for one of prose
+    on_invalid: Literal["fail", "skip"] = "fail"  # rows that cannot be used
+    overlong: Literal["fail", "drop", "cut"] = "fail"  # conversations over seq_len; cut: at a turn's end
+    parallel_calls: Literal["error", "split"] = "error"  # where a template takes one call a turn
+    prepared_dir: str | None = None  # null: `prepared` beside output_dir
+
+
+@dataclass(kw_only=True, slots=True)
+class LRSchedulerConfig:
+    """Learning rate over the steps, as a factor of the optimizer's lr."""
+
+    name: Literal["cosine", "linear", "constant"] = "cosine"
+    num_warmup_steps: int = 0  # linear from 0
+    warmup_share: float | None = None  # of all steps, instead of num_warmup_steps
+    min_factor: float = 0.0  # what cosine and linear end at
+
+
+@dataclass(kw_only=True, slots=True)
+class ParallelConfig:
+    """How parameters lie on the ranks."""
+
+    mode: Literal["auto", "fsdp"] = "auto"  # auto: fsdp from two ranks on, plain on one
+    reshard_after_forward: bool = True
+
+
+@dataclass(kw_only=True, slots=True)
+class ValidationConfig:
+    """Loss on the validation split."""
+
+    every_n_steps: int = 100  # 0: never
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """A training run, whole."""
+
+    output_dir: str  # one run, one directory
+    model: ModelConfig
+    data: DataConfig
+    seed: int = 42
+    adapter: AdapterConfig | None = None  # absent: all weights train
+    precision: Precision | None = None  # null: bf16 on CUDA, fp32 on CPU
+    global_batch_size: int = 128  # packs an optimizer step, whatever the world size
+    micro_batch_size: int = 2  # packs a rank holds at a time; accumulation is derived
+    epochs: int = 3
+    max_steps: int | None = None
+    optimizer: dict[str, Any] = field(default_factory=lambda: {"_component_": "torch.optim.AdamW", "lr": 2e-4})
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    clip_grad_norm: float | None = 1.0  # null: not clipped
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient norm that is not finite
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    log_every_n_steps: int = 10
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dicts, as the YAML would say it."""
+        return dataclasses.asdict(self)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run that a YAML file and ``key=value`` overrides describe, checked as a whole.
+
+    Args:
+        path: YAML file in the schema of RunConfig.
+        overrides: ``a.b=value`` (value read as YAML; list items by index, ``data.sources.0.path=x``) or ``~a.b`` to drop a key.
+
+    Raises:
+        ConfigError: with every problem found, each with its key and remedy.
+    """
+    path = Path(path)
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=3, cutoff=0.4)
+        hint = f" Near it: {', '.join(near)}." if near else ""
+        raise ConfigError(f"{path}: no such config file.{hint} Pass --config PATH.")
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys to values, got {type(raw).__name__}.")
+    problems: list[str] = []
+    for override in overrides:
+        _apply_override(raw, override, problems)
+    config = parse_config(raw, problems)
+    if problems or config is None:
+        raise ConfigError(format_problems(str(path), problems))
+    return config
+
+
+def parse_config(raw: dict[str, Any], problems: list[str]) -> RunConfig | None:
+    """The RunConfig of nested plain dicts; appends to ``problems`` what is wrong and then may return None."""
+    config: RunConfig | None = _parse_dataclass(RunConfig, raw, "", problems)
+    if config is not None and not problems:
+        _find_problems(config, problems)
+    return config
+
+
+def format_problems(where: str, problems: Sequence[str]) -> str:
+    """One report: the file, the count, and a line for each problem."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems)
+
+
+def resolve_component(spec: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The callable that ``_component_`` names and its keyword arguments."""
+    module_name, _, name = str(spec["_component_"]).rpartition(".")
+    arguments = {key: value for key, value in spec.items() if key != "_component_"}
+    return getattr(importlib.import_module(module_name), name), arguments
+
+
+def hf_home() -> str:
+    """Where downloads of the Hugging Face hub are kept."""
+    return os.environ.get("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
+
+
+# --- reading the schema -------------------------------------------------------------------------------------------
+
+
+def _apply_override(raw: dict[str, Any], override: str, problems: list[str]) -> None:
+    drop = override.startswith("~")
+    key, equals, text = (override[1:], "=", "") if drop else override.partition("=")
+    if not equals or not key:
+        problems.append(f"{override}: not an override; write key=value, a.b=value, or ~key to drop one")
+        return
+    *parents, last = key.split(".")
+    node: Any = raw
+    for parent in parents:
+        if isinstance(node, list) and parent.isdigit() and int(parent) < len(node):
+            node = node[int(parent)]
+        elif isinstance(node, dict):
+            if node.get(parent) is None:
+                node[parent] = {}
+            node = node[parent]
+        else:
+            problems.append(f"{override}: {parent} is not a key of a mapping or an index of a list")
+            return
+    try:
+        value = None if drop else yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        problems.append(f"{override}: value is not YAML: {' '.join(str(error).split())}")
+        return
+    if isinstance(node, list) and last.isdigit() and int(last) < len(node):
+        node[int(last)] = value
+    elif isinstance(node, dict):
+        if drop:
+            node.pop(last, None)
+        else:
+            node[last] = value
+    else:
+        problems.append(f"{override}: {last} is not a key of a mapping or an index of a list")
+
+
+def _parse_dataclass(cls: type[Any], raw: Any, where: str, problems: list[str]) -> Any:
+    if not isinstance(raw, dict):
+        problems.append(f"{where}: expected a mapping with the keys {', '.join(_field_names(cls))}, got {raw!r}")
+        return None
+    hints = get_type_hints(cls)
+    names = _field_names(cls)
+    prefix = f"{where}." if where else ""
+    for key in raw:
+        if key not in names:
+            problems.append(f"{prefix}{key}: unknown key{_suggest(str(key), names, prefix)}")
+    values: dict[str, Any] = {}
+    for spec in dataclasses.fields(cls):
+        required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
+        if spec.name not in raw:
+            if required:
+                problems.append(f"{prefix}{spec.name}: missing; it has no default")
+            continue
+        value = raw[spec.name]
+        if value is None and not required and type(None) not in get_args(hints[spec.name]):
+            continue  # null: the default
+        values[spec.name] = _parse_value(hints[spec.name], value, prefix + spec.name, problems)
+    try:
+        return cls(**values)
+    except TypeError:
+        return None  # a required key is missing: already in problems
+
+
+def _parse_value(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None:
+            return None
+        return _parse_value(next(a for a in args if a is not type(None)), value, where, problems)
+    if origin is Literal:
+        if value not in args or isinstance(value, bool) != isinstance(args[0], bool):
+            close = _suggest(str(value), [str(a) for a in args], "")
+            problems.append(f"{where}={value!r}: expected one of {', '.join(map(str, args))}{close}")
+        return value
+    if origin is list:
+        if not isinstance(value, list):
+            problems.append(f"{where}={value!r}: expected a list")
+            return []
+        return [_parse_value(args[0], item, f"{where}.{i}", problems) for i, item in enumerate(value)]
+    if dataclasses.is_dataclass(hint):
+        return _parse_dataclass(hint, value, where, problems)  # type: ignore[arg-type]
+    if origin is dict:
+        if not isinstance(value, dict):
+            problems.append(f"{where}={value!r}: expected a mapping")
+            return {}
+        return dict(value)
+    return _parse_scalar(hint, value, where, problems)
+
+
+def _parse_scalar(hint: type[Any], value: Any, where: str, problems: list[str]) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is float and isinstance(value, str):  # YAML 1.1 reads 2e-4 as text
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    noun = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[hint]
+    problems.append(f"{where}={value!r}: expected {noun}, got {type(value).__name__}")
+    return value
+
+
+def _field_names(cls: type[Any]) -> list[str]:
+    return [spec.name for spec in dataclasses.fields(cls)]
+
+
+def _suggest(word: str, known: Iterable[str], prefix: str) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
+
+
+# --- what the types cannot say ------------------------------------------------------------------------------------
+
+
+def _find_problems(config: RunConfig, problems: list[str]) -> None:
+    _check_numbers(config, problems)
+    _check_adapter(config.adapter, problems)
+    _check_optimizer(config.optimizer, problems)
+    _check_paths(config, problems)
+
+
+def _check_numbers(config: RunConfig, problems: list[str]) -> None:
+    for name in ("global_batch_size", "micro_batch_size", "epochs", "log_every_n_steps"):
+        if getattr(config, name) < 1:
+            problems.append(f"{name}={getattr(config, name)}: expected 1 or more")
+    if config.max_steps is not None and config.max_steps < 1:
+        problems.append(f"max_steps={config.max_steps}: expected 1 or more, or null for no bound but epochs")
+    if config.clip_grad_norm is not None and not config.clip_grad_norm > 0:
+        problems.append(
+            f"clip_grad_norm={config.clip_grad_norm}: expected more than 0, or null to leave gradients as they are"
+        )
+    data = config.data
+    if not data.sources:
+        problems.append("data.sources: empty; name at least one source, e.g. [{path: train.jsonl}]")
+    for i, source in enumerate(data.sources):
+        if not (source.weight > 0 and math.isfinite(source.weight)):
+            problems.append(f"data.sources.{i}.weight={source.weight}: expected a finite number over 0")
+    if not 0 <= data.validation_share < 1:
+        problems.append(f"data.validation_share={data.validation_share}: expected 0 or more and under 1")
+    if data.seq_len < 8:
+        problems.append(f"data.seq_len={data.seq_len}: expected at least 8 tokens")
+    if data.max_samples is not None and data.max_samples < 1:
+        problems.append(f"data.max_samples={data.max_samples}: expected 1 or more, or null for all")
+    if not (data.call_weight > 0 and math.isfinite(data.call_weight)):
+        problems.append(f"data.call_weight={data.call_weight}: expected a finite number over 0")
+    if config.validation.every_n_steps < 0:
+        problems.append(f"validation.every_n_steps={config.validation.every_n_steps}: expected 0 (never) or more")
+    scheduler = config.lr_scheduler
+    if scheduler.num_warmup_steps < 0:
+        problems.append(f"lr_scheduler.num_warmup_steps={scheduler.num_warmup_steps}: expected 0 or more")
+    if scheduler.warmup_share is not None and not 0 <= scheduler.warmup_share < 1:
+        problems.append(f"lr_scheduler.warmup_share={scheduler.warmup_share}: expected 0 or more and under 1")
+    if scheduler.warmup_share is not None and scheduler.num_warmup_steps:
+        problems.append("lr_scheduler: num_warmup_steps and warmup_share are both set; keep one")
+
+
+def _check_adapter(adapter: AdapterConfig | None, problems: list[str]) -> None:
+    if adapter is None:
+        return
+    if adapter.rank < 1:
+        problems.append(f"adapter.rank={adapter.rank}: expected 1 or more")
+    if not adapter.alpha > 0:
+        problems.append(f"adapter.alpha={adapter.alpha}: expected more than 0")
+    if not 0 <= adapter.dropout < 1:
+        problems.append(f"adapter.dropout={adapter.dropout}: expected 0 or more and under 1")
+    if not adapter.modules:
+        problems.append(f"adapter.modules: empty; choose from {', '.join(ADAPTER_MODULES)}")
+    for name in adapter.modules:
+        if name not in ADAPTER_MODULES:
+            problems.append(
+                f"adapter.modules: no such module: {name}{_suggest(name, ADAPTER_MODULES, '')}; known: {', '.join(ADAPTER_MODULES)}"
+            )
+
+
+def _check_optimizer(spec: dict[str, Any], problems: list[str]) -> None:
+    if "_component_" not in spec:
+        problems.append("optimizer._component_: missing; e.g. torch.optim.AdamW")
+        return
+    try:
+        component, arguments = resolve_component(spec)
+    except (ImportError, AttributeError, ValueError):
+        problems.append(f"optimizer._component_={spec['_component_']}: cannot be imported; e.g. torch.optim.AdamW")
+        return
+    for key in ("lr", "weight_decay", "eps"):
+        value = spec.get(key)
+        if isinstance(value, str):  # YAML 1.1 reads 2e-4 as text
+            try:
+                spec[key] = value = float(value)
+            except ValueError:
+                pass
+        if value is not None and (isinstance(value, (bool, str)) or not value >= 0 or not math.isfinite(value)):
+            problems.append(f"optimizer.{key}={value!r}: expected a finite number, 0 or more")
+    parameters = inspect.signature(component).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for key in arguments:
+        if key not in parameters:
+            problems.append(
+                f"optimizer.{key}: {component.__name__} takes no such argument{_suggest(key, parameters, 'optimizer.')}"
+            )
+
+
+def _check_paths(config: RunConfig, problems: list[str]) -> None:
+    path = config.model.path
+    if not path.startswith("hf:"):
+        root = Path(path)
+        if not root.is_dir():
+            problems.append(
+                f"model.path={path}: no such directory; pass a Hugging Face model directory, or hf:NAME@REVISION"
+            )
+        elif not (root / "config.json").is_file():
+            problems.append(f"model.path={path}: holds no config.json, so it is not a Hugging Face model directory")
+    for i, source in enumerate(config.data.sources):
+        if not source.path.startswith(("hf:", "synthetic:")) and not Path(source.path).exists():
+            problems.append(
+                f"data.sources.{i}.path={source.path}: no such file or directory (relative paths start at {Path.cwd()})"
+            )
+    output = Path(config.output_dir)
+    if output.exists() and not output.is_dir():
+        problems.append(f"output_dir={output}: is a file; name a directory")

@@ -1,0 +1,150 @@
+"""One global cursor over a prepared set: step k sees the same packs in the same order on any number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fctune.data.prepared import PreparedSet, Split
+
+IGNORE = -100  # label of a position that nothing is learnt from
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalStep:
+    """The packs of one optimizer step over all ranks; ``step`` counts from 1, ``epoch`` from 0."""
+
+    step: int
+    epoch: int
+    packs: tuple[int, ...]
+    data_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Packs that a rank holds at a time.
+
+    Shapes: tokens, labels int64 ``[b, s]``; loss_weights float32 ``[b, s]``; positions int64 ``[b, s]`` and lengths (of
+    the conversations of each row, padding being the last) are None where each row is one conversation. ``rows`` are the
+    rows' places in the global step. Labels are already shifted: ``labels[t]`` is the token after ``tokens[t]``.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_weights: Tensor
+    positions: Tensor | None
+    lengths: tuple[tuple[int, ...], ...] | None
+    rows: tuple[int, ...]
+    num_tokens: int
+    num_supervised: int
+    weight_sum: float
+
+
+class GlobalLoader:
+    """Deals the packs of a split in the order of (seed, epoch), ``global_batch_size`` a step.
+
+    The last step of an epoch takes what is left. State is the number of steps taken; all else follows from the inputs.
+    """
+
+    def __init__(
+        self, prepared: PreparedSet, split: Split, global_batch_size: int, seed: int, is_shuffled: bool = True
+    ):
+        self.prepared = prepared
+        self.split: Split = split
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.is_shuffled = is_shuffled
+        self.steps_per_epoch = math.ceil(prepared.num_packs(split) / global_batch_size)
+        self._order: tuple[int, np.ndarray] | None = None  # of the epoch last asked for
+
+    def step_at(self, step: int) -> GlobalStep:
+        """The packs of global step ``step`` (from 1)."""
+        epoch, index = divmod(step - 1, self.steps_per_epoch)
+        start = index * self.global_batch_size
+        packs = self._epoch_order(epoch)[start : start + self.global_batch_size]
+        digest = hashlib.blake2b(digest_size=8)
+        for pack in packs:
+            for member in self.prepared.members(self.split, int(pack)):
+                digest.update(int(self.prepared.digests[member]).to_bytes(8, "little"))
+        return GlobalStep(step, epoch, tuple(int(pack) for pack in packs), digest.hexdigest())
+
+    def micro_batches(self, step: GlobalStep, rank: int, world_size: int, micro_batch_size: int) -> list[Batch]:
+        """A rank's share of a step; every rank gets as many micro-batches, empty ones where packs run out.
+
+        Packs are dealt in order of length, so that the packs of a micro-batch, and the micro-batches that ranks run at
+        one time, are of about one size.
+        """
+        rows = sorted(range(len(step.packs)), key=lambda row: (-self._pack_length(step.packs[row]), row))
+        per_round = world_size * micro_batch_size
+        batches: list[Batch] = []
+        for start in range(0, len(rows), per_round):
+            mine = rows[start : start + per_round][rank::world_size]
+            batches.append(self.collate({row: step.packs[row] for row in mine}))
+        return batches
+
+    def collate(self, packs: dict[int, int]) -> Batch:
+        """The tensors of packs, keyed by their row in the global step; without packs, one row of padding.
+
+        Packed rows are seq_len long, others as long as the longest of them.
+        """
+        is_packed = self.prepared.is_packed
+        length = self.prepared.seq_len if is_packed else max([2, *(self._pack_length(p) for p in packs.values())])
+        shape = (max(1, len(packs)), length if packs else 2)
+        tokens = np.zeros(shape, dtype=np.int64)
+        labels = np.full(shape, IGNORE, dtype=np.int64)
+        loss_weights = np.zeros(shape, dtype=np.float32)
+        positions = np.zeros(shape, dtype=np.int64)
+        all_lengths: list[tuple[int, ...]] = []
+        num_tokens = 0
+        for i, pack in enumerate(packs.values()):
+            at = 0
+            lengths: list[int] = []
+            for member in self.prepared.members(self.split, pack):
+                span = slice(*self.prepared.offsets[member : member + 2])
+                ids = self.prepared.tokens[span].astype(np.int64)
+                weights = self.prepared.weights[self.prepared.codes[span]]
+                stop = at + len(ids)
+                tokens[i, at:stop] = ids
+                positions[i, at:stop] = np.arange(len(ids))
+                # A conversation's first token is nobody's target, so no label reaches over a boundary.
+                loss_weights[i, at : stop - 1] = weights[1:]
+                labels[i, at : stop - 1] = np.where(weights[1:] > 0, ids[1:], IGNORE)
+                lengths.append(len(ids))
+                at = stop
+            num_tokens += at
+            if at < shape[1]:
+                lengths.append(shape[1] - at)
+                positions[i, at:] = np.arange(shape[1] - at)
+            all_lengths.append(tuple(lengths))
+        has_bounds = is_packed and bool(packs)
+        return Batch(
+            tokens=torch.from_numpy(tokens),
+            labels=torch.from_numpy(labels),
+            loss_weights=torch.from_numpy(loss_weights),
+            positions=torch.from_numpy(positions) if has_bounds else None,
+            lengths=tuple(all_lengths) if has_bounds else None,
+            rows=tuple(packs) or (-1,),
+            num_tokens=num_tokens,
+            num_supervised=int((labels != IGNORE).sum()),
+            weight_sum=float(loss_weights.sum(dtype=np.float64)),
+        )
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._order[0] != epoch:
+            count = self.prepared.num_packs(self.split)
+            order = (
+                np.random.default_rng([self.seed, epoch]).permutation(count) if self.is_shuffled else np.arange(count)
+            )
+            self._order = (epoch, order)
+        return self._order[1]
+
+    def _pack_length(self, pack: int) -> int:
+        return sum(
+            int(self.prepared.offsets[m + 1] - self.prepared.offsets[m])
+            for m in self.prepared.members(self.split, pack)
+        )

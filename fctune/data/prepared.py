@@ -1,0 +1,333 @@
+"""The prepared set: conversations as tokens on disk, written once, mapped by every rank.
+
+A directory named by a fingerprint of all its inputs holds ``meta.json`` and flat arrays. It is written under another
+name and renamed when whole, so a directory of that name is always complete; any change of an input makes a new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fctune.config import DataConfig
+from fctune.data.conversation import Conversation
+from fctune.data.pack import pack_best_fit
+from fctune.data.sources import Defect, describe_defects, read_source
+from fctune.data.sources.fingerprint import fingerprint_source
+from fctune.data.template import ChatTemplate, Encoded, Policy
+from fctune.errors import DataError
+
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
+
+# Part of every fingerprint: raise it when the meaning of the files or the making of tokens changes.
+_VERSION = 1
+
+_ARRAYS: dict[str, Any] = {"tokens": np.int32, "codes": np.uint8, "offsets": np.int64, "digests": np.uint64}
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of the rows."""
+
+    rows: int = 0
+    conversations: int = 0  # kept, both splits
+    invalid: int = 0  # defects, skipped
+    overlong: int = 0  # over seq_len, dropped
+    cut: int = 0  # over seq_len, cut at a turn's end
+    unsupervised: int = 0  # nothing to learn under train_on and weights, dropped
+    tokens: int = 0
+    supervised: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSet:
+    """A prepared set, its arrays memory-mapped.
+
+    ``tokens`` and ``codes`` are flat over conversations; conversation i is ``offsets[i]:offsets[i + 1]``. ``codes``
+    index ``weights``, the distinct loss weights (code 0 is 0.0: not learnt). ``packs[split]`` are pairs of flat members
+    and their offsets.
+    """
+
+    path: Path
+    fingerprint: str
+    seq_len: int
+    is_packed: bool
+    counts: Counts
+    weights: NDArray[np.float32]
+    tokens: NDArray[np.int32]
+    codes: NDArray[np.uint8]
+    offsets: NDArray[np.int64]
+    digests: NDArray[np.uint64]
+    packs: dict[Split, tuple[NDArray[np.int64], NDArray[np.int64]]] = field(repr=False)
+
+    def num_packs(self, split: Split) -> int:
+        """Packs of a split; unpacked, a pack is one conversation."""
+        return len(self.packs[split][1]) - 1
+
+    def members(self, split: Split, pack: int) -> list[int]:
+        """The conversations of a pack, in order."""
+        flat, offsets = self.packs[split]
+        return [int(i) for i in flat[offsets[pack] : offsets[pack + 1]]]
+
+
+def fingerprint_inputs(config: DataConfig, model_dir: Path) -> tuple[str, dict[str, Any]]:
+    """Name of the set that these inputs make, and the inputs by name (what a mismatch is explained with).
+
+    Rows, tokenizer and template enter by content, so a file edited in place is another input.
+    """
+    inputs: dict[str, Any] = {
+        "version": _VERSION,
+        "sources": [
+            {"path": s.path, "format": s.format, "weight": s.weight, "content": fingerprint_source(s.path)}
+            for s in config.sources
+        ],
+        "tokenizer": {
+            name: hashlib.blake2b((model_dir / name).read_bytes(), digest_size=16).hexdigest()
+            for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+            if (model_dir / name).is_file()
+        },
+    }
+    names = (
+        "validation_share",
+        "max_samples",
+        "seq_len",
+        "packed",
+        "train_on",
+        "call_weight",
+        "on_invalid",
+        "overlong",
+    )
+    inputs |= {name: getattr(config, name) for name in (*names, "parallel_calls")}
+    text = json.dumps(inputs, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), inputs
+
+
+def prepare(
+    config: DataConfig, model_dir: Path, root: Path, on_progress: Callable[[Counts], None] | None = None
+) -> PreparedSet:
+    """The set for these inputs: opened where it exists under ``root``, else made.
+
+    Raises:
+        DataError: rows that cannot be used (with ``on_invalid: fail``), nothing left to train on, no room to write.
+    """
+    name, inputs = fingerprint_inputs(config, model_dir)
+    path = root / name
+    if not (path / "meta.json").is_file():
+        template = ChatTemplate(model_dir, Policy(config.train_on, config.call_weight, config.parallel_calls))
+        partial = root / f".{name}.{os.getpid()}"
+        try:
+            partial.mkdir(parents=True)
+            _write(config, template, partial, name, inputs, on_progress)
+            if not path.exists():
+                partial.rename(path)
+        except OSError as error:
+            raise DataError(
+                f"{root}: cannot write the prepared set ({error.strerror or error}). "
+                "Make room there, or name another place with data.prepared_dir."
+            ) from None
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return open_prepared(path)
+
+
+def open_prepared(path: Path) -> PreparedSet:
+    """A complete prepared set, mapped read-only.
+
+    Raises:
+        DataError: when a file is missing or shorter than ``meta.json`` says.
+    """
+    try:
+        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+        arrays = {name: _map(path / f"{name}.bin", dtype, meta["sizes"][name]) for name, dtype in _ARRAYS.items()}
+        packs = {
+            split: tuple(
+                _map(path / f"{split}_{n}.bin", np.int64, meta["sizes"][f"{split}_{n}"]) for n in ("packs", "ends")
+            )
+            for split in SPLITS
+        }
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{path}: damaged prepared set ({error}). Delete the directory; it is made again.") from None
+    return PreparedSet(
+        path=path,
+        fingerprint=meta["fingerprint"],
+        seq_len=meta["inputs"]["seq_len"],
+        is_packed=meta["inputs"]["packed"],
+        counts=Counts(**meta["counts"]),
+        weights=np.asarray(meta["weights"], dtype=np.float32),
+        packs=packs,  # type: ignore[arg-type]
+        **arrays,
+    )
+
+
+def is_validation(digest: str, share: float) -> bool:
+    """Whether a conversation is in the validation split: by its hash, so that equal rows never fall on both sides."""
+    return int(digest[:8], 16) < share * 2**32
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def _write(
+    config: DataConfig,
+    template: ChatTemplate,
+    path: Path,
+    name: str,
+    inputs: dict[str, Any],
+    on_progress: Callable[[Counts], None] | None,
+) -> None:
+    counts = Counts()
+    codes: dict[float, int] = {0.0: 0}
+    offsets: list[int] = [0]
+    digests: list[int] = []
+    members: dict[Split, list[int]] = {"train": [], "validation": []}
+    with open(path / "tokens.bin", "wb") as tokens_file, open(path / "codes.bin", "wb") as codes_file:
+        for digest, encoded, repeats in _encode_rows(config, template, counts):
+            np.asarray(encoded.tokens, dtype=np.int32).tofile(tokens_file)
+            row_codes = [codes.setdefault(weight, len(codes)) for weight in encoded.weights]
+            np.asarray(row_codes, dtype=np.uint8).tofile(codes_file)
+            split: Split = "validation" if is_validation(digest, config.validation_share) else "train"
+            members[split] += [len(digests)] * (repeats if split == "train" else 1)
+            offsets.append(offsets[-1] + len(encoded.tokens))
+            digests.append(int(digest, 16))
+            if on_progress is not None and counts.rows % 500 == 0:
+                on_progress(counts)
+        for file in (tokens_file, codes_file):
+            file.flush()
+            os.fsync(file.fileno())
+    if not members["train"]:
+        raise DataError(_explain_nothing_left(counts, config))
+    sizes = {"tokens": offsets[-1], "codes": offsets[-1]}
+    arrays: dict[str, NDArray[Any]] = {
+        "offsets": np.asarray(offsets, dtype=np.int64),
+        "digests": np.asarray(digests, dtype=np.uint64),
+    }
+    lengths = np.diff(arrays["offsets"])
+    for split, indices in members.items():
+        arrays[f"{split}_packs"], arrays[f"{split}_ends"] = _lay_out_packs(indices, lengths, config)
+    for array_name, array in arrays.items():
+        array.tofile(path / f"{array_name}.bin")
+        sizes[array_name] = len(array)
+    meta = {
+        "fingerprint": name,
+        "inputs": inputs,
+        "counts": asdict(counts),
+        "weights": sorted(codes, key=codes.__getitem__),
+        "sizes": sizes,
+    }
+    (path / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+
+
+def _encode_rows(config: DataConfig, template: ChatTemplate, counts: Counts) -> Iterator[tuple[str, Encoded, int]]:
+    """Digest, tokens and repeats of each conversation kept; raises at the end where defects must not be."""
+    defects: list[Defect] = []
+    for source in config.sources:
+        for item in read_source(source.path, source.format, config.max_samples):
+            counts.rows += 1
+            if isinstance(item, Defect):
+                defects.append(item)
+                continue
+            digest = item.digest()
+            repeats = _num_repeats(digest, source.weight)
+            if not repeats:
+                continue
+            encoded = _encode_row(item, template, config, counts, defects)
+            if encoded is None:
+                continue
+            counts.conversations += 1
+            counts.tokens += len(encoded.tokens)
+            counts.supervised += encoded.num_supervised
+            yield digest, encoded, repeats
+    counts.invalid = len(defects)
+    if defects and (config.on_invalid == "fail" or not counts.conversations):
+        raise DataError(describe_defects(defects, counts.rows))
+
+
+def _encode_row(
+    conversation: Conversation, template: ChatTemplate, config: DataConfig, counts: Counts, defects: list[Defect]
+) -> Encoded | None:
+    file, _, line = conversation.source.rpartition(":")
+    number = int(line) if line.isdigit() else 0
+    try:
+        encoded = template.encode(conversation)
+    except DataError as error:
+        defects.append(Defect(file, number, "messages", "template", str(error)))
+        return None
+    if len(encoded.tokens) > config.seq_len:
+        if config.overlong == "fail":
+            reason = (
+                f"{len(encoded.tokens):,} tokens, over data.seq_len={config.seq_len}; raise it, or set "
+                "data.overlong to drop or cut"
+            )
+            defects.append(Defect(file, number, "messages", "overlong", reason))
+            return None
+        shorter = _cut(conversation, template, config.seq_len) if config.overlong == "cut" else None
+        counts.cut += shorter is not None
+        counts.overlong += shorter is None
+        if shorter is None:
+            return None
+        encoded = shorter
+    if not encoded.num_supervised:
+        counts.unsupervised += 1
+        return None
+    return encoded
+
+
+def _cut(conversation: Conversation, template: ChatTemplate, seq_len: int) -> Encoded | None:
+    """The longest beginning of a conversation that fits and ends with an assistant's turn; None where none does."""
+    ends = [i + 1 for i, message in enumerate(conversation.messages) if message.role == "assistant"]
+    for end in reversed(ends[:-1]):
+        shorter = template.encode(Conversation(conversation.messages[:end], conversation.tools, conversation.source))
+        if len(shorter.tokens) <= seq_len:
+            return shorter
+    return None
+
+
+def _num_repeats(digest: str, weight: float) -> int:
+    """Times a row appears an epoch: the whole part of the weight, and one more for the fraction's share of rows."""
+    whole = int(weight)
+    return whole + (int(digest[8:16], 16) < (weight - whole) * 2**32)
+
+
+def _lay_out_packs(
+    indices: list[int], lengths: NDArray[np.int64], config: DataConfig
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Flat members of the packs of a split, and their offsets."""
+    packs: Iterable[list[int]]
+    if config.packed:
+        packs = [[indices[i] for i in pack] for pack in pack_best_fit(lengths[indices], config.seq_len)]
+    else:
+        packs = [[index] for index in indices]
+    flat = [index for pack in packs for index in pack]
+    ends = np.cumsum([0, *(len(pack) for pack in packs)])
+    return np.asarray(flat, dtype=np.int64), ends.astype(np.int64)
+
+
+def _explain_nothing_left(counts: Counts, config: DataConfig) -> str:
+    losses = [
+        f"{count:,} {what}"
+        for count, what in (
+            (counts.invalid, "invalid"),
+            (counts.overlong, f"longer than data.seq_len={config.seq_len}"),
+            (counts.unsupervised, f"with nothing to learn under data.train_on={config.train_on}"),
+            (counts.conversations, f"in the validation split (data.validation_share={config.validation_share})"),
+        )
+        if count
+    ]
+    paths = ", ".join(source.path for source in config.sources)
+    return f"{paths}: no row to train on: {counts.rows:,} read, {'; '.join(losses) or 'none usable'}."
+
+
+def _map(path: Path, dtype: Any, size: int) -> NDArray[Any]:
+    if path.stat().st_size != size * np.dtype(dtype).itemsize:
+        raise ValueError(f"{path.name} has {path.stat().st_size} bytes")
+    return np.memmap(path, dtype=dtype, mode="r", shape=(size,)) if size else np.zeros(0, dtype=dtype)

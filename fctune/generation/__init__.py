@@ -1,0 +1,1 @@
+"""Answers of a model to conversations, behind one protocol."""

@@ -1,0 +1,157 @@
+"""What a run leaves behind for others: a merged Hugging Face model, and the adapter in PEFT's layout.
+
+Both are computed beside the live weights, never in them, one tensor at a time: training may go on after.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fctune.config import AdapterConfig
+from fctune.modeling.build import CausalLM
+from fctune.modeling.lora import LoRALinear
+from fctune.modeling.weights import to_hf_layout, to_hf_name
+
+# Files of the base that belong to any model made from it, beside config.json.
+_COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json")
+_COMPANIONS += ("chat_template*", "generation_config.json", "LICENSE*", "USE_POLICY*")
+
+_MAX_FILE_BYTES = 4 * 1024**3
+
+
+def export_merged(model: CausalLM, base_dir: Path, out: Path, is_writer: bool) -> None:
+    """Write the model with its adapters merged as a Hugging Face directory.
+
+    Every rank calls this, since sharded weights are gathered (one at a time); the writer alone holds and writes them.
+
+    Args:
+        model: live model; not changed.
+        base_dir: directory it was loaded from, for config and tokenizer.
+        out: directory to make; replaced if it exists.
+        is_writer: whether this rank writes.
+    """
+    staging = _start_directory(out) if is_writer else None
+    weight_map: dict[str, str] = {}
+    files: list[dict[str, Tensor]] = [{}]
+    num_bytes = total_bytes = 0
+    for name, tensor in _merged_tensors(model):
+        if staging is None:
+            continue
+        size = tensor.numel() * tensor.element_size()
+        if num_bytes + size > _MAX_FILE_BYTES and files[-1]:
+            _write_shard(staging, files, weight_map)
+            num_bytes = 0
+        files[-1][name] = tensor
+        num_bytes, total_bytes = num_bytes + size, total_bytes + size
+    if staging is None:
+        return
+    _write_shard(staging, files, weight_map)
+    _name_shards(staging, len(files) - 1, weight_map, total_bytes)
+    _copy_companions(base_dir, staging)
+    config = json.loads((base_dir / "config.json").read_text(encoding="utf-8"))
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config[key] = str(model.head_weight().dtype).removeprefix("torch.")
+    (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _publish(staging, out)
+
+
+def export_adapter(
+    model: CausalLM, config: AdapterConfig, base: str, base_dir: Path, out: Path, is_writer: bool
+) -> None:
+    """Write the adapters alone, in the directory layout of ``peft``; arguments as in ``export_merged``.
+
+    ``base`` is the name or path of the base model as the user gave it; it is what PEFT loads the base by.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith((".lora_a", ".lora_b")):
+            full = to_hf_layout(name, _gather(parameter), model.architecture).contiguous()
+            stem, _, leaf = to_hf_name(name).rpartition(".")
+            if is_writer:
+                tensors[f"base_model.model.{stem}.{'lora_A' if leaf == 'lora_a' else 'lora_B'}.weight"] = full.cpu()
+    if not is_writer:
+        return
+    from peft import LoraConfig, TaskType  # slow to import, and needed once
+
+    staging = _start_directory(out)
+    save_file(tensors, staging / "adapter_model.safetensors", metadata={"format": "pt"})
+    LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=sorted(config.modules),
+        use_rslora=config.scaling == "rslora",
+        task_type=TaskType.CAUSAL_LM,
+        base_model_name_or_path=base,
+        inference_mode=True,
+    ).save_pretrained(str(staging))
+    _copy_companions(base_dir, staging)
+    _publish(staging, out)
+
+
+@torch.no_grad()
+def _merged_tensors(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
+    adapters = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    for name, parameter in model.named_parameters():
+        if name.endswith((".lora_a", ".lora_b")):
+            continue
+        full = _gather(parameter)
+        if name in adapters:
+            adapter = adapters[name]
+            a, b = _gather(adapter.lora_a), _gather(adapter.lora_b)
+            full = (full.to(a.dtype) + adapter.scaling * (b @ a)).to(full.dtype)
+        yield to_hf_name(name), to_hf_layout(name, full, model.architecture).contiguous().cpu()
+
+
+def _gather(parameter: Tensor) -> Tensor:
+    tensor = parameter.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _write_shard(staging: Path, files: list[dict[str, Tensor]], weight_map: dict[str, str]) -> None:
+    file = f"{len(files)}.safetensors"
+    # A plain weight may share memory with the live model; save_file reads it and does not keep it.
+    save_file(files[-1], staging / file, metadata={"format": "pt"})
+    weight_map.update(dict.fromkeys(files[-1], file))
+    files[-1] = {}
+    files.append({})
+
+
+def _name_shards(staging: Path, num_files: int, weight_map: dict[str, str], total_bytes: int) -> None:
+    """Rename the files as Hugging Face does, now that their count is known, and write the index."""
+    if num_files == 1:
+        (staging / "1.safetensors").rename(staging / "model.safetensors")
+        return
+    names = {f"{i}.safetensors": f"model-{i:05d}-of-{num_files:05d}.safetensors" for i in range(1, num_files + 1)}
+    for old, new in names.items():
+        (staging / old).rename(staging / new)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": {n: names[f] for n, f in weight_map.items()}}
+    (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_companions(base_dir: Path, out: Path) -> None:
+    for pattern in _COMPANIONS:
+        for file in base_dir.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, out / file.name)
+
+
+def _start_directory(out: Path) -> Path:
+    staging = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    return staging
+
+
+def _publish(staging: Path, out: Path) -> None:
+    """Put a finished directory in place of any older one, so that a reader never finds half of it."""
+    shutil.rmtree(out, ignore_errors=True)
+    staging.rename(out)

@@ -1,0 +1,77 @@
+"""Fine-tune a chat model to call functions with LoRA, on any number of processes from one, CPU or CUDA.
+
+    tune run --nproc_per_node 2 recipes/lora_fc_distributed --config configs/tiny_lora.yaml [key=value ...]
+
+What this recipe decides: adapters alone train, they start as noise and zero so that the model starts as its base, the
+base's weights must all be there, and what is kept is the merged model and the adapter.
+"""
+
+import sys
+
+from torchtune.recipe_interfaces import FTRecipeInterface
+
+from fctune.config import RunConfig
+from fctune.errors import ConfigError
+from fctune.modeling.export import export_adapter, export_merged
+from fctune.modeling.hub import resolve_model_dir
+from fctune.modeling.lora import apply_lora_, init_adapters_
+from fctune.training import distributed
+from fctune.training.distributed import World
+from fctune.training.entry import run_recipe
+from fctune.training.loop import count_steps, train
+from fctune.training.run_directory import RunDirectory
+from fctune.training.state import build_base, open_sinks, place_, prepare_data, start_state
+
+
+class LoRAFunctionCallingRecipe(FTRecipeInterface):
+    """LoRA over FSDP2; the loop and the step are the library's."""
+
+    def __init__(self, config: RunConfig, world: World, run: RunDirectory):
+        if config.adapter is None:
+            raise ConfigError("adapter: missing; this recipe trains adapters. Add e.g. adapter: {rank: 16, alpha: 32}.")
+        self.config, self.world, self.run, self.adapter = config, world, run, config.adapter
+        self.state = None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return 0 if self.state is None else self.state.step
+
+    def setup(self) -> None:
+        """Data first, since most runs that fail fail there; then the model: shape, adapters, shards, weights."""
+        self.model_dir = distributed.on_main(lambda: resolve_model_dir(self.config.model.path))
+        prepared = prepare_data(self.config, self.model_dir, self.world)
+        self.prepared, self.num_steps = prepared, count_steps(self.config, prepared, self.world)
+        self.model = build_base(self.config, self.model_dir, self.world)
+        apply_lora_(self.model, self.adapter)
+        self.load_checkpoint()
+        self.state = start_state(self.model, self.config, self.num_steps)
+        self.sinks = open_sinks(self.config, self.run, self.num_steps, self.world)
+
+    def load_checkpoint(self) -> None:
+        """The base's weights into the shards; fresh adapters beside them."""
+        place_(self.model, self.config, self.model_dir, self.world)
+        init_adapters_(self.model, self.config.seed)
+
+    def train(self) -> None:
+        """All steps of the run."""
+        with self.sinks:
+            train(self.config, self.state, self.prepared, self.num_steps, self.world, self.sinks)
+
+    def save_checkpoint(self) -> None:
+        """The merged model for whoever serves it, the adapter for whoever has the base."""
+        writes, out = self.world.is_main, self.run.export
+        export_merged(self.model, self.model_dir, out / "merged", writes)
+        export_adapter(self.model, self.adapter, self.config.model.path, self.model_dir, out / "adapter", writes)
+
+    def cleanup(self) -> None:
+        """Nothing is held open after training."""
+
+
+def main() -> int:
+    """Run the recipe from the command line."""
+    return run_recipe(LoRAFunctionCallingRecipe, sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
