@@ -16,6 +16,7 @@ from fctune.errors import ConfigError
 from fctune.modeling.architecture import Architecture
 from fctune.modeling.attention import DocumentBounds, attend
 from fctune.modeling.dropout import TokenKeys
+from fctune.modeling.layers import replace_layers_
 from fctune.modeling.loss import sum_supervised_loss
 
 
@@ -102,6 +103,7 @@ def build_model(architecture: Architecture, max_seq_len: int, dtype: torch.dtype
             decoder = _build_decoder(architecture, max_seq_len)
     finally:
         torch.set_default_dtype(previous)
+    replace_layers_(decoder)
     for module in decoder.modules():
         if isinstance(module, MultiHeadAttention):
             module._attention_call = attend

@@ -21,8 +21,10 @@ from fctune.modeling.lora import LoRALinear
 from fctune.modeling.weights import to_hf_layout, to_hf_name
 
 # Files of the base that belong to any model made from it, beside config.json.
-_COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json")
-_COMPANIONS += ("chat_template*", "generation_config.json", "LICENSE*", "USE_POLICY*")
+_COMPANIONS = (
+    *("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json"),
+    *("chat_template*", "generation_config.json", "LICENSE*", "USE_POLICY*"),
+)
 
 _MAX_FILE_BYTES = 4 * 1024**3
 

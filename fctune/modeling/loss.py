@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -66,5 +68,5 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _vocab_size(head: nn.Module) -> int:
-    owner: nn.Linear = getattr(head, "tied_module", head)
-    return owner.weight.shape[0]
+    owner: Any = getattr(head, "tied_module", head)
+    return int(owner.weight.shape[0])

@@ -1,0 +1,83 @@
+"""What several tests build on: small models in Hugging Face's layout, and rows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY_BASE = ROOT / "fctune" / "assets" / "tiny_base"
+REAL_DATA = ROOT.parent / "shared" / "data"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what reads real rows where there are none."""
+    if not REAL_DATA.is_dir():
+        for item in items:
+            if item.get_closest_marker("real_data"):
+                item.add_marker(pytest.mark.skip(reason="../shared/data is not here"))
+
+
+@pytest.fixture(scope="session")
+def tiny_base() -> Path:
+    """The demo's model directory."""
+    return TINY_BASE
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a model directory with random weights: ``make_model("llama" | "qwen2", **config)``; each is made once."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    made: dict[str, Path] = {}
+
+    def make(family: str = "llama", **changes: object) -> Path:
+        key = json.dumps([family, changes], sort_keys=True)
+        if key not in made:
+            vocab_size = json.loads((TINY_BASE / "config.json").read_text())["vocab_size"]
+            sizes = {
+                "vocab_size": vocab_size,
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 2048,
+                "tie_word_embeddings": False,
+            }
+            scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            scaled |= {"original_max_position_embeddings": 8192, "rope_theta": 500_000.0}
+            torch.manual_seed(0)
+            if family == "llama":
+                model = LlamaForCausalLM(LlamaConfig(**({"rope_parameters": scaled} | sizes | changes)))
+            else:
+                model = Qwen2ForCausalLM(Qwen2Config(**(sizes | changes)))
+                for name, parameter in model.named_parameters():
+                    if name.endswith("bias"):  # zero as built, which would hide a bias that is dropped
+                        torch.nn.init.normal_(parameter, std=0.1)
+            path = tmp_path_factory.mktemp(family)
+            model.save_pretrained(path)
+            for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+                if (TINY_BASE / file).is_file():
+                    shutil.copyfile(TINY_BASE / file, path / file)
+            made[key] = path
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[..., Path]:
+    """Writes rows as a JSONL file."""
+
+    def write(rows: list[object], name: str = "rows.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write

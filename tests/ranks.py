@@ -1,0 +1,74 @@
+"""Run a function on several gloo ranks of this machine.
+
+Processes are forked from a server that has the heavy imports done, so a group of ranks starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torchtune.modules", "transformers", "fctune.training.state", "peft"])
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 240) -> list[Any]:
+    """What ``function(world, *arguments)`` returned on each rank; the first rank's error is raised."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            _context.Process(target=_run, args=(function, rank, world_size, port, folder, arguments))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout_s)
+        stuck = [process for process in processes if process.is_alive()]
+        for process in stuck:
+            process.kill()
+        results = []
+        for rank in range(world_size):
+            file = Path(folder) / str(rank)
+            if not file.exists():
+                raise RuntimeError(f"rank {rank} {'hung' if stuck else f'died ({processes[rank].exitcode})'}")
+            outcome, value = pickle.loads(file.read_bytes())
+            if outcome == "error":
+                raise RuntimeError(f"rank {rank}:\n{value}")
+            results.append(value)
+        return results
+
+
+def _run(
+    function: Callable[..., Any], rank: int, world_size: int, port: int, folder: str, arguments: tuple[Any, ...]
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    import torch
+
+    from fctune.training.distributed import start_world, stop_world
+
+    torch.set_num_threads(1)
+    try:
+        outcome = ("result", function(start_world(), *arguments))
+        stop_world()
+    except BaseException:
+        outcome = ("error", traceback.format_exc())
+    (Path(folder) / f".{rank}").write_bytes(pickle.dumps(outcome))
+    (Path(folder) / f".{rank}").rename(Path(folder) / str(rank))
+    if outcome[0] == "error":
+        os._exit(1)  # the others may be waiting in a collective

@@ -1,0 +1,185 @@
+"""The numbers of a run do not depend on how many ranks it runs on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fctune.config import RunConfig, parse_config
+from fctune.data.loader import GlobalLoader
+from fctune.data.prepared import open_prepared, prepare
+from fctune.modeling.lora import apply_lora_, init_adapters_
+from fctune.modeling.weights import to_hf_name
+from fctune.telemetry.sinks import Sinks
+from fctune.training.distributed import World
+from fctune.training.loop import count_steps, train
+from fctune.training.state import build_base, place_, start_state
+from tests.ranks import run_ranks
+
+ADAPTER = {"rank": 4, "alpha": 8, "dropout": 0.1, "modules": ["q_proj", "v_proj", "o_proj", "down_proj", "lm_head"]}
+
+
+class Recorder:
+    """Keeps what a run reports."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, Any]] = []
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        self.metrics.append(metrics)
+
+    def close(self) -> None:
+        pass
+
+
+def make_config(model: Path, output: Path, **changes: Any) -> RunConfig:
+    raw = {
+        "output_dir": str(output / "run"),
+        "model": {"path": str(model)},
+        "adapter": ADAPTER,
+        "precision": "fp64",
+        "data": {
+            "sources": [{"path": "synthetic:train:44:3"}],
+            "validation_share": 0.2,
+            "seq_len": 512,
+            "packed": False,
+            "prepared_dir": str(output / "prepared"),
+        },
+        # 7 packs a step over 2 or 3 ranks with micro-batches of 2: uneven shares, and ranks that run an empty one.
+        "global_batch_size": 7,
+        "micro_batch_size": 2,
+        "max_steps": 5,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-2},
+        "lr_scheduler": {"name": "constant"},
+        "clip_grad_norm": 0.5,
+        "validation": {"every_n_steps": 5},
+    }
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(raw.get(key), dict):
+            raw[key] = raw[key] | value
+        else:
+            raw[key] = value
+    problems: list[str] = []
+    config = parse_config(raw, problems)
+    assert config is not None, problems
+    return config
+
+
+def run_training(world: World, config: RunConfig, prepared_path: Path) -> dict[str, Any]:
+    """Train as the recipe does; metrics and whole weights."""
+    prepared = open_prepared(prepared_path)
+    model = build_base(config, Path(config.model.path), world)
+    if config.adapter is not None:
+        apply_lora_(model, config.adapter)
+    place_(model, config, Path(config.model.path), world)
+    init_adapters_(model, config.seed)
+    state = start_state(model, config, count_steps(config, prepared, world))
+    recorder = Recorder()
+    train(config, state, prepared, count_steps(config, prepared, world), world, Sinks(recorder))
+    weights = {}
+    for name, parameter in model.named_parameters():
+        full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        weights[to_hf_name(name)] = full.detach().clone().numpy()
+    return {"metrics": recorder.metrics, "weights": weights}
+
+
+def compare(one: dict[str, Any], other: dict[str, Any], rtol: float, atol: float) -> None:
+    assert len(one["metrics"]) == len(other["metrics"]) > 0
+    for a, b in zip(one["metrics"], other["metrics"], strict=True):
+        assert a["data_digest"] == b["data_digest"]
+        assert (a["tokens_total"], a["tokens_supervised"]) == (b["tokens_total"], b["tokens_supervised"])
+        for key in ("loss", "grad_norm", "validation_loss"):
+            if key in a:
+                assert math.isclose(a[key], b[key], rel_tol=rtol, abs_tol=atol), (key, a["step"], a[key], b[key])
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(
+            torch.from_numpy(other["weights"][name]), torch.from_numpy(weight), rtol=rtol, atol=max(atol, 1e-12)
+        )
+
+
+@pytest.fixture(scope="module")
+def runs(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """Runs a configuration on a number of ranks, each once."""
+    output = tmp_path_factory.mktemp("ranks")
+    done: dict[str, dict[str, Any]] = {}
+
+    def run(world_size: int, **changes: Any) -> dict[str, Any]:
+        key = f"{world_size} {changes}"
+        if key not in done:
+            config = make_config(make_model(), output, **changes)
+            prepared = prepare(config.data, Path(config.model.path), output / "prepared")
+            done[key] = run_ranks(run_training, world_size, config, prepared.path)[0]
+        return done[key]
+
+    return run
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_match_one_process_in_float64(runs: Callable[..., dict[str, Any]], world_size: int) -> None:
+    compare(runs(1), runs(world_size), rtol=1e-9, atol=0)
+
+
+def test_two_ranks_match_one_process_in_float32(runs: Callable[..., dict[str, Any]]) -> None:
+    # AdamW divides by the root of the second moment, so rounding of tiny gradients moves a weight by up to lr a step.
+    compare(runs(1, precision="fp32"), runs(2, precision="fp32"), rtol=1e-4, atol=2e-3)
+
+
+def test_training_all_weights_on_two_ranks_matches_one_process(runs: Callable[..., dict[str, Any]]) -> None:
+    compare(runs(1, adapter=None), runs(2, adapter=None), rtol=1e-9, atol=0)
+
+
+def test_packed_rows_on_two_ranks_match_one_process(runs: Callable[..., dict[str, Any]]) -> None:
+    packed = {"packed": True}
+    compare(runs(1, data=packed, global_batch_size=3), runs(2, data=packed, global_batch_size=3), rtol=1e-9, atol=0)
+
+
+def test_micro_batches_do_not_change_the_numbers(runs: Callable[..., dict[str, Any]]) -> None:
+    compare(runs(1), runs(1, micro_batch_size=7), rtol=1e-9, atol=0)
+
+
+def test_training_twice_gives_the_same_metrics(runs: Callable[..., dict[str, Any]]) -> None:
+    first, second = runs(2), runs(2, log_every_n_steps=3)  # another key, the same training
+    for a, b in zip(first["metrics"], second["metrics"], strict=True):
+        for key in a.keys() - {"tokens_per_s", "step_time_s"}:
+            assert a[key] == b[key], key
+
+
+def test_the_control_with_other_data_order_differs(runs: Callable[..., dict[str, Any]]) -> None:
+    assert runs(1)["metrics"][0]["loss"] != runs(1, seed=43)["metrics"][0]["loss"]
+
+
+def test_frozen_weights_do_not_move(runs: Callable[..., dict[str, Any]], make_model: Callable[..., Path]) -> None:
+    from safetensors.torch import load_file
+
+    base = load_file(make_model() / "model.safetensors")
+    from fctune.modeling.architecture import read_architecture
+    from fctune.modeling.weights import to_hf_layout
+
+    architecture = read_architecture(make_model())
+    trained = runs(2)["weights"]
+    for name, weight in base.items():
+        if not name.startswith("model.layers"):
+            ours = torch.from_numpy(trained[name])
+        else:
+            tune_name = "layers.0.attn." + (
+                "q_proj.weight" if "q_proj" in name else "k_proj.weight" if "k_proj" in name else "v_proj.weight"
+            )
+            ours = to_hf_layout(tune_name, torch.from_numpy(trained[name]), architecture)
+        assert torch.equal(ours, weight.double()), name
+
+
+def test_every_rank_runs_as_many_micro_batches(
+    runs: Callable[..., dict[str, Any]], tmp_path: Path, make_model: Callable[..., Path]
+) -> None:
+    config = make_config(make_model(), tmp_path)
+    prepared = prepare(config.data, Path(config.model.path), tmp_path / "prepared")
+    loader = GlobalLoader(prepared, "train", 7, 42)
+    for world_size in range(1, 9):
+        for number in range(1, loader.steps_per_epoch + 1):
+            shares = [loader.micro_batches(loader.step_at(number), rank, world_size, 2) for rank in range(world_size)]
+            assert len({len(share) for share in shares}) == 1
