@@ -6,21 +6,21 @@ default its field's comment gives. To add a key, add a field here; to add a rule
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
 import inspect
 import math
-import os
-import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import yaml
 
 from fctune.errors import ConfigError
+from fctune.schema import apply_override, parse_dataclass, suggest
 
 # The linears a LoRA adapter can sit on, in the names of Hugging Face checkpoints.
 ADAPTER_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
@@ -113,7 +113,7 @@ class RunConfig:
     micro_batch_size: int = 2  # packs a rank holds at a time; accumulation is derived
     epochs: int = 3
     max_steps: int | None = None
-    optimizer: dict[str, Any] = field(default_factory=lambda: {"_component_": "torch.optim.AdamW", "lr": 2e-4})
+    optimizer: dict[str, Any] = field(default_factory=dict)  # over {_component_: torch.optim.AdamW, lr: 2e-4}
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     clip_grad_norm: float | None = 1.0  # null: not clipped
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient norm that is not finite
@@ -131,7 +131,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         path: YAML file in the schema of RunConfig.
-        overrides: ``a.b=value`` (value read as YAML; list items by index, ``data.sources.0.path=x``) or ``~a.b`` to drop a key.
+        overrides: ``a.b=value`` (value read as YAML; list items by index, ``data.sources.0.path=x``), or ``~a.b`` to
+            drop a key.
 
     Raises:
         ConfigError: with every problem found, each with its key and remedy.
@@ -149,7 +150,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: expected a mapping of keys to values, got {type(raw).__name__}.")
     problems: list[str] = []
     for override in overrides:
-        _apply_override(raw, override, problems)
+        apply_override(raw, override, problems)
     config = parse_config(raw, problems)
     if problems or config is None:
         raise ConfigError(format_problems(str(path), problems))
@@ -158,7 +159,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def parse_config(raw: dict[str, Any], problems: list[str]) -> RunConfig | None:
     """The RunConfig of nested plain dicts; appends to ``problems`` what is wrong and then may return None."""
-    config: RunConfig | None = _parse_dataclass(RunConfig, raw, "", problems)
+    config: RunConfig | None = parse_dataclass(RunConfig, raw, "", problems)
     if config is not None and not problems:
         _find_problems(config, problems)
     return config
@@ -177,129 +178,11 @@ def resolve_component(spec: dict[str, Any]) -> tuple[Callable[..., Any], dict[st
     return getattr(importlib.import_module(module_name), name), arguments
 
 
-def hf_home() -> str:
-    """Where downloads of the Hugging Face hub are kept."""
-    return os.environ.get("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
-
-
-# --- reading the schema -------------------------------------------------------------------------------------------
-
-
-def _apply_override(raw: dict[str, Any], override: str, problems: list[str]) -> None:
-    drop = override.startswith("~")
-    key, equals, text = (override[1:], "=", "") if drop else override.partition("=")
-    if not equals or not key:
-        problems.append(f"{override}: not an override; write key=value, a.b=value, or ~key to drop one")
-        return
-    *parents, last = key.split(".")
-    node: Any = raw
-    for parent in parents:
-        if isinstance(node, list) and parent.isdigit() and int(parent) < len(node):
-            node = node[int(parent)]
-        elif isinstance(node, dict):
-            if node.get(parent) is None:
-                node[parent] = {}
-            node = node[parent]
-        else:
-            problems.append(f"{override}: {parent} is not a key of a mapping or an index of a list")
-            return
-    try:
-        value = None if drop else yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        problems.append(f"{override}: value is not YAML: {' '.join(str(error).split())}")
-        return
-    if isinstance(node, list) and last.isdigit() and int(last) < len(node):
-        node[int(last)] = value
-    elif isinstance(node, dict):
-        if drop:
-            node.pop(last, None)
-        else:
-            node[last] = value
-    else:
-        problems.append(f"{override}: {last} is not a key of a mapping or an index of a list")
-
-
-def _parse_dataclass(cls: type[Any], raw: Any, where: str, problems: list[str]) -> Any:
-    if not isinstance(raw, dict):
-        problems.append(f"{where}: expected a mapping with the keys {', '.join(_field_names(cls))}, got {raw!r}")
-        return None
-    hints = get_type_hints(cls)
-    names = _field_names(cls)
-    prefix = f"{where}." if where else ""
-    for key in raw:
-        if key not in names:
-            problems.append(f"{prefix}{key}: unknown key{_suggest(str(key), names, prefix)}")
-    values: dict[str, Any] = {}
-    for spec in dataclasses.fields(cls):
-        required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
-        if spec.name not in raw:
-            if required:
-                problems.append(f"{prefix}{spec.name}: missing; it has no default")
-            continue
-        value = raw[spec.name]
-        if value is None and not required and type(None) not in get_args(hints[spec.name]):
-            continue  # null: the default
-        values[spec.name] = _parse_value(hints[spec.name], value, prefix + spec.name, problems)
-    try:
-        return cls(**values)
-    except TypeError:
-        return None  # a required key is missing: already in problems
-
-
-def _parse_value(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        if value is None:
-            return None
-        return _parse_value(next(a for a in args if a is not type(None)), value, where, problems)
-    if origin is Literal:
-        if value not in args or isinstance(value, bool) != isinstance(args[0], bool):
-            close = _suggest(str(value), [str(a) for a in args], "")
-            problems.append(f"{where}={value!r}: expected one of {', '.join(map(str, args))}{close}")
-        return value
-    if origin is list:
-        if not isinstance(value, list):
-            problems.append(f"{where}={value!r}: expected a list")
-            return []
-        return [_parse_value(args[0], item, f"{where}.{i}", problems) for i, item in enumerate(value)]
-    if dataclasses.is_dataclass(hint):
-        return _parse_dataclass(hint, value, where, problems)  # type: ignore[arg-type]
-    if origin is dict:
-        if not isinstance(value, dict):
-            problems.append(f"{where}={value!r}: expected a mapping")
-            return {}
-        return dict(value)
-    return _parse_scalar(hint, value, where, problems)
-
-
-def _parse_scalar(hint: type[Any], value: Any, where: str, problems: list[str]) -> Any:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is float and isinstance(value, str):  # YAML 1.1 reads 2e-4 as text
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
-        return value
-    noun = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[hint]
-    problems.append(f"{where}={value!r}: expected {noun}, got {type(value).__name__}")
-    return value
-
-
-def _field_names(cls: type[Any]) -> list[str]:
-    return [spec.name for spec in dataclasses.fields(cls)]
-
-
-def _suggest(word: str, known: Iterable[str], prefix: str) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
-
-
 # --- what the types cannot say ------------------------------------------------------------------------------------
 
 
 def _find_problems(config: RunConfig, problems: list[str]) -> None:
+    config.optimizer = {"_component_": "torch.optim.AdamW", "lr": 2e-4} | config.optimizer
     _check_numbers(config, problems)
     _check_adapter(config.adapter, problems)
     _check_optimizer(config.optimizer, problems)
@@ -354,15 +237,11 @@ def _check_adapter(adapter: AdapterConfig | None, problems: list[str]) -> None:
         problems.append(f"adapter.modules: empty; choose from {', '.join(ADAPTER_MODULES)}")
     for name in adapter.modules:
         if name not in ADAPTER_MODULES:
-            problems.append(
-                f"adapter.modules: no such module: {name}{_suggest(name, ADAPTER_MODULES, '')}; known: {', '.join(ADAPTER_MODULES)}"
-            )
+            near = suggest(name, ADAPTER_MODULES)
+            problems.append(f"adapter.modules: no such module: {name}{near}; known: {', '.join(ADAPTER_MODULES)}")
 
 
 def _check_optimizer(spec: dict[str, Any], problems: list[str]) -> None:
-    if "_component_" not in spec:
-        problems.append("optimizer._component_: missing; e.g. torch.optim.AdamW")
-        return
     try:
         component, arguments = resolve_component(spec)
     except (ImportError, AttributeError, ValueError):
@@ -371,10 +250,8 @@ def _check_optimizer(spec: dict[str, Any], problems: list[str]) -> None:
     for key in ("lr", "weight_decay", "eps"):
         value = spec.get(key)
         if isinstance(value, str):  # YAML 1.1 reads 2e-4 as text
-            try:
+            with contextlib.suppress(ValueError):
                 spec[key] = value = float(value)
-            except ValueError:
-                pass
         if value is not None and (isinstance(value, (bool, str)) or not value >= 0 or not math.isfinite(value)):
             problems.append(f"optimizer.{key}={value!r}: expected a finite number, 0 or more")
     parameters = inspect.signature(component).parameters
@@ -383,7 +260,7 @@ def _check_optimizer(spec: dict[str, Any], problems: list[str]) -> None:
     for key in arguments:
         if key not in parameters:
             problems.append(
-                f"optimizer.{key}: {component.__name__} takes no such argument{_suggest(key, parameters, 'optimizer.')}"
+                f"optimizer.{key}: {component.__name__} takes no such argument{suggest(key, parameters, 'optimizer.')}"
             )
 
 

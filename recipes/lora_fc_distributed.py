@@ -38,12 +38,12 @@ class LoRAFunctionCallingRecipe(FTRecipeInterface):
         return 0 if self.state is None else self.state.step
 
     def setup(self) -> None:
-        """Data first, since most runs that fail fail there; then the model: shape, adapters, shards, weights."""
+        """The model's shape, which costs nothing; the data, where most runs that fail fail; then weights into shards."""
         self.model_dir = distributed.on_main(lambda: resolve_model_dir(self.config.model.path))
-        prepared = prepare_data(self.config, self.model_dir, self.world)
-        self.prepared, self.num_steps = prepared, count_steps(self.config, prepared, self.world)
         self.model = build_base(self.config, self.model_dir, self.world)
         apply_lora_(self.model, self.adapter)
+        self.prepared = prepare_data(self.config, self.model_dir, self.world)
+        self.num_steps = count_steps(self.config, self.prepared, self.world)
         self.load_checkpoint()
         self.state = start_state(self.model, self.config, self.num_steps)
         self.sinks = open_sinks(self.config, self.run, self.num_steps, self.world)

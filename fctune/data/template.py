@@ -73,7 +73,7 @@ class ChatTemplate:
 
     def __init__(self, model_dir: str | Path, policy: Policy | None = None):
         self.model_dir = Path(model_dir)
-        self.policy = policy or Policy()
+        self.policy = Policy()
         self.tokenizer = load_tokenizer(self.model_dir)
         self.source: str = self.tokenizer.get_chat_template(None, [{}])
         self._nonce = secrets.token_hex(8)
@@ -82,8 +82,10 @@ class ChatTemplate:
         self._special_ids = set(self.tokenizer.all_special_ids)
         self._special_ids |= {i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
         self._prompts = self._find_generation_prompts()
+        self._history_header = self._find_history_header()
         self.stop_ids: set[int] = set()  # what the template ends an assistant's turn with
-        self._verify()
+        self._verify()  # of the template, under the plain policy
+        self.policy = policy or Policy()
 
     def render(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
         """The text that the template makes of a conversation.
@@ -102,21 +104,24 @@ class ChatTemplate:
         if self.policy.parallel_calls == "split":
             conversation = split_parallel_calls(conversation)
         text, spans = self._render(conversation)
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        printed = {span.message for span in spans}
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         tokens: list[int] = encoding["input_ids"]
         offsets: list[tuple[int, int]] = encoding["offset_mapping"]
         weights = [0.0] * len(tokens)
         for span in spans:
-            message = conversation.messages[span.message]
             weight = self._message_weight(conversation, span.message)
             if weight > 0:
-                self._weigh_span(message, weight, span, text, tokens, offsets, weights)
+                start = self._answer_start(conversation, span, text)
+                stop = self._answer_stop(conversation, span, text, printed)
+                message = conversation.messages[span.message]
+                self._weigh_span(message, weight, start, stop, text, tokens, offsets, weights)
         return Encoded(tokens, weights)
 
     def encode_prompt(self, conversation: Conversation) -> list[int]:
         """Token ids of a conversation up to where the model is to answer."""
         text = self.render(conversation, add_generation_prompt=True)
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
     # --- rendering ---
@@ -172,20 +177,26 @@ class ChatTemplate:
         return self._take_markers(marked)
 
     def _take_markers(self, marked: str) -> tuple[str, list[Span]]:
-        pieces: list[str] = []
-        spans: list[Span] = []
-        loop, message, start = "", -1, 0  # the message whose text we are in, and the loop that prints it
-        length = 0
         parts = self._marker.split(marked)
-        for text, number, place in itertools.zip_longest(parts[::3], parts[1::3], parts[2::3]):
-            pieces.append(text)
-            length += len(text)
-            if number is not None and not place and number != loop:
-                continue  # an inner loop over messages ends, ours goes on
-            if message >= 0 and length > start:
+        plain = "".join(parts[::3])
+        spans: list[Span] = []
+        length = 0
+        # Loops over messages that we are in, outermost first: their number, the message they are at, where it began.
+        stack: list[tuple[str, int, int]] = []
+
+        def close(message: int, start: int) -> None:
+            if not plain[start:length].isspace() and length > start:
                 spans.append(Span(message, start, length))
-            loop, message, start = number or "", int(place) if place else -1, length
-        return "".join(pieces), spans
+
+        for text, number, place in itertools.zip_longest(parts[::3], parts[1::3], parts[2::3]):
+            length += len(text)
+            if number is None:
+                break
+            if stack and stack[-1][0] == number:
+                close(*stack.pop()[1:])
+            if place:
+                stack.append((number, int(place), length))
+        return plain, sorted(spans, key=lambda span: (span.start, -span.stop))
 
     # --- what is learnt ---
 
@@ -201,39 +212,59 @@ class ChatTemplate:
                 return 0.0
         return message.weight
 
+    def _answer_start(self, conversation: Conversation, span: Span, text: str) -> int:
+        """Where in ``text`` the model's own words of an assistant's turn begin: after what it is prompted with."""
+        turn = text[span.start : span.stop]
+        for prompt in self._prompts:  # longest first
+            if turn.startswith(prompt):
+                return span.start + len(prompt)
+        # A template may prompt otherwise in other places, such as after a result.
+        before = Conversation(conversation.messages[: span.message], conversation.tools)
+        prompted = self._render(before, add_generation_prompt=True)[0]
+        if span.start <= len(prompted) <= span.stop and text.startswith(prompted):
+            return len(prompted)
+        # A turn that is history may lack what the prompt opens, such as a think block: its plain header is left.
+        if self._history_header and turn.startswith(self._history_header):
+            return span.start + len(self._history_header)
+        raise DataError("the chat template opens an assistant turn otherwise than its generation prompt does")
+
+    def _answer_stop(self, conversation: Conversation, span: Span, text: str, printed: set[int]) -> int:
+        """Where an assistant's turn ends: where its text does, or before the result that a template prints within it."""
+        following = span.message + 1
+        if following in printed or following == len(conversation.messages):
+            return span.stop
+        alone = self._render(Conversation(conversation.messages[:following], conversation.tools))[0]
+        if span.start < len(alone) <= span.stop and text.startswith(alone):
+            return len(alone)
+        raise DataError("the chat template prints another message within an assistant's turn")
+
     def _weigh_span(
         self,
         message: Message,
         weight: float,
-        span: Span,
+        start: int,
+        stop: int,
         text: str,
         tokens: list[int],
         offsets: list[tuple[int, int]],
         weights: list[float],
     ) -> None:
-        start = span.start + self._prompt_length(text[span.start : span.stop])
-        inside = [i for i, (a, b) in enumerate(offsets) if a < span.stop and b > start]
+        inside = [i for i, (a, b) in enumerate(offsets) if a < stop and b > start]
         if inside and offsets[inside[0]][0] < start:
             piece = text[slice(*offsets[inside[0]])]
             raise DataError(f"the tokenizer joins the template's text to the answer's in one token ({piece!r})")
         end_of_turn = next((n for n in reversed(inside) if tokens[n] in self._special_ids), None)
-        if end_of_turn is None or text[offsets[end_of_turn][1] : span.stop].strip():
+        if end_of_turn is None or text[offsets[end_of_turn][1] : stop].strip():
             raise DataError("the chat template does not close an assistant turn with a special token")
         prose_stop = start
         if message.calls:
             content = (message.content or "").strip()
-            prose = text.find(content, start, span.stop) if content else -1
+            prose = text.find(content, start, stop) if content else -1
             prose_stop = prose + len(content) if prose >= 0 else start
         for i in inside:
             if i <= end_of_turn:
                 is_call = bool(message.calls) and offsets[i][1] > prose_stop
                 weights[i] = weight * (self.policy.call_weight if is_call else 1.0)
-
-    def _prompt_length(self, turn: str) -> int:
-        for prompt in self._prompts:  # longest first
-            if turn.startswith(prompt):
-                return len(prompt)
-        raise DataError("the chat template opens an assistant turn otherwise than its generation prompt does")
 
     def _find_generation_prompts(self) -> list[str]:
         """What the template puts before an answer: its generation prompt, with and without an empty think block."""
@@ -249,39 +280,60 @@ class ChatTemplate:
             prompts.add(opened[len(closed) :])
         return sorted(prompts, key=len, reverse=True)
 
+    def _find_history_header(self) -> str:
+        """What the template puts before the words of an answer that is not the last; empty where it cannot be told."""
+        words = "Hello there."
+        answered = Conversation((Message("user", "Hi"), Message("assistant", words), Message("user", "Thanks")))
+        try:
+            text, spans = self._render(answered)
+        except DataError:
+            return ""
+        turns = [text[span.start : span.stop] for span in spans if span.message == 1]
+        return turns[0].partition(words)[0] if len(turns) == 1 and words in turns[0] else ""
+
     def _verify(self) -> None:
         """Stop at a template that drops tools or calls, or whose text cannot be told message from message."""
-        for name, conversation in _PROBES.items():
-            try:
-                text = self.render(conversation)
-            except DataError as error:
-                raise DataError(f"{self.model_dir}: {error} (a conversation with {name}).") from None
-            expected = self.tokenizer.apply_chat_template(
-                [m.to_openai() for m in conversation.messages],
-                tools=[t.to_openai() for t in conversation.tools] or None,
-                tokenize=False,
+        texts = {name: self._verify_text(name, conversation) for name, conversation in _PROBES.items()}
+        if not all(word in texts["a tool and a call"] for word in _PROBE_WORDS):
+            raise DataError(
+                f"{self.model_dir}: its chat template ignores tools, so a model cannot learn to call them. "
+                "Use a model whose template renders `tools`, or add one that does as chat_template.jinja."
             )
-            if text != expected:
-                raise DataError(
-                    f"{self.model_dir}: its chat template renders differently when traced; cannot derive masks."
-                )
-            if conversation.tools and not all(word in text for word in _PROBE_WORDS):
-                raise DataError(
-                    f"{self.model_dir}: its chat template ignores tools, so a model cannot learn to call them. "
-                    "Use a model whose template renders `tools`, or add one that does as chat_template.jinja."
-                )
+        for conversation in _PROBES.values():
             try:
                 encoded = self.encode(conversation)
             except DataError as error:
                 raise DataError(
                     f"{self.model_dir}: {error}: which tokens are the answer's cannot be derived."
                 ) from None
-            if not encoded.num_supervised:
+            learnt = [token for token, weight in zip(encoded.tokens, encoded.weights, strict=True) if weight > 0]
+            if not learnt:
                 raise DataError(
                     f"{self.model_dir}: no loop of its chat template prints the messages; cannot derive masks."
                 )
-            last = max(i for i, weight in enumerate(encoded.weights) if weight > 0)
-            self.stop_ids.add(encoded.tokens[last])
+            answer = self.tokenizer.decode(learnt)
+            if any(message.calls for message in conversation.messages) and not all(w in answer for w in _CALL_WORDS):
+                raise DataError(
+                    f"{self.model_dir}: its chat template does not write calls, so a model cannot learn to make them. "
+                    "Use a model whose template renders `tool_calls`, or add one that does as chat_template.jinja."
+                )
+            self.stop_ids.add(learnt[-1])
+
+    def _verify_text(self, name: str, conversation: Conversation) -> str:
+        try:
+            text = self.render(conversation)
+        except DataError as error:
+            raise DataError(f"{self.model_dir}: {error} (a conversation with {name}).") from None
+        expected = self.tokenizer.apply_chat_template(
+            [m.to_openai() for m in conversation.messages],
+            tools=[t.to_openai() for t in conversation.tools] or None,
+            tokenize=False,
+        )
+        if text != expected:
+            raise DataError(
+                f"{self.model_dir}: its chat template renders differently when traced; cannot derive masks."
+            )
+        return text
 
 
 def load_tokenizer(model_dir: Path) -> Any:
@@ -353,6 +405,7 @@ _PROBE_TOOL = Tool(
     }
 )
 _PROBE_WORDS = ("find_probe", "probe_city")
+_CALL_WORDS = (*_PROBE_WORDS, "Oslo")
 _PROBE_CALL = Message("assistant", None, (Call("find_probe", {"probe_city": "Oslo"}, id="call00001"),))
 _PROBES = {
     "an answer": Conversation((Message("user", "Hi"), Message("assistant", "Hello there."))),

@@ -1,0 +1,251 @@
+"""The prepared set and the global cursor: every conversation once an epoch, in one order, whatever the ranks."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fctune.config import DataConfig, SourceConfig
+from fctune.data.loader import IGNORE, GlobalLoader
+from fctune.data.pack import pack_best_fit
+from fctune.data.prepared import PreparedSet, fingerprint_inputs, is_validation, open_prepared, prepare
+from fctune.errors import DataError
+
+
+def data_config(path: str = "synthetic:train:60:3", **changes: Any) -> DataConfig:
+    return DataConfig(**({"sources": [SourceConfig(path=path)], "seq_len": 512, "packed": False} | changes))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["unpacked", "packed"])
+def prepared(request: pytest.FixtureRequest, tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> PreparedSet:
+    root = tmp_path_factory.mktemp("prepared")
+    return prepare(data_config(packed=request.param, validation_share=0.2), tiny_base, root)
+
+
+@given(
+    world_size=st.integers(1, 16),
+    micro=st.integers(1, 5),
+    batch=st.integers(1, 40),
+    seed=st.integers(0, 9),
+    epoch=st.integers(0, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_an_epoch_holds_every_conversation_once(
+    prepared: PreparedSet, world_size: int, micro: int, batch: int, seed: int, epoch: int
+) -> None:
+    loader = GlobalLoader(prepared, "train", batch, seed)
+    seen: Counter[bytes] = Counter()
+    for index in range(loader.steps_per_epoch):
+        step = loader.step_at(epoch * loader.steps_per_epoch + index + 1)
+        assert step.epoch == epoch
+        shares = [loader.micro_batches(step, rank, world_size, micro) for rank in range(world_size)]
+        assert len({len(share) for share in shares}) == 1
+        rows = sorted(row for share in shares for b in share for row in b.rows if row >= 0)
+        assert rows == list(range(len(step.packs)))
+        for share in shares:
+            for b in share:
+                assert b.tokens.shape[0] <= micro
+                if b.rows != (-1,):
+                    seen.update(bytes(tokens) for tokens in split_rows(b))
+    expected: Counter[bytes] = Counter()
+    for pack in range(prepared.num_packs("train")):
+        for member in prepared.members("train", pack):
+            span = slice(*prepared.offsets[member : member + 2])
+            expected[prepared.tokens[span].astype(np.int64).tobytes()] += 1
+    assert seen == expected
+
+
+def split_rows(batch: Any) -> list[bytes]:
+    """Each conversation of a batch, as bytes, without padding."""
+    found = []
+    for i in range(batch.tokens.shape[0]):
+        row = batch.tokens[i].numpy()
+        lengths = batch.lengths[i] if batch.lengths is not None else [len(row)]
+        at = 0
+        for length in lengths:
+            piece = row[at : at + length]
+            at += length
+            if piece.any():
+                found.append(np.trim_zeros(piece, "b").tobytes())
+    return found
+
+
+@given(seed=st.integers(0, 5), batch=st.integers(1, 40), stop=st.integers(1, 30))
+@settings(max_examples=30, deadline=None)
+def test_a_cursor_that_is_opened_anew_goes_on_in_the_same_order(
+    prepared: PreparedSet, seed: int, batch: int, stop: int
+) -> None:
+    once = GlobalLoader(prepared, "train", batch, seed)
+    steps = [once.step_at(k) for k in range(1, stop + 10)]
+    assert [GlobalLoader(prepared, "train", batch, seed).step_at(k) for k in range(stop, stop + 10)] == steps[
+        stop - 1 :
+    ]
+
+
+def test_epochs_differ_in_order(prepared: PreparedSet) -> None:
+    loader = GlobalLoader(prepared, "train", prepared.num_packs("train"), 1)
+    first, second = loader.step_at(1), loader.step_at(2)
+    assert sorted(first.packs) == sorted(second.packs)
+    assert first.data_digest != second.data_digest
+
+
+def test_labels_are_the_next_supervised_token_of_the_same_conversation(prepared: PreparedSet) -> None:
+    loader = GlobalLoader(prepared, "train", 4, 1)
+    for batch in loader.micro_batches(loader.step_at(1), 0, 1, 4):
+        tokens, labels, weights = batch.tokens, batch.labels, batch.loss_weights
+        at = (labels[:, :-1] != IGNORE).nonzero()
+        assert len(at) > 0
+        for row, position in at.tolist():
+            assert labels[row, position] == tokens[row, position + 1]
+        assert ((labels != IGNORE) == (weights > 0)).all()
+        if batch.lengths is not None and batch.positions is not None:
+            for row, lengths in enumerate(batch.lengths):
+                ends = np.cumsum(lengths) - 1
+                assert (labels[row, ends] == IGNORE).all()
+                assert batch.positions[row].tolist() == [i for n in lengths for i in range(n)]
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=300))
+@settings(max_examples=100, deadline=None)
+def test_packs_hold_every_conversation_once_and_fit(lengths: list[int]) -> None:
+    packs = pack_best_fit(lengths, 100)
+    assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in pack) <= 100 for pack in packs)
+    fills = sorted(sum(lengths[i] for i in pack) for pack in packs)
+    assert len(fills) < 2 or fills[0] + fills[1] > 100, "two packs that would fit in one"
+
+
+def test_packs_waste_under_two_percent_on_realistic_lengths() -> None:
+    lengths = np.clip(np.random.default_rng(0).lognormal(6.3, 0.7, 20_000).astype(int), 32, 4096)
+    packs = pack_best_fit(lengths.tolist(), 4096)
+    assert lengths.sum() / (len(packs) * 4096) >= 0.98
+
+
+# --- the prepared set ---
+
+
+def test_a_second_start_opens_the_same_set(tiny_base: Path, tmp_path: Path) -> None:
+    first = prepare(data_config(), tiny_base, tmp_path)
+    stamp = (first.path / "tokens.bin").stat().st_mtime_ns
+    assert prepare(data_config(), tiny_base, tmp_path).path == first.path
+    assert (first.path / "tokens.bin").stat().st_mtime_ns == stamp
+    assert [p.name for p in tmp_path.iterdir()] == [first.path.name]
+
+
+def test_any_input_changes_the_fingerprint(tiny_base: Path, make_model: Callable[..., Path], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
+    rows.write_text(json.dumps(row) + "\n")
+    names = {fingerprint_inputs(data_config(str(rows)), tiny_base)[0]}
+    for changes in (
+        {"seq_len": 256},
+        {"packed": True},
+        {"train_on": "calls"},
+        {"call_weight": 2.0},
+        {"validation_share": 0.5},
+        {"overlong": "drop"},
+        {"on_invalid": "skip"},
+        {"max_samples": 3},
+        {"parallel_calls": "split"},
+        {"sources": [SourceConfig(path=str(rows), weight=2.0)]},
+    ):
+        names.add(fingerprint_inputs(data_config(str(rows), **changes), tiny_base)[0])
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).write_text((tiny_base / name).read_text() + " ")
+    names.add(fingerprint_inputs(data_config(str(rows)), model)[0])
+    rows.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+    names.add(fingerprint_inputs(data_config(str(rows)), tiny_base)[0])
+    assert len(names) == 13
+
+
+def test_the_validation_split_holds_when_rows_are_added() -> None:
+    digests = [f"{i * 2654435761 % 2**32:08x}00000000" for i in range(10_000)]
+    share = sum(is_validation(d, 0.1) for d in digests) / len(digests)
+    assert abs(share - 0.1) < 0.01
+    assert not any(is_validation(d, 0.0) for d in digests)
+
+
+def test_no_conversation_is_on_both_sides(prepared: PreparedSet) -> None:
+    sides = [
+        {int(prepared.digests[m]) for p in range(prepared.num_packs(s)) for m in prepared.members(s, p)}
+        for s in ("train", "validation")
+    ]
+    assert sides[0]
+    assert sides[1]
+    assert not sides[0] & sides[1]
+
+
+def test_a_source_weight_repeats_or_thins_its_rows(tiny_base: Path, tmp_path: Path) -> None:
+    def count(weight: float) -> int:
+        source = SourceConfig(path="synthetic:train:400:3", weight=weight)
+        return prepare(data_config(sources=[source], validation_share=0.0), tiny_base, tmp_path).num_packs("train")
+
+    assert count(1.0) == 400
+    assert count(2.0) == 800
+    assert 150 < count(0.5) < 250
+    assert 550 < count(1.5) < 650
+
+
+def test_overlong_conversations_are_reported_dropped_or_cut(
+    tiny_base: Path, write_rows: Callable[..., Path], tmp_path: Path
+) -> None:
+    def turn(text: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+
+    rows = write_rows([{"messages": turn("one two") + turn("word " * 200)}, {"messages": turn("short")}])
+    with pytest.raises(DataError, match=rf"{rows}:1: messages: .* tokens, over data.seq_len=64"):
+        prepare(data_config(str(rows), seq_len=64, validation_share=0.0), tiny_base, tmp_path)
+    dropped = prepare(data_config(str(rows), seq_len=64, validation_share=0.0, overlong="drop"), tiny_base, tmp_path)
+    assert (dropped.counts.conversations, dropped.counts.overlong) == (1, 1)
+    cut = prepare(data_config(str(rows), seq_len=64, validation_share=0.0, overlong="cut"), tiny_base, tmp_path)
+    assert (cut.counts.conversations, cut.counts.cut) == (2, 1)
+    assert np.diff(cut.offsets).max() <= 64
+
+
+def test_invalid_rows_are_all_reported_or_skipped_by_choice(
+    tiny_base: Path, write_rows: Callable[..., Path], tmp_path: Path
+) -> None:
+    good = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
+    bad = {"messages": [{"role": "user", "content": "Hi"}, {"role": "robot", "content": "Hello."}]}
+    rows = write_rows([good, bad, good, {"messages": 3}])
+    with pytest.raises(DataError) as caught:
+        prepare(data_config(str(rows), validation_share=0.0), tiny_base, tmp_path)
+    assert f"{rows}:2" in str(caught.value)
+    assert f"{rows}:4" in str(caught.value)
+    assert not list(tmp_path.glob(".*"))
+    kept = prepare(data_config(str(rows), validation_share=0.0, on_invalid="skip"), tiny_base, tmp_path)
+    assert (kept.counts.conversations, kept.counts.invalid) == (2, 2)
+
+
+def test_rows_without_anything_to_learn_are_counted_and_dropped(
+    tiny_base: Path, write_rows: Callable[..., Path], tmp_path: Path
+) -> None:
+    rows = write_rows([{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}])
+    with pytest.raises(
+        DataError, match=r"no row to train on: 1 read, 1 with nothing to learn under data\.train_on=calls"
+    ):
+        prepare(data_config(str(rows), train_on="calls"), tiny_base, tmp_path)
+
+
+def test_every_training_row_has_supervised_tokens(prepared: PreparedSet) -> None:
+    for i in range(len(prepared.digests)):
+        codes = prepared.codes[prepared.offsets[i] : prepared.offsets[i + 1]]
+        assert (prepared.weights[codes[1:]] > 0).any()
+
+
+def test_a_damaged_set_is_named(tiny_base: Path, tmp_path: Path) -> None:
+    path = prepare(data_config(), tiny_base, tmp_path).path
+    with open(path / "tokens.bin", "r+b") as file:
+        file.truncate(10)
+    with pytest.raises(DataError, match="damaged prepared set"):
+        open_prepared(path)

@@ -1,0 +1,235 @@
+"""Token ids are those of transformers, and what is learnt is what the model must say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.data.sources import Defect, read_source
+from fctune.data.synthetic import iter_conversations
+from fctune.data.template import ChatTemplate, Policy, split_parallel_calls
+from fctune.errors import ConfigError, DataError
+from tests.conftest import REAL_DATA
+
+WEATHER = Tool(
+    {
+        "name": "get_weather",
+        "description": "Weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    }
+)
+CALL = Call("get_weather", {"city": "Paris"}, id="a")
+OTHER = Call("get_weather", {"city": "Rome"}, id="b")
+RESULT = Message("tool", '{"sky": "sunny"}', call_id="a", name="get_weather")
+
+
+@pytest.fixture(scope="module")
+def template(tiny_base: Path) -> ChatTemplate:
+    return ChatTemplate(tiny_base)
+
+
+def reference_ids(template: ChatTemplate, conversation: Conversation) -> list[int]:
+    ids = template.tokenizer.apply_chat_template(
+        [m.to_openai() for m in conversation.messages],
+        tools=[t.to_openai() for t in conversation.tools] or None,
+        tokenize=True,
+        return_dict=True,
+    )["input_ids"]
+    return list(ids)
+
+
+def supervised_text(template: ChatTemplate, conversation: Conversation) -> list[str]:
+    """The runs of supervised tokens, as text."""
+    encoded = template.encode(conversation)
+    runs: list[list[int]] = []
+    last = -2
+    for i, (token, weight) in enumerate(zip(encoded.tokens, encoded.weights, strict=True)):
+        if weight > 0:
+            if i != last + 1:
+                runs.append([])
+            runs[-1].append(token)
+            last = i
+    return [template.tokenizer.decode(run) for run in runs]
+
+
+def test_token_ids_equal_transformers_on_the_synthetic_set(template: ChatTemplate) -> None:
+    for split in ("train", "pretrain"):
+        for conversation in iter_conversations(split, 200, 1):
+            assert template.encode(conversation).tokens == reference_ids(template, conversation)
+
+
+@pytest.mark.real_data
+def test_token_ids_equal_transformers_on_real_rows(template: ChatTemplate) -> None:
+    rows = list(read_source(str(REAL_DATA / "glaive_demo" / "glaive_toolcall_en_demo.json")))
+    assert len(rows) == 300
+    for row in rows:
+        assert not isinstance(row, Defect)
+        assert template.encode(row).tokens == reference_ids(template, row)
+
+
+@pytest.mark.real_data
+def test_every_real_row_supervises_its_assistant_turns_and_nothing_else(template: ChatTemplate) -> None:
+    for row in read_source(str(REAL_DATA / "glaive_demo" / "glaive_toolcall_en_demo.json")):
+        assert isinstance(row, Conversation)
+        turns = supervised_text(template, row)
+        answers = [message for message in row.messages if message.role == "assistant"]
+        assert len(turns) == len(answers) > 0
+        for turn, message in zip(turns, answers, strict=True):
+            assert turn.endswith("<|eot_id|>")
+            if message.content:
+                assert turn.startswith(message.content.strip()[:20])
+            for call in message.calls:
+                assert call.name in turn
+
+
+def test_what_is_learnt_is_exactly_the_answers(template: ChatTemplate) -> None:
+    conversation = Conversation(
+        (
+            Message("system", "Be brief."),
+            Message("user", "Weather in Paris?"),
+            Message("assistant", None, (CALL,)),
+            RESULT,
+            Message("assistant", "It is sunny."),
+        ),
+        (WEATHER,),
+    )
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call><|eot_id|>'
+    assert supervised_text(template, conversation) == [call, "It is sunny.<|eot_id|>"]
+
+
+def test_train_on_chooses_turns(tiny_base: Path) -> None:
+    conversation = Conversation(
+        (
+            Message("user", "Hi"),
+            Message("assistant", "Hello."),
+            Message("user", "Weather in Paris?"),
+            Message("assistant", None, (CALL,)),
+            RESULT,
+            Message("assistant", "Sunny."),
+        ),
+        (WEATHER,),
+    )
+    counts = {
+        name: len(supervised_text(ChatTemplate(tiny_base, Policy(train_on=name)), conversation))  # type: ignore[arg-type]
+        for name in ("assistant", "last_assistant", "calls")
+    }
+    assert counts == {"assistant": 3, "last_assistant": 1, "calls": 1}
+
+
+def test_message_weights_and_call_weights_scale_their_tokens(tiny_base: Path) -> None:
+    conversation = Conversation(
+        (
+            Message("user", "Hi"),
+            Message("assistant", "Hello.", weight=0.0),
+            Message("user", "Weather in Paris?"),
+            Message("assistant", "Let me look.", (CALL,), weight=0.5),
+        ),
+        (WEATHER,),
+    )
+    template = ChatTemplate(tiny_base, Policy(call_weight=3.0))
+    encoded = template.encode(conversation)
+    by_weight = {
+        weight: template.tokenizer.decode(
+            [t for t, w in zip(encoded.tokens, encoded.weights, strict=True) if w == weight]
+        )
+        for weight in set(encoded.weights)
+    }
+    assert set(by_weight) == {0.0, 0.5, 1.5}
+    assert by_weight[0.5].strip() == "Let me look."
+    assert by_weight[1.5].strip().startswith("<tool_call>")
+    assert "Hello." in by_weight[0.0]
+
+
+def test_splitting_parallel_calls_pairs_each_with_its_result() -> None:
+    results = (Message("tool", "rome", call_id="b"), Message("tool", "paris", call_id="a"))
+    conversation = Conversation(
+        (Message("user", "?"), Message("assistant", "Look.", (CALL, OTHER)), *results), (WEATHER,)
+    )
+    split = split_parallel_calls(conversation).messages
+    assert [m.content for m in split] == ["?", "Look.", "paris", None, "rome"]
+    assert [m.calls for m in split] == [(), (CALL,), (), (OTHER,), ()]
+
+
+def test_a_prompt_ends_where_the_answer_begins(template: ChatTemplate) -> None:
+    question = Conversation((Message("user", "Weather in Paris?"),), (WEATHER,))
+    answered = Conversation((*question.messages, Message("assistant", None, (CALL,))), (WEATHER,))
+    prompt = template.encode_prompt(question)
+    encoded = template.encode(answered)
+    assert encoded.tokens[: len(prompt)] == prompt
+    assert encoded.weights[len(prompt)] > 0
+    assert not any(encoded.weights[: len(prompt)])
+
+
+def test_text_that_looks_like_a_marker_or_a_turn_is_only_text(template: ChatTemplate) -> None:
+    for content in (
+        "[0:0:1]",
+        "[deadbeef:0:1] hi",
+        "{{ messages }}",
+        "{% for m in x %}",
+        "assistant",
+        "\x00 \ue000 🎉",
+    ):
+        conversation = Conversation((Message("user", content), Message("assistant", content)))
+        assert template.encode(conversation).tokens == reference_ids(template, conversation)
+        assert supervised_text(template, conversation) == [f"{content.strip()}<|eot_id|>"]
+
+
+@pytest.fixture
+def broken(tiny_base: Path, tmp_path: Path) -> Callable[[str | None], Path]:
+    """A copy of the tiny base with another chat template, or none."""
+
+    def make(source: str | None) -> Path:
+        path = tmp_path / "model"
+        shutil.copytree(tiny_base, path)
+        config = json.loads((path / "tokenizer_config.json").read_text())
+        config.pop("chat_template", None)
+        (path / "chat_template.jinja").unlink(missing_ok=True)
+        if source is not None:
+            config["chat_template"] = source
+        (path / "tokenizer_config.json").write_text(json.dumps(config))
+        return path
+
+    return make
+
+
+LOOP = "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{{ m.content }}<|eot_id|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (None, "no chat template"),
+        (LOOP, "ignores tools"),
+        ("{% for m in messages %}", "not valid Jinja"),
+        ("{{ messages[0].content }} {{ tools }}", "cannot derive masks"),
+        (
+            "{% for m in messages %}{{ m.role }}: {{ m.content }} {{ m.tool_calls }} {{ tools }}{% endfor %}",
+            "special token",
+        ),
+        (
+            "{{ raise_exception('I only take one message') if messages|length > 1 }}{{ messages[0].content }}",
+            "one message",
+        ),
+    ],
+)
+def test_a_template_that_cannot_be_trained_on_is_refused(
+    source: str | None, words: str, broken: Callable[[str | None], Path]
+) -> None:
+    with pytest.raises((ConfigError, DataError), match=words):
+        ChatTemplate(broken(source))
+
+
+def test_a_broken_or_missing_tokenizer_is_named(tiny_base: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(tiny_base, path)
+    (path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        ChatTemplate(path)
+    (path / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        ChatTemplate(path)

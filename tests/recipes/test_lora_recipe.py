@@ -1,0 +1,223 @@
+"""The recipe as a user starts it: what it leaves, and how it ends when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.training.distributed import World
+from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
+from tests.conftest import REAL_DATA, ROOT
+from tests.ranks import run_ranks
+
+CONFIG = str(ROOT / "configs" / "tiny_lora.yaml")
+BIN = Path(sys.executable).parent
+
+
+def small(output: Path, *overrides: str) -> list[str]:
+    base = ["data.sources.0.path=synthetic:train:24:1", "data.validation_share=0.2", "global_batch_size=8"]
+    return ["--config", CONFIG, f"output_dir={output / 'run'}", *base, "max_steps=2", *overrides]
+
+
+def run_here(world: World, argv: list[str]) -> dict[str, Any]:
+    """Run the recipe on this rank; its exit code and what it printed."""
+    import contextlib
+    import io
+
+    from fctune.training.entry import run_recipe
+
+    os.chdir(ROOT)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run_recipe(LoRAFunctionCallingRecipe, argv)
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def test_a_run_leaves_what_scripts_rely_on(tmp_path: Path) -> None:
+    results = run_ranks(run_here, 2, small(tmp_path))
+    assert [r["code"] for r in results] == [0, 0], results
+    run = tmp_path / "run"
+    described = json.loads((run / "run.json").read_text())
+    assert described["config"]["global_batch_size"] == 8
+    assert described["seed"] == 42
+    assert described["world_size"] == 2
+    assert {"torch", "torchtune", "fctune"} <= described["versions"].keys()
+    assert json.loads((run / "exit.json").read_text()) == {
+        "code": 0,
+        "reason": "completed",
+        "step": 2,
+        "checkpoint": None,
+    }
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    fields = {"step", "epoch", "loss", "lr", "grad_norm", "tokens_total", "tokens_supervised", "tokens_per_s"}
+    fields |= {"step_time_s", "data_digest"}
+    assert all(fields <= line.keys() for line in lines)
+    assert all(0 < line["tokens_supervised"] < line["tokens_total"] for line in lines)
+    assert "validation_loss" in lines[-1]
+    for file in ("merged/model.safetensors", "merged/config.json", "merged/tokenizer.json"):
+        assert (run / "export" / file).is_file()
+    for file in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json"):
+        assert (run / "export" / file).is_file()
+
+
+def test_a_second_run_keeps_the_first(tmp_path: Path) -> None:
+    assert run_ranks(run_here, 1, small(tmp_path))[0]["code"] == 0
+    first = (tmp_path / "run" / "metrics.jsonl").read_text()
+    second = run_ranks(run_here, 1, small(tmp_path, "max_steps=1"))[0]
+    assert second["code"] == 0
+    assert "held an earlier run" in second["out"]
+    assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == first
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize(("num_steps", "share"), [(8, 0.9), pytest.param(60, 0.5, marks=pytest.mark.slow)])
+def test_real_rows_train(num_steps: int, share: float, tmp_path: Path) -> None:
+    rows = f"data.sources.0.path={REAL_DATA / 'glaive_demo'}"
+    argv = small(tmp_path, rows, "data.overlong=drop", "data.seq_len=1024", f"max_steps={num_steps}", "epochs=9")
+    result = run_ranks(run_here, 2, argv)[0]
+    assert result["code"] == 0, result
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < share * losses[0]
+
+
+def broken_model(tmp_path: Path, base: Path, change: Callable[[Path], None]) -> str:
+    path = tmp_path / "model"
+    shutil.copytree(base, path)
+    change(path)
+    return f"model.path={path}"
+
+
+def drop_template(path: Path) -> None:
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    (path / "chat_template.jinja").unlink(missing_ok=True)
+
+
+def ignore_tools(path: Path) -> None:
+    drop_template(path)
+    (path / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{{ m.content }}<|eot_id|>{% endfor %}"
+    )
+
+
+def truncate_weights(path: Path) -> None:
+    with open(path / "model.safetensors", "r+b") as file:
+        file.truncate(1000)
+
+
+def resize_config(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))
+
+
+def other_family(path: Path) -> None:
+    (path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+
+
+BAD_MODELS: list[tuple[Callable[[Path], None], str]] = [
+    (lambda path: (path / "config.json").write_text("{"), "cannot be read as JSON"),
+    (other_family, "model_type='mamba' has no builder here"),
+    (drop_template, "no chat template"),
+    (ignore_tools, "ignores tools"),
+    (truncate_weights, "damaged safetensors"),
+    (lambda path: (path / "model.safetensors").unlink(), "no such file"),
+    (resize_config, "missing"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), BAD_MODELS, ids=[words for _, words in BAD_MODELS])
+def test_a_broken_model_directory_is_one_report(
+    change: Callable[[Path], Any], words: str, tiny_base: Path, tmp_path: Path
+) -> None:
+    check_report(tmp_path, [broken_model(tmp_path, tiny_base, change)], words)
+
+
+def check_report(tmp_path: Path, overrides: list[str], words: str) -> None:
+    results = run_ranks(run_here, 2, small(tmp_path, *overrides))
+    assert [r["code"] for r in results] == [2, 2]
+    assert words in results[0]["err"]
+    assert "Traceback" not in results[0]["err"]
+    assert results[1]["err"] == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.path=no/such"], "no such directory"),
+        (["data.sources.0.path=no/such.jsonl"], "no such file"),
+        (["adapter=null"], "this recipe trains adapters"),
+        (["data.sources.0.path=synthetic:train:1:1", "data.validation_share=0"], "fewer than the 2 ranks"),
+        (["data.seq_len=64"], "over data.seq_len=64"),
+        (["data.seq_len=100000"], "positions"),
+        (["global_batch_size=1"], "under the 2 ranks"),
+        (["output_dir=/proc/nowhere"], "output_dir=/proc/nowhere"),
+        (["lr=3"], "unknown key"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_input_is_one_report(overrides: list[str], words: str, tmp_path: Path) -> None:
+    check_report(tmp_path, overrides, words)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("", "no rows"), ('{"text": "hello"}\n', "unknown shape"), ('{"messages": [', "not JSON")],
+    ids=["empty", "other shape", "broken"],
+)
+def test_a_dataset_that_is_none_is_one_report(content: str, words: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(content)
+    check_report(tmp_path, [f"data.sources.0.path={rows}"], words)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> None:
+    results = run_ranks(run_here, 2, small(tmp_path, "optimizer.lr=1e30", "clip_grad_norm=null", "max_steps=8"))
+    assert [r["code"] for r in results] == [1, 1]
+    assert "not finite, stopped before the update" in results[0]["err"]
+    exit_json = json.loads((tmp_path / "run" / "exit.json").read_text())
+    assert exit_json["code"] == 1
+
+
+def test_steps_that_are_not_finite_are_skipped_by_choice(tmp_path: Path) -> None:
+    argv = small(tmp_path, "optimizer.lr=1e30", "clip_grad_norm=null", "max_steps=3", "on_nonfinite=skip")
+    assert run_ranks(run_here, 2, argv)[0]["code"] == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any(line.get("is_skipped") for line in lines)
+
+
+def tune(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | environment
+    env |= {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [str(BIN / "tune"), "run", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_the_launcher_runs_two_ranks_and_reports_once(tmp_path: Path) -> None:
+    done = tune("--nproc_per_node", "2", "recipes/lora_fc_distributed", *small(tmp_path))
+    assert done.returncode == 0, done.stderr
+    failed = tune("--nproc_per_node", "2", "recipes/lora_fc_distributed", *small(tmp_path, "epochs=0"))
+    assert failed.returncode != 0
+    assert (failed.stdout + failed.stderr).count("epochs=0: expected 1 or more") == 1
+
+
+def test_the_bare_form_runs_one_process(tmp_path: Path) -> None:
+    done = tune("recipes/lora_fc_distributed", *small(tmp_path), PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["world_size"] == 1
