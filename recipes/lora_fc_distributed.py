@@ -38,7 +38,7 @@ class LoRAFunctionCallingRecipe(FTRecipeInterface):
         return 0 if self.state is None else self.state.step
 
     def setup(self) -> None:
-        """The model's shape, which costs nothing; the data, where most runs that fail fail; then weights into shards."""
+        """The model's shape, which costs nothing; the data, where most runs that fail do; then weights into shards."""
         self.model_dir = distributed.on_main(lambda: resolve_model_dir(self.config.model.path))
         self.model = build_base(self.config, self.model_dir, self.world)
         apply_lora_(self.model, self.adapter)

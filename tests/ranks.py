@@ -1,6 +1,6 @@
 """Run a function on several gloo ranks of this machine.
 
-Processes are forked from a server that has the heavy imports done, so a group of ranks starts in a fraction of a second.
+Processes are forked from a server that has the heavy imports done, so a group starts in a fraction of a second.
 """
 
 from __future__ import annotations

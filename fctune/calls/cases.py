@@ -19,7 +19,7 @@ _NUM_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One question: the conversation up to where the model is to act, and the calls expected; none where none is due."""
+    """One question: the conversation up to where the model is to act, and the calls that are due there, if any."""
 
     id: str
     category: str
@@ -30,9 +30,9 @@ class Case:
 def read_cases(path: str | Path) -> list[Case]:
     """The cases of a JSONL file.
 
-    A row is in OpenAI shape: ``messages`` and ``tools``, with ``expected_calls`` (a list of name and arguments, empty where
-    no call is due), or without it where the last message is the assistant's answer that is expected. ``id`` and ``kind``
-    name the case and its category; absent, they are the line's number and "all".
+    A row is in OpenAI shape: ``messages`` and ``tools``, with ``expected_calls`` (a list of name and arguments, empty
+    where no call is due), or without it where the last message is the assistant's answer that is expected. ``id`` and
+    ``kind`` name the case and its category; absent, they are the line's number and "all".
 
     Raises:
         DataError: no such file, no rows, or rows that are no cases, all of them in one report.

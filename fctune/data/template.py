@@ -229,7 +229,7 @@ class ChatTemplate:
         raise DataError("the chat template opens an assistant turn otherwise than its generation prompt does")
 
     def _answer_stop(self, conversation: Conversation, span: Span, text: str, printed: set[int]) -> int:
-        """Where an assistant's turn ends: where its text does, or before the result that a template prints within it."""
+        """Where an assistant's turn ends: where its text does, or before a result that is printed within it."""
         following = span.message + 1
         if following in printed or following == len(conversation.messages):
             return span.stop

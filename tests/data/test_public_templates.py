@@ -1,4 +1,4 @@
-"""Every public chat template that renders tools and calls is trained on with transformers' ids and exact masks, or refused.
+"""Every public chat template that says tools and calls gets transformers' ids and exact masks, or is refused.
 
 The templates are those in the ``trl`` wheel, each with a byte-level tokenizer that knows its special tokens.
 """
@@ -54,16 +54,20 @@ CONVERSATIONS = {
     "single": Conversation((Message("system", "Be brief."), ASK, CALLS), (TOOL,)),
     "result and answer": Conversation((ASK, CALLS, FOUND, Message("assistant", "It is there.")), (TOOL,)),
     "several turns": Conversation(
-        (Message("user", "Hi"), Message("assistant", "Hello."), ASK, CALLS, FOUND, Message("assistant", "Yes."))
-        + (Message("user", "And Oslo?"), Message("assistant", None, (call("callBBBB2", town="Oslo"),))),
+        (
+            *(Message("user", "Hi"), Message("assistant", "Hello."), ASK, CALLS, FOUND, Message("assistant", "Yes.")),
+            *(Message("user", "And Oslo?"), Message("assistant", None, (call("callBBBB2", town="Oslo"),))),
+        ),
         (TOOL,),
     ),
     "unicode": Conversation((ASK, Message("assistant", None, (call("callAAAA1", town="Ærø 北京 🎉"),))), (TOOL,)),
     "empty arguments": Conversation((ASK, Message("assistant", None, (call("callAAAA1"),))), (TOOL,)),
     "content beside a call": Conversation((ASK, Message("assistant", "Let me look.", CALLS.calls)), (TOOL,)),
     "parallel": Conversation(
-        (ASK, Message("assistant", None, (call("callAAAA1", town="Bergen"), call("callBBBB2", town="Oslo"))))
-        + (result("callAAAA1", "1"), result("callBBBB2", "2"), Message("assistant", "Both.")),
+        (
+            *(ASK, Message("assistant", None, (call("callAAAA1", town="Bergen"), call("callBBBB2", town="Oslo")))),
+            *(result("callAAAA1", "1"), result("callBBBB2", "2"), Message("assistant", "Both.")),
+        ),
         (TOOL,),
     ),
 }

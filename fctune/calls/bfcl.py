@@ -1,0 +1,235 @@
+"""The verdict of the Berkeley Function Calling Leaderboard, v4, on single-turn cases.
+
+Agrees with the ``ast_checker`` of the ``bfcl-eval`` wheel on every verdict, its peculiarities included: it is a
+yardstick, and a better one would measure something else. The rules that surprise:
+
+- A string matches without its spaces, case and ``,./-_*^``; lists of strings likewise, one level deep.
+- An integer passes for a float, never a float for an integer; in lists neither.
+- An argument whose schema type is not the type of the answer counts as a variable: it is compared exactly.
+- Calls may come in any order, but each expected one takes the first that fits, without trying another pairing.
+- The schema's defaults, enums and bounds are not looked at.
+
+Where the wheel's checker would raise, the verdict is "not valid".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fctune.calls.bfcl_source import JAVA_TYPES, JAVASCRIPT_TYPES, read_java, read_javascript
+from fctune.data.conversation import Call
+
+PYTHON_TYPES: dict[str, type] = {
+    "string": str,
+    "integer": int,
+    "float": float,
+    "boolean": bool,
+    "array": list,
+    "tuple": list,
+    "dict": dict,
+    "any": str,
+}
+_NESTED_SOURCE_TYPES = ("Array", "ArrayList", "array")
+_DROPPED = str.maketrans({**dict.fromkeys(" ,./-_*^"), "'": '"'})
+
+# What a parameter may be, as the answers have it: values, lists of values, objects of alternatives.
+Alternatives = Sequence[Any]
+Answer = Mapping[str, Mapping[str, Alternatives]]
+
+
+@dataclass(frozen=True, slots=True)
+class BfclVerdict:
+    """Whether the benchmark takes the calls; ``reason`` is empty if so, else says what is wrong first."""
+
+    valid: bool
+    reason: str = ""
+
+
+class _MismatchError(Exception):
+    """One call is not the expected one; the message is the reason."""
+
+
+def judge_bfcl(
+    category: str,
+    functions: Sequence[Mapping[str, Any]],
+    answers: Sequence[Answer],
+    calls: Sequence[Call],
+    dots_as_underscores: bool = False,
+) -> BfclVerdict:
+    """The benchmark's verdict on the calls of one case.
+
+    Args:
+        category: The category's name, which decides how many calls are due and in which language values are written.
+        functions: The case's functions as its question file has them.
+        answers: The case's ``ground_truth``; not looked at in relevance and irrelevance, which have none.
+        calls: What the model called. In the categories of Java and JavaScript each value is a string of source text.
+        dots_as_underscores: Expect ``a_b`` where a function is called ``a.b``, for models that cannot write dots.
+    """
+    if "relevance" in category:
+        return _judge_relevance("irrelevance" not in category, calls)
+    language = "java" if category.endswith("java") else "javascript" if category.endswith("javascript") else "python"
+    check = _Check(language, dots_as_underscores)
+    is_parallel, is_multiple = "parallel" in category, "multiple" in category
+    num_due = len(answers) if is_parallel or is_multiple else 1
+    if len(calls) != num_due:
+        return BfclVerdict(False, f"{len(calls)} calls instead of {num_due}")
+    try:
+        if not is_parallel:
+            function = _find_function(functions, answers[0]) if is_multiple else functions[0]
+            check.require(function, calls[0], answers[0])
+            return BfclVerdict(True)
+        left = list(calls)
+        for answer in answers:
+            taken = _first_fitting(check, _find_function(functions, answer), left, answer)
+            if taken is None:
+                return BfclVerdict(False, f"no call fits the expected {next(iter(answer))}")
+            del left[taken]
+        return BfclVerdict(True)
+    except _MismatchError as mismatch:
+        return BfclVerdict(False, str(mismatch))
+    except (TypeError, KeyError, IndexError, AttributeError, ValueError, NotImplementedError, RecursionError) as error:
+        return BfclVerdict(False, f"the answer or its schema cannot be compared with: {type(error).__name__}")
+
+
+def standardize(text: str) -> str:
+    """The text as the benchmark compares it: without case, spaces and ``,./-_*^``, with one kind of quote."""
+    return text.translate(_DROPPED).lower()
+
+
+def _judge_relevance(is_due: bool, calls: Sequence[Call]) -> BfclVerdict:
+    if bool(calls) == is_due:
+        return BfclVerdict(True)
+    return BfclVerdict(False, "no call where one was due" if is_due else "a call where none was due")
+
+
+def _find_function(functions: Sequence[Mapping[str, Any]], answer: Answer) -> Mapping[str, Any]:
+    name = next(iter(answer))
+    return next(function for function in (*functions, {}) if not function or function["name"] == name)
+
+
+def _first_fitting(check: _Check, function: Mapping[str, Any], calls: Sequence[Call], answer: Answer) -> int | None:
+    for place, call in enumerate(calls):
+        try:
+            check.require(function, call, answer)
+            return place
+        except _MismatchError:
+            continue
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """The comparison of one call with one answer."""
+
+    language: str
+    dots_as_underscores: bool
+
+    def require(self, function: Mapping[str, Any], call: Call, answer: Answer) -> None:
+        """Raise ``_MismatchError`` unless the call is the expected one."""
+        name: str = function["name"]
+        if self.dots_as_underscores:
+            name = name.replace(".", "_")
+        if call.name != name:
+            raise _MismatchError(f"calls {call.name} instead of {name}")
+        alternatives = next(iter(answer.values()))
+        schemas = function["parameters"]["properties"]
+        for parameter in function["parameters"]["required"]:
+            if parameter not in call.arguments:
+                raise _MismatchError(f"required {parameter} is missing")
+        for parameter, value in call.arguments.items():
+            if parameter not in schemas or parameter not in alternatives:
+                raise _MismatchError(f"{parameter} is not expected")
+            try:
+                fits = self._fits(value, schemas[parameter], alternatives[parameter])
+            except _MismatchError as mismatch:
+                raise _MismatchError(f"{parameter} {mismatch}") from None
+            if not fits:
+                raise _MismatchError(f"{parameter} is {_short(value)}, expected {_short(alternatives[parameter])}")
+        for parameter, values in alternatives.items():
+            if parameter not in call.arguments and "" not in values:
+                raise _MismatchError(f"{parameter} is missing and has no default")
+
+    def _fits(self, value: Any, schema: Mapping[str, Any], alternatives: Alternatives) -> bool:
+        """Whether an argument is among its alternatives; raises where its type alone rules it out."""
+        type_name = schema["type"]
+        value, due, item_due = self._read(value, type_name, schema)
+        if type_name == "tuple" and type(value) is tuple:
+            value = list(value)
+        is_variable = _is_variable(value, alternatives, due, item_due)
+        if is_variable is None:
+            raise _MismatchError(f"is {_short(value)}, expected the type {type_name}")
+        if is_variable:
+            return value in alternatives
+        if due is dict:
+            return any(_dict_fits(value, alternative) for alternative in alternatives if alternative != "")
+        if due is list and item_due is dict:
+            return any(_dicts_fit(value, alternative) for alternative in alternatives)
+        if due is str:
+            return standardize(value) in [standardize(item) for item in alternatives if type(item) is str]
+        if due is list:
+            # By place: an object among the alternatives raises, as in the wheel.
+            lists = [[_plain(items[place]) for place in range(len(items))] for items in alternatives]
+            return [_plain(item) for item in value] in lists
+        return value in alternatives
+
+    def _read(self, value: Any, type_name: str, schema: Mapping[str, Any]) -> tuple[Any, type, type | None]:
+        """The value in Python's types, the type due and that of its items."""
+        if self.language == "python":
+            due = PYTHON_TYPES[type_name]
+            item_due = PYTHON_TYPES[schema["items"]["type"]] if due is list else None
+            if due is float and type(value) is int:
+                value = float(value)
+            return value, due, item_due
+        types = JAVA_TYPES if self.language == "java" else JAVASCRIPT_TYPES
+        read: Callable[[str, str, str | None], Any] = read_java if self.language == "java" else read_javascript
+        due = types[type_name]
+        if type(value) is not str:
+            raise _MismatchError(f"is {_short(value)}, expected source text")
+        item_name = schema["items"]["type"] if type_name in _NESTED_SOURCE_TYPES else None
+        return read(value, type_name, item_name), due, types[item_name] if item_name else None
+
+
+def _is_variable(value: Any, alternatives: Alternatives, due: type[Any], item_due: type[Any] | None) -> bool | None:
+    """Whether a value of a right type is to be compared as it is; None for a value of a wrong type."""
+    answer_type = next((type(item) for item in alternatives if item != ""), None)
+    if type(value) is not due:
+        return True if answer_type is not None and type(value) is answer_type else None
+    if item_due is not None and not any(_items_have_type(value, answer, item_due) for answer in alternatives):
+        return None
+    return answer_type is not None and answer_type is not due
+
+
+def _items_have_type(items: Sequence[Any], answer: Any, due: type) -> bool:
+    """Whether every item has the type due or that of the answer's items; anything passes where that is no list."""
+    if type(answer) is not list:
+        return True
+    answer_type = next((type(item) for item in answer if item != ""), None)
+    return all(type(item) is due or type(item) is answer_type for item in items)
+
+
+def _dict_fits(value: Mapping[str, Any], alternative: Mapping[str, Alternatives]) -> bool:
+    has_only = all(
+        key in alternative and _plain(item) in [_plain(answer) for answer in alternative[key]]
+        for key, item in value.items()
+    )
+    # Looked at in either case, as in the wheel, where an answer without items raises here.
+    has_all = all(key in value or "" in answers for key, answers in alternative.items())
+    return has_only and has_all
+
+
+def _dicts_fit(values: Sequence[Any], answers: Sequence[Any]) -> bool:
+    return len(values) == len(answers) and all(
+        answer != "" and _dict_fits(value, answer) for value, answer in zip(values, answers, strict=True)
+    )
+
+
+def _plain(value: Any) -> Any:
+    return standardize(value) if type(value) is str else value
+
+
+def _short(value: Any) -> str:
+    # Cut before it is printed: a hostile value may be megabytes.
+    text = repr(value) if not isinstance(value, str) else repr(value[:80])
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,238 @@
+"""Reads sources from end to end and reports what a person should know before training on them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+
+from fctune.data.check.findings import CLASSES, classify, iter_findings
+from fctune.data.check.overlap import OverlapIndex
+from fctune.data.check.report import (
+    NUM_EXAMPLES,
+    Example,
+    Lengths,
+    OverlapFinding,
+    Repeat,
+    Report,
+    SourceSummary,
+    Tokens,
+    ToolUse,
+    make_findings,
+)
+from fctune.data.check.schemas import SchemaChecker
+from fctune.data.check.similarity import Place, SimilarityIndex, WordHasher
+from fctune.data.conversation import Conversation
+from fctune.data.sources import Defect, ParsedRow, parse_source
+from fctune.errors import DataError
+
+Encode = Callable[[Conversation], tuple[int, int]]
+"""(number of tokens, of supervised tokens) of a conversation; raises ``DataError`` where it cannot be rendered."""
+
+_NUM_TOOLS_SHOWN = 50
+_MAX_TOOL_NAMES = 100_000  # names beyond are not counted; a dataset of more has no tool worth a bar
+_PROGRESS_ROWS = 500
+
+
+def check_sources(
+    paths: Sequence[str],
+    format: str = "auto",
+    max_samples: int | None = None,
+    encode: Encode | None = None,
+    seq_len: int | None = None,
+    validation: Iterable[str] = (),
+    eval_suites: Iterable[str] = (),
+    on_progress: Callable[[int], None] | None = None,
+) -> Report:
+    """What is in the sources, and what is wrong with them.
+
+    Args:
+        paths: Sources, as ``read_source`` takes them.
+        format: Shape of the rows, or auto.
+        max_samples: Reads so many rows of each source at most.
+        encode: Counts a conversation's tokens; without it the report has none.
+        seq_len: Row length that conversations are compared with; needs ``encode``.
+        validation: Sources that are held out for validation; their overlap with the rows is reported.
+        eval_suites: Files or directories of eval questions (BFCL's, or rows with messages), likewise.
+        on_progress: Called with the number of rows read so far, now and then.
+
+    Raises:
+        DataError: For a path that does not exist or rows of unknown shape. A file that is cut off is in the report.
+    """
+    check = _Check(encode, seq_len, validation, eval_suites, on_progress)
+    try:
+        for path in paths:
+            check.read(path, format, max_samples)
+        return check.report()
+    finally:
+        check.similarity.close()
+
+
+class _Check:
+    """The running totals of a check."""
+
+    def __init__(
+        self,
+        encode: Encode | None,
+        seq_len: int | None,
+        validation: Iterable[str],
+        eval_suites: Iterable[str],
+        on_progress: Callable[[int], None] | None,
+    ) -> None:
+        self.start = time.monotonic()
+        self.encode = encode
+        self.seq_len = seq_len
+        self.on_progress = on_progress
+        hasher = WordHasher()
+        self.similarity = SimilarityIndex(hasher)
+        self.overlaps = [OverlapIndex(path, "validation", hasher) for path in validation]
+        self.overlaps += [OverlapIndex(path, "eval", hasher) for path in eval_suites]
+        self.schemas = SchemaChecker()
+        self.files: dict[str, int] = {}
+        self.sources: list[SourceSummary] = []
+        self.num_rows = self.num_calls = 0
+        self.counts: Counter[str] = Counter()
+        self.rows_of: Counter[str] = Counter()
+        self.warning_counts: Counter[str] = Counter()
+        self.examples: dict[str, list[Example]] = defaultdict(list)
+        self.notes: Counter[str] = Counter()
+        self.classes: Counter[str] = Counter()
+        self.declared: Counter[str] = Counter()
+        self.called: Counter[str] = Counter()
+        self.messages: Counter[int] = Counter()
+        self.characters: Counter[int] = Counter()
+        self.tokens: Counter[int] = Counter()
+        self.num_supervised = self.num_unsupervised = self.num_not_renderable = 0
+
+    def read(self, path: str, format: str, max_samples: int | None) -> None:
+        """Adds a source."""
+        source = SourceSummary(path, 0, 0, {}, None)
+        self.sources.append(source)
+        formats: Counter[str] = Counter()
+        for row in _iter_rows(source, format, max_samples):
+            self.num_rows += 1
+            source.rows += 1
+            if isinstance(row, Defect):
+                self.add_defect(row)
+            else:
+                formats[row.format] += 1
+                self.add_row(row)
+            if self.on_progress is not None and self.num_rows % _PROGRESS_ROWS == 0:
+                self.on_progress(self.num_rows)
+        source.formats = dict(formats.most_common())
+        source.conversations = formats.total()
+
+    def add_defect(self, defect: Defect) -> None:
+        self.counts[defect.kind] += 1
+        self.rows_of[defect.kind] += 1
+        self.add_example(defect.kind, Example(defect.file, defect.line, defect.pointer, defect.reason))
+
+    def add_example(self, kind: str, example: Example) -> None:
+        if len(self.examples[kind]) < NUM_EXAMPLES:
+            self.examples[kind].append(example)
+
+    def add_row(self, row: ParsedRow) -> None:
+        conversation = row.conversation
+        file, _, line = conversation.source.rpartition(":")
+        self.similarity.add(conversation, self.files.setdefault(file, len(self.files)), int(line))
+        for overlap in self.overlaps:
+            overlap.add(conversation)
+        kinds = set()
+        for warning in iter_findings(row, self.schemas):
+            self.warning_counts[warning.kind] += 1
+            kinds.add(warning.kind)
+            self.add_example(warning.kind, Example(file, int(line), warning.pointer, warning.reason))
+        self.rows_of.update(kinds)
+        self.notes.update(row.notes)
+        self.classes[classify(conversation)] += 1
+        self.messages[len(conversation.messages)] += 1
+        self.characters[sum(len(message.content or "") for message in conversation.messages)] += 1
+        names = [call.name for message in conversation.messages for call in message.calls]
+        self.num_calls += len(names)
+        if len(self.declared) < _MAX_TOOL_NAMES:
+            self.declared.update({tool.name for tool in conversation.tools})
+            self.called.update(names)
+        if self.encode is not None:
+            self.count_tokens(self.encode, conversation, file, int(line))
+
+    def count_tokens(self, encode: Encode, conversation: Conversation, file: str, line: int) -> None:
+        try:
+            num_tokens, num_supervised = encode(conversation)
+        except DataError as error:
+            self.num_not_renderable += 1
+            self.warning_counts["not_renderable"] += 1
+            self.rows_of["not_renderable"] += 1
+            self.add_example("not_renderable", Example(file, line, "", str(error).removeprefix(f"{file}:{line}: ")))
+            return
+        self.tokens[num_tokens] += 1
+        self.num_supervised += num_supervised
+        self.num_unsupervised += num_supervised == 0
+
+    def report(self) -> Report:
+        names = list(self.files)
+        repeats = self.similarity.find_repeats()
+        used = [ToolUse(name, self.declared[name], count) for name, count in self.called.most_common(_NUM_TOOLS_SHOWN)]
+        num_conversations = self.similarity.num_rows
+        assert self.num_rows == num_conversations + self.counts.total()
+        return Report(
+            sources=self.sources,
+            rows=self.num_rows,
+            conversations=num_conversations,
+            calls=self.num_calls,
+            tools=len(self.declared),
+            duplicates=repeats.num_exact,
+            near_duplicates=repeats.num_near,
+            defects=self.counts.total(),
+            warnings=self.warning_counts.total(),
+            defect_kinds=make_findings(self.counts, self.rows_of, self.examples),
+            warning_kinds=make_findings(self.warning_counts, self.rows_of, self.examples),
+            notes=dict(self.notes.most_common()),
+            classes={name: self.classes[name] for name in CLASSES},
+            num_messages=Lengths.of(self.messages),
+            num_characters=Lengths.of(self.characters),
+            tokens=self.make_tokens(),
+            tool_use=used,
+            duplicate_examples=[_describe_repeat(repeat, names) for repeat in repeats.exact],
+            near_duplicate_examples=[_describe_repeat(repeat, names) for repeat in repeats.near],
+            overlaps=[_describe_overlap(index) for index in self.overlaps],
+            seconds=round(time.monotonic() - self.start, 3),
+        )
+
+    def make_tokens(self) -> Tokens | None:
+        if self.encode is None:
+            return None
+        lengths = Lengths.of(self.tokens)
+        over = 0 if self.seq_len is None else sum(n for length, n in self.tokens.items() if length > self.seq_len)
+        share = self.num_supervised / lengths.total if lengths.total else 0.0
+        return Tokens(
+            lengths.total,
+            self.num_supervised,
+            share,
+            self.seq_len,
+            over,
+            self.num_unsupervised,
+            self.num_not_renderable,
+            lengths,
+        )
+
+
+def _iter_rows(source: SourceSummary, format: str, max_samples: int | None) -> Iterator[ParsedRow | Defect]:
+    """The rows of a source; where it breaks off after some, the source says why."""
+    try:
+        yield from islice(parse_source(source.path, format), max_samples)
+    except DataError as error:
+        if source.rows == 0:
+            raise
+        source.error = str(error)
+
+
+def _describe_repeat(repeat: tuple[Place, Place, float], names: list[str]) -> Repeat:
+    (file, line), (earlier_file, earlier_line), similarity = repeat
+    return Repeat(f"{names[file]}:{line}", f"{names[earlier_file]}:{earlier_line}", round(similarity, 3))
+
+
+def _describe_overlap(index: OverlapIndex) -> OverlapFinding:
+    found = index.overlap
+    examples = [{"row": row, "item": item, "share": round(share, 3)} for row, item, share in found.examples]
+    return OverlapFinding(found.against, found.purpose, found.num_items, found.num_found, found.num_rows, examples)

@@ -1,0 +1,224 @@
+"""Rows that say the same, or nearly: digests and MinHash signatures, kept on disk so that memory stays flat.
+
+MinHash: Broder, On the resemblance and containment of documents, 1997. Bands of the signature find candidates
+(Leskovec et al., Mining of Massive Datasets, 3.4), the whole signature estimates their Jaccard similarity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import re
+import tempfile
+import zlib
+from collections.abc import Iterator
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fctune.data.conversation import Conversation
+from fctune.errors import DataError
+
+NUM_HASHES = 64
+NEAR = 0.8
+_NUM_BANDS = 16
+_MAX_WORDS = 20_000
+_MAX_CACHED_WORDS = 200_000
+_WORD = re.compile(r"\w+")
+_RECORD = np.dtype([("digest", "<u8"), ("line", "<u8"), ("file", "<u4"), ("signature", "<u4", (NUM_HASHES,))])
+
+_SLICE_ROWS = 16_384
+_SLICE_PAIRS = 512  # the kernel maps 64 KiB around each row looked at
+_NUM_SHOWN = 10
+
+Hashes = npt.NDArray[np.uint64]
+Rows = npt.NDArray[np.int64]
+Place = tuple[int, int]
+"""(file, line)"""
+
+
+class Repeats(NamedTuple):
+    """Rows that repeat an earlier one: how many exactly and how many nearly, and (row, earlier row, similarity)."""
+
+    num_exact: int
+    exact: list[tuple[Place, Place, float]]
+    num_near: int
+    near: list[tuple[Place, Place, float]]
+
+
+class WordHasher:
+    """Words as 64-bit hashes that are the same in every process, and runs of words as hashes of those."""
+
+    def __init__(self) -> None:
+        self._words: dict[str, int] = {}
+        self._factors = np.random.default_rng(8).integers(2**62, 2**63, 64, dtype=np.uint64) | np.uint64(1)
+
+    def hash_words(self, text: str) -> Hashes:
+        """One hash a word of the text (case aside, punctuation left out), [num_words]."""
+        cache = self._words
+        if len(cache) > _MAX_CACHED_WORDS:
+            cache.clear()
+        words = _WORD.findall(text.lower())[:_MAX_WORDS]
+        try:
+            return np.array([cache[word] for word in words], np.uint64)
+        except KeyError:
+            for word in words:
+                if word not in cache:
+                    data = word.encode("utf-8", "surrogatepass")
+                    cache[word] = zlib.crc32(data) << 32 | zlib.crc32(data, 0x9E3779B9)
+            return np.array([cache[word] for word in words], np.uint64)
+
+    def hash_runs(self, words: Hashes, length: int) -> Hashes:
+        """One hash a run of ``length`` words, [num_words - length + 1]; of all words together where there are fewer."""
+        length = min(length, len(words))
+        if length == 0:
+            return words
+        count = len(words) - length + 1
+        runs = np.zeros(count, np.uint64)
+        for i in range(length):
+            runs += words[i : i + count] * self._factors[i]
+        mixed: Hashes = (runs ^ (runs >> np.uint64(29))) * self._factors[63]
+        return mixed
+
+
+class SimilarityIndex:
+    """Collects one record a row (276 bytes) in a temporary file and finds the repeats at the end."""
+
+    def __init__(self, hasher: WordHasher) -> None:
+        self.hasher = hasher
+        self.num_rows = 0
+        rng = np.random.default_rng(5)
+        self._multipliers = (rng.integers(0, 2**63, (NUM_HASHES, 1), dtype=np.uint64) << np.uint64(1)) | np.uint64(1)
+        self._file: IO[bytes] = tempfile.TemporaryFile(prefix="fctune-check-")  # noqa: SIM115  closed with the index
+        self._record = np.zeros(1, _RECORD)
+
+    def add(self, conversation: Conversation, file: int, line: int) -> None:
+        """Adds a row; rows are added in order."""
+        record = self._record
+        record["digest"] = int(conversation.digest(), 16)
+        record["file"] = file
+        record["line"] = line
+        runs = self.hasher.hash_runs(self.hasher.hash_words(spoken_text(conversation)), 3)
+        if len(runs):
+            record["signature"][0] = ((runs[None, :] * self._multipliers) >> np.uint64(32)).min(1)
+        else:
+            record["signature"][0] = 0
+        self._write(record.tobytes())
+        self.num_rows += 1
+
+    def find_repeats(self) -> Repeats:
+        """The rows that say what an earlier one says, and those that nearly do.
+
+        A row counts as near where its signature agrees with an earlier row's in ``NEAR`` of its hashes; exact repeats
+        are left out.
+        """
+        if self.num_rows == 0:
+            return Repeats(0, [], 0, [])
+        self._write(b"")
+        with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            records = _Records(mapped)
+            first = _find_first(records)
+            nearest, share = _find_nearest(records, np.flatnonzero(first < 0))
+            exact, near = np.flatnonzero(first >= 0), np.flatnonzero(nearest >= 0)
+            return Repeats(
+                len(exact),
+                [(records.place(row), records.place(first[row]), 1.0) for row in exact[:_NUM_SHOWN]],
+                len(near),
+                [(records.place(row), records.place(nearest[row]), float(share[row])) for row in near[:_NUM_SHOWN]],
+            )
+
+    def _write(self, data: bytes) -> None:
+        """Writes a record; without data, what is still in the buffer."""
+        try:
+            if data:
+                self._file.write(data)
+            else:
+                self._file.flush()
+        except OSError as error:
+            raise DataError(f"temporary file of the check: {error}. Set TMPDIR to a disk with room.") from None
+
+    def close(self) -> None:
+        """Gives the temporary file back."""
+        with contextlib.suppress(OSError):  # a full disk; what was not written is not missed
+            self._file.close()
+
+
+def spoken_text(conversation: Conversation) -> str:
+    """What is said in a conversation, calls included and tools left out."""
+    parts = []
+    for message in conversation.messages:
+        if message.content:
+            parts.append(message.content)
+        for call in message.calls:
+            parts.append(call.name)
+            parts.append(json.dumps(call.arguments, ensure_ascii=False))
+    return " ".join(parts)
+
+
+class _Records:
+    """The records of a file, mapped, and let go of after each look so that they do not count as memory in use."""
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self._mapped = mapped
+        self.num_rows = len(mapped) // _RECORD.itemsize
+
+    def read(self, start: int, stop: int, column: str) -> npt.NDArray[Any]:
+        """A column of the rows start to stop."""
+        part = np.frombuffer(self._mapped, _RECORD, stop - start, start * _RECORD.itemsize)[column].copy()
+        self._mapped.madvise(mmap.MADV_DONTNEED)
+        return part
+
+    def read_signatures(self, rows: Rows) -> npt.NDArray[np.uint32]:
+        """The signatures of these rows, [num_rows, NUM_HASHES]."""
+        part: npt.NDArray[np.uint32] = np.frombuffer(self._mapped, _RECORD)["signature"][rows]
+        self._mapped.madvise(mmap.MADV_DONTNEED)
+        return part
+
+    def place(self, row: int) -> tuple[int, int]:
+        """File and line of a row."""
+        return int(self.read(row, row + 1, "file")[0]), int(self.read(row, row + 1, "line")[0])
+
+    def slices(self) -> Iterator[tuple[int, int]]:
+        """Start and stop of parts small enough to hold."""
+        for start in range(0, self.num_rows, _SLICE_ROWS):
+            yield start, min(start + _SLICE_ROWS, self.num_rows)
+
+
+def _find_first(records: _Records) -> Rows:
+    """The first row that says the same, of each row that is not that first row itself; else -1."""
+    digests = np.concatenate([records.read(start, stop, "digest") for start, stop in records.slices()])
+    order = np.argsort(digests, kind="stable")
+    ordered = digests[order]
+    is_new = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+    first_of = order[np.maximum.accumulate(np.where(is_new, np.arange(len(order)), 0))]
+    first = np.full(len(order), -1, np.int64)
+    first[order[~is_new]] = first_of[~is_new]
+    return first
+
+
+def _find_nearest(records: _Records, rows: Rows) -> tuple[Rows, npt.NDArray[np.float32]]:
+    """An earlier row that each of these rows nearly repeats, else -1, and the estimated similarity with it."""
+    nearest = np.full(records.num_rows, -1, np.int64)
+    shares = np.zeros(records.num_rows, np.float32)
+    width = NUM_HASHES // _NUM_BANDS
+    factors = np.random.default_rng(6).integers(2**62, 2**63, width, dtype=np.uint64) | np.uint64(1)
+    for band in range(_NUM_BANDS):
+        columns = slice(band * width, (band + 1) * width)
+        keys = np.concatenate(
+            [
+                (records.read(start, stop, "signature")[:, columns].astype(np.uint64) * factors).sum(1)
+                for start, stop in records.slices()
+            ]
+        )[rows]
+        order = np.argsort(keys, kind="stable")
+        same = np.flatnonzero(keys[order[1:]] == keys[order[:-1]])
+        for start in range(0, len(same), _SLICE_PAIRS):
+            at = same[start : start + _SLICE_PAIRS]
+            later, earlier = rows[order[at + 1]], rows[order[at]]
+            share = (records.read_signatures(later) == records.read_signatures(earlier)).mean(1)
+            better = (share >= NEAR) & (share > shares[later])
+            nearest[later[better]] = earlier[better]
+            shares[later[better]] = share[better]
+    return nearest, shares

@@ -1,0 +1,19 @@
+"""One reader per public row shape: every row becomes a conversation or a reported defect."""
+
+from fctune.data.sources.build import NOTE_KINDS, ParsedRow, RowWarning
+from fctune.data.sources.defects import DEFECT_KINDS, Defect
+from fctune.data.sources.reader import describe_defects, parse_source, read_conversations, read_source
+from fctune.data.sources.shapes import READERS
+
+__all__ = [
+    "DEFECT_KINDS",
+    "NOTE_KINDS",
+    "READERS",
+    "Defect",
+    "ParsedRow",
+    "RowWarning",
+    "describe_defects",
+    "parse_source",
+    "read_conversations",
+    "read_source",
+]

@@ -1,0 +1,112 @@
+"""Rows out of Parquet files and the Hugging Face hub, with Arrow's structs told apart from the rows' own objects.
+
+Arrow gives every struct of a column all keys that any row has, null where the row had none. Structs are therefore
+marked (``ArrowStruct``), so that a reader can leave the fill out again; JSON in strings comes through as it stood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fctune.data.sources.build import ArrowStruct
+from fctune.data.sources.defects import RowError
+from fctune.data.sources.json_text import JsonReader
+from fctune.errors import DataError
+
+_BATCH_ROWS = 256
+
+Convert = Callable[[Any], Any]
+
+
+def iter_parquet(path: str, json: JsonReader) -> Iterator[tuple[int, Any]]:
+    """Number (from 1) and value of each row; the value is a ``RowError`` where a JSON column holds none.
+
+    Raises:
+        DataError: For a file that is no Parquet or cut off.
+    """
+    try:
+        yield from _iter_batches(pq.ParquetFile(path, memory_map=True).iter_batches(_BATCH_ROWS), json)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a readable Parquet file ({error}). Fetch the file again.") from None
+
+
+def iter_hub(path: str, json: JsonReader) -> Iterator[tuple[int, Any]]:
+    """Number (from 1) and value of each row of ``hf:NAME[:config][:split][@revision]``, streamed.
+
+    NAME is a dataset of the hub, or a local directory that ``datasets`` can load. The split is train by default.
+
+    Raises:
+        DataError: Where ``datasets`` cannot load it.
+    """
+    from datasets import load_dataset  # three seconds of import that local files need not pay
+
+    spec, _, revision = path.removeprefix("hf:").partition("@")
+    name, config, split = (*spec.split(":"), "", "")[:3]
+    if not name or spec.count(":") > 2:
+        raise DataError(f"{path}: not a dataset of the hub. Expected hf:NAME[:config][:split][@revision].")
+    try:
+        rows = load_dataset(name, config or None, split=split or "train", revision=revision or None, streaming=True)
+        yield from _iter_batches(rows.with_format("arrow").iter(_BATCH_ROWS), json)
+    except DataError:
+        raise
+    except Exception as error:  # datasets and its loaders raise of every kind
+        raise DataError(
+            f"{path}: the dataset could not be read ({type(error).__name__}: {str(error)[:300]}). Check its name, "
+            "config, split and revision (hf:NAME[:config][:split][@revision]) and that the hub is reachable; a gated "
+            "dataset needs a token in HF_TOKEN."
+        ) from None
+
+
+def _iter_batches(batches: Any, json: JsonReader) -> Iterator[tuple[int, Any]]:
+    number = 0
+    converters: list[tuple[str, Convert | None]] = []
+    schema = None
+    for batch in batches:
+        if batch.schema != schema:
+            schema = batch.schema
+            converters = [(field.name, _make_converter(field.type, json)) for field in schema]
+        for row in batch.to_pylist():
+            number += 1
+            try:
+                for name, convert in converters:
+                    if convert is not None and row[name] is not None:
+                        row[name] = convert(row[name])
+            except RowError as error:
+                yield number, error
+            else:
+                # A column that this row leaves empty says nothing about its shape.
+                yield number, {name: value for name, value in row.items() if value is not None}
+
+
+def _make_converter(kind: pa.DataType, json: JsonReader) -> Convert | None:
+    """What turns a value of this type into JSON's, or None where it is that already."""
+    if isinstance(kind, pa.JsonType):
+        return lambda value: json.decode(value) if isinstance(value, str) else value
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _make_list_converter(_make_converter(kind.value_type, json))
+    if pa.types.is_struct(kind):
+        fields = [(field.name, _make_converter(field.type, json)) for field in kind]
+        inner = [(name, convert) for name, convert in fields if convert is not None]
+
+        def mark(value: dict[str, Any]) -> ArrowStruct:
+            marked = ArrowStruct(value)
+            for name, convert in inner:
+                if marked[name] is not None:
+                    marked[name] = convert(marked[name])
+            return marked
+
+        return mark
+    if pa.types.is_map(kind):
+        convert = _make_converter(kind.item_type, json)
+        return lambda value: {key: convert(item) if convert and item is not None else item for key, item in value}
+    return None
+
+
+def _make_list_converter(convert: Convert | None) -> Convert | None:
+    if convert is None:
+        return None
+    return lambda value: [None if item is None else convert(item) for item in value]

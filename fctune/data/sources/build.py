@@ -1,0 +1,300 @@
+"""What all row readers share: tools and calls read strictly, messages put in order, results matched to their calls."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fctune.data.conversation import Call, Conversation, Message, Role, Tool
+from fctune.data.sources.defects import RowError, describe_value
+from fctune.data.sources.json_text import JsonReader, check_depth
+
+_MAX_CACHED_TOOLS = 2_000
+
+
+class ArrowStruct(dict[str, Any]):
+    """An object that Arrow made of a struct, so that its nulls may be fill."""
+
+
+class RowWarning(NamedTuple):
+    """Something odd about a row that is kept."""
+
+    pointer: str
+    kind: str
+    reason: str
+
+
+@dataclass(slots=True)
+class ParsedRow:
+    """A conversation with where each part stood in its row.
+
+    ``message_pointers[i]`` is where ``conversation.messages[i]`` came from, ``tools_pointer[i]tools_suffix`` where
+    ``conversation.tools[i]`` did. ``notes`` counts what was read in another
+    way than as it stood: see ``NOTE_KINDS``.
+    """
+
+    conversation: Conversation
+    message_pointers: list[str]
+    tools_pointer: str
+    tools_suffix: str = ""
+    format: str = ""
+    warnings: list[RowWarning] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+
+
+NOTE_KINDS: dict[str, str] = {
+    "arrow_null_dropped": "nulls that Arrow filled into a struct, left out again",
+    "arrow_struct": "arguments or tools from an Arrow struct, whose key order is the column's",
+    "content_beside_call": "assistant text before a call, kept beside it",
+    "developer_as_system": "developer messages read as system messages",
+    "escaped_apostrophe": "\\' in quoted arguments read as an apostrophe",
+    "ignored_field": "message fields with a value that no chat template of tool calls uses",
+    "legacy_function_call": "OpenAI's old function_call, function role or functions",
+    "missing_end_marker": "Glaive assistant turns without <|endoftext|>",
+    "number_respelled": "numbers whose value is kept and whose spelling is not (1e5, 1.50)",
+    "quoted_arguments": "Glaive arguments in single quotes, read as the JSON between them",
+    "system_prompt_replaced": "system prompts that only declared tools, which the chat template now declares",
+    "tools_from_prompt": "tools read from the prompt, the tools column being empty",
+    "type_converted": "tools whose Python type names were turned into JSON Schema",
+}
+"""Every kind of note, with what it counts."""
+
+
+class RowBuilder:
+    """Collects one row's messages and raises ``RowError`` at its first defect."""
+
+    def __init__(self, context: ReadContext, source: str = "") -> None:
+        self.context = context
+        self.source = source
+        self.messages: list[Message] = []
+        self.pointers: list[str] = []
+        self.warnings: list[RowWarning] = []
+        self.notes: Counter[str] = Counter()
+        self.tools: tuple[Tool, ...] = ()
+        self.tools_pointer = "tools"
+        self.tools_suffix = ""
+        self.pending: list[Call] = []
+
+    def add(
+        self, role: Role, content: str | None, pointer: str, calls: tuple[Call, ...] = (), weight: float = 1.0
+    ) -> None:
+        """Adds a message that is not a result."""
+        if self.pending and not (role == "assistant" and calls):
+            names = ", ".join(call.name for call in self.pending)
+            self.warnings.append(RowWarning(pointer, "call_without_result", f"no result of {names} stands before it"))
+            self.pending = []
+        if calls:
+            if content:
+                self.notes["content_beside_call"] += 1
+            self.pending.extend(calls)
+            ids = [call.id for call in self.pending if call.id is not None]
+            if len(set(ids)) != len(ids):
+                raise RowError(pointer, "duplicate_call_id", f"two calls without a result yet share an id: {ids}")
+        self.messages.append(Message(role, content, calls, weight=weight))
+        self.pointers.append(pointer)
+
+    def add_result(self, content: str, pointer: str, call_id: str | None = None, name: str | None = None) -> None:
+        """Adds a result, which must answer a call that has none yet: by id, else by name, else the oldest."""
+        call = self._find_call(call_id, name)
+        if call is None:
+            said = f"id {call_id!r}" if call_id is not None else f"name {name!r}" if name is not None else "no id"
+            open_calls = ", ".join(f"{c.name} ({c.id})" if c.id else c.name for c in self.pending) or "none"
+            reason = f"answers no call (it has {said}; calls still without a result: {open_calls})"
+            raise RowError(pointer, "result_without_call", reason)
+        self.pending.remove(call)
+        self.messages.append(Message("tool", content, call_id=call_id, name=name))
+        self.pointers.append(pointer)
+
+    def finish(self) -> ParsedRow:
+        """The row read."""
+        if not any(message.role == "assistant" for message in self.messages):
+            raise RowError("", "no_assistant", "no assistant message, so there is nothing to learn from")
+        conversation = Conversation(tuple(self.messages), self.tools, self.source)
+        if self.context.has_escaped_surrogate:
+            try:
+                json.dumps(conversation.to_openai(), ensure_ascii=False).encode("utf-8")
+            except UnicodeEncodeError:
+                reason = "half a surrogate pair (\\ud800 to \\udfff), which UTF-8 cannot hold"
+                raise RowError("", "invalid_utf8", reason) from None
+        return ParsedRow(
+            conversation,
+            self.pointers,
+            self.tools_pointer,
+            self.tools_suffix,
+            warnings=self.warnings,
+            notes=+self.notes,
+        )
+
+    def read_call(self, value: Any, pointer: str, call_id: str | None = None) -> Call:
+        """The call in an object with ``name`` and ``arguments``, the latter an object or a string holding one."""
+        if not isinstance(value, dict):
+            raise RowError(
+                pointer, "call_shape", f"expected an object with name and arguments, got {describe_value(value)}"
+            )
+        name = value.get("name")
+        if not isinstance(name, str) or not name:
+            raise RowError(f"{pointer}.name", "call_shape", f"expected a tool's name, got {describe_value(name)}")
+        if "arguments" not in value:
+            keys = ", ".join(map(str, value))
+            raise RowError(pointer, "call_shape", f"expected the key 'arguments', got {keys}")
+        arguments = self.read_arguments(value["arguments"], f"{pointer}.arguments", name)
+        return Call(name, arguments, call_id)
+
+    def read_arguments(self, value: Any, pointer: str, name: str) -> dict[str, Any]:
+        """The arguments of a call to ``name``."""
+        if isinstance(value, str):
+            value = self.decode(value, pointer, "arguments_not_json")
+        elif isinstance(value, ArrowStruct):
+            self.notes["arrow_struct"] += 1
+            value = _drop_fill(value, self._find_schema(name), pointer, self.notes)
+        if not isinstance(value, dict):
+            reason = f"expected an object or a string holding one, got {describe_value(value)}"
+            raise RowError(pointer, "arguments_not_object", reason)
+        check_depth(value, pointer)
+        return value
+
+    def decode(self, text: str, pointer: str, kind: str = "not_json") -> Any:
+        """JSON inside the row, read strictly and with respelled numbers counted."""
+        before = self.context.json.num_respelled
+        value = self.context.json.decode(text, pointer, kind)
+        self.notes["number_respelled"] += self.context.json.num_respelled - before
+        return value
+
+    def decode_prefix(self, text: str, start: int, pointer: str, kind: str = "not_json") -> tuple[Any, int]:
+        """JSON at ``start`` of a text that goes on after it, and the index after it."""
+        before = self.context.json.num_respelled
+        value, end = self.context.json.decode_prefix(text, start, pointer, kind)
+        self.notes["number_respelled"] += self.context.json.num_respelled - before
+        return value, end
+
+    def set_tools(self, value: Any, pointer: str = "tools") -> None:
+        """Reads the tools of the row: a list or a string holding one, OpenAI's wrapping or bare functions."""
+        self.tools, repeated = self.context.read_tools(value, pointer, self.notes)
+        self.tools_pointer = pointer
+        if isinstance(value, list) and value and isinstance(value[0], dict) and "function" in value[0]:
+            self.tools_suffix = ".function"
+        for name in repeated:
+            self.warnings.append(RowWarning(pointer, "repeated_tool", f"{name} is declared twice, the same both times"))
+
+    def _find_call(self, call_id: str | None, name: str | None) -> Call | None:
+        if call_id is not None and any(call.id is not None for call in self.pending):
+            return next((call for call in self.pending if call.id == call_id), None)
+        if name is not None:
+            return next((call for call in self.pending if call.name == name), None)
+        return self.pending[0] if self.pending else None
+
+    def _find_schema(self, name: str) -> dict[str, Any] | None:
+        return next((tool.parameters for tool in self.tools if tool.name == name), None)
+
+
+class ReadContext:
+    """What is kept from row to row: the JSON reader and the tools already read."""
+
+    def __init__(self) -> None:
+        self.has_escaped_surrogate = False
+        self.json = JsonReader()
+        self._tools: dict[str, tuple[tuple[Tool, ...], list[str]]] = {}
+
+    def read_tools(self, value: Any, pointer: str, notes: Counter[str]) -> tuple[tuple[Tool, ...], list[str]]:
+        """The tools, and the names declared twice in the same words."""
+        if isinstance(value, str):
+            cached = self._tools.get(value)
+            if cached is None:
+                decoded = self.json.decode(value, pointer) if value.strip() else None
+                if len(self._tools) >= _MAX_CACHED_TOOLS:
+                    self._tools.clear()
+                cached = self._tools[value] = _list_tools(decoded, pointer)
+            return cached
+        if isinstance(value, list) and any(isinstance(item, ArrowStruct) for item in value):
+            value = [_drop_nulls(item, notes) for item in value]
+            notes["arrow_struct"] += 1
+        return _list_tools(value, pointer)
+
+
+def _drop_fill(value: Any, schema: Any, pointer: str, notes: Counter[str]) -> Any:
+    """Arguments from an Arrow struct without the nulls that Arrow filled in.
+
+    A null is fill where the tool's schema does not declare the key, or declares it as optional and of a type that
+    excludes null. A null that the schema allows, or that no schema speaks of, is refused as ``arrow_null``.
+    """
+    if not isinstance(value, dict):
+        if _holds_null(value):
+            raise RowError(pointer, "arrow_null", "null in a list of an Arrow column; store arguments as JSON strings")
+        return value
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    kept: dict[str, Any] = {}
+    for key, item in value.items():
+        declared = properties.get(key) if isinstance(properties, dict) else None
+        if item is not None:
+            kept[key] = _drop_fill(item, declared, f"{pointer}.{key}", notes)
+        elif isinstance(properties, dict) and (key not in properties or _excludes_null(declared, key, schema)):
+            notes["arrow_null_dropped"] += 1
+        else:
+            reason = "null in an Arrow column: the row's own or fill, nobody can tell; store arguments as JSON strings"
+            raise RowError(f"{pointer}.{key}", "arrow_null", reason)
+    return kept
+
+
+def _excludes_null(declared: Any, key: str, schema: Any) -> bool:
+    types = declared.get("type") if isinstance(declared, dict) else None
+    required = schema.get("required")
+    if isinstance(required, list) and key in required:
+        return False
+    return types != "null" if isinstance(types, str) else isinstance(types, list) and "null" not in types
+
+
+def _holds_null(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_null(item) for item in value.values())
+    return any(_holds_null(item) for item in value) if isinstance(value, list) else value is None
+
+
+def _drop_nulls(value: Any, notes: Counter[str]) -> Any:
+    """A tool schema from an Arrow struct without its nulls: no keyword but ``default`` and ``const`` takes one."""
+    if isinstance(value, dict):
+        kept = {key: _drop_nulls(item, notes) for key, item in value.items() if item is not None}
+        notes["arrow_null_dropped"] += len(value) - len(kept)
+        return kept
+    return [_drop_nulls(item, notes) for item in value] if isinstance(value, list) else value
+
+
+def _list_tools(value: Any, pointer: str) -> tuple[tuple[Tool, ...], list[str]]:
+    if value is None:
+        return (), []
+    if not isinstance(value, list):
+        raise RowError(pointer, "tool_shape", f"expected a list of tools, got {describe_value(value)}")
+    tools = tuple(_read_tool(item, f"{pointer}[{i}]") for i, item in enumerate(value))
+    first: dict[str, Tool] = {}
+    repeated: list[str] = []
+    for i, tool in enumerate(tools):
+        earlier = first.setdefault(tool.name, tool)
+        if earlier is tool:
+            continue
+        if earlier != tool:
+            reason = f"{tool.name} is declared twice, with different definitions"
+            raise RowError(f"{pointer}[{i}]", "duplicate_tool", reason)
+        repeated.append(tool.name)
+    return tools, repeated
+
+
+def _read_tool(value: Any, pointer: str) -> Tool:
+    if not isinstance(value, dict):
+        raise RowError(pointer, "tool_shape", f"expected an object, got {describe_value(value)}")
+    function = value
+    if "function" in value and "name" not in value:
+        function, pointer = value["function"], f"{pointer}.function"
+        if value.get("type", "function") != "function" or not isinstance(function, dict):
+            raise RowError(pointer, "tool_shape", f"expected a tool of type function, got {describe_value(value)}")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise RowError(f"{pointer}.name", "tool_shape", f"expected a name, got {describe_value(name)}")
+    parameters = function.get("parameters")
+    if parameters is not None:
+        properties = parameters.get("properties") if isinstance(parameters, dict) else ()
+        if not isinstance(parameters, dict) or not isinstance(properties, dict | None):
+            reason = f"expected a JSON Schema of an object, got {describe_value(parameters)}"
+            raise RowError(f"{pointer}.parameters", "tool_shape", reason)
+    check_depth(function, pointer)
+    return Tool(function)

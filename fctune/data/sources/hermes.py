@@ -1,0 +1,129 @@
+"""Rows of NousResearch/hermes-function-calling-v1: ShareGPT turns with calls and results in XML tags.
+
+https://github.com/NousResearch/Hermes-Function-Calling. Calls are ``<tool_call>`` blocks of JSON, results
+``<tool_response>`` blocks; tools stand in a column and again in the system prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from fctune.data.conversation import Call
+from fctune.data.sources.build import ParsedRow, RowBuilder, RowWarning
+from fctune.data.sources.defects import RowError
+from fctune.data.sources.sharegpt import SPEAKERS, iter_turns
+
+_OPENING = "You are a function calling AI model"
+_TOOLS = re.compile(r"<tools>\s*(?=[\[{])")
+_NO_TOOLS = re.compile(r"\[\s*\]")
+_SPACE = " \t\r\n"
+
+
+def is_hermes(turns: list[Any]) -> bool:
+    """Whether any turn holds Hermes' tags."""
+    for turn in turns:
+        value = turn.get("value") if isinstance(turn, dict) else None
+        if isinstance(value, str) and ("<tool_call>" in value or "<tool_response>" in value or "<tools>" in value):
+            return True
+    return False
+
+
+def read_hermes(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
+    """The conversation of a row; a system prompt that only declares the tools is left to the chat template."""
+    builder.set_tools(row.get("tools"))
+    for speaker, value, pointer in iter_turns(row, builder):
+        match SPEAKERS[speaker]:
+            case "system":
+                _add_system(value, pointer, row, builder)
+            case "user":
+                builder.add("user", value, pointer)
+            case "assistant":
+                content, calls = _read_calls(value, pointer, builder)
+                builder.add("assistant", content, pointer, calls)
+            case "result":
+                for content, name in _read_results(value, pointer, builder):
+                    builder.add_result(content, pointer, name=name)
+            case _:
+                reason = "a function_call turn among Hermes' tags: name the format, sharegpt or hermes"
+                raise RowError(pointer, "message_shape", reason)
+    return builder.finish()
+
+
+def _add_system(value: str, pointer: str, row: dict[str, Any], builder: RowBuilder) -> None:
+    match = _TOOLS.search(value)
+    if match is None:
+        builder.add("system", value, pointer)
+        return
+    if not builder.tools:
+        if row.get("tools") not in (None, "", "null") and not _NO_TOOLS.match(value, match.end()):
+            raise RowError("tools", "tools_disagree", "no tools in the column, but some in the system prompt")
+        declared, _ = builder.decode_prefix(value, match.end(), pointer)
+        builder.set_tools(declared if isinstance(declared, list) else [declared], pointer)
+        builder.notes["tools_from_prompt"] += 1
+    start = value.find(_OPENING)
+    if start < 0:
+        reason = "the system prompt lists tools in words of its own; the chat template will list them again"
+        builder.warnings.append(RowWarning(pointer, "tools_in_prompt", reason))
+        builder.add("system", value, pointer)
+        return
+    builder.notes["system_prompt_replaced"] += 1
+    if before := value[:start].strip(_SPACE):
+        builder.add("system", before, pointer)
+
+
+def _read_calls(value: str, pointer: str, builder: RowBuilder) -> tuple[str | None, tuple[Call, ...]]:
+    at = value.find("<tool_call>")
+    if at < 0:
+        if "</tool_call>" in value:
+            raise RowError(pointer, "call_not_json", "</tool_call> without <tool_call>")
+        return value, ()
+    content = value[:at].rstrip(_SPACE) or None
+    calls = []
+    while value.startswith("<tool_call>", at):
+        call, at = builder.decode_prefix(value, at + len("<tool_call>"), pointer, "call_not_json")
+        at = _skip_space(value, at)
+        if not value.startswith("</tool_call>", at):
+            raise RowError(pointer, "call_not_json", f"expected </tool_call> at character {at}")
+        calls.append(builder.read_call(call, pointer))
+        at = _skip_space(value, at + len("</tool_call>"))
+    if at < len(value):
+        raise RowError(pointer, "text_around_call", f"text after the calls: {value[at : at + 40]!r}")
+    return content, tuple(calls)
+
+
+def _read_results(value: str, pointer: str, builder: RowBuilder) -> list[tuple[str, str | None]]:
+    """Content and tool name of each result in a turn."""
+    at = _skip_space(value, 0)
+    if not value.startswith("<tool_response>", at):
+        return [(value, None)]
+    results = []
+    while value.startswith("<tool_response>", at):
+        at += len("<tool_response>")
+        end = value.find("</tool_response>", at)
+        if end < 0:
+            raise RowError(pointer, "message_shape", "<tool_response> without </tool_response>")
+        results.append(_read_result(value[at:end].strip(_SPACE), builder))
+        at = _skip_space(value, end + len("</tool_response>"))
+    if at < len(value):
+        raise RowError(pointer, "message_shape", f"text after the results: {value[at : at + 40]!r}")
+    return results
+
+
+def _read_result(text: str, builder: RowBuilder) -> tuple[str, str | None]:
+    """A result's content without its wrapping ``{"name", "content"}``, where it has exactly that."""
+    try:
+        value = builder.context.json.decode(text)
+    except RowError:
+        return text, None
+    if isinstance(value, dict) and value.keys() == {"name", "content"} and isinstance(value["name"], str):
+        content = value["content"]
+        return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False), value["name"]
+    return text, None
+
+
+def _skip_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in _SPACE:
+        at += 1
+    return at

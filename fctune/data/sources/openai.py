@@ -1,0 +1,121 @@
+"""Rows in OpenAI's shape: ``messages`` with ``tool_calls``, and ``tools``.
+
+https://platform.openai.com/docs/guides/fine-tuning. Arguments may be a string (OpenAI, axolotl, mlx) or an object
+(TRL, axolotl); a result may name its call by ``tool_call_id`` (OpenAI) or by ``name`` (TRL).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fctune.data.conversation import Call
+from fctune.data.sources.build import ParsedRow, RowBuilder, RowWarning
+from fctune.data.sources.defects import RowError, describe_value
+
+_READ_FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "weight", "function_call"})
+
+
+def read_openai(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
+    """The conversation of a row with ``messages`` (or ``conversations`` of role and content) and ``tools``."""
+    key = "messages" if "messages" in row else "conversations"
+    messages = row[key]
+    if isinstance(messages, str):
+        messages = builder.decode(messages, key)
+    if not isinstance(messages, list) or not messages:
+        raise RowError(key, "message_shape", f"expected a list of messages, got {describe_value(messages)}")
+    if row.get("tools") is not None:
+        builder.set_tools(row["tools"])
+    elif row.get("functions") is not None:
+        builder.notes["legacy_function_call"] += 1
+        builder.set_tools(row["functions"], "functions")
+    for i, message in enumerate(messages):
+        _add_message(message, f"{key}[{i}]", builder)
+    if row.get("parallel_tool_calls") is False:
+        for message, pointer in zip(builder.messages, builder.pointers, strict=True):
+            if len(message.calls) > 1:
+                reason = f"{len(message.calls)} calls in a turn, though parallel_tool_calls is false"
+                builder.warnings.append(RowWarning(f"{pointer}.tool_calls", "parallel_not_allowed", reason))
+    return builder.finish()
+
+
+def _add_message(message: Any, pointer: str, builder: RowBuilder) -> None:
+    if not isinstance(message, dict):
+        raise RowError(pointer, "message_shape", f"expected an object, got {describe_value(message)}")
+    role = message.get("role")
+    content = _read_content(message.get("content"), f"{pointer}.content")
+    for name, value in message.items():
+        if name not in _READ_FIELDS and value not in (None, "", [], {}):
+            builder.notes["ignored_field"] += 1
+    match role:
+        case "system" | "developer" | "user":
+            builder.notes["developer_as_system"] += role == "developer"
+            if content is None:
+                raise RowError(f"{pointer}.content", "content_not_text", f"expected the {role}'s text, got null")
+            builder.add("user" if role == "user" else "system", content, pointer)
+        case "assistant":
+            calls = _read_calls(message, pointer, builder)
+            if content is None and not calls:
+                reason = "null without tool_calls: an assistant message has text, calls, or both"
+                raise RowError(f"{pointer}.content", "content_not_text", reason)
+            builder.add("assistant", content, pointer, calls, _read_weight(message.get("weight"), pointer))
+        case "tool" | "function":
+            builder.notes["legacy_function_call"] += role == "function"
+            if content is None:
+                raise RowError(f"{pointer}.content", "content_not_text", "expected the result's text, got null")
+            call_id = _read_text(message.get("tool_call_id"), f"{pointer}.tool_call_id")
+            builder.add_result(content, pointer, call_id, _read_text(message.get("name"), f"{pointer}.name"))
+        case _:
+            reason = f"expected system, developer, user, assistant or tool, got {describe_value(role)}"
+            raise RowError(f"{pointer}.role", "unknown_role", reason)
+
+
+def _read_calls(message: dict[str, Any], pointer: str, builder: RowBuilder) -> tuple[Call, ...]:
+    legacy = message.get("function_call")
+    if legacy is not None:
+        builder.notes["legacy_function_call"] += 1
+        return (builder.read_call(legacy, f"{pointer}.function_call"),)
+    calls = message.get("tool_calls")
+    if calls is None:
+        return ()
+    if not isinstance(calls, list):
+        raise RowError(f"{pointer}.tool_calls", "call_shape", f"expected a list, got {describe_value(calls)}")
+    read = []
+    for i, call in enumerate(calls):
+        at = f"{pointer}.tool_calls[{i}]"
+        if not isinstance(call, dict):
+            raise RowError(at, "call_shape", f"expected an object, got {describe_value(call)}")
+        if call.get("type") not in (None, "function"):
+            raise RowError(f"{at}.type", "call_shape", f"expected 'function', got {describe_value(call['type'])}")
+        if "function" in call:
+            at, function = f"{at}.function", call["function"]
+        else:
+            function = call
+        read.append(builder.read_call(function, at, _read_text(call.get("id"), f"{at}.id")))
+    return tuple(read)
+
+
+def _read_content(content: Any, pointer: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict):
+        text = content[0].get("text")
+        if content[0].get("type") == "text" and isinstance(text, str):
+            return text
+    reason = f"expected text, null, or a list of one text part, got {describe_value(content)}"
+    raise RowError(pointer, "content_not_text", reason)
+
+
+def _read_text(value: Any, pointer: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    raise RowError(pointer, "message_shape", f"expected a string, got {describe_value(value)}")
+
+
+def _read_weight(value: Any, pointer: str) -> float:
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise RowError(
+            f"{pointer}.weight", "bad_weight", f"expected 0 (context only) to 1, got {describe_value(value)}"
+        )
+    return float(value)

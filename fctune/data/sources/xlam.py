@@ -1,0 +1,58 @@
+"""Rows of Salesforce/xlam-function-calling-60k: a query, its calls and its tools, the latter two as JSON strings.
+
+Parameters are not JSON Schema: ``{"city": {"description": ..., "type": "str, optional", "default": ...}}``. They are
+turned into it; a parameter is required unless its type says optional or it has a default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fctune.data.sources.build import ParsedRow, RowBuilder
+from fctune.data.sources.defects import RowError, describe_value
+from fctune.data.sources.python_types import convert_type
+
+
+def read_xlam(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
+    """The conversation of a row: the query, then its calls."""
+    query, answers, tools = row["query"], row["answers"], row["tools"]
+    if not isinstance(query, str):
+        raise RowError("query", "content_not_text", f"expected text, got {describe_value(query)}")
+    tools = builder.decode(tools, "tools") if isinstance(tools, str) else tools
+    if isinstance(tools, list):
+        tools = [_convert_tool(tool, f"tools[{i}]", builder) for i, tool in enumerate(tools)]
+    builder.set_tools(tools)
+    answers = builder.decode(answers, "answers", "call_not_json") if isinstance(answers, str) else answers
+    if not isinstance(answers, list):
+        raise RowError("answers", "call_shape", f"expected a list of calls, got {describe_value(answers)}")
+    if not answers:
+        raise RowError("answers", "no_assistant", "no calls and no text, so there is nothing to learn from")
+    builder.add("user", query, "query")
+    calls = tuple(builder.read_call(answer, f"answers[{i}]") for i, answer in enumerate(answers))
+    builder.add("assistant", None, "answers", calls)
+    return builder.finish()
+
+
+def _convert_tool(tool: Any, pointer: str, builder: RowBuilder) -> Any:
+    parameters = tool.get("parameters") if isinstance(tool, dict) else None
+    if not isinstance(parameters, dict) or isinstance(parameters.get("type"), str):
+        return tool
+    properties: dict[str, Any] = {}
+    required = []
+    for name, parameter in parameters.items():
+        at = f"{pointer}.parameters.{name}"
+        if not isinstance(parameter, dict):
+            raise RowError(at, "tool_shape", f"expected an object, got {describe_value(parameter)}")
+        properties[name] = schema = {}
+        is_optional = "default" in parameter
+        for key, value in parameter.items():
+            if key == "type" and isinstance(value, str):
+                converted, said_optional = convert_type(value, f"{at}.type")
+                schema.update(converted)
+                is_optional = is_optional or said_optional
+            else:
+                schema[key] = value
+        if not is_optional:
+            required.append(name)
+    builder.notes["type_converted"] += 1
+    return {**tool, "parameters": {"type": "object", "properties": properties, "required": required}}

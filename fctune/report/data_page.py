@@ -1,0 +1,146 @@
+"""The page of ``fctune data check``."""
+
+from __future__ import annotations
+
+import os
+
+from fctune.data.check import CLASSES, Report
+from fctune.data.check.report import Finding, Lengths, Repeat
+from fctune.data.sources import NOTE_KINDS
+from fctune.report.page import Chart, Page, Series, Tone, escape, make_table
+
+_NUM_TOOLS = 15
+
+
+def write_html(report: Report, path: str | os.PathLike[str]) -> None:
+    """Writes the report as a page."""
+    make_page(report).write(path, footer=f"fctune data check: {report.rows:,} rows in {report.seconds:.1f} s")
+
+
+def make_page(report: Report) -> Page:
+    """The page: what can be trained on, what is wrong, and what is in it."""
+    page = Page("Data check", *_judge(report))
+    _add_tiles(page, report)
+    for error in report.errors:
+        page.add_section("Not read to the end", f'<p class="bad">{escape(error)}</p>')
+    if report.defect_kinds:
+        lead = "Rows that cannot be trained on. Each is listed with its first defect."
+        page.add_section("Defects", *map(_make_finding, report.defect_kinds), lead=lead)
+    if report.warning_kinds:
+        lead = "Rows that are kept, and what may be wrong with them."
+        page.add_section("Warnings", *map(_make_finding, report.warning_kinds), lead=lead)
+    _add_contents(page, report)
+    if report.tool_use:
+        _add_tools(page, report)
+    if report.duplicates or report.near_duplicates:
+        _add_repeats(page, report)
+    for overlap in report.overlaps:
+        name = "validation split" if overlap.purpose == "validation" else "eval suite"
+        lead = f"{overlap.num_found:,} of {overlap.num_items:,} items of {overlap.against} stand in "
+        rows = [[e["item"], e["row"], f"{e['share']:.0%}"] for e in overlap.examples]
+        table = make_table([("Item", False), ("First row that holds it", False), ("Share", True)], rows)
+        page.add_section(f"Overlap with the {name}", table if rows else "", lead=f"{lead}{overlap.num_rows:,} rows.")
+    if report.notes:
+        rows = [[count, NOTE_KINDS[kind]] for kind, count in report.notes.items()]
+        page.add_section("Read in another way than as it stands", make_table([("Count", True), ("What", False)], rows))
+    columns = [("Source", False), ("Rows", True), ("Kept", True), ("Shape", False)]
+    rows = [[s.path, s.rows, s.conversations, ", ".join(s.formats)] for s in report.sources]
+    page.add_section("Sources", make_table(columns, rows))
+    return page
+
+
+def _judge(report: Report) -> tuple[str, Tone]:
+    if report.errors:
+        return f"{len(report.errors):,} of {len(report.sources):,} sources could not be read to the end.", "bad"
+    if report.defects:
+        return f"{report.defects:,} of {report.rows:,} rows cannot be trained on.", "bad"
+    if any(overlap.num_found for overlap in report.overlaps):
+        return "Every row can be trained on, but held-out items stand in the rows.", "warn"
+    if report.warnings:
+        noun = "warning" if report.warnings == 1 else "warnings"
+        return f"Every row can be trained on. {report.warnings:,} {noun}.", "warn"
+    return "Every row can be trained on.", "good"
+
+
+def _add_tiles(page: Page, report: Report) -> None:
+    tiles: list[tuple[str, str, Tone]] = [
+        (f"{report.rows:,}", "rows", ""),
+        (f"{report.conversations:,}", "conversations", ""),
+        (f"{report.calls:,}", "calls", ""),
+        (f"{report.tools:,}", "tools", ""),
+        (f"{report.duplicates:,}", "duplicates", "warn" if report.duplicates else ""),
+        (f"{report.near_duplicates:,}", "near duplicates", "warn" if report.near_duplicates else ""),
+        (f"{report.defects:,}", "defects", "bad" if report.defects else "good"),
+        (f"{report.warnings:,}", "warnings", "warn" if report.warnings else "good"),
+    ]
+    if report.tokens is not None:
+        tokens = report.tokens
+        tiles.append((f"{tokens.total:,}", "tokens", ""))
+        tiles.append((f"{tokens.supervised_share:.1%}", "of them supervised", "" if tokens.supervised else "bad"))
+        if tokens.seq_len is not None:
+            over = tokens.num_over_seq_len
+            tiles.append((f"{over:,}", f"over seq_len {tokens.seq_len:,}", "warn" if over else "good"))
+    page.add_tiles(tiles)
+
+
+def _make_finding(finding: Finding) -> str:
+    examples = "".join(
+        f'<li><span class="where">{escape(f"{e.file}:{e.line}")}</span>'
+        f"{f'<code>{escape(e.pointer)}</code> ' if e.pointer else ''}{escape(e.reason)}</li>"
+        for e in finding.examples
+    )
+    more = finding.count - len(finding.examples)
+    rest = f'<p class="muted">and {more:,} more</p>' if more > 0 else ""
+    return (
+        f'<details open><summary><span class="count">{finding.count:,}</span><code>{escape(finding.kind)}</code> '
+        f'{escape(finding.meaning)}</summary><ul class="examples">{examples}</ul>{rest}</details>'
+    )
+
+
+def _add_contents(page: Page, report: Report) -> None:
+    names = list(CLASSES)
+    counts = [report.classes[name] for name in names]
+    bars = Chart("bars", [CLASSES[name] for name in names], [Series("conversations", counts)])
+    parts = [page.make_chart(bars, "Conversations by the calls they teach")]
+    if report.tokens is not None and report.tokens.lengths.count:
+        parts.append(_make_lengths(page, report.tokens.lengths, "Tokens of a conversation", "tokens"))
+    parts.append(_make_lengths(page, report.num_characters, "Characters of a conversation", "characters"))
+    parts.append(_make_lengths(page, report.num_messages, "Messages of a conversation", "messages"))
+    page.add_section("What is in it", f'<div class="pair">{"".join(parts)}</div>')
+
+
+def _make_lengths(page: Page, lengths: Lengths, title: str, unit: str) -> str:
+    labels = [str(a) if b == a + 1 else f"{a:,}–{b - 1:,}" for a, b, _ in lengths.bins]
+    chart = Chart("histogram", labels, [Series("conversations", [n for *_, n in lengths.bins])], unit, "")
+    values = f"median {lengths.p50:,}, 90th percentile {lengths.p90:,}, 99th {lengths.p99:,}, longest {lengths.max:,}"
+    return page.make_chart(chart, title, values)
+
+
+def _add_tools(page: Page, report: Report) -> None:
+    top = report.tool_use[:_NUM_TOOLS]
+    series = [Series("calls", [tool.calls for tool in top]), Series("on offer", [tool.declared for tool in top])]
+    chart = page.make_chart(Chart("bars", [tool.name for tool in top], series, "tool"))
+    lead = f"The {len(top):,} called most of {report.tools:,}: calls, and conversations in which they are on offer."
+    page.add_section("Tools", chart, lead=lead)
+
+
+def _add_repeats(page: Page, report: Report) -> None:
+    def rows(repeats: list[Repeat]) -> list[list[object]]:
+        return [[repeat.row, _shorten(repeat), f"{repeat.similarity:.0%}"] for repeat in repeats]
+
+    columns = [("Row", False), ("Earlier row", False), ("Similarity", True)]
+    parts = []
+    if report.duplicates:
+        same = make_table(columns, rows(report.duplicate_examples))
+        parts.append(f"<h3>{report.duplicates:,} say the same</h3>{same}")
+    if report.near_duplicates:
+        near = make_table(columns, rows(report.near_duplicate_examples))
+        parts.append(f"<h3>{report.near_duplicates:,} say nearly the same</h3>{near}")
+    lead = "Rows that say what an earlier row says. Similarity is estimated over runs of three words."
+    page.add_section("Repeats", *parts, lead=lead)
+
+
+def _shorten(repeat: Repeat) -> str:
+    """The earlier row, by its line alone where it stands in the same file."""
+    file, _, line = repeat.earlier.rpartition(":")
+    return f"line {line}" if repeat.row.rpartition(":")[0] == file else repeat.earlier

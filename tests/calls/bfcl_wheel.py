@@ -1,0 +1,127 @@
+"""The bfcl-eval wheel, where it is installed: its data, and its checker imported alone.
+
+The wheel's own needs are 6 GB; its checker needs none of them but a table of models, which is stubbed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.data.conversation import Call, Tool
+
+PYTHON_CATEGORIES = (
+    "simple_python",
+    "multiple",
+    "parallel",
+    "parallel_multiple",
+    "live_simple",
+    "live_multiple",
+    "live_parallel",
+    "live_parallel_multiple",
+)
+SOURCE_CATEGORIES = ("simple_java", "simple_javascript")
+
+needs_wheel = pytest.mark.skipif(
+    importlib.util.find_spec("bfcl_eval") is None,
+    reason="bfcl-eval is not installed: pip install --no-deps bfcl-eval==2026.3.23",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    id: str
+    category: str
+    functions: list[dict[str, Any]]
+    answers: list[dict[str, dict[str, list[Any]]]]
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        return tuple(Tool(function) for function in self.functions)
+
+
+def data_dir() -> Path:
+    spec = importlib.util.find_spec("bfcl_eval")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0]) / "data"
+
+
+@functools.cache
+def load_cases(category: str) -> tuple[Case, ...]:
+    questions = _rows(data_dir() / f"BFCL_v4_{category}.json")
+    answers = _rows(data_dir() / "possible_answer" / f"BFCL_v4_{category}.json")
+    pairs = list(zip(questions, answers, strict=True))
+    assert all(question["id"] == answer["id"] for question, answer in pairs)
+    return tuple(Case(q["id"], category, q["function"], a["ground_truth"]) for q, a in pairs)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def python_cases() -> Iterator[Case]:
+    for category in PYTHON_CATEGORIES:
+        yield from load_cases(category)
+
+
+def gold_calls(case: Case, rank: int = 0) -> list[Call]:
+    """The answer as calls: of each parameter the alternative of that rank, or the last; omitted where it is ``""``."""
+    calls = []
+    for answer in case.answers:
+        ((name, parameters),) = answer.items()
+        arguments = {}
+        for parameter, alternatives in parameters.items():
+            given = [value for value in alternatives if value != ""]
+            if given:
+                arguments[parameter] = _value(given[min(rank, len(given) - 1)])
+        calls.append(Call(name, arguments))
+    return calls
+
+
+def _value(alternative: Any) -> Any:
+    """A value from an answer, in which objects hold a list of alternatives for each key."""
+    if isinstance(alternative, dict):
+        found = {}
+        for key, values in alternative.items():
+            given = [value for value in values if value != ""] if isinstance(values, list) else [values]
+            if given:
+                found[key] = _value(given[0])
+        return found
+    if isinstance(alternative, list):
+        return [_value(item) for item in alternative]
+    return alternative
+
+
+@functools.cache
+def official_checker() -> Callable[[Case, list[Call]], bool | None]:
+    """The wheel's verdict on calls; None where its checker raises."""
+    table = types.ModuleType("bfcl_eval.constants.model_config")
+    table.MODEL_CONFIG_MAPPING = {  # type: ignore[attr-defined]
+        "keeps-dots": types.SimpleNamespace(underscore_to_dot=False),
+    }
+    sys.modules.setdefault("bfcl_eval.constants.model_config", table)
+    from bfcl_eval.constants.enums import Language
+    from bfcl_eval.eval_checker.ast_eval.ast_checker import ast_checker
+
+    languages = {"simple_java": Language.JAVA, "simple_javascript": Language.JAVASCRIPT}
+
+    def check(case: Case, calls: list[Call]) -> bool | None:
+        language = languages.get(case.category, Language.PYTHON)
+        output = [{call.name: call.arguments} for call in calls]
+        try:
+            verdict = ast_checker(case.functions, output, case.answers, language, case.category, "keeps-dots")
+        except Exception:
+            return None
+        return bool(verdict["valid"])
+
+    return check

@@ -1,0 +1,459 @@
+"""Every wire format: what is rendered is read back, what is no call is said to be none, nothing is lost or run."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fctune.calls.formats import ALIASES, FORMATS, CallFormat, Parsed, detect_format, get_format
+from fctune.calls.match import is_equal
+from fctune.data.conversation import Call, Tool
+from fctune.errors import ConfigError, DataError
+from tests.calls.bfcl_wheel import SOURCE_CATEGORIES, gold_calls, load_cases, needs_wheel, python_cases
+
+GOLDEN = Path(__file__).parents[2].parent / "shared" / "data" / "rendered_formats"
+WEATHER = Tool(
+    {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    }
+)
+PARIS = Call("get_weather", {"city": "Paris", "days": 3})
+ROME = Call("get_weather", {"city": "Rome"})
+each_format = pytest.mark.parametrize("call_format", list(FORMATS.values()), ids=list(FORMATS))
+each_reading = pytest.mark.parametrize("lenient", [False, True], ids=["strict", "lenient"])
+
+
+def assert_reads_back(call_format: CallFormat, calls: list[Call], tools: tuple[Tool, ...], lenient: bool) -> None:
+    text = call_format.render(calls, tools)
+    parsed = call_format.parse(text, tools, lenient=lenient)
+    assert (list(parsed.calls), parsed.malformed, parsed.prose) == (calls, (), ""), text
+    for call, given_call in zip(calls, parsed.calls, strict=True):
+        assert is_equal(call.arguments, given_call.arguments, is_same_number_type=True), text
+
+
+@needs_wheel
+@each_reading
+@each_format
+def test_every_gold_call_is_read_back_as_it_was(call_format: CallFormat, lenient: bool) -> None:
+    cases = list(python_cases())
+    assert len(cases) == 2351
+    for case in [*cases, *(case for category in SOURCE_CATEGORIES for case in load_cases(category))]:
+        assert_reads_back(call_format, gold_calls(case), case.tools, lenient)
+
+
+values: st.SearchStrategy[Any] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+    | st.sampled_from(
+        [
+            "</tool_call>",
+            "</parameter>",
+            "a\n</think>\n",
+            "<json>1</json>",
+            "null",
+            "5",
+            " 5 ",
+            "\n",
+            "'",
+            '"',
+            "\\",
+            "]",
+        ]
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+schemas = st.sampled_from(
+    [None, {}, {"type": "string"}, {"type": "integer"}, {"type": "float"}, {"type": "boolean"}, {"type": "array"},
+     {"type": "dict"}, {"type": "any"}, {"type": ["string", "null"]}, {"type": "string", "default": None}]
+)  # fmt: skip
+names = st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_.\-]{0,9}", fullmatch=True)
+
+
+@st.composite
+def calls_with_tools(draw: st.DrawFn) -> tuple[list[Call], tuple[Tool, ...]]:
+    calls = draw(st.lists(st.builds(Call, names, st.dictionaries(names, values, max_size=3)), min_size=1, max_size=3))
+    tools = []
+    for name in dict.fromkeys(call.name for call in calls):
+        given = {key: draw(schemas) for call in calls for key in call.arguments}
+        properties = {key: schema for key, schema in given.items() if schema is not None}
+        tools.append(Tool({"name": name, "parameters": {"type": "object", "properties": properties}}))
+    return calls, tuple(tools)
+
+
+@each_format
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(drawn=calls_with_tools())
+def test_any_call_is_read_back_as_it_was(call_format: CallFormat, drawn: tuple[list[Call], tuple[Tool, ...]]) -> None:
+    calls, tools = drawn
+    assert_reads_back(call_format, calls, tools, lenient=False)
+
+
+@pytest.mark.real_data
+@pytest.mark.skipif(not GOLDEN.is_dir(), reason="../shared/data is not here")
+@pytest.mark.parametrize(
+    ("file", "name", "is_single", "is_parallel"),
+    [
+        ("qwen2_5.txt", "hermes", True, True),
+        ("qwen3.txt", "hermes", True, True),
+        ("qwen3_instruct_2507.txt", "hermes", True, True),
+        ("llama3_1.txt", "llama3_json", True, False),
+        ("llama3_2.txt", "llama3_json", True, False),
+        ("mistral_common.txt", "mistral_v3", False, True),
+        ("mistral_common.txt", "mistral_v7", False, True),
+        ("mistral_common.txt", "mistral_v11", False, True),
+        ("mistral_common.txt", "mistral_v13", False, True),
+        ("qwen3_5_nothink.txt", "qwen3_coder", True, True),
+        ("nemotron_3_nano.txt", "qwen3_coder", True, True),
+        ("deepseekv3.txt", "deepseek_v3", True, True),
+        ("glm4moe.txt", "glm45", True, True),
+        ("gptoss.txt", "gpt_oss", True, False),
+        ("lfm2_2_5.txt", "lfm", True, True),
+    ],
+)
+def test_calls_are_rendered_as_the_official_templates_do(
+    file: str, name: str, is_single: bool, is_parallel: bool
+) -> None:
+    text = (GOLDEN / file).read_text(encoding="utf-8")
+    call_format = get_format(name)
+    has_ids = name in ("mistral_v3", "mistral_v7", "mistral_v11")
+    ids = ("abcdef123", "abcdef124") if has_ids else (None, None)
+    pair = [Call("get_weather", {"city": city}, call_id) for city, call_id in zip(("Paris", "Rome"), ids, strict=True)]
+    for calls, is_there in (([PARIS], is_single), (pair, is_parallel)):
+        if is_there:
+            assert call_format.render(calls) in text
+            assert call_format.render(calls, [WEATHER]) in text
+            assert call_format.parse(call_format.render(calls), [WEATHER]).calls == tuple(calls)
+
+
+needs_trl = pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None, reason="trl is not installed: pip install --no-deps trl"
+)
+
+
+@needs_trl
+def test_the_format_of_official_templates_is_told() -> None:
+    spec = importlib.util.find_spec("trl")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    templates = Path(spec.submodule_search_locations[0]) / "chat_templates"
+    expected = {
+        "qwen2_5": "hermes", "qwen3": "hermes", "qwen3_instruct_2507": "hermes", "llama3_1": "llama3_json",
+        "llama3_2": "llama3_json", "qwen3_5_nothink": "qwen3_coder", "nemotron_3_nano": "qwen3_coder",
+        "deepseekv3": "deepseek_v3", "glm4moe": "glm45", "gptoss": "gpt_oss", "lfm2_2_5": "lfm",
+    }  # fmt: skip
+    for file, name in expected.items():
+        assert detect_format((templates / f"{file}.jinja").read_text(encoding="utf-8")).name == name
+    for file in ("llama3", "gemma3", "phi3"):
+        with pytest.raises(DataError, match="--format"):
+            detect_format((templates / f"{file}.jinja").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("""{{ '<tool_call>\\n{"name": "' + c.name + '", "arguments": ' + c.arguments|tojson }}""", "hermes"),
+        ("""{{ '<tool_call>\\n<function=' + c.name + '>\\n<parameter=' + key + '>' }}""", "qwen3_coder"),
+        ("{{ '<tool_call>' + c.name }}<arg_key>{{ k }}</arg_key>", "glm45"),
+        ("{{ '[TOOL_CALLS] [' }}", "mistral_v3"),
+        ("{{ '[TOOL_CALLS] [' }}{{ '[TOOL_RESULTS]' + id + '[TOOL_CONTENT]' }}", "mistral_v7"),
+        ("{{ '[TOOL_CALLS]' + c.name + '[CALL_ID]' + c.id + '[ARGS]' }}", "mistral_v11"),
+        ("{{ '[TOOL_CALLS]' + c.name + '[ARGS]' }}", "mistral_v13"),
+        ("respond with <|tool_call|> followed by a JSON list of tools used", "granite3"),
+        ("<|start_header_id|>{{ '{\"name\": \"' + c.name + '\", ' }}{{ '\"parameters\": ' }}", "llama3_json"),
+        ("<|start_header_id|> you MUST put it in the format of [func_name1(a=b), func_name2()]", "pythonic"),
+        ("<|start_header_id|> make calls in a single JSON array: [{\"name\": ...", "xlam"),
+        ("{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + c.name + '<｜tool▁sep｜>' }}", "deepseek_v31"),
+        ("{{ '<functioncall> ' }}", "glaive"),
+    ],
+)  # fmt: skip
+def test_the_format_is_told_from_what_a_template_writes(template: str, name: str) -> None:
+    assert detect_format(template).name == name
+
+
+def test_a_format_that_is_not_known_is_named_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean hermes") as error:
+        get_format("hermez")
+    assert all(name in str(error.value) for name in FORMATS)
+    assert {get_format(alias) for alias in ALIASES} <= set(FORMATS.values())
+
+
+HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+F1 = (Call("f", {"a": 1}),)
+
+
+# What each reading makes of a text: the calls, or the beginning of the reason.
+@pytest.mark.parametrize(
+    ("name", "text", "strict", "lenient"),
+    [
+        ("hermes", HERMES, F1, F1),
+        ("hermes", "Sure.\n" + HERMES + "<|im_end|>\n", F1, F1),
+        ("hermes", HERMES[:-12], "not closed", F1),
+        ("hermes", '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', "unknown key", F1),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "arguments is not", F1),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', "no 'arguments'", (Call("f", {}),)),
+        ("hermes", "<tool_call>{'name': 'f', 'arguments': {'a': 1}}</tool_call>", "no key in double", F1),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 2, "a": 1}}</tool_call>', "the key 'a' twice", F1),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "no JSON", "no JSON"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>', "a number", "a number"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "arguments is not", "arguments is not"),
+        ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>', "no name", "no name"),
+        ("hermes", "<tool_call></tool_call>", "the JSON value", "the JSON value"),
+        ("hermes", '{"name": "f", "arguments": {"a": 1}}', (), ()),
+        ("hermes", "<think>" + HERMES + "</think>", (), ()),
+        ("hermes", "<think>" + HERMES, (), ()),
+        ("hermes", HERMES + "\n</think>\n" + HERMES, F1, F1),
+        ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', F1, F1),
+        ("llama3_json", '<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": 1}}<|eom_id|>', F1, F1),
+        ("llama3_json", '[{"name": "f", "parameters": {"a": 1}}]', (), F1),
+        ("llama3_json", 'I call {"name": "f", "parameters": {"a": 1}}', (), F1),
+        ("llama3_json", '{"name": "f", "parameters": {"a": 1}} there', "text behind", F1),
+        ("llama3_json", '{"answer": 42}', (), ()),
+        ("llama3_json", "<|python_tag|>print(1)", "no JSON", "no call behind"),
+        ("pythonic", "[f(a=1)]", F1, F1),
+        ("pythonic", "<|python_start|>[f(a=1)]<|python_end|><|eot|>", F1, F1),
+        ("pythonic", "<|python_tag|>[f(a=1)]", F1, F1),
+        ("pythonic", "f(a=1)", (), F1),
+        ("pythonic", "```python\n[f(a=1)]\n```", (), F1),
+        ("pythonic", "[f(a=1)] Done.", "text behind", F1),
+        ("pythonic", "[f(1)]", "an argument without", ()),
+        ("pythonic", "[f(a=x)]", "the name 'x'", (Call("f", {"a": "x"}),)),
+        ("pythonic", "[f(a=true)]", "the name 'true'", (Call("f", {"a": True}),)),
+        ("pythonic", "[f(a=g(b=1))]", "the name 'g'", (Call("f", {"a": "g(b=1)"}),)),
+        ("pythonic", "[f(a=3 - 2 * 2 ** 0)]", F1, F1),
+        ("pythonic", "[f(a='x' 'y', b=-1.5e3, c=[True, None], d={'k': (1,)})]",
+         (Call("f", {"a": "xy", "b": -1500.0, "c": [True, None], "d": {"k": [1]}}),),
+         (Call("f", {"a": "xy", "b": -1500.0, "c": [True, None], "d": {"k": [1]}}),)),
+        ("pythonic", "[1, 2]", (), ()),
+        ("mistral_v3", 'Hm.[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]</s>', F1, F1),
+        ("mistral_v3", '[{"name": "f", "arguments": {"a": 1}}]', (), F1),
+        ("mistral_v3", "[TOOL_CALLS] nothing", "no JSON", "no call behind"),
+        ("mistral_v11", '[TOOL_CALLS]f[CALL_ID]abc[ARGS]{"a": 1}', (Call("f", {"a": 1}, "abc"),),
+         (Call("f", {"a": 1}, "abc"),)),
+        ("mistral_v13", '[TOOL_CALLS]f{"a": 1}', "no [ARGS]", "no [ARGS]"),
+        ("xlam", '[{"name": "f", "arguments": {"a": 1}}]', F1, F1),
+        ("xlam", "[]", (), ()),
+        ("xlam", "[1, 2]", (), ()),
+        ("xlam", '```json\n[{"name": "f", "arguments": {"a": 1}}]\n```', (), F1),
+        ("xlam", '[{"name": 1}]', "no 'arguments'", "no name"),
+        ("granite3", '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|end_of_text|>', F1, F1),
+        ("granite3", '<tool_call>[{"name": "f", "arguments": {"a": 1}}]', (), F1),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", F1, F1),
+        ("qwen3_coder", "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", (), F1),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</function>\n</tool_call>", "not closed", F1),
+        ("qwen3_coder", "<tool_call>\n{}\n</tool_call>", "no <function=", "no <function="),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", F1, F1),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>", "not closed", F1),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{\"a\": 1}\n```"
+         "<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>", F1, F1),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"a\": 1}<｜tool▁call▁end｜>"
+         "<｜tool▁calls▁end｜>", "no name", F1),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"a\": 1}<｜tool▁call▁end｜>"
+         "<｜tool▁calls▁end｜>", F1, F1),
+        ("gpt_oss", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+         '<|constrain|>json<|message|>{"a": 1}<|call|>', F1, F1),
+        ("gpt_oss", ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', F1, F1),
+        ("gpt_oss", " to=functions.f<|channel|>commentary json", "no <|message|>", "no <|message|>"),
+        ("gpt_oss", "<|channel|>final<|message|>Write to=functions.f there.<|return|>", (), ()),
+        ("lfm", "<|tool_call_start|>[f(a=1)]<|tool_call_end|>Checking.", F1, F1),
+        ("lfm", "<|tool_call_start|>[f(a=1)]", "not closed", F1),
+        ("lfm", '<|tool_call_start|>[f(a={"b": null})]<|tool_call_end|>', (Call("f", {"a": {"b": None}}),),
+         (Call("f", {"a": {"b": None}}),)),
+        ("glaive", '<functioncall> {"name": "f", "arguments": \'{"a": 1}\'} <|endoftext|>', F1, F1),
+        ("glaive", '<functioncall> {"name": "f", "arguments": {"a": 1}}', "no arguments in", F1),
+        ("glaive", '<functioncall> {"name": "f", "arguments": \'{"a": "it\'s"}\'}', (Call("f", {"a": "it's"}),),
+         (Call("f", {"a": "it's"}),)),
+    ],
+)  # fmt: skip
+def test_both_readings(name: str, text: str, strict: Any, lenient: Any) -> None:
+    tools = [Tool({"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}})]
+    for is_lenient, expected in ((False, strict), (True, lenient)):
+        parsed = get_format(name).parse(text, tools, lenient=is_lenient)
+        if isinstance(expected, str):
+            assert not parsed.calls, (is_lenient, parsed)
+            assert [stretch.reason[: len(expected)] for stretch in parsed.malformed] == [expected], (is_lenient, parsed)
+        else:
+            assert (parsed.calls, parsed.malformed if expected else ()) == (expected, ()), (is_lenient, parsed)
+
+
+def test_calls_prose_and_malformed_stretches_keep_their_places() -> None:
+    text = f"First.\n{HERMES}\nThen.\n<tool_call>oops</tool_call>\nLast.\n{HERMES}<|im_end|>"
+    parsed = get_format("hermes").parse(text)
+    assert [text[start:end] for start, end in parsed.spans] == [HERMES, HERMES]
+    (stretch,) = parsed.malformed
+    assert text[stretch.start : stretch.end] == "<tool_call>oops</tool_call>"
+    assert parsed.prose.split() == ["First.", "Then.", "Last."]
+
+
+def test_a_call_inside_a_string_is_part_of_the_string() -> None:
+    call = Call("say", {"text": HERMES, "more": '[TOOL_CALLS][{"name": "g", "arguments": {}}] [g(x=1)] </s>'})
+    for call_format in FORMATS.values():
+        assert_reads_back(call_format, [call], (), lenient=False)
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["__import__('os').system('true')", "(lambda: 1)()", "[x for x in (1,)]", "open('/x','w')", "f'{1}'", "b'x'",
+     "1 if 1 else 2", "9**9**9", "1e308*10", "'a'*10", "x.y", "not 1", "1 < 2", "*[1]", "1/0"],
+)  # fmt: skip
+def test_code_in_an_argument_is_never_run(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("something was evaluated")
+
+    with monkeypatch.context() as patch:
+        for name in ("eval", "exec", "compile"):
+            patch.setattr(f"builtins.{name}", forbidden)
+        strict = get_format("pythonic").parse(f"[f(a={code})]")
+        lenient = get_format("pythonic").parse(f"[f(a={code})]", lenient=True)
+    assert not strict.calls
+    assert strict.malformed
+    assert all(isinstance(value, str) for call in lenient.calls for value in call.arguments.values())
+
+
+@each_reading
+@each_format
+def test_no_text_is_lost_and_no_text_raises(call_format: CallFormat, lenient: bool) -> None:
+    rng = random.Random(call_format.name)
+    pieces = [*HOSTILE_PIECES, call_format.render([PARIS], [WEATHER]), call_format.render([PARIS, ROME], [WEATHER])]
+    for _ in range(400):
+        text = "".join(rng.choice(pieces) for _ in range(rng.randint(1, 12)))
+        parsed = call_format.parse(text, [WEATHER], lenient=lenient)
+        places = sorted({*parsed.spans, *((stretch.start, stretch.end) for stretch in parsed.malformed)})
+        assert all(0 <= start < end <= len(text) for start, end in places), text
+        assert all(first[1] <= second[0] for first, second in itertools.pairwise(places)), (text, parsed)
+        rest, position = [], 0
+        for start, end in [*places, (len(text), len(text))]:
+            rest.append(text[position:start])
+            position = end
+        # Prose is the rest in order; only marks of the format itself may be left out of it.
+        assert _is_subsequence(parsed.prose, "".join(rest)), (text, parsed)
+        assert len(parsed.calls) == len(parsed.spans)
+
+
+def _is_subsequence(part: str, whole: str) -> bool:
+    letters = iter(whole)
+    return all(letter in letters for letter in part)
+
+
+HOSTILE_PIECES = [
+    "<tool_call>", "</tool_call>", '{"name": "', '{"name": "f", "arguments": {"a": ', "[f(a=", "f(a=", "'", '"', "\\",
+    "'''", "[", "]", "{", "}", "(", ")", ",", ":", " ", "\n", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|tool_call|>",
+    "<function=f>", "<parameter=a>", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>",
+    "</arg_value>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>", "<|start|>", "<|message|>", "<|call|>", " to=functions.f", "<|tool_call_start|>",
+    "<|tool_call_end|>", "<functioncall>", "<think>", "</think>", "\n</think>", "1", "-", "**", "a", "<|python_tag|>",
+    "=", "#", "0x", "1e999", "<|im_end|>", "</s>", "<json>", "NaN", "```", "word ", "é", "\x00", "\ud800",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("unit", "size"),
+    [
+        ("<tool_call>", 400_000),
+        ('<tool_call>{"a":"</tool_call>', 400_000),
+        ("[" * 10_000, 10_000),
+        ('<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 10_000 + "</tool_call>", 10_000),
+        ("[f(a=" + "[" * 10_000, 10_000),
+        ("[f(a=" + "-" * 10_000, 10_000),
+        ("[f(a=" + "f(a=" * 10_000, 10_000),
+        ("[f(a=1" + "+1" * 100_000, 200_000),
+        ('{"name": "f", "parameters": {"a": ', 400_000),
+        ("[TOOL_CALLS]f[ARGS]{", 400_000),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {', 400_000),
+        ("<tool_call><function=f><parameter=a>", 400_000),
+        ("<tool_call>f<arg_key>a</arg_key><arg_value>", 400_000),
+        ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{", 400_000),
+        ("<|start|>assistant to=functions.f<|message|>", 400_000),
+        ("<|tool_call_start|>[f(a='", 400_000),
+        ('<functioncall> {"name": "f", "arguments": \'{', 400_000),
+        ("'''", 400_000),
+        (" ", 400_000),
+        ("9", 400_000),
+    ],
+)
+def test_hostile_text_is_answered_in_time(unit: str, size: int) -> None:
+    text = unit * (size // len(unit) or 1)
+    for call_format in FORMATS.values():
+        for lenient in (False, True):
+            begun = time.process_time()
+            call_format.parse(text, [WEATHER], lenient=lenient)
+            assert time.process_time() - begun < 3, (call_format.name, lenient)
+
+
+@each_format
+def test_5_mb_of_noise_are_answered_in_time(call_format: CallFormat) -> None:
+    rng = random.Random(5)
+    pieces = [piece for piece in HOSTILE_PIECES if "think" not in piece]
+    page = "[" + "".join(rng.choice(pieces) for _ in range(10_000))
+    text = page * (5_000_000 // len(page) + 1)
+    for lenient in (False, True):
+        begun = time.process_time()
+        parsed = call_format.parse(text, [WEATHER], lenient=lenient)
+        assert isinstance(parsed, Parsed)
+        assert time.process_time() - begun < 20
+
+
+def test_a_call_that_a_format_cannot_write_is_refused() -> None:
+    for call_format in FORMATS.values():
+        with pytest.raises(DataError):
+            call_format.render([Call("f", {"a": float("nan")})])
+    for name in ("qwen3_coder", "glm45", "pythonic"):
+        with pytest.raises(DataError, match="name"):
+            get_format(name).render([Call("no <name>", {})])
+
+
+def test_no_calls_are_rendered_as_no_text() -> None:
+    assert {call_format.render([]) for call_format in FORMATS.values()} == {""}
+
+
+def test_untyped_text_takes_its_type_from_the_schema() -> None:
+    call_format = get_format("qwen3_coder")
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    for written, schema, expected in [
+        ("5", {"type": "string"}, "5"),
+        ("5", {"type": "integer"}, 5),
+        ("5", {"type": "float"}, 5),
+        ("5.0", {"type": "number"}, 5.0),
+        ("five", {"type": "integer"}, "five"),
+        ("True", {"type": "boolean"}, True),
+        ("true", {"type": "boolean"}, True),
+        ("True", {"type": "string"}, "True"),
+        ("None", {"type": "string", "default": None}, None),
+        ("null", {"type": ["integer", "null"]}, None),
+        ("null", {"type": "string"}, "null"),
+        ("[1, 2]", {"type": "array"}, [1, 2]),
+        ("{'k': 1}", {"type": "dict"}, {"k": 1}),
+        ("5", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "5"),
+        ("5", {}, 5),
+        ("", {"type": "string"}, ""),
+        (" two\nlines ", {"type": "string"}, " two\nlines "),
+    ]:
+        tools = [Tool({"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}})]
+        (call,) = call_format.parse(text.replace("{}", written), tools).calls
+        assert call.arguments == {"a": expected}
+        assert type(call.arguments["a"]) is type(expected)
+
+
+def test_json_in_arguments_keeps_letters_and_order() -> None:
+    call = Call("f", {"z": "Größe 東京", "a": {"y": 1, "b": 2}})
+    assert json.dumps(call.arguments, ensure_ascii=False) in get_format("hermes").render([call])
+    (read,) = get_format("hermes").parse(get_format("hermes").render([call])).calls
+    assert list(read.arguments) == ["z", "a"]
+    assert list(read.arguments["a"]) == ["y", "b"]

@@ -1,0 +1,145 @@
+"""The verdict of a case, and rates that keep every case in their denominators."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+from typing import Any
+
+import pytest
+
+from fctune.calls.formats import get_format
+from fctune.calls.score import VERDICTS, Outcome, judge, score, wilson_interval
+from fctune.calls.wire import Malformed, Parsed
+from fctune.data.conversation import Call, Tool
+
+ONE, TWO = Call("f", {"a": 1, "b": "x"}), Call("g", {"a": 2})
+TOOLS = tuple(
+    Tool(
+        {
+            "name": name,
+            "parameters": {
+                "type": "dict",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+                "required": ["a"],
+            },
+        }
+    )
+    for name in "fg"
+)
+
+
+def parsed(*calls: Call, malformed: int = 0) -> Parsed:
+    return Parsed(calls, (Malformed(0, 1, "broken"),) * malformed)
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "verdict"),
+    [
+        ([ONE], parsed(ONE), "correct"),
+        ([ONE, TWO], parsed(TWO, ONE), "correct"),
+        ([], parsed(), "correct"),
+        ([ONE], parsed(), "missed_call"),
+        ([], parsed(ONE), "false_call"),
+        ([ONE], parsed(Call("g", ONE.arguments)), "wrong_name"),
+        ([ONE, TWO], parsed(TWO, TWO), "wrong_name"),
+        ([ONE], parsed(Call("f", {"a": 1})), "wrong_arguments"),
+        ([ONE], parsed(Call("f", {"a": "1", "b": "x"})), "wrong_arguments"),
+        ([ONE], parsed(ONE, ONE), "wrong_count"),
+        ([ONE], parsed(malformed=1), "malformed"),
+        ([], parsed(malformed=1), "malformed"),
+        ([ONE], parsed(ONE, malformed=1), "malformed"),
+    ],
+)
+def test_each_case_has_one_verdict(expected: list[Call], actual: Parsed, verdict: str) -> None:
+    outcome = judge(expected, actual, TOOLS)
+    assert outcome.verdict == verdict
+    assert verdict in VERDICTS
+    assert outcome.is_correct == (verdict == "correct")
+    assert bool(outcome.differences) == (verdict != "correct")
+
+
+def test_a_malformed_call_never_counts_as_abstaining() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}'
+    rates = score({"irrelevance": [judge([], get_format("hermes").parse(text))]})["irrelevance"]["rates"]
+    assert rates["abstention"]["rate"] == 0
+    assert rates["false_call"]["rate"] == 0
+    assert rates["well_formed"]["rate"] == 0
+    assert rates["accuracy"] | {"low": 0, "high": 0} == {"rate": 0, "successes": 0, "n": 1, "low": 0, "high": 0}
+
+
+def rates_of(*cases: Outcome) -> dict[str, Any]:
+    rates: dict[str, Any] = score({"all": cases})["all"]["rates"]
+    return {name: (rate["successes"], rate["n"]) for name, rate in rates.items()}
+
+
+def test_rates_count_what_they_say() -> None:
+    rates = rates_of(
+        judge([ONE], parsed(ONE), TOOLS),
+        judge([ONE], parsed(Call("f", {"a": 1, "b": "y", "c": 3})), TOOLS),
+        judge([ONE], parsed(TWO), TOOLS),
+        judge([ONE, TWO], parsed(ONE), TOOLS),
+        judge([ONE], parsed(), TOOLS),
+        judge([ONE], parsed(malformed=1), TOOLS),
+        judge([], parsed(), TOOLS),
+        judge([], parsed(Call("h", {})), TOOLS),
+        judge([], parsed(malformed=1), TOOLS),
+    )
+    assert rates == {
+        "accuracy": (2, 9),
+        "well_formed": (7, 9),
+        "tool_selection": (2, 6),
+        "call_count": (3, 6),
+        "missed_call": (1, 6),
+        "abstention": (1, 3),
+        "false_call": (1, 3),
+        "tool_precision": (3, 7),
+        "tool_recall": (3, 7),
+        "tool_f1": (3, 11),
+        "argument_precision": (5, 7),
+        "argument_recall": (5, 6),
+        "argument_f1": (5, 8),
+        "schema_valid": (3, 5),
+    }
+
+
+def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
+    cases = [judge([ONE], parsed(ONE)), judge([ONE, TWO], parsed(ONE)), judge([], parsed(ONE, TWO))]
+    rates = score({"all": cases})["all"]["rates"]
+    precision, recall, f1 = (rates[f"tool_{name}"]["rate"] for name in ("precision", "recall", "f1"))
+    assert f1 == pytest.approx(2 * precision * recall / (precision + recall))
+    assert rates["tool_f1"]["low"] < f1 < rates["tool_f1"]["high"]
+
+
+def test_what_was_never_asked_has_no_rate() -> None:
+    rates = score({"irrelevance": [judge([], parsed())], "empty": []})
+    assert rates["irrelevance"]["rates"]["missed_call"]["rate"] is None
+    assert rates["irrelevance"]["rates"]["schema_valid"]["rate"] is None
+    assert rates["empty"]["n"] == 0
+    assert rates["empty"]["rates"]["accuracy"] == {"rate": None, "successes": 0, "n": 0, "low": 0.0, "high": 1.0}
+
+
+def test_categories_are_never_summed() -> None:
+    scores = score({"a": [judge([], parsed())], "b": [judge([ONE], parsed())]})
+    assert list(scores) == ["a", "b"]
+    assert [scores[name]["rates"]["accuracy"]["rate"] for name in "ab"] == [1.0, 0.0]
+    assert [scores[name]["verdicts"]["missed_call"] for name in "ab"] == [0, 1]
+
+
+@pytest.mark.parametrize("n", [1, 2, 16, 24, 200, 1053])
+@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
+def test_the_bounds_are_where_the_score_test_turns(n: int, confidence: float) -> None:
+    """Wilson's bounds are the shares p at which the count lies z standard deviations of p from n * p."""
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    for successes in {0, 1, n // 2, n - 1, n}:
+        low, high = wilson_interval(successes, n, confidence)
+        assert 0 <= low <= successes / n <= high <= 1
+        for bound in {low, high} - {0.0, 1.0}:
+            assert abs(successes / n - bound) == pytest.approx(z * math.sqrt(bound * (1 - bound) / n))
+
+
+def test_small_categories_say_how_little_they_know() -> None:
+    assert [round(bound, 2) for bound in wilson_interval(13, 16)] == [0.57, 0.93]
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+    assert wilson_interval(16, 16)[1] == 1.0
+    assert wilson_interval(16, 16)[0] < 0.81

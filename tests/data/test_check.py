@@ -1,0 +1,348 @@
+"""The dataset report: counts, findings, repeats, overlap, and the schema of its JSON."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import resource
+import time
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from fctune.data.check import CLASSES, REPORT_SCHEMA, WARNING_KINDS, Report, check_sources
+from fctune.data.check.schemas import SchemaChecker, is_plain_schema
+from fctune.data.check.similarity import NEAR, spoken_text
+from fctune.data.conversation import Call, Conversation, Tool
+from fctune.data.sources import read_source
+from fctune.errors import DataError
+from tests.conftest import REAL_DATA
+
+DEFECTS = str(Path(__file__).parent / "fixtures" / "defects.jsonl")
+GLAIVE_DEMO = str(REAL_DATA / "glaive_demo" / "glaive_toolcall_en_demo.json")
+
+
+def make_row(question: str, answer: str = "Sunny.") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def write_rows(path: Path, rows: list[Any]) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+def kinds(report: Report) -> dict[str, int]:
+    return {finding.kind: finding.count for finding in (*report.defect_kinds, *report.warning_kinds)}
+
+
+def render(report: Report) -> str:
+    console = Console(width=200, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(report.render_text())
+    return capture.get()
+
+
+@pytest.mark.real_data
+def test_the_real_rows_have_the_known_counts() -> None:
+    report = check_sources([GLAIVE_DEMO])
+    assert (report.rows, report.conversations, report.calls, report.defects) == (300, 300, 211, 0)
+    assert report.duplicates == 35
+    assert report.tools == 64
+    assert report.classes["no_tools"] == 109
+    assert report.classes["no_tools"] + report.classes["no_call"] == 147
+    assert report.classes["parallel"] == 0
+    assert set(kinds(report)) == {"wrong_type"}
+
+
+def test_the_file_of_defects_is_reported_with_file_line_and_pointer() -> None:
+    report = check_sources([DEFECTS])
+    lines = Path(DEFECTS).read_text("utf-8").split("\n")[:-1]
+    assert report.rows == len(lines) == report.conversations + report.defects
+    assert report.defects == sum(finding.count for finding in report.defect_kinds)
+    assert not report.is_usable("fail")
+    assert report.is_usable("skip")
+    for finding in (*report.defect_kinds, *report.warning_kinds):
+        assert finding.meaning
+        for example in finding.examples:
+            assert example.file == DEFECTS
+            assert 1 <= example.line <= len(lines)
+    text = render(report)
+    where = f"{DEFECTS}:59: messages[1].tool_calls[0].function.arguments: not JSON (Expecting property name"
+    assert where in text
+    assert "arguments_not_json" in text
+
+
+def test_every_kind_of_warning_is_met_by_a_row(tmp_path: Path) -> None:
+    weightless = {"role": "assistant", "content": "x", "weight": 0}
+    prompt = {"from": "system", "value": 'Use these. <tools>[{"name": "f"}]</tools>'}
+    odd = {"type": "object", "properties": {"x": {"type": "integer", "minimum": 3}}}
+    call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+    more = [
+        {"messages": [{"role": "user", "content": "?"}, weightless]},
+        {"conversations": [prompt, {"from": "human", "value": "?"}, {"from": "gpt", "value": "x"}]},
+        {
+            "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}],
+            "tools": [{"name": "f", "parameters": odd}],
+        },
+    ]
+
+    def refuse(conversation: Conversation) -> tuple[int, int]:
+        raise DataError(f"{conversation.source}: this template takes one call a turn")
+
+    report = check_sources([DEFECTS, write_rows(tmp_path / "more.jsonl", more)], encode=refuse)
+    assert WARNING_KINDS.keys() - kinds(report).keys() == set()
+
+
+def test_the_json_is_as_its_schema_says_and_every_key_is_documented() -> None:
+    report = check_sources(
+        [DEFECTS], encode=lambda conversation: (10, 3), seq_len=8, validation=[DEFECTS], eval_suites=[DEFECTS]
+    )
+    value = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    jsonschema.Draft202012Validator.check_schema(REPORT_SCHEMA)
+    closed = json.loads(json.dumps(REPORT_SCHEMA), object_hook=close_objects)
+    jsonschema.validate(value, closed)
+    assert value["schema_version"] == 1
+    for key in ("rows", "conversations", "calls", "duplicates", "defects"):
+        assert isinstance(value[key], int)
+
+
+def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type") == "object" and "properties" in schema:
+        schema["additionalProperties"] = False
+    return schema
+
+
+def test_a_call_that_breaks_its_schema_is_kept_and_told(tmp_path: Path) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}},
+        "required": ["city"],
+    }
+    arguments = {"days": "three", "unit": "K", "country": "France"}
+    call = {"function": {"name": "f", "arguments": arguments}}
+    row = make_row("?")
+    row["messages"][1] |= {"content": None, "tool_calls": [call, {"function": {"name": "g", "arguments": {}}}]}
+    row["tools"] = [{"name": "f", "parameters": parameters}]
+    report = check_sources([write_rows(tmp_path / "rows.jsonl", [row])])
+    assert report.conversations == 1
+    expected = ["missing_argument", "not_in_enum", "undeclared_tool", "unknown_argument", "wrong_type"]
+    assert sorted(kinds(report)) == expected
+    pointers = {f.kind: f.examples[0].pointer for f in report.warning_kinds}
+    assert pointers["wrong_type"] == "messages[1].tool_calls[0].function.arguments.days"
+    assert pointers["undeclared_tool"] == "messages[1].tool_calls[1].function.name"
+
+
+def test_duplicates_are_those_that_an_independent_count_finds(tmp_path: Path) -> None:
+    rows = [make_row(f"question {i % 7}") for i in range(30)]
+    report = check_sources([write_rows(tmp_path / "rows.jsonl", rows)])
+    assert report.duplicates == 30 - len({json.dumps(row) for row in rows}) == 23
+    first = report.duplicate_examples[0]
+    assert (first.row.rpartition(":")[2], first.earlier.rpartition(":")[2], first.similarity) == ("8", "1", 1.0)
+
+
+def test_near_duplicates_are_those_whose_word_runs_mostly_agree(tmp_path: Path) -> None:
+    conversations = [item for item in read_source("synthetic:train:400:1") if isinstance(item, Conversation)]
+    base = " ".join(f"word{i}" for i in range(100))
+    rows = [conversation.to_openai() for conversation in conversations]
+    rows += [make_row(base), make_row(base + " and more"), make_row(base.replace("word50 ", "other ")), make_row("x")]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    runs = []
+    for item in read_source(path):
+        assert isinstance(item, Conversation)
+        words = "".join(c if c.isalnum() or c == "_" else " " for c in spoken_text(item).lower()).split()
+        runs.append({tuple(words[i : i + 3]) for i in range(max(1, len(words) - 2))})
+    digests = Counter[str]()
+    surely, possibly = set(), set()
+    for i, item in enumerate(read_source(path)):
+        assert isinstance(item, Conversation)
+        digests[item.digest()] += 1
+        if digests[item.digest()] > 1:
+            continue
+        best = max((len(runs[i] & runs[j]) / len(runs[i] | runs[j]) for j in range(i)), default=0.0)
+        surely |= {i + 1} if best >= NEAR + 0.12 else set()
+        possibly |= {i + 1} if best >= NEAR - 0.2 else set()
+    report = check_sources([path])
+    found = {int(repeat.row.rpartition(":")[2]) for repeat in report.near_duplicate_examples}
+    assert found <= possibly
+    assert len(surely) <= report.near_duplicates <= len(possibly)
+    assert surely
+
+
+def test_the_same_rows_give_the_same_report() -> None:
+    first, second = (check_sources([DEFECTS]).to_json() for _ in range(2))
+    del first["seconds"], second["seconds"]
+    assert first == second
+
+
+def test_questions_of_an_eval_suite_are_found_in_the_rows(tmp_path: Path) -> None:
+    greeting = {"id": "irrelevance_0", "question": [[{"role": "user", "content": "hello"}]], "function": []}
+    asked = "Please find the fastest route from Berlin to Munich that avoids all toll roads today"
+    other = "How many moons does the planet Saturn have according to the newest counts of astronomers"
+    bfcl = [
+        {"id": "simple_0", "question": [[{"role": "user", "content": asked}]], "function": []},
+        {"id": "simple_1", "question": [[{"role": "user", "content": other}]], "function": []},
+        {"id": "simple_2", "question": [[{"role": "user", "content": "Is it warm in Oslo now?"}]], "function": []},
+    ]
+    suite = write_rows(tmp_path / "BFCL_v4_simple.json", [*bfcl, greeting])
+    rows = [
+        make_row(f"Hello! {asked.upper()}!"),
+        make_row("Saturn has moons, how many?"),
+        make_row("Hello"),
+        make_row("is it WARM in Oslo, now"),
+    ]
+    report = check_sources([write_rows(tmp_path / "rows.jsonl", rows)], eval_suites=[suite])
+    (overlap,) = report.overlaps
+    assert (overlap.num_items, overlap.num_found, overlap.num_rows) == (3, 2, 2)
+    assert overlap.examples[0]["item"].endswith(":1 (simple_0)")
+    assert overlap.examples[0]["row"].endswith("rows.jsonl:1")
+
+
+@pytest.mark.skipif(find_spec("bfcl_eval") is None, reason="bfcl-eval is not installed")
+def test_bfcl_questions_are_found_where_they_stand_and_not_where_they_do_not(tmp_path: Path) -> None:
+    spec = find_spec("bfcl_eval")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    suite = Path(spec.submodule_search_locations[0]) / "data"
+    questions = [json.loads(line) for line in (suite / "BFCL_v4_multi_turn_base.json").read_text().splitlines()]
+    taken = [turn[0]["content"] for question in questions[:5] for turn in question["question"]]
+    rows = write_rows(tmp_path / "rows.jsonl", [make_row(text) for text in taken])
+    (overlap,) = check_sources([rows, "synthetic:train:500:1"], eval_suites=[str(suite)]).overlaps
+    assert overlap.num_items > 4_000
+    assert overlap.num_found >= 1
+    assert all("rows.jsonl" in example["row"] for example in overlap.examples)
+
+
+def test_rows_of_the_validation_split_are_found_in_the_training_rows(tmp_path: Path) -> None:
+    rows = [make_row(f"question number {i} about something that is longer than eight words {i}") for i in range(10)]
+    train = write_rows(tmp_path / "train.jsonl", rows[:7])
+    held_out = write_rows(tmp_path / "held_out.jsonl", rows[5:])
+    (overlap,) = check_sources([train], validation=[held_out]).overlaps
+    assert overlap.purpose == "validation"
+    assert overlap.num_items == 5
+    assert overlap.num_found >= 2
+    (disjoint,) = check_sources(
+        [train], validation=[write_rows(tmp_path / "x.jsonl", [make_row("x y z a b c d")])]
+    ).overlaps
+    assert disjoint.num_found == 0
+
+
+def test_a_held_out_set_without_questions_is_refused(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [make_row("?")])
+    with pytest.raises(DataError, match="nothing to compare with"):
+        check_sources([rows], eval_suites=[write_rows(tmp_path / "suite.jsonl", [{"id": 1, "ground_truth": []}])])
+
+
+def test_tokens_are_counted_where_a_tokenizer_is_given(tmp_path: Path) -> None:
+    rows = [make_row("a " * n) for n in (1, 5, 10, 50)]
+
+    def encode(conversation: Conversation) -> tuple[int, int]:
+        length = len((conversation.messages[0].content or "").split())
+        return length, length // 5
+
+    report = check_sources([write_rows(tmp_path / "rows.jsonl", rows)], encode=encode, seq_len=10)
+    assert report.tokens is not None
+    assert (report.tokens.total, report.tokens.supervised, report.tokens.num_over_seq_len) == (66, 13, 1)
+    assert report.tokens.num_unsupervised == 1
+    assert report.tokens.supervised_share == pytest.approx(13 / 66)
+    assert (report.tokens.lengths.min, report.tokens.lengths.p50, report.tokens.lengths.max) == (1, 5, 50)
+
+
+def test_a_full_disk_ends_the_check_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [make_row(f"question {i}") for i in range(200)])
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: open("/dev/full", "wb"))  # noqa: SIM115
+    with pytest.raises(DataError, match=r"No space left on device\. Set TMPDIR"):
+        check_sources([rows])
+
+
+def test_a_file_that_breaks_off_is_reported_and_the_next_source_is_read(tmp_path: Path) -> None:
+    lines = "".join(json.dumps(make_row(f"{i} {i * i}")) + "\n" for i in range(5000))
+    broken = tmp_path / "broken.jsonl.gz"
+    broken.write_bytes(gzip.compress(lines.encode())[:-3000])
+    whole = write_rows(tmp_path / "whole.jsonl", [make_row("whole")])
+    report = check_sources([str(broken), whole])
+    assert report.sources[0].rows > 1000
+    assert "breaks off" in report.errors[0]
+    assert report.sources[1].rows == 1
+    assert not report.is_usable("skip")
+    assert "breaks off" in render(report)
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ([], "no_call"),
+        ([1], "one_call"),
+        ([1, 1], "multi_turn"),
+        ([2], "parallel"),
+        ([1, 2], "parallel"),
+    ],
+)
+def test_a_conversation_has_the_class_of_its_calls(tmp_path: Path, turns: list[int], expected: str) -> None:
+    call = {"function": {"name": "f", "arguments": {}}}
+    messages: list[dict[str, Any]] = []
+    for number in turns:
+        messages += [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call] * number}]
+        messages += [{"role": "tool", "content": "x"}] * number
+    messages += [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}]
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": messages, "tools": [{"name": "f"}]}])
+    assert {name for name, count in check_sources([path]).classes.items() if count} == {expected}
+    assert expected in CLASSES
+
+
+KEYWORDS = ["type", "properties", "required", "items", "enum", "minimum", "description", "pattern", "$ref", "x"]
+KEYWORDS += ["anyOf", "minItems", "uniqueItems", "additionalProperties", "default", "examples", "$defs", "format"]
+NAMES = st.sampled_from(["string", "object", "integer", "array", "str", "a", "", "#", "(", "#/properties/a"])
+SCHEMAS = st.recursive(
+    st.dictionaries(st.sampled_from(KEYWORDS), st.none() | st.booleans() | st.integers() | NAMES | st.lists(NAMES)),
+    lambda inner: st.dictionaries(
+        st.sampled_from(KEYWORDS), inner | NAMES | st.lists(NAMES) | st.dictionaries(NAMES, inner)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(SCHEMAS)
+def test_a_schema_that_passes_as_plain_is_valid(schema: dict[str, Any]) -> None:
+    if is_plain_schema(schema):
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+@settings(max_examples=200, deadline=None)
+@given(SCHEMAS)
+def test_no_schema_makes_the_check_fail(schema: dict[str, Any]) -> None:
+    checker = SchemaChecker()
+    tool = Tool({"name": "f", "parameters": schema})
+    checker.check_tool(tool)
+    checker.check_call(Call("f", {"a": [1, {"a": 2}]}), tool)
+
+
+def test_a_pattern_that_takes_for_ever_is_not_tried() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(a+)+$"}}}
+    start = time.process_time()
+    assert SchemaChecker().check_call(Call("f", {"a": "a" * 64 + "!"}), Tool({"name": "f", "parameters": schema})) == []
+    assert time.process_time() - start < 1
+
+
+@pytest.mark.slow
+def test_100k_rows_take_under_a_minute_and_memory_stays_flat(tmp_path: Path) -> None:
+    conversations = read_source("synthetic:train:100000:1")
+    rows = (item.to_openai() for item in conversations if isinstance(item, Conversation))
+    path = tmp_path / "rows.jsonl"
+    with path.open("w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    check_sources([str(path)], max_samples=5_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    report = check_sources([str(path)])
+    grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert report.rows == 100_000
+    assert report.seconds < 60
+    assert grown_mib < 100

@@ -1,0 +1,366 @@
+"""Rows of every known shape, and the file with one of each defect that public datasets have."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fctune.data.check.findings import WARNING_KINDS, iter_findings
+from fctune.data.check.schemas import SchemaChecker
+from fctune.data.conversation import Conversation
+from fctune.data.sources import (
+    DEFECT_KINDS,
+    NOTE_KINDS,
+    READERS,
+    Defect,
+    ParsedRow,
+    parse_source,
+    read_conversations,
+    read_source,
+)
+from fctune.data.sources.build import ReadContext
+from fctune.data.sources.defects import RowError
+from fctune.data.sources.shapes import read_row
+from fctune.errors import DataError
+from tests.conftest import REAL_DATA
+
+DEFECTS = Path(__file__).parent / "fixtures" / "defects.jsonl"
+GLAIVE_DEMO = REAL_DATA / "glaive_demo" / "glaive_toolcall_en_demo.json"
+
+WEATHER = {
+    "name": "get_weather",
+    "description": "Weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+
+
+def read(row: dict[str, Any], format: str = "auto") -> Conversation:
+    return read_row(row, format, ReadContext()).conversation
+
+
+def fixture_rows() -> list[tuple[int, str, str, ParsedRow | Defect]]:
+    """Line, claim, what it should read as, and what it was read as."""
+    rows = []
+    lines = DEFECTS.read_text("utf-8").split("\n")[:-1]
+    for number, (line, row) in enumerate(zip(lines, parse_source(str(DEFECTS)), strict=True), start=1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = {"claim": "a line that is not JSON", "reads_as": "not_json"}
+        if isinstance(value, list):
+            value = {"claim": "a list instead of a row", "reads_as": "unknown_shape"}
+        rows.append((number, value["claim"], value["reads_as"], row))
+    return rows
+
+
+def describe(row: ParsedRow | Defect) -> set[str]:
+    """All kinds that a row was given: of its defect, or of its warnings and notes."""
+    if isinstance(row, Defect):
+        return {row.kind}
+    return set(row.notes) | {warning.kind for warning in iter_findings(row, SchemaChecker())}
+
+
+@pytest.mark.parametrize(("line", "claim", "expected", "row"), fixture_rows(), ids=lambda value: str(value)[:60])
+def test_every_known_defect_gets_its_class(line: int, claim: str, expected: str, row: ParsedRow | Defect) -> None:
+    kinds = describe(row)
+    if expected in ("ok", "duplicate"):
+        assert isinstance(row, ParsedRow), row
+        assert not kinds - NOTE_KINDS.keys() - {"ends_on_result", "repeated_call", "wrong_type"}, claim
+    else:
+        assert expected in kinds, claim
+        assert isinstance(row, Defect) == (expected in DEFECT_KINDS), claim
+    source = row.conversation.source if isinstance(row, ParsedRow) else f"{row.file}:{row.line}"
+    assert source == f"{DEFECTS}:{line}"
+
+
+def test_every_kind_of_defect_is_met_in_the_file_or_is_a_matter_of_bytes_and_arrow() -> None:
+    met = {row.kind for *_, row in fixture_rows() if isinstance(row, Defect)}
+    assert DEFECT_KINDS.keys() - met == {"arrow_null", "message_shape", "row_too_large", "too_deep"}
+
+
+def test_a_defect_says_file_line_pointer_and_reason() -> None:
+    defect = Defect("rows.jsonl", 417, "messages[2].content", "content_not_text", "expected text, got null")
+    assert str(defect) == "rows.jsonl:417: messages[2].content: expected text, got null"
+    assert str(Defect("rows.jsonl", 3, "", "not_json", "not JSON")) == "rows.jsonl:3: not JSON"
+
+
+def test_all_shapes_of_one_conversation_read_the_same() -> None:
+    tools = json.dumps([WEATHER])
+    call = {"name": "get_weather", "arguments": {"city": "Paris"}}
+    system = "You are a helpful assistant with access to the following functions. Use them if required -\n"
+    prompt = f"You are a function calling AI model. <tools> {tools} </tools>"
+    question, answer = "Weather in Paris?", "Sunny."
+    rows: dict[str, dict[str, Any]] = {
+        "openai": {
+            "messages": [
+                {"role": "user", "content": question},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"type": "function", "function": {**call, "arguments": '{"city": "Paris"}'}}],
+                },
+                {"role": "tool", "content": "sunny"},
+                {"role": "assistant", "content": answer},
+            ],
+            "tools": [{"type": "function", "function": WEATHER}],
+        },
+        "sharegpt": {
+            "conversations": [
+                {"from": "human", "value": question},
+                {"from": "function_call", "value": json.dumps(call)},
+                {"from": "observation", "value": "sunny"},
+                {"from": "gpt", "value": answer},
+            ],
+            "tools": tools,
+        },
+        "hermes": {
+            "conversations": [
+                {"from": "system", "value": prompt},
+                {"from": "human", "value": question},
+                {"from": "gpt", "value": f"<tool_call>\n{json.dumps(call)}\n</tool_call>"},
+                {"from": "tool", "value": "<tool_response>\nsunny\n</tool_response>"},
+                {"from": "gpt", "value": answer},
+            ],
+            "tools": tools,
+        },
+        "glaive": {
+            "system": f"SYSTEM: {system}{json.dumps(WEATHER, indent=4)}\n",
+            "chat": f"USER: {question}\n\n\n"
+            'ASSISTANT: <functioncall> {"name": "get_weather", "arguments": \'{"city": "Paris"}\'} <|endoftext|>\n\n\n'
+            f"FUNCTION RESPONSE: sunny\n\n\nASSISTANT: {answer} <|endoftext|>\n\n\n",
+        },
+        "toolace": {
+            "system": f"Here is a list of functions in JSON format that you can invoke:\n{tools}. \n",
+            "conversations": [
+                {"from": "user", "value": question},
+                {"from": "assistant", "value": '[get_weather(city="Paris")]'},
+                {"from": "tool", "value": "sunny"},
+                {"from": "assistant", "value": answer},
+            ],
+        },
+    }
+    expected = read(rows["openai"])
+    assert [message.role for message in expected.messages] == ["user", "assistant", "tool", "assistant"]
+    for name, row in rows.items():
+        parsed = read_row(row, "auto", ReadContext())
+        assert parsed.format == name
+        assert parsed.conversation == expected, name
+
+
+def test_xlam_types_become_json_schema() -> None:
+    parameters = {
+        "city": {"description": "City", "type": "str"},
+        "days": {"description": "Days", "type": "int, optional", "default": 1},
+        "tags": {"description": "Tags", "type": "List[Dict[str, Union[int, float]]], optional"},
+        "box": {"description": "Box", "type": "Tuple[float, float]"},
+    }
+    tools = json.dumps([{"name": "f", "description": "", "parameters": parameters}])
+    answers = json.dumps([{"name": "f", "arguments": {"city": "Paris"}}])
+    (tool,) = read({"query": "?", "answers": answers, "tools": tools}).tools
+    number = {"anyOf": [{"type": "integer"}, {"type": "number"}]}
+    assert tool.parameters == {
+        "type": "object",
+        "properties": {
+            "city": {"description": "City", "type": "string"},
+            "days": {"description": "Days", "type": "integer", "default": 1},
+            "tags": {
+                "description": "Tags",
+                "type": "array",
+                "items": {"type": "object", "additionalProperties": number},
+            },
+            "box": {"description": "Box", "type": "array", "items": {"type": "number"}},
+        },
+        "required": ["city", "box"],
+    }
+
+
+def test_tools_are_kept_as_the_row_gave_them() -> None:
+    function = {"parameters": {"required": [], "type": "object", "x-note": 1}, "strict": True, "name": "f"}
+    row = {
+        "messages": [{"role": "assistant", "content": "x"}],
+        "tools": json.dumps([{"type": "function", "function": function}]),
+    }
+    assert json.dumps(read(row).tools[0].function) == json.dumps(function)
+
+
+def iter_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from iter_paths(item, (*path, key))
+
+
+def change(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    copied = dict(value) if isinstance(value, dict) else list(value)
+    copied[path[0]] = change(copied[path[0]], path[1:], new)
+    return copied
+
+
+STRAYS = ["", "'", '"', "\\", "}", "<tool_call>", "\n\nUSER:"]
+ODD = [None, True, 0, -1.5, "", "x", "[", "{}", "[]", "null", [], {}, [[]], [{}], {"name": 1}, [None], ["x"], "\ud800"]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.data())
+def test_no_change_of_a_row_makes_a_reader_or_the_check_fail(data: st.DataObject) -> None:
+    lines = [line for line in DEFECTS.read_text("utf-8").split("\n") if line.startswith('{"claim": "')]
+    row = data.draw(st.sampled_from([value for line in lines if (value := load_or_none(line)) is not None]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(st.sampled_from(list(iter_paths(row))))
+        new = data.draw(st.sampled_from(ODD) | st.sampled_from(["cut"]))
+        old = functools.reduce(lambda value, key: value[key], path, row)
+        if new == "cut" and isinstance(old, str):
+            start = data.draw(st.integers(0, len(old)))
+            new = old[:start] + data.draw(st.sampled_from(STRAYS)) + old[start + 1 :]
+        row = change(row, path, new)
+    kind, parsed = attempt(row, data.draw(st.sampled_from(["auto", "auto", *READERS])))
+    assert kind is None or kind in DEFECT_KINDS
+    if parsed is not None:
+        parsed.conversation.digest()
+        assert all(warning.kind in WARNING_KINDS for warning in iter_findings(parsed, SchemaChecker()))
+        assert parsed.notes.keys() <= NOTE_KINDS.keys()
+        assert len(parsed.message_pointers) == len(parsed.conversation.messages)
+
+
+def attempt(row: Any, format: str) -> tuple[str | None, ParsedRow | None]:
+    """The kind of the row's defect, or the row."""
+    try:
+        return None, read_row(row, format, ReadContext())
+    except RowError as error:
+        return error.kind, None
+
+
+def load_or_none(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=6
+)
+ARGUMENTS = st.dictionaries(TEXT, VALUES, max_size=4)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ARGUMENTS, st.booleans())
+def test_arguments_survive_every_shape_to_the_byte(arguments: dict[str, Any], ascii_only: bool) -> None:
+    text = json.dumps(arguments, ensure_ascii=ascii_only)
+    call = {"name": "f", "arguments": arguments}
+    call_text = json.dumps(call, ensure_ascii=ascii_only)
+    user, asked = {"role": "user", "content": "?"}, {"from": "human", "value": "?"}
+    as_string = {"type": "function", "function": {"name": "f", "arguments": text}}
+    rows: list[dict[str, Any]] = [
+        {"messages": [user, {"role": "assistant", "content": None, "tool_calls": [as_string]}]},
+        {"messages": [user, {"role": "assistant", "content": None, "tool_calls": [{"function": call}]}]},
+        {"conversations": [asked, {"from": "function_call", "value": call_text}]},
+        {"conversations": [asked, {"from": "gpt", "value": f"<tool_call>{call_text}</tool_call>"}]},
+        {"query": "?", "answers": f"[{call_text}]", "tools": "[]"},
+        {"system": "", "chat": f"USER: ?\n\n\nASSISTANT: <functioncall> {call_text} <|endoftext|>\n\n\n"},
+        {
+            "system": "",
+            "chat": "USER: ?\n\n\nASSISTANT: <functioncall> "
+            f'{{"name": "f", "arguments": \'{text}\'}} <|endoftext|>\n\n\n',
+        },
+    ]
+    for row in rows:
+        line = json.dumps(row, ensure_ascii=ascii_only)
+        (read_call,) = read(ReadContext().json.decode(line)).messages[-1].calls
+        assert json.dumps(read_call.arguments) == json.dumps(arguments)
+
+
+def test_results_are_matched_by_id_then_name_then_order() -> None:
+    def call(name: str, id: str | None) -> dict[str, Any]:
+        return {"id": id, "function": {"name": name, "arguments": {}}}
+
+    def row(calls: list[dict[str, Any]], results: list[dict[str, Any]]) -> dict[str, Any]:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": calls}]
+        return {"messages": [*turns, *({"role": "tool", "content": "x", **result} for result in results)]}
+
+    read(row([call("f", "1"), call("f", "2")], [{"tool_call_id": "2"}, {"tool_call_id": "1"}]))
+    read(row([call("f", None), call("g", None)], [{"name": "g"}, {"name": "f"}]))
+    read(row([call("f", None), call("g", None)], [{}, {}]))
+    for wrong in ([{"tool_call_id": "3"}], [{"tool_call_id": "1"}, {"tool_call_id": "1"}], [{}, {}, {}]):
+        with pytest.raises(Exception, match="answers no call"):
+            read(row([call("f", "1"), call("f", "2")], wrong))
+
+
+@pytest.mark.parametrize("chat", ["", "\n\n", "USER: ?", "no header"])
+def test_a_chat_without_turns_to_learn_from_is_a_defect(chat: str) -> None:
+    assert attempt({"system": "", "chat": chat}, "auto")[0] in ("no_assistant", "message_shape")
+
+
+def test_message_weights_are_kept() -> None:
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a", "weight": 0}]
+    assert [m.weight for m in read({"messages": turns}).messages] == [1.0, 0.0]
+
+
+def test_a_system_text_that_only_declares_tools_is_left_to_the_template() -> None:
+    turns = [{"from": "user", "value": "?"}, {"from": "assistant", "value": "No tool fits."}]
+    lead = "Here is a list of functions in JSON format that you can invoke:\n"
+    system = f"You are an expert in composing functions.\nToday is Monday.\n{lead}{json.dumps([WEATHER])}. \n"
+    own, *_ = read({"system": system, "conversations": turns}).messages
+    assert own.content == "You are an expert in composing functions.\nToday is Monday."
+    known = "You should only return the function call in tools call sections.\n"
+    prompt = f"{known}{lead}{json.dumps([WEATHER])}. \nShould you decide to return the function call(s). \n"
+    assert read({"system": prompt, "conversations": turns}).messages[0].role == "user"
+
+
+def test_the_prompt_and_the_column_must_not_disagree_on_the_tools() -> None:
+    turns = [{"from": "system", "value": "You are a function calling AI model <tools>[]</tools>"}]
+    turns += [{"from": "human", "value": "?"}, {"from": "gpt", "value": "x"}]
+    assert read({"conversations": turns, "tools": "[]"}).tools == ()
+
+
+def test_rows_that_cannot_be_trained_on_fail_together_or_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    good = json.dumps({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}]})
+    path.write_text(f'{good}\n{{"messages": []}}\n{good}\nnot json\n')
+    with pytest.raises(DataError) as raised:
+        read_conversations([str(path)])
+    text = str(raised.value)
+    assert "2 of 4 rows" in text
+    assert f"{path}:2: messages: expected a list of messages" in text
+    assert f"{path}:4: not JSON" in text
+    assert "--on-invalid skip" in text
+    assert len(read_conversations([str(path)], on_invalid="skip")) == 2
+
+
+def test_max_samples_bounds_the_rows_read() -> None:
+    assert len(list(read_source("synthetic:train:20:1", max_samples=7))) == 7
+
+
+def test_synthetic_rows_are_a_source() -> None:
+    items = list(read_source("synthetic:train:5:1"))
+    assert [item.source for item in items if isinstance(item, Conversation)] == [
+        f"synthetic:train:5:1:{i}" for i in range(1, 6)
+    ]
+    with pytest.raises(DataError, match="SPLIT one of pretrain, train"):
+        list(read_source("synthetic:test:5"))
+
+
+@pytest.mark.real_data
+def test_the_real_rows_read_without_a_defect() -> None:
+    items = list(parse_source(str(GLAIVE_DEMO)))
+    rows = [item for item in items if isinstance(item, ParsedRow)]
+    assert len(rows) == len(items) == 300
+    conversations = [row.conversation for row in rows]
+    assert sum(len(message.calls) for c in conversations for message in c.messages) == 211
+    assert sum(not c.tools for c in conversations) == 109
+    assert sum(count - 1 for count in Counter(c.digest() for c in conversations).values()) == 35
+    lines = GLAIVE_DEMO.read_text("utf-8").split("\n")
+    for row in rows:
+        assert lines[int(row.conversation.source.rpartition(":")[2]) - 1].strip() == "{"

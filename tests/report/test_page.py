@@ -1,0 +1,118 @@
+"""The HTML shell and the data page, as a browser shows them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fctune.data.check import Report, check_sources
+from fctune.data.conversation import Conversation
+from fctune.report import Chart, Page, Series, make_table, write_html
+from tests.report.browser import needs_chromium, open_page, take_screenshot
+
+DEFECTS = Path(__file__).parents[1] / "data" / "fixtures" / "defects.jsonl"
+HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror=alert(1)>&amp;'
+
+
+def encode(conversation: Conversation) -> tuple[int, int]:
+    length = 40 + sum(len(message.content or "") for message in conversation.messages)
+    return length, length // 3
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    paths = [str(DEFECTS), "synthetic:train:300:1"]
+    return check_sources(paths, encode=encode, seq_len=128, validation=["synthetic:train:20:1"])
+
+
+@pytest.fixture(scope="module")
+def data_page(report: Report, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "data.html"
+    write_html(report, path)
+    return path
+
+
+def test_a_page_is_one_file_that_names_no_other(data_page: Path) -> None:
+    text = data_page.read_text("utf-8")
+    assert "default-src 'none'" in text
+    assert not re.findall(r"<(?:link|script|img|iframe)[^>]*(?:src|href)=\"(?!data:)", text)
+    assert "@import" not in text
+    assert len(text) < 600_000
+
+
+def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "page.html"
+    path.write_text("before")
+    page = Page("x")
+    monkeypatch.setattr(page, "render", lambda footer: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        page.write(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+    assert path.read_text() == "before"
+
+
+def test_the_numbers_of_the_report_are_on_the_page(data_page: Path, report: Report) -> None:
+    text = data_page.read_text("utf-8")
+    for number in (report.rows, report.calls, report.duplicates, report.defects, report.warnings):
+        assert f">{number:,}</b>" in text
+    for finding in (*report.defect_kinds, *report.warning_kinds):
+        assert f"<code>{finding.kind}</code>" in text
+
+
+def test_a_gap_in_a_line_and_a_number_without_json_are_told_apart() -> None:
+    page = Page("x")
+    page.make_chart(Chart("lines", [1, 2], [Series("loss", [1.0, None])]))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        page.make_chart(Chart("lines", [1], [Series("loss", [float("nan")])]))
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1100, 390])
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_page_draws_its_charts_fits_and_reaches_for_nothing(data_page: Path, width: int, dark: bool) -> None:
+    state = open_page(data_page, width, dark)
+    assert state.console == []
+    assert state.probe["violations"] == state.probe["resources"] == []
+    assert state.probe["width"] == width
+    assert state.probe["scroll_width"] <= width
+    assert state.probe["theme"] == ("dark" if dark else "light")
+    assert state.probe["background"] == ("rgb(20, 22, 26)" if dark else "rgb(247, 247, 245)")
+    assert len(state.probe["inked"]) == int(state.probe["ready"]) >= 4
+    assert all(state.probe["inked"])
+
+
+@needs_chromium
+def test_text_of_rows_is_text_on_the_page(tmp_path: Path) -> None:
+    page = Page(HOSTILE, HOSTILE, "bad")
+    page.add_tiles([(HOSTILE, HOSTILE, "")])
+    chart = Chart("bars", [HOSTILE, "b"], [Series(HOSTILE, [1, 2])], HOSTILE, HOSTILE)
+    table = make_table([(HOSTILE, False)], [[HOSTILE], ["\ud800"], [None], [True], [1234567]])
+    page.add_section(HOSTILE, page.make_chart(chart, HOSTILE, HOSTILE), table, lead=HOSTILE)
+    page.write(tmp_path / "hostile.html", HOSTILE)
+    state = open_page(tmp_path / "hostile.html")
+    assert state.console == []
+    assert state.probe["violations"] == []
+    assert state.probe["text"].count("onerror=alert(1)") >= 6
+    assert "1,234,567" in state.probe["text"]
+    assert all(state.probe["inked"])
+
+
+@needs_chromium
+def test_a_line_chart_with_gaps_is_drawn(tmp_path: Path) -> None:
+    page = Page("Lines")
+    values = [None if i % 7 == 0 else 2.0 - i / 100 for i in range(100)]
+    page.add_section("Loss", page.make_chart(Chart("lines", list(range(100)), [Series("loss", values)], "step")))
+    page.write(tmp_path / "lines.html")
+    state = open_page(tmp_path / "lines.html")
+    assert state.console == []
+    assert state.probe["inked"] == [True]
+
+
+@needs_chromium
+def test_a_screenshot_shows_the_page(data_page: Path, tmp_path: Path) -> None:
+    image = tmp_path / "page.png"
+    take_screenshot(data_page, image)
+    assert image.read_bytes().startswith(b"\x89PNG")
+    assert image.stat().st_size > 20_000
