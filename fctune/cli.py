@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from fctune.config import load_config
 from fctune.errors import CheckpointError, ConfigError, DataError
 
 
@@ -29,9 +31,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fctune", description="Fine-tune chat models to call functions.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    data = commands.add_parser("data", help="datasets: look at them, make them").add_subparsers(
+    data = commands.add_parser("data", help="datasets: check them, look at them, prepare them").add_subparsers(
         required=True, metavar="COMMAND"
     )
+    check = data.add_parser("check", help="what is in a dataset, and what is wrong with which line")
+    check.add_argument("paths", nargs="+", metavar="PATH", help="file, directory, hf:NAME[:CONFIG][:SPLIT][@REVISION]")
+    check.add_argument("--format", default="auto", help="row shape; default: found from the rows")
+    check.add_argument("--max-samples", type=int, help="read so many rows of each source at most")
+    check.add_argument("--tokenizer", help="model directory: count tokens, and what of them is learnt")
+    check.add_argument("--seq-len", type=int, help="count conversations over this length; needs --tokenizer")
+    check.add_argument("--validation", nargs="+", default=[], metavar="PATH", help="held-out rows: report overlap")
+    check.add_argument(
+        "--eval-suite", nargs="+", default=[], metavar="PATH", help="benchmark questions: report overlap"
+    )
+    check.add_argument("--on-invalid", choices=("fail", "skip"), default="fail", help="fail: exit 1 for a bad row")
+    check.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    check.add_argument("--html", type=Path, metavar="FILE", help="write the report as one self-contained page")
+    check.set_defaults(run=_check_data)
+    show = data.add_parser("show", help="one row as the model sees it, what is learnt in colour")
+    show.add_argument("path", metavar="PATH")
+    show.add_argument("--row", type=int, default=1, help="which row, from 1")
+    show.add_argument("--tokenizer", required=True, help="model directory")
+    show.add_argument("--format", default="auto")
+    show.add_argument("--train-on", choices=("assistant", "last_assistant", "calls"), default="assistant")
+    show.add_argument("--parallel-calls", choices=("error", "split"), default="error")
+    show.set_defaults(run=_show_row)
+    prepare = data.add_parser("prepare", help="write the packed set that training maps")
+    prepare.add_argument("--config", required=True)
+    prepare.add_argument("overrides", nargs="*", metavar="key=value")
+    prepare.set_defaults(run=_prepare_data)
     synthetic = data.add_parser("synthetic", help="write rows, or held-out cases, of the synthetic set")
     synthetic.add_argument("split", choices=("train", "shuffled", "pretrain", "cases"))
     synthetic.add_argument("--rows", type=int, required=True)
@@ -39,6 +67,79 @@ def _parser() -> argparse.ArgumentParser:
     synthetic.add_argument("--out", type=Path, required=True, help="JSONL")
     synthetic.set_defaults(run=_write_synthetic)
     return parser
+
+
+def _check_data(arguments: argparse.Namespace) -> int:
+    from fctune.data.check import Encode, check_sources
+
+    if arguments.seq_len is not None and arguments.tokenizer is None:
+        raise ConfigError("--seq-len: needs --tokenizer, which tokens are counted with.")
+    encode: Encode | None = None
+    if arguments.tokenizer is not None:
+        from fctune.data.template import ChatTemplate
+
+        template = ChatTemplate(arguments.tokenizer)
+
+        def count(conversation: Any) -> tuple[int, int]:
+            encoded = template.encode(conversation)
+            return len(encoded.tokens), encoded.num_supervised
+
+        encode = count
+    console = Console()
+    with console.status("reading") as status:
+        report = check_sources(
+            arguments.paths,
+            format=arguments.format,
+            max_samples=arguments.max_samples,
+            encode=encode,
+            seq_len=arguments.seq_len,
+            validation=arguments.validation,
+            eval_suites=arguments.eval_suite,
+            on_progress=lambda rows: status.update(f"{rows:,} rows read"),
+        )
+    console.print(report.render_text())
+    if arguments.json is not None:
+        _write(arguments.json, "--json", lambda: json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
+    if arguments.html is not None:
+        from fctune.report import write_html
+
+        _write(arguments.html, "--html", lambda: write_html(report, arguments.html))
+    return 0 if report.is_usable(arguments.on_invalid) else 1
+
+
+def _show_row(arguments: argparse.Namespace) -> int:
+    from fctune.data.show import show_row
+
+    renderables = show_row(
+        arguments.path,
+        arguments.row,
+        arguments.tokenizer,
+        format=arguments.format,
+        train_on=arguments.train_on,
+        parallel_calls=arguments.parallel_calls,
+    )
+    console = Console(soft_wrap=True, highlight=False)
+    for renderable in renderables:
+        console.print(renderable)
+    return 0
+
+
+def _prepare_data(arguments: argparse.Namespace) -> int:
+    from fctune.data.prepared import describe_counts, prepare, prepared_root
+    from fctune.modeling.hub import resolve_model_dir
+
+    config = load_config(arguments.config, arguments.overrides)
+    console = Console()
+    with console.status("preparing") as status:
+        prepared = prepare(
+            config.data,
+            resolve_model_dir(config.model.path),
+            prepared_root(config),
+            lambda counts: status.update(f"{counts.rows:,} rows read"),
+        )
+    for line in describe_counts(prepared):
+        console.print(line, highlight=False, soft_wrap=True)
+    return 0
 
 
 def _write_synthetic(arguments: argparse.Namespace) -> int:
@@ -50,14 +151,20 @@ def _write_synthetic(arguments: argparse.Namespace) -> int:
         rows = (case.to_json() for case in iter_cases(arguments.rows, arguments.seed))
     else:
         rows = (c.to_openai() for c in iter_conversations(arguments.split, arguments.rows, arguments.seed))
-    try:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        with open(arguments.out, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    except OSError as error:
-        raise ConfigError(f"--out {arguments.out}: cannot be written ({error.strerror}).") from None
+    _write(arguments.out, "--out", lambda: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     Console().print(f"{arguments.rows:,} rows in {arguments.out}", soft_wrap=True)
     return 0
+
+
+def _write(path: Path, option: str, make: Callable[[], str | None]) -> None:
+    """Write what ``make`` returns, or let it write itself; folders are made as needed."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = make()
+        if text is not None:
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written ({error.strerror}).") from None
 
 
 if __name__ == "__main__":

@@ -56,7 +56,8 @@ def read_cases(path: str | Path) -> list[Case]:
     problems += [f"{path}: {n} cases have the id {i!r}; ids must differ" for i, n in _repeated_ids(cases)]
     if problems:
         shown = "\n".join(f"  {problem}" for problem in problems[:_NUM_SHOWN])
-        raise DataError(f"{path}: {len(problems):,} rows are no cases\n{shown}\nFix them, or take them out.")
+        count = "1 row is no case" if len(problems) == 1 else f"{len(problems):,} rows are no cases"
+        raise DataError(f"{path}: {count}\n{shown}\nFix what is named, or take it out.")
     if not cases:
         raise DataError(f"{path}: holds no cases.")
     return cases
@@ -72,6 +73,12 @@ def _read_case(row: Any, where: str, number: int, context: ReadContext) -> Case:
         calls = [{"type": "function", "function": call} for call in expected]
         answer = {"role": "assistant", "content": None, "tool_calls": calls} if calls else _NO_CALL
         row = {**row, "messages": [*row["messages"], answer]}
+    elif (
+        not row["messages"]
+        or not isinstance(row["messages"][-1], dict)
+        or row["messages"][-1].get("role") != "assistant"
+    ):
+        raise RowError("", "unknown_shape", "no expected_calls, and the last message is not the assistant's answer")
     conversation = read_row(row, "openai", context, where).conversation
     *prompt, last = conversation.messages
     if last.role != "assistant" or not prompt:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fctune.config import DataConfig
+from fctune.config import DataConfig, RunConfig
 from fctune.data.conversation import Conversation
 from fctune.data.pack import pack_best_fit
 from fctune.data.sources import Defect, describe_defects, read_source
@@ -167,6 +167,36 @@ def open_prepared(path: Path) -> PreparedSet:
         packs=packs,  # type: ignore[arg-type]
         **arrays,
     )
+
+
+def prepared_root(config: RunConfig) -> Path:
+    """Where the prepared sets of a run are kept."""
+    data = config.data
+    return Path(data.prepared_dir) if data.prepared_dir else Path(config.output_dir).parent / "prepared"
+
+
+def describe_counts(prepared: PreparedSet) -> list[str]:
+    """What became of the rows, a line for each thing worth saying."""
+    counts = prepared.counts
+    lines = [
+        f"{counts.conversations:,} conversations of {counts.rows:,} rows, {counts.tokens:,} tokens, "
+        f"{counts.supervised / counts.tokens:.0%} of them learnt ({prepared.path})"
+    ]
+    if prepared.is_packed:
+        flat, _ = prepared.packs["train"]
+        real = int((prepared.offsets[flat + 1] - prepared.offsets[flat]).sum())
+        num_packs = prepared.num_packs("train")
+        share = real / (num_packs * prepared.seq_len)
+        lines.append(f"{num_packs:,} packs of {prepared.seq_len:,} tokens, {share:.1%} of them real")
+    for count, what in (
+        (counts.invalid, "rows skipped as invalid"),
+        (counts.overlong, f"conversations dropped, longer than {prepared.seq_len:,} tokens"),
+        (counts.cut, f"conversations cut to {prepared.seq_len:,} tokens"),
+        (counts.unsupervised, "conversations dropped, nothing to learn under data.train_on and their weights"),
+    ):
+        if count:
+            lines.append(f"{count:,} {what}")
+    return lines
 
 
 def is_validation(digest: str, share: float) -> bool:

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from fctune.config import RunConfig, resolve_component
-from fctune.data.prepared import Counts, PreparedSet, open_prepared, prepare
+from fctune.data.prepared import Counts, PreparedSet, describe_counts, open_prepared, prepare, prepared_root
 from fctune.modeling.architecture import read_architecture
 from fctune.modeling.build import CausalLM, build_model, materialize_
 from fctune.modeling.shard import shard_
@@ -28,31 +28,15 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 def prepare_data(config: RunConfig, model_dir: Path, world: World) -> PreparedSet:
     """The prepared set, written by rank 0 where it is not there yet and mapped by every rank."""
-    data = config.data
-    root = Path(data.prepared_dir) if data.prepared_dir else Path(config.output_dir).parent / "prepared"
 
     def show(counts: Counts) -> None:
-        logger.info("preparing data: %s rows read", f"{counts.rows:,}")
+        if counts.rows % 5000 == 0:
+            logger.info("preparing data: %s rows read", f"{counts.rows:,}")
 
-    path = distributed.on_main(lambda: prepare(data, model_dir, root, show).path)
+    path = distributed.on_main(lambda: prepare(config.data, model_dir, prepared_root(config), show).path)
     prepared = distributed.agree(lambda: open_prepared(path))
-    counts = prepared.counts
-    logger.info(
-        "data: %s conversations of %s rows, %s tokens, %.0f %% of them supervised (%s)",
-        f"{counts.conversations:,}",
-        f"{counts.rows:,}",
-        f"{counts.tokens:,}",
-        100 * counts.supervised / counts.tokens,
-        prepared.path,
-    )
-    for count, what in (
-        (counts.invalid, "rows skipped as invalid"),
-        (counts.overlong, f"conversations dropped, longer than data.seq_len={data.seq_len}"),
-        (counts.cut, f"conversations cut to data.seq_len={data.seq_len}"),
-        (counts.unsupervised, f"conversations dropped, nothing to learn under data.train_on={data.train_on}"),
-    ):
-        if count:
-            logger.info("data: %s %s", f"{count:,}", what)
+    for line in describe_counts(prepared):
+        logger.info("data: %s", line)
     return prepared
 
 

@@ -195,7 +195,7 @@ def test_steps_that_are_not_finite_are_skipped_by_choice(tmp_path: Path) -> None
     assert any(line.get("is_skipped") for line in lines)
 
 
-def tune(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def tune(*arguments: str, timeout_s: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | environment
     env |= {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -204,7 +204,7 @@ def tune(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
         capture_output=True,
         text=True,
         env=env,
-        timeout=300,
+        timeout=timeout_s,
         check=False,
     )
 
