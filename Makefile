@@ -30,6 +30,8 @@ $(READY): pyproject.toml constraints-$(TORCH).txt
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "make: $(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 2; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints-$(TORCH).txt -e '.[dev]'
+	@# The benchmark's own checker, which verdicts are held to. Its needs are 6 GB; its checker has none of them.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps bfcl-eval==2026.3.23
 	@# `tune run recipes/x` without torchrun flags looks for recipes in site-packages first, where torchtune has its own.
 	@echo "import os, sys; os.path.isfile(os.path.join(os.getcwd(), 'recipes', 'lora_fc_distributed.py')) and sys.path.insert(0, os.getcwd())" \
 	  > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/fctune_recipes.pth"

@@ -1,0 +1,1 @@
+"""Files that come with the package: the tiny base model of the demo, and what builds it."""

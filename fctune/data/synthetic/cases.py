@@ -1,0 +1,215 @@
+"""Conversations and held-out cases over the target tools."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.data.synthetic.asks import draw_ask, frame_ask
+from fctune.data.synthetic.target import Target
+from fctune.data.synthetic.targets import TARGETS
+from fctune.data.synthetic.values import RESULT_VALUES, Side, draw_target
+
+KINDS = {"single": 0.18, "choice": 0.36, "parallel": 0.18, "multi_turn": 0.18, "no_call": 0.1}
+# What the held-out cases show to be hard is trained on more often.
+_TRAIN_KINDS = {"single": 0.12, "choice": 0.34, "parallel": 0.26, "multi_turn": 0.16, "no_call": 0.12}
+_JOINERS: dict[Side, tuple[str, ...]] = {
+    "train": (
+        " and ",
+        ". Then ",
+        " and then ",
+        ", then ",
+        ". Also, ",
+        "; ",
+        ". And then ",
+        ", and also ",
+        " and please ",
+    ),
+    "held_out": (" and also ", ". And also ", "; then "),
+}
+_UNFIT = "I have no tool for that."
+_SMALL_TALK: dict[Side, tuple[tuple[str, str], ...]] = {
+    "train": (
+        ("Thanks!", "You are welcome."),
+        ("Thank you.", "You are welcome."),
+        ("Hello!", "Hello, how can I help?"),
+        ("Good evening.", "Hello, how can I help?"),
+        ("What can you do?", "I can use the tools for you."),
+        ("Nice work.", "You are welcome."),
+    ),
+    "held_out": (
+        ("Thank you!", "You are welcome."),
+        ("Hello.", "Hello, how can I help?"),
+        ("Thanks, nice work.", "You are welcome."),
+        ("What can you do for me?", "I can use the tools for you."),
+    ),
+}
+_CHAIN_ASKS: dict[Side, tuple[str, ...]] = {
+    "train": (
+        "look up {person} and send them an email about {subject}",
+        "find the address of {person}, then email them about {subject}",
+        "email {person} with the subject {subject}, look up the address first",
+    ),
+    "held_out": (
+        "look up {person}, then email them about {subject}",
+        "find {person} and send them an email with the subject {subject}",
+    ),
+}
+_BY_NAME = {target.name: target for target in TARGETS}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A held-out question: a conversation up to the turn where the expected calls are due; no calls where none is."""
+
+    id: str
+    kind: str
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+    expected_calls: tuple[Call, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The row of a case file: messages and tools in OpenAI shape, the expected calls as name and arguments."""
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "messages": [message.to_openai() for message in self.messages],
+            "tools": [tool.to_openai() for tool in self.tools],
+            "expected_calls": [{"name": call.name, "arguments": call.arguments} for call in self.expected_calls],
+        }
+
+
+def _offer(due: list[Target], num_others: int, rng: random.Random) -> tuple[Tool, ...]:
+    """The tools that are due among others, in random order."""
+    names = {target.name for target in due}
+    offered = [_BY_NAME[name] for name in sorted(names)]
+    offered += rng.sample([target for target in TARGETS if target.name not in names], num_others)
+    rng.shuffle(offered)
+    return tuple(target.tool() for target in offered)
+
+
+def _tell_result(target: Target, rng: random.Random) -> tuple[Message, Message]:
+    """What the tool says and the assistant's sentence about it."""
+    record = {key: RESULT_VALUES[kind](rng) for key, kind in target.result.items()}
+    return (
+        Message("tool", json.dumps(record, ensure_ascii=False), name=target.name),
+        Message("assistant", target.answer.format(**record)),
+    )
+
+
+def _ask_once(kind: str, side: Side, rng: random.Random) -> Conversation:
+    target = rng.choice(TARGETS)
+    clause, call = draw_ask(target, side, rng)
+    num_others = 0 if kind == "single" else rng.randint(1, 3)
+    messages = (frame_ask(clause, side, rng), Message("assistant", calls=(call,)))
+    return Conversation(messages, _offer([target], num_others, rng))
+
+
+def _ask_parallel(kind: str, side: Side, rng: random.Random) -> Conversation:
+    del kind
+    num_calls = 2 if rng.random() < 0.85 else 3
+    due = [rng.choice(TARGETS)] * num_calls if rng.random() < 0.4 else rng.sample(TARGETS, 2)
+    asks = [draw_ask(target, side, rng) for target in due]
+    clause = rng.choice(_JOINERS[side]).join(ask[0] for ask in asks)
+    messages = (frame_ask(clause, side, rng), Message("assistant", calls=tuple(ask[1] for ask in asks)))
+    return Conversation(messages, _offer(due, rng.randint(0, 2), rng))
+
+
+def _ask_chain(side: Side, rng: random.Random) -> Conversation:
+    """One request that takes two calls, the second with a value of the first one's result."""
+    person, subject = draw_target("person", side, rng), draw_target("title", side, rng)
+    email = draw_target("email", side, rng)
+    find, send = _BY_NAME["find_contact"], _BY_NAME["send_email"]
+    clause = rng.choice(_CHAIN_ASKS[side]).format(person=person, subject=subject)
+    messages = (
+        frame_ask(clause, side, rng),
+        Message("assistant", calls=(Call(find.name, {"person": person}),)),
+        Message("tool", json.dumps({"email": email}), name=find.name),
+        Message("assistant", calls=(Call(send.name, {"to": email, "subject": subject}),)),
+    )
+    return Conversation(messages, _offer([find, send], rng.randint(0, 1), rng))
+
+
+def _ask_again(kind: str, side: Side, rng: random.Random) -> Conversation:
+    """Two requests, the first one answered from its result."""
+    del kind
+    if rng.random() < 0.2:
+        return _ask_chain(side, rng)
+    first = rng.choice([target for target in TARGETS if target.result])
+    second = first if rng.random() < 0.3 else rng.choice(TARGETS)
+    (clause, call), (next_clause, next_call) = draw_ask(first, side, rng), draw_ask(second, side, rng)
+    messages = (
+        frame_ask(clause, side, rng),
+        Message("assistant", calls=(call,)),
+        *_tell_result(first, rng),
+        frame_ask(next_clause, side, rng),
+        Message("assistant", calls=(next_call,)),
+    )
+    return Conversation(messages, _offer([first, second], rng.randint(0, 1), rng))
+
+
+def _ask_nothing(kind: str, side: Side, rng: random.Random) -> Conversation:
+    """Small talk, a request that no offered tool fits, or a result that only has to be told."""
+    del kind
+    draw = rng.random()
+    target = rng.choice([target for target in TARGETS if target.result])
+    clause, call = draw_ask(target, side, rng)
+    user = frame_ask(clause, side, rng)
+    if draw < 0.3:
+        tools = _offer([target], rng.randint(0, 2), rng)
+        return Conversation((user, Message("assistant", calls=(call,)), *_tell_result(target, rng)), tools)
+    others = _offer([target], rng.randint(1, 3), rng)
+    if draw < 0.75:
+        tools = tuple(tool for tool in others if tool.name != target.name)
+        return Conversation((user, Message("assistant", _UNFIT)), tools)
+    said, answer = rng.choice(_SMALL_TALK[side])
+    return Conversation((Message("user", said), Message("assistant", answer)), others)
+
+
+_ASKS: dict[str, Callable[[str, Side, random.Random], Conversation]] = {
+    "single": _ask_once,
+    "choice": _ask_once,
+    "parallel": _ask_parallel,
+    "multi_turn": _ask_again,
+    "no_call": _ask_nothing,
+}
+
+
+def iter_train(num_rows: int, seed: int) -> Iterator[Conversation]:
+    """Fine-tuning rows: training phrasings and training values of the target tools."""
+    rng = random.Random(f"train:{seed}")
+    for row in range(num_rows):
+        kind = rng.choices(list(_TRAIN_KINDS), list(_TRAIN_KINDS.values()))[0]
+        conversation = _ASKS[kind](kind, "train", rng)
+        yield replace(conversation, source=f"synthetic:{kind}:{row}")
+
+
+def iter_shuffled(num_rows: int, seed: int) -> Iterator[Conversation]:
+    """The fine-tuning rows with every call turn replaced by that of another row: same words, nothing to learn."""
+    rows = list(iter_train(num_rows, seed))
+    turns = [(row, turn) for row, one in enumerate(rows) for turn, message in enumerate(one.messages) if message.calls]
+    order = list(range(len(turns)))
+    random.Random(f"shuffled:{seed}").shuffle(order)
+    messages = [list(row.messages) for row in rows]
+    for place, giver in zip(order, order[1:] + order[:1], strict=True):
+        row, turn = turns[place]
+        giver_row, giver_turn = turns[giver]
+        messages[row][turn] = replace(messages[row][turn], calls=rows[giver_row].messages[giver_turn].calls)
+    for conversation, said in zip(rows, messages, strict=True):
+        yield replace(conversation, messages=tuple(said))
+
+
+def iter_held_out(num_cases: int, seed: int) -> Iterator[Case]:
+    """Held-out cases: the same tools in phrasings and with values that no training row has."""
+    rng = random.Random(f"held_out:{seed}")
+    kinds = [kind for kind, share in KINDS.items() for _ in range(round(share * num_cases))]
+    kinds = (kinds + ["choice"] * num_cases)[:num_cases]
+    rng.shuffle(kinds)
+    for number, kind in enumerate(kinds):
+        conversation = _ASKS[kind](kind, "held_out", rng)
+        *messages, last = conversation.messages
+        yield Case(f"{kind}-{number}", kind, tuple(messages), conversation.tools, last.calls)

@@ -1,0 +1,195 @@
+"""The base model's curriculum: reading tools and copying values, answered in plain text and never with a call."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fctune.data.conversation import Conversation, Message
+from fctune.data.synthetic.asks import frame_ask
+from fctune.data.synthetic.invented import (
+    InventedTool,
+    draw_arguments,
+    draw_tool,
+    frame_request,
+    say_request,
+)
+from fctune.data.synthetic.targets import TARGETS
+from fctune.data.synthetic.values import MADE_UP_VALUES
+from fctune.data.synthetic.variants import VariantTool, draw_variant
+from fctune.data.synthetic.words import NOUNS, join_words, make_name, make_word, pick_word
+
+_STYLES = {
+    "json": ("", "", "Answer with the tool and its values as JSON.", "Name the tool, then JSON."),
+    "prose": ("Answer in one sentence.", "Say it in words.", "Reply in prose."),
+    "lines": ("Answer in lines.", "One value a line.", "List the values."),
+}
+_NONE_FITS = ("None of the tools fits that.", "No tool here can do that.", "I have no tool for that.")
+_SMALL_TALK = (
+    ("Thanks!", "You are welcome."),
+    ("Thank you, that was all.", "You are welcome."),
+    ("Hello!", "Hello, how can I help?"),
+    ("Hi there.", "Hello, how can I help?"),
+    ("Good morning.", "Good morning, how can I help?"),
+    ("How are you?", "I am fine, how can I help?"),
+    ("Who are you?", "I am an assistant that reads tools."),
+    ("Goodbye.", "Goodbye!"),
+)
+_JOINERS = (" and ", " and also ", ", then ", ". Also ", " and then ", "; ")
+
+Turn = tuple[str, str]
+CurriculumTool = InventedTool | VariantTool
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return join_words(value) if isinstance(value, list) else str(value)
+
+
+def _answer(tool: CurriculumTool, arguments: dict[str, Any], style: str) -> str:
+    """Which tool fits with which values, as plain text."""
+    name = tool.tool.name
+    if style == "json":
+        return f"{name}\n{json.dumps(arguments, ensure_ascii=False)}"
+    pairs = [(key.replace("_", " "), _as_text(value)) for key, value in arguments.items()]
+    if style == "lines":
+        return "\n".join([name, *(f"{key}: {value}" for key, value in pairs)])
+    return f"Use {name} with " + join_words([f"{key} {value}" for key, value in pairs]) + "."
+
+
+def _ask(tool: CurriculumTool, rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """A clause that asks for the tool, and the arguments that are due."""
+    if isinstance(tool, VariantTool):
+        return tool.ask(rng)
+    arguments = draw_arguments(tool, rng)
+    return say_request(tool, arguments, rng), arguments
+
+
+def _frame(clause: str, tool: CurriculumTool, rng: random.Random) -> str:
+    if isinstance(tool, VariantTool):
+        return str(frame_ask(clause, "train", rng).content)
+    return frame_request(clause, rng)
+
+
+def _request_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -> Turn:
+    num_requests = 1 if rng.random() < 0.66 else rng.choice((2, 2, 2, 3))
+    clauses, answers = [], []
+    same_tool = rng.random() < 0.35
+    tool = rng.choice(tools)
+    for _ in range(num_requests):
+        if not same_tool:
+            tool = rng.choice(tools)
+        clause, arguments = _ask(tool, rng)
+        clauses.append(clause)
+        answers.append(_answer(tool, arguments, style))
+    return _frame(rng.choice(_JOINERS).join(clauses), tool, rng), "\n".join(answers)
+
+
+def _unfit_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -> Turn:
+    del style
+    if rng.random() < 0.3:
+        return rng.choice(_SMALL_TALK)
+    other = draw_variant(rng)
+    while any(isinstance(tool, VariantTool) and tool.target is other.target for tool in tools):
+        other = draw_variant(rng)
+    return _frame(_ask(other, rng)[0], other, rng), rng.choice(_NONE_FITS)
+
+
+def _about_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -> Turn:
+    """A question about the tools themselves: names, descriptions, needed values, types."""
+    del style
+    tool = rng.choice(tools)
+    function = tool.tool.function
+    properties = function["parameters"]["properties"]
+    param = rng.choice(list(properties))
+    return rng.choice(
+        (
+            ("Which tools are there?", join_words([one.tool.name for one in tools])),
+            (f"What does {tool.tool.name} do?", function["description"]),
+            (f"Which tool is this: {function['description']}", tool.tool.name),
+            (f"What does {tool.tool.name} need?", join_words(function["parameters"]["required"])),
+            (f"What can {tool.tool.name} take?", join_words(list(properties))),
+            (f"What type is {param} of {tool.tool.name}?", json.dumps(properties[param])),
+        )
+    )
+
+
+def _copy_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -> Turn:
+    """Words to be repeated as they are."""
+    del tools, style
+    draws: tuple[Callable[[], str], ...] = (
+        lambda: make_name(rng),
+        lambda: make_word(rng),
+        lambda: pick_word(rng),
+        lambda: str(MADE_UP_VALUES[rng.choice(("date", "time", "code", "amount", "count", "email", "text"))](rng)),
+    )
+    text = rng.choice((" ", ", ")).join(rng.choice(draws)() for _ in range(rng.randint(2, 6)))
+    return rng.choice(("Repeat: {}", "Say {}", "Copy this: {}", "Write {}")).format(text), text
+
+
+def _record_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -> Turn:
+    """A record in JSON or words and one or several of its values."""
+    del tools, style
+    kinds = [kind for kind in MADE_UP_VALUES if kind not in ("flag", "list")]
+    keys = rng.sample(NOUNS, rng.randint(2, 4))
+    record = {key: MADE_UP_VALUES[rng.choice(kinds)](rng) for key in keys}
+    said = json.dumps(record) if rng.random() < 0.5 else join_words([f"{key} {value}" for key, value in record.items()])
+    if rng.random() < 0.35:
+        asked = {key: record[key] for key in rng.sample(keys, rng.randint(1, len(keys)))}
+        return f"{said}\nGive me {join_words(list(asked))} as JSON.", json.dumps(asked)
+    key = rng.choice(keys)
+    question = rng.choice(("What is the {}?", "Give me the {}.", "Which {}?")).format(key)
+    return f"{said}\n{question}", rng.choice(("The {} is {}.",)).format(key, record[key])
+
+
+def _result_messages(tools: list[CurriculumTool], style: str, rng: random.Random) -> list[Message]:
+    """A request, the plain answer, what the tool said, and that told in a sentence."""
+    tool = rng.choice(tools)
+    clause, arguments = _ask(tool, rng)
+    kinds = [kind for kind in MADE_UP_VALUES if kind not in ("flag", "list")]
+    record = {key: MADE_UP_VALUES[rng.choice(kinds)](rng) for key in rng.sample(NOUNS, rng.randint(1, 3))}
+    told = join_words([f"the {key} is {value}" for key, value in record.items()])
+    return [
+        Message("user", _frame(clause, tool, rng)),
+        Message("assistant", _answer(tool, arguments, style)),
+        Message("tool", json.dumps(record), name=tool.tool.name),
+        Message("assistant", told[0].upper() + told[1:] + "."),
+    ]
+
+
+_TURNS = (_request_turn, _unfit_turn, _about_turn, _copy_turn, _record_turn)
+_WEIGHTS = (0.76, 0.09, 0.04, 0.04, 0.07)
+
+
+def _draw_tools(rng: random.Random) -> list[CurriculumTool]:
+    """Up to four tools of different names; most are variants of target tools, no two of one target."""
+    targets = rng.sample(TARGETS, 4)
+    tools: list[CurriculumTool] = []
+    for target in targets[: rng.randint(1, 4)]:
+        tools.append(draw_variant(rng, target) if rng.random() < 0.7 else draw_tool(rng))
+    return list({tool.tool.name: tool for tool in tools}.values())
+
+
+def draw_conversation(rng: random.Random) -> Conversation:
+    """One conversation of the curriculum."""
+    style = rng.choices(("json", "prose", "lines"), (0.8, 0.1, 0.1))[0]
+    tools = _draw_tools(rng)
+    system = rng.choice(_STYLES[style])
+    messages = [Message("system", system)] if system else []
+    for _ in range(rng.randint(2, 4)):
+        if rng.random() < 0.1:
+            messages += _result_messages(tools, style, rng)
+            continue
+        user, assistant = rng.choices(_TURNS, _WEIGHTS)[0](tools, style, rng)
+        messages += [Message("user", user), Message("assistant", assistant)]
+    return Conversation(tuple(messages), tuple(tool.tool for tool in tools), "synthetic:pretrain")
+
+
+def iter_curriculum(num_rows: int, seed: int) -> Iterator[Conversation]:
+    """Conversations of the curriculum, independent of one another."""
+    rng = random.Random(f"pretrain:{seed}")
+    for _ in range(num_rows):
+        yield draw_conversation(rng)

@@ -1,0 +1,136 @@
+import itertools
+import json
+import re
+from collections import Counter
+from typing import Any
+
+import jsonschema
+import pytest
+
+from fctune.data.conversation import Conversation
+from fctune.data.synthetic import iter_cases, iter_conversations
+from fctune.data.synthetic.cases import KINDS
+from fctune.data.synthetic.targets import TARGETS
+from fctune.data.synthetic.values import TARGET_VALUES, is_held_out
+
+SPLITS = ("pretrain", "train", "shuffled")
+
+
+@pytest.fixture(scope="module")
+def train() -> list[Conversation]:
+    return list(iter_conversations("train", 4000, 0))
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Any]:
+    return list(iter_cases(600, 0))
+
+
+def _calls(conversation: Conversation) -> list[Any]:
+    return [call for message in conversation.messages for call in message.calls]
+
+
+def _open_values(name: str, arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Kind and value of each argument that is not of a closed set; a list's items one by one."""
+    slots = next(target.slots for target in TARGETS if target.name == name)
+    return [
+        (slots[key].kind, one)
+        for key, value in arguments.items()
+        if slots[key].kind in TARGET_VALUES
+        for one in (value if isinstance(value, list) else [value])
+    ]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_same_seed_gives_the_same_rows_and_another_seed_others(split):
+    first, again, other = ([one.digest() for one in iter_conversations(split, 40, seed)] for seed in (3, 3, 4))
+    assert first == again
+    assert not set(first) & set(other)
+
+
+def test_the_same_seed_gives_the_same_cases_and_another_seed_others():
+    first, again, other = ([json.dumps(one.to_json()) for one in iter_cases(40, seed)] for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_row_ends_with_an_assistant_turn_that_says_something(split):
+    for row in iter_conversations(split, 500, 0):
+        assert row.messages[-1].role == "assistant"
+        assert all(message.content or message.calls for message in row.messages)
+        assert row.tools
+
+
+def test_the_curriculum_never_calls_and_never_meets_a_target_tool():
+    names = {target.name for target in TARGETS}
+    schemas = {json.dumps(target.tool().parameters["properties"], sort_keys=True) for target in TARGETS}
+    properties = {frozenset(target.slots) for target in TARGETS}
+    for row in iter_conversations("pretrain", 3000, 0):
+        assert not _calls(row)
+        text = json.dumps(row.to_openai())
+        assert "tool_call>" not in text
+        assert not any(re.search(rf"\b{name}\b", text) for name in names)
+        for tool in row.tools:
+            assert json.dumps(tool.parameters["properties"], sort_keys=True) not in schemas
+            assert frozenset(tool.parameters["properties"]) not in properties
+
+
+def test_training_rows_and_held_out_cases_share_every_tool_and_no_phrasing(train, cases):
+    assert {tool.name for row in train for tool in row.tools} == {tool.name for case in cases for tool in case.tools}
+    assert {call.name for row in train for call in _calls(row)} == {
+        call.name for case in cases for call in case.expected_calls
+    }
+    train_phrasings = {phrasing for target in TARGETS for phrasing in target.train}
+    assert not train_phrasings & {phrasing for target in TARGETS for phrasing in target.held_out}
+    said = {message.content for row in train for message in row.messages if message.role == "user"}
+    assert not said & {message.content for case in cases for message in case.messages if message.role == "user"}
+
+
+def test_no_open_value_of_a_held_out_case_is_in_a_training_row(train, cases):
+    trained = {pair for row in train for call in _calls(row) for pair in _open_values(call.name, call.arguments)}
+    held_out = {
+        pair for case in cases for call in case.expected_calls for pair in _open_values(call.name, call.arguments)
+    }
+    assert trained
+    assert held_out
+    assert not trained & held_out
+    assert not any(is_held_out(*pair) for pair in trained)
+
+
+def test_every_call_fits_the_schema_of_an_offered_tool(train, cases):
+    asked = itertools.chain(
+        ((row.tools, _calls(row)) for row in train), ((case.tools, case.expected_calls) for case in cases)
+    )
+    for tools, calls in asked:
+        schemas = {tool.name: {**tool.parameters, "additionalProperties": False} for tool in tools}
+        assert len(schemas) == len(tools)
+        for call in calls:
+            jsonschema.validate(call.arguments, schemas[call.name])
+
+
+def test_every_kind_of_case_is_there_and_few_need_no_call(cases):
+    kinds = Counter(case.kind for case in cases)
+    assert set(kinds) == set(KINDS)
+    without = sum(not case.expected_calls for case in cases)
+    assert without == kinds["no_call"]
+    assert without <= 0.12 * len(cases)
+    assert all(len(case.expected_calls) >= 2 for case in cases if case.kind == "parallel")
+    assert all(len(case.messages) >= 3 for case in cases if case.kind == "multi_turn")
+
+
+def test_arguments_are_of_every_json_type(cases):
+    types = {type(value) for case in cases for call in case.expected_calls for value in call.arguments.values()}
+    assert types == {str, int, float, bool, list}
+
+
+def test_shuffled_rows_keep_the_words_and_the_calls_but_not_their_pairing():
+    train = list(iter_conversations("train", 500, 0))
+    shuffled = list(iter_conversations("shuffled", 500, 0))
+    for row, other in zip(train, shuffled, strict=True):
+        assert row.tools == other.tools
+        assert [(one.role, one.content) for one in row.messages] == [(one.role, one.content) for one in other.messages]
+    before = [message.calls for row in train for message in row.messages if message.calls]
+    after = [message.calls for row in shuffled for message in row.messages if message.calls]
+    assert Counter(map(repr, before)) == Counter(map(repr, after))
+    assert sum(one == other for one, other in zip(before, after, strict=True)) < 0.02 * len(before)
