@@ -65,7 +65,8 @@ class DataConfig:
     validation_share: float = 0.02  # by hash of the conversation, so it holds when rows are added
     max_samples: int | None = None  # rows read of each source; null: all
     seq_len: int = 4096  # tokens; the longest conversation kept
-    packed: bool = True  # several whole conversations a row of seq_len tokens; false: one, padded to the longest
+    packed: bool = True  # several whole conversations a row of seq_len tokens; false: one
+    pad_to: Literal["longest", "seq_len"] = "longest"  # unpacked rows: of the micro-batch, or all of one shape
     train_on: Literal["assistant", "last_assistant", "calls"] = "assistant"
     call_weight: float = 1.0  # loss weight of a token of a turn that calls, against 1.0 for one of prose
     on_invalid: Literal["fail", "skip"] = "fail"  # rows that cannot be used

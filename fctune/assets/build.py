@@ -184,7 +184,7 @@ def train_phase(base: Path, out: Path, rows: str, lr: tuple[float, float], batch
             "output_dir": str(out),
             "seed": seed,
             "model": {"path": str(base)},
-            "data": {"sources": [{"path": rows}], "seq_len": 1024, "validation_share": 0.0},
+            "data": {"sources": [{"path": rows}], "seq_len": 1024, "overlong": "drop", "validation_share": 0.0},
             "precision": "fp32",
             "global_batch_size": batch,
             "micro_batch_size": batch,
@@ -227,13 +227,13 @@ def build(out: Path, seed: int, num_rows: int) -> None:
         write_random_model(start, seed)
         tokenizer = Tokenizer.from_file(str(start / "tokenizer.json"))
         phases: list[tuple[str, tuple[float, float], int]] = []
-        for name, num_copies, num_words in (("few", 16_000, 64), ("all", 24_000, None)):
+        for name, num_copies, num_words in (("few", 16_000, 64), ("all", 10_000, None)):
             rows = work / f"{name}.jsonl"
             with open(rows, "w", encoding="utf-8") as file:
                 for row in copy_rows(tokenizer, num_copies, num_words, seed):
                     file.write(json.dumps(row.to_openai()) + "\n")
             phases.append((str(rows), (3e-3, 3e-3), 2))
-        phases.append((f"synthetic:pretrain:{num_rows}:{seed}", (3e-3, 1e-4), 4))
+        phases.append((f"synthetic:pretrain:{num_rows}:{seed}", (3e-3, 1e-4), 3))
         for number, (source, lr, batch) in enumerate(phases):
             train_phase(start, work / str(number), source, lr, batch, seed)
             start = work / str(number) / "export" / "merged"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fctune.data.prepared import PreparedSet, Split
+from fctune.errors import DataError
 
 IGNORE = -100  # label of a position that nothing is learnt from
 
@@ -52,13 +54,20 @@ class GlobalLoader:
     """
 
     def __init__(
-        self, prepared: PreparedSet, split: Split, global_batch_size: int, seed: int, is_shuffled: bool = True
+        self,
+        prepared: PreparedSet,
+        split: Split,
+        global_batch_size: int,
+        seed: int,
+        is_shuffled: bool = True,
+        pad_to: Literal["longest", "seq_len"] = "longest",
     ):
         self.prepared = prepared
         self.split: Split = split
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.is_shuffled = is_shuffled
+        self.has_constant_shape = prepared.is_packed or pad_to == "seq_len"
         self.steps_per_epoch = math.ceil(prepared.num_packs(split) / global_batch_size)
         self._order: tuple[int, np.ndarray] | None = None  # of the epoch last asked for
 
@@ -72,6 +81,39 @@ class GlobalLoader:
             for member in self.prepared.members(self.split, int(pack)):
                 digest.update(int(self.prepared.digests[member]).to_bytes(8, "little"))
         return GlobalStep(step, epoch, tuple(int(pack) for pack in packs), digest.hexdigest())
+
+    def state_at(self, step: int) -> dict[str, Any]:
+        """What a checkpoint after global step ``step`` must know of the data to go on with the next."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        return {
+            "epoch": epoch,
+            "position": index * self.global_batch_size,
+            "seed": self.seed,
+            "global_batch_size": self.global_batch_size,
+            "fingerprint": self.prepared.fingerprint,
+            "inputs": self.prepared.inputs,
+        }
+
+    def step_of(self, state: dict[str, Any]) -> int:
+        """The global step that a state was taken after.
+
+        Raises:
+            DataError: when the state is of other data, another seed or another batch, naming each difference.
+        """
+        mine = self.state_at(0)
+        names = [name for name in ("seed", "global_batch_size") if state[name] != mine[name]]
+        changes = [f"{name}: {state[name]} then, {mine[name]} now" for name in names]
+        if state["fingerprint"] != self.prepared.fingerprint:
+            old, new = state["inputs"], self.prepared.inputs
+            keys = [key for key in new if old.get(key) != new[key]]
+            changes += [f"data.{key}: {old.get(key)} then, {new[key]} now" for key in keys]
+        if changes:
+            shown = "\n".join(f"  {change}" for change in changes)
+            raise DataError(
+                f"the run was saved with other data than it is resumed with:\n{shown}\n"
+                "Put them back, or start a new run in another output_dir."
+            )
+        return int(state["epoch"] * self.steps_per_epoch + state["position"] // self.global_batch_size)
 
     def micro_batches(self, step: GlobalStep, rank: int, world_size: int, micro_batch_size: int) -> list[Batch]:
         """A rank's share of a step; every rank gets as many micro-batches, empty ones where packs run out.
@@ -90,10 +132,11 @@ class GlobalLoader:
     def collate(self, packs: dict[int, int]) -> Batch:
         """The tensors of packs, keyed by their row in the global step; without packs, one row of padding.
 
-        Packed rows are seq_len long, others as long as the longest of them.
+        Packed rows are seq_len long, others as long as the longest of them, or seq_len by choice.
         """
         is_packed = self.prepared.is_packed
-        length = self.prepared.seq_len if is_packed else max([2, *(self._pack_length(p) for p in packs.values())])
+        longest = max([2, *(self._pack_length(p) for p in packs.values())])
+        length = self.prepared.seq_len if self.has_constant_shape else longest
         shape = (max(1, len(packs)), length if packs else 2)
         tokens = np.zeros(shape, dtype=np.int64)
         labels = np.full(shape, IGNORE, dtype=np.int64)

@@ -10,7 +10,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from array import array
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fctune.config import DataConfig, RunConfig
-from fctune.data.conversation import Conversation
+from fctune.data.encode import Counts, encode_rows
 from fctune.data.pack import pack_best_fit
-from fctune.data.sources import Defect, describe_defects, read_source
 from fctune.data.sources.fingerprint import fingerprint_source
-from fctune.data.template import ChatTemplate, Encoded, Policy
 from fctune.errors import DataError
 
 Split = Literal["train", "validation"]
@@ -33,20 +32,6 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 _VERSION = 1
 
 _ARRAYS: dict[str, Any] = {"tokens": np.int32, "codes": np.uint8, "offsets": np.int64, "digests": np.uint64}
-
-
-@dataclass(slots=True)
-class Counts:
-    """What became of the rows."""
-
-    rows: int = 0
-    conversations: int = 0  # kept, both splits
-    invalid: int = 0  # defects, skipped
-    overlong: int = 0  # over seq_len, dropped
-    cut: int = 0  # over seq_len, cut at a turn's end
-    unsupervised: int = 0  # nothing to learn under train_on and weights, dropped
-    tokens: int = 0
-    supervised: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +45,7 @@ class PreparedSet:
 
     path: Path
     fingerprint: str
+    inputs: dict[str, Any]
     seq_len: int
     is_packed: bool
     counts: Counts
@@ -123,11 +109,10 @@ def prepare(
     name, inputs = fingerprint_inputs(config, model_dir)
     path = root / name
     if not (path / "meta.json").is_file():
-        template = ChatTemplate(model_dir, Policy(config.train_on, config.call_weight, config.parallel_calls))
         partial = root / f".{name}.{os.getpid()}"
         try:
             partial.mkdir(parents=True)
-            _write(config, template, partial, name, inputs, on_progress)
+            _write(config, model_dir, partial, name, inputs, on_progress)
             if not path.exists():
                 partial.rename(path)
         except OSError as error:
@@ -160,6 +145,7 @@ def open_prepared(path: Path) -> PreparedSet:
     return PreparedSet(
         path=path,
         fingerprint=meta["fingerprint"],
+        inputs=meta["inputs"],
         seq_len=meta["inputs"]["seq_len"],
         is_packed=meta["inputs"]["packed"],
         counts=Counts(**meta["counts"]),
@@ -209,26 +195,26 @@ def is_validation(digest: str, share: float) -> bool:
 
 def _write(
     config: DataConfig,
-    template: ChatTemplate,
+    model_dir: Path,
     path: Path,
     name: str,
     inputs: dict[str, Any],
     on_progress: Callable[[Counts], None] | None,
 ) -> None:
     counts = Counts()
-    codes: dict[float, int] = {0.0: 0}
-    offsets: list[int] = [0]
-    digests: list[int] = []
-    members: dict[Split, list[int]] = {"train": [], "validation": []}
+    weights = np.zeros(1, dtype=np.float32)  # the distinct loss weights; the first is 0.0
+    offsets, digests = array("q", [0]), array("Q")
+    members: dict[Split, array[int]] = {"train": array("q"), "validation": array("q")}
     with open(path / "tokens.bin", "wb") as tokens_file, open(path / "codes.bin", "wb") as codes_file:
-        for digest, encoded, repeats in _encode_rows(config, template, counts):
-            np.asarray(encoded.tokens, dtype=np.int32).tofile(tokens_file)
-            row_codes = [codes.setdefault(weight, len(codes)) for weight in encoded.weights]
-            np.asarray(row_codes, dtype=np.uint8).tofile(codes_file)
-            split: Split = "validation" if is_validation(digest, config.validation_share) else "train"
-            members[split] += [len(digests)] * (repeats if split == "train" else 1)
-            offsets.append(offsets[-1] + len(encoded.tokens))
-            digests.append(int(digest, 16))
+        for row in encode_rows(config, model_dir, counts):
+            row.tokens.tofile(tokens_file)
+            weights = np.concatenate([weights, np.setdiff1d(row.weights, weights)])
+            order = np.argsort(weights)
+            order[np.searchsorted(weights, row.weights, sorter=order)].astype(np.uint8).tofile(codes_file)
+            split: Split = "validation" if is_validation(row.digest, config.validation_share) else "train"
+            members[split].extend([len(digests)] * (row.repeats if split == "train" else 1))
+            offsets.append(offsets[-1] + len(row.tokens))
+            digests.append(int(row.digest, 16))
             if on_progress is not None and counts.rows % 500 == 0:
                 on_progress(counts)
         for file in (tokens_file, codes_file):
@@ -243,103 +229,31 @@ def _write(
     }
     lengths = np.diff(arrays["offsets"])
     for split, indices in members.items():
-        arrays[f"{split}_packs"], arrays[f"{split}_ends"] = _lay_out_packs(indices, lengths, config)
-    for array_name, array in arrays.items():
-        array.tofile(path / f"{array_name}.bin")
-        sizes[array_name] = len(array)
+        flat, ends = _lay_out_packs(np.asarray(indices, dtype=np.int64), lengths, config)
+        arrays[f"{split}_packs"], arrays[f"{split}_ends"] = flat, ends
+    for array_name, values in arrays.items():
+        values.tofile(path / f"{array_name}.bin")
+        sizes[array_name] = len(values)
     meta = {
         "fingerprint": name,
         "inputs": inputs,
         "counts": asdict(counts),
-        "weights": sorted(codes, key=codes.__getitem__),
+        "weights": [float(weight) for weight in weights],
         "sizes": sizes,
     }
     (path / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
 
-def _encode_rows(config: DataConfig, template: ChatTemplate, counts: Counts) -> Iterator[tuple[str, Encoded, int]]:
-    """Digest, tokens and repeats of each conversation kept; raises at the end where defects must not be."""
-    defects: list[Defect] = []
-    for source in config.sources:
-        for item in read_source(source.path, source.format, config.max_samples):
-            counts.rows += 1
-            if isinstance(item, Defect):
-                defects.append(item)
-                continue
-            digest = item.digest()
-            repeats = _num_repeats(digest, source.weight)
-            if not repeats:
-                continue
-            encoded = _encode_row(item, template, config, counts, defects)
-            if encoded is None:
-                continue
-            counts.conversations += 1
-            counts.tokens += len(encoded.tokens)
-            counts.supervised += encoded.num_supervised
-            yield digest, encoded, repeats
-    counts.invalid = len(defects)
-    if defects and (config.on_invalid == "fail" or not counts.conversations):
-        raise DataError(describe_defects(defects, counts.rows))
-
-
-def _encode_row(
-    conversation: Conversation, template: ChatTemplate, config: DataConfig, counts: Counts, defects: list[Defect]
-) -> Encoded | None:
-    file, _, line = conversation.source.rpartition(":")
-    number = int(line) if line.isdigit() else 0
-    try:
-        encoded = template.encode(conversation)
-    except DataError as error:
-        defects.append(Defect(file, number, "messages", "template", str(error)))
-        return None
-    if len(encoded.tokens) > config.seq_len:
-        if config.overlong == "fail":
-            reason = (
-                f"{len(encoded.tokens):,} tokens, over data.seq_len={config.seq_len}; raise it, or set "
-                "data.overlong to drop or cut"
-            )
-            defects.append(Defect(file, number, "messages", "overlong", reason))
-            return None
-        shorter = _cut(conversation, template, config.seq_len) if config.overlong == "cut" else None
-        counts.cut += shorter is not None
-        counts.overlong += shorter is None
-        if shorter is None:
-            return None
-        encoded = shorter
-    if not encoded.num_supervised:
-        counts.unsupervised += 1
-        return None
-    return encoded
-
-
-def _cut(conversation: Conversation, template: ChatTemplate, seq_len: int) -> Encoded | None:
-    """The longest beginning of a conversation that fits and ends with an assistant's turn; None where none does."""
-    ends = [i + 1 for i, message in enumerate(conversation.messages) if message.role == "assistant"]
-    for end in reversed(ends[:-1]):
-        shorter = template.encode(Conversation(conversation.messages[:end], conversation.tools, conversation.source))
-        if len(shorter.tokens) <= seq_len:
-            return shorter
-    return None
-
-
-def _num_repeats(digest: str, weight: float) -> int:
-    """Times a row appears an epoch: the whole part of the weight, and one more for the fraction's share of rows."""
-    whole = int(weight)
-    return whole + (int(digest[8:16], 16) < (weight - whole) * 2**32)
-
-
 def _lay_out_packs(
-    indices: list[int], lengths: NDArray[np.int64], config: DataConfig
+    indices: NDArray[np.int64], lengths: NDArray[np.int64], config: DataConfig
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Flat members of the packs of a split, and their offsets."""
-    packs: Iterable[list[int]]
-    if config.packed:
-        packs = [[indices[i] for i in pack] for pack in pack_best_fit(lengths[indices], config.seq_len)]
-    else:
-        packs = [[index] for index in indices]
-    flat = [index for pack in packs for index in pack]
-    ends = np.cumsum([0, *(len(pack) for pack in packs)])
-    return np.asarray(flat, dtype=np.int64), ends.astype(np.int64)
+    if not config.packed:
+        return indices, np.arange(len(indices) + 1)
+    packs = pack_best_fit(lengths[indices], config.seq_len)
+    flat = np.fromiter((i for pack in packs for i in pack), dtype=np.int64, count=len(indices))
+    ends = np.cumsum([0, *(len(pack) for pack in packs)], dtype=np.int64)
+    return indices[flat], ends
 
 
 def _explain_nothing_left(counts: Counts, config: DataConfig) -> str:

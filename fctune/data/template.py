@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -75,6 +76,9 @@ class ChatTemplate:
         self.model_dir = Path(model_dir)
         self.policy = Policy()
         self.tokenizer = load_tokenizer(self.model_dir)
+        self._backend = self.tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self.source: str = self.tokenizer.get_chat_template(None, [{}])
         self._nonce = secrets.token_hex(8)
         self._marker = re.compile(rf"\[{self._nonce}:(\d+):(\d*)\]")
@@ -105,9 +109,9 @@ class ChatTemplate:
             conversation = split_parallel_calls(conversation)
         text, spans = self._render(conversation)
         printed = {span.message for span in spans}
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        tokens: list[int] = encoding["input_ids"]
-        offsets: list[tuple[int, int]] = encoding["offset_mapping"]
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        tokens: list[int] = encoding.ids
+        offsets: list[tuple[int, int]] = encoding.offsets
         weights = [0.0] * len(tokens)
         for span in spans:
             weight = self._message_weight(conversation, span.message)
@@ -121,7 +125,7 @@ class ChatTemplate:
     def encode_prompt(self, conversation: Conversation) -> list[int]:
         """Token ids of a conversation up to where the model is to answer."""
         text = self.render(conversation, add_generation_prompt=True)
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     # --- rendering ---
@@ -249,9 +253,11 @@ class ChatTemplate:
         offsets: list[tuple[int, int]],
         weights: list[float],
     ) -> None:
-        inside = [i for i, (a, b) in enumerate(offsets) if a < stop and b > start]
-        if inside and offsets[inside[0]][0] < start:
-            piece = text[slice(*offsets[inside[0]])]
+        # Offsets never fall, so a span's tokens are found by bisection.
+        first = bisect_right(offsets, start, key=lambda offset: offset[1])
+        inside = range(first, bisect_left(offsets, stop, lo=first, key=lambda offset: offset[0]))
+        if inside and offsets[first][0] < start:
+            piece = text[slice(*offsets[first])]
             raise DataError(f"the tokenizer joins the template's text to the answer's in one token ({piece!r})")
         end_of_turn = next((n for n in reversed(inside) if tokens[n] in self._special_ids), None)
         if end_of_turn is None or text[offsets[end_of_turn][1] : stop].strip():

@@ -63,7 +63,7 @@ def train(
     Raises:
         NonFiniteError: a step was not finite and ``on_nonfinite`` is stop.
     """
-    loader = GlobalLoader(prepared, "train", config.global_batch_size, config.seed)
+    loader = GlobalLoader(prepared, "train", config.global_batch_size, config.seed, pad_to=config.data.pad_to)
     state.model.train()
     while state.step < num_steps:
         started = time.perf_counter()

@@ -9,7 +9,8 @@ import torch
 from rich.console import Console
 
 from fctune.config import RunConfig, resolve_component
-from fctune.data.prepared import Counts, PreparedSet, describe_counts, open_prepared, prepare, prepared_root
+from fctune.data.encode import Counts
+from fctune.data.prepared import PreparedSet, describe_counts, open_prepared, prepare, prepared_root
 from fctune.modeling.architecture import read_architecture
 from fctune.modeling.build import CausalLM, build_model, materialize_
 from fctune.modeling.shard import shard_

@@ -55,11 +55,11 @@ def train_step(
     )
     weight_sum, num_tokens, num_supervised = distributed.sum_(sums).tolist()
     optimizer.zero_grad(set_to_none=True)
-    loss_sum = torch.zeros((), dtype=torch.float64)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in batches:
         loss = batch_loss(model, batch, world.device, seed=seed, step=step)
         (loss * (world.world_size / weight_sum)).backward()
-        loss_sum += loss.detach().double().cpu()
+        loss_sum += loss.detach()
     loss_value = float(distributed.sum_(loss_sum)) / weight_sum
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     grad_norm = float(_clip_(parameters, clip_grad_norm))

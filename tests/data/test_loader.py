@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fctune.config import DataConfig, SourceConfig
+from fctune.data.encode import Counts, encode_rows
 from fctune.data.loader import IGNORE, GlobalLoader
 from fctune.data.pack import pack_best_fit
 from fctune.data.prepared import PreparedSet, fingerprint_inputs, is_validation, open_prepared, prepare
+from fctune.data.synthetic import iter_conversations
 from fctune.errors import DataError
 
 
@@ -249,3 +251,60 @@ def test_a_damaged_set_is_named(tiny_base: Path, tmp_path: Path) -> None:
         file.truncate(10)
     with pytest.raises(DataError, match="damaged prepared set"):
         open_prepared(path)
+
+
+def test_several_processes_write_the_set_that_one_writes(
+    tiny_base: Path, write_rows: Callable[..., Path], tmp_path: Path
+) -> None:
+    bad = {"messages": [{"role": "user", "content": "Hi"}, {"role": "robot", "content": "Hello."}]}
+    rows = [c.to_openai() for c in iter_conversations("train", 700, 2)]
+    path = str(write_rows([*rows[:300], bad, *rows[300:]]))
+    config = data_config(path, on_invalid="skip", call_weight=2.0, overlong="drop", seq_len=256)
+    made = []
+    for workers in (1, 2):
+        counts = Counts()
+        kept = list(encode_rows(config, tiny_base, counts, num_workers=workers))
+        made.append((counts, [(r.digest, r.tokens.tolist(), r.weights.tolist(), r.repeats) for r in kept]))
+    assert made[0] == made[1]
+    assert made[0][0].rows == 701
+    assert made[0][0].invalid == 1
+    with pytest.raises(DataError, match=r"rows\.jsonl:301"):
+        list(encode_rows(data_config(path, overlong="drop"), tiny_base, Counts(), num_workers=2))
+
+
+@given(step=st.integers(0, 200), batch=st.integers(1, 40))
+@settings(max_examples=30, deadline=None)
+def test_a_saved_state_tells_the_step_it_was_taken_after(prepared: PreparedSet, step: int, batch: int) -> None:
+    loader = GlobalLoader(prepared, "train", batch, 4)
+    state = json.loads(json.dumps(loader.state_at(step)))
+    assert GlobalLoader(prepared, "train", batch, 4).step_of(state) == step
+
+
+def test_a_state_of_other_data_is_refused_with_what_changed(tiny_base: Path, tmp_path: Path) -> None:
+    one = GlobalLoader(prepare(data_config(), tiny_base, tmp_path), "train", 4, 1)
+    longer = prepare(data_config(seq_len=1024), tiny_base, tmp_path)
+    with pytest.raises(DataError, match=r"data\.seq_len: 512 then, 1024 now"):
+        GlobalLoader(longer, "train", 4, 1).step_of(one.state_at(3))
+    other_seed = GlobalLoader(one.prepared, "train", 4, 2)
+    with pytest.raises(DataError, match="seed: 1 then, 2 now"):
+        other_seed.step_of(one.state_at(3))
+
+
+def test_unpacked_rows_can_be_of_one_shape(tiny_base: Path, tmp_path: Path) -> None:
+    prepared = prepare(data_config(), tiny_base, tmp_path)
+    shapes = set()
+    for pad_to in ("longest", "seq_len"):
+        loader = GlobalLoader(prepared, "train", 8, 1, pad_to=pad_to)  # type: ignore[arg-type]
+        shapes.add(loader.micro_batches(loader.step_at(1), 0, 1, 8)[0].tokens.shape[1])
+    assert max(shapes) == 512
+    assert min(shapes) < 512
+
+
+def test_a_disk_that_fills_leaves_no_set(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(DataError, match=r"cannot write the prepared set \(No space left on device\)"):
+        prepare(data_config(), tiny_base, tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -24,6 +24,7 @@ BIN = Path(sys.executable).parent
 
 def small(output: Path, *overrides: str) -> list[str]:
     base = ["data.sources.0.path=synthetic:train:24:1", "data.validation_share=0.2", "global_batch_size=8"]
+    base += ["data.packed=false", "micro_batch_size=4"]
     return ["--config", CONFIG, f"output_dir={output / 'run'}", *base, "max_steps=2", *overrides]
 
 

@@ -16,7 +16,7 @@ from fctune.data.synthetic.values import RESULT_VALUES, Side, draw_target
 
 KINDS = {"single": 0.18, "choice": 0.36, "parallel": 0.18, "multi_turn": 0.18, "no_call": 0.1}
 # What the held-out cases show to be hard is trained on more often.
-_TRAIN_KINDS = {"single": 0.12, "choice": 0.34, "parallel": 0.26, "multi_turn": 0.16, "no_call": 0.12}
+_TRAIN_KINDS = {"single": 0.08, "choice": 0.4, "parallel": 0.26, "multi_turn": 0.14, "no_call": 0.12}
 _JOINERS: dict[Side, tuple[str, ...]] = {
     "train": (
         " and ",
@@ -104,7 +104,7 @@ def _tell_result(target: Target, rng: random.Random) -> tuple[Message, Message]:
 def _ask_once(kind: str, side: Side, rng: random.Random) -> Conversation:
     target = rng.choice(TARGETS)
     clause, call = draw_ask(target, side, rng)
-    num_others = 0 if kind == "single" else rng.randint(1, 3)
+    num_others = 0 if kind == "single" else rng.randint(1, 2)
     messages = (frame_ask(clause, side, rng), Message("assistant", calls=(call,)))
     return Conversation(messages, _offer([target], num_others, rng))
 
@@ -116,7 +116,7 @@ def _ask_parallel(kind: str, side: Side, rng: random.Random) -> Conversation:
     asks = [draw_ask(target, side, rng) for target in due]
     clause = rng.choice(_JOINERS[side]).join(ask[0] for ask in asks)
     messages = (frame_ask(clause, side, rng), Message("assistant", calls=tuple(ask[1] for ask in asks)))
-    return Conversation(messages, _offer(due, rng.randint(0, 2), rng))
+    return Conversation(messages, _offer(due, rng.randint(0, 1), rng))
 
 
 def _ask_chain(side: Side, rng: random.Random) -> Conversation:

@@ -16,7 +16,7 @@ from fctune.data.synthetic.invented import (
     frame_request,
     say_request,
 )
-from fctune.data.synthetic.targets import TARGETS
+from fctune.data.synthetic.targets import DOMAINS, TARGETS
 from fctune.data.synthetic.values import MADE_UP_VALUES
 from fctune.data.synthetic.variants import VariantTool, draw_variant
 from fctune.data.synthetic.words import NOUNS, join_words, make_name, make_word, pick_word
@@ -161,15 +161,15 @@ def _result_messages(tools: list[CurriculumTool], style: str, rng: random.Random
 
 
 _TURNS = (_request_turn, _unfit_turn, _about_turn, _copy_turn, _record_turn)
-_WEIGHTS = (0.76, 0.09, 0.04, 0.04, 0.07)
+_WEIGHTS = (0.7, 0.08, 0.04, 0.12, 0.06)
 
 
 def _draw_tools(rng: random.Random) -> list[CurriculumTool]:
-    """Up to four tools of different names; most are variants of target tools, no two of one target."""
-    targets = rng.sample(TARGETS, 4)
+    """Up to three tools of different names; most are variants of target tools, no two of one target."""
+    targets = rng.sample(TARGETS if rng.random() < 0.7 else DOMAINS, 3)
     tools: list[CurriculumTool] = []
-    for target in targets[: rng.randint(1, 4)]:
-        tools.append(draw_variant(rng, target) if rng.random() < 0.7 else draw_tool(rng))
+    for target in targets[: rng.randint(1, 3)]:
+        tools.append(draw_variant(rng, target) if rng.random() < 0.85 else draw_tool(rng))
     return list({tool.tool.name: tool for tool in tools}.values())
 
 
@@ -179,7 +179,7 @@ def draw_conversation(rng: random.Random) -> Conversation:
     tools = _draw_tools(rng)
     system = rng.choice(_STYLES[style])
     messages = [Message("system", system)] if system else []
-    for _ in range(rng.randint(2, 4)):
+    for _ in range(rng.randint(3, 5)):
         if rng.random() < 0.1:
             messages += _result_messages(tools, style, rng)
             continue

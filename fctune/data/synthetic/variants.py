@@ -13,7 +13,7 @@ from typing import Any
 from fctune.data.conversation import Tool
 from fctune.data.synthetic.asks import draw_ask
 from fctune.data.synthetic.target import Target
-from fctune.data.synthetic.targets import TARGET_NAMES, TARGET_PROPERTIES, TARGETS
+from fctune.data.synthetic.targets import DOMAINS, TARGET_NAMES, TARGET_PROPERTIES
 from fctune.data.synthetic.words import NOUNS, VERBS, make_word, split_words
 
 _PROPERTY_WORDS = split_words(
@@ -41,7 +41,7 @@ class VariantTool:
 
 def draw_variant(rng: random.Random, target: Target | None = None) -> VariantTool:
     """A variant of a target tool, of a random one where none is named."""
-    target = rng.choice(TARGETS) if target is None else target
+    target = rng.choice(DOMAINS) if target is None else target
     while True:
         draw = rng.random()
         hint = rng.choice(target.description.rstrip(".").lower().split())

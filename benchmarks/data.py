@@ -1,0 +1,224 @@
+"""Preparation of the same rows, side by side: this project, TRL's SFT trainer, torchtune's dataset and PackedDataset.
+
+    python benchmarks/data.py [--rows 20000] [--repeats 3] [--out benchmarks/results/data.json]
+
+Each measurement is a process of its own, the three take turns, and the median of the repeats is reported. Every one
+tokenises, masks and packs to 4,096 tokens, with two processes where it can use them (torchtune packs in one). Rows
+are the synthetic set; torchtune 0.6.1 cannot read tool calls, so it gets the same text as plain messages. A second
+start is the same command again, with whatever the first left on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY_BASE = ROOT / "fctune" / "assets" / "tiny_base"
+SEQ_LEN = 4096
+PROCESSES = 2
+
+
+def run_ours(folder: Path) -> dict[str, float]:
+    """fctune.data.prepared."""
+    from fctune.config import DataConfig, SourceConfig
+    from fctune.data.prepared import prepare
+
+    config = DataConfig(sources=[SourceConfig(path=str(folder / "rows.jsonl"))], validation_share=0.0, seq_len=SEQ_LEN)
+    start = time.perf_counter()
+    prepared = prepare(config, TINY_BASE, folder / "ours")
+    seconds = time.perf_counter() - start
+    real = prepared.counts.tokens / (prepared.num_packs("train") * SEQ_LEN)
+    return {"seconds": seconds, "tokens": prepared.counts.tokens, "real_share": real}
+
+
+_MARKED_TEMPLATE = """{{- bos_token }}
+{%- if tools %}
+    {{- '<|start_header_id|>system<|end_header_id|>\\n\\nTools:\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + (tool.function | tojson) }}{%- endfor %}
+    {{- '\\n</tools><|eot_id|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{- message.content or '' }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|eot_id|>' }}{%- endgeneration %}
+    {%- else %}
+        {{- message.content + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}"""
+
+
+def run_trl(folder: Path) -> dict[str, float]:
+    """TRL's SFTTrainer up to the point where it could train."""
+    os.environ["HF_DATASETS_CACHE"] = str(folder / "hf")
+    from datasets import load_dataset
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(TINY_BASE)
+    # TRL masks by {% generation %} markers, which a template must be given by hand.
+    tokenizer.chat_template = _MARKED_TEMPLATE
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
+    rows = load_dataset("json", data_files=str(folder / "text_arguments.jsonl"), split="train")
+    config = SFTConfig(
+        output_dir=str(folder / "trl"),
+        max_length=SEQ_LEN,
+        packing=True,
+        assistant_only_loss=True,
+        dataset_num_proc=PROCESSES,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+    )
+    start = time.perf_counter()
+    trainer = SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
+    seconds = time.perf_counter() - start
+    packs = trainer.train_dataset
+    tokens = sum(len(ids) for ids in packs["input_ids"])
+    return {"seconds": seconds, "tokens": tokens, "real_share": tokens / (len(packs) * SEQ_LEN)}
+
+
+def run_torchtune(folder: Path) -> dict[str, float]:
+    """The chat dataset of torchtune with its PackedDataset."""
+    from torchtune.datasets import chat_dataset
+    from torchtune.models.llama3 import llama3_tokenizer
+
+    tokenizer = llama3_tokenizer(str(folder / "tokenizer.model"), str(folder / "special.json"), max_seq_len=SEQ_LEN)
+    start = time.perf_counter()
+    packed = chat_dataset(
+        tokenizer,
+        source="json",
+        data_files=str(folder / "plain.jsonl"),
+        split="train",
+        conversation_column="messages",
+        conversation_style="openai",
+        packed=True,
+    )
+    seconds = time.perf_counter() - start
+    tokens = sum(int(sum(pack["seq_lens"])) for pack in packed.packs)
+    return {"seconds": seconds, "tokens": tokens, "real_share": tokens / (len(packed.packs) * SEQ_LEN)}
+
+
+RUNS = {"fctune": run_ours, "trl": run_trl, "torchtune": run_torchtune}
+
+
+def write_inputs(folder: Path, num_rows: int) -> None:
+    """The rows in the form each tool reads, and a tiktoken file of the tokenizer's vocabulary for torchtune."""
+    from fctune.data.synthetic import iter_conversations
+
+    names = ("rows", "text_arguments", "plain")
+    files = {name: open(folder / f"{name}.jsonl", "w", encoding="utf-8") for name in names}  # noqa: SIM115
+    for conversation in iter_conversations("train", num_rows, 1):
+        row = conversation.to_openai()
+        files["rows"].write(json.dumps(row) + "\n")
+        # Arrow fills structs with nulls, so TRL's users give tools as text.
+        row["tools"] = json.dumps(row.get("tools"))
+        for message in row["messages"]:
+            message["content"] = message["content"] or ""
+        files["text_arguments"].write(json.dumps(row) + "\n")
+        system = [{"role": "system", "content": row["tools"]}]
+        plain = [m for m in row["messages"] if m["role"] in ("user", "assistant")]
+        text = [{"role": m["role"], "content": m["content"] or json.dumps(m.get("tool_calls"))} for m in plain]
+        turns = [one for i, one in enumerate(text) if i == 0 or one["role"] != text[i - 1]["role"]]
+        files["plain"].write(json.dumps({"messages": system + turns}) + "\n")
+    for file in files.values():
+        file.close()
+    _write_tiktoken(folder)
+
+
+def _write_tiktoken(folder: Path) -> None:
+    vocab = json.loads((TINY_BASE / "tokenizer.json").read_text())["model"]["vocab"]
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(b): b for b in printable}
+    table |= {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in printable)}
+    lines = [
+        f"{base64.b64encode(bytes(table[c] for c in token)).decode()} {rank}"
+        for rank, token in enumerate(sorted(vocab, key=vocab.__getitem__))
+    ]
+    (folder / "tokenizer.model").write_text("\n".join(lines) + "\n")
+    names = "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id step_id"
+    names += " start_header_id end_header_id eom_id eot_id python_tag image"
+    added = [{"id": len(vocab) + i, "content": f"<|{name}|>"} for i, name in enumerate(names.split())]
+    (folder / "special.json").write_text(json.dumps({"added_tokens": added}))
+
+
+def measure(tool: str, folder: Path) -> dict[str, float]:
+    """One process; peak memory is of it and its children, in MiB."""
+    command = [sys.executable, __file__, "--one", tool, "--folder", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{tool} failed:\n{done.stderr[-3000:]}")
+    result: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--one", choices=list(RUNS), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        result = RUNS[arguments.one](arguments.folder)
+        usage = [resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        print(json.dumps(result | {"peak_mib": usage[0], "peak_child_mib": usage[1]}))
+        return
+    results: dict[str, list[dict[str, Any]]] = {tool: [] for tool in RUNS}
+    for _ in range(arguments.repeats):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            write_inputs(folder, arguments.rows)
+            for tool in RUNS:
+                first = measure(tool, folder)
+                second = measure(tool, folder)
+                results[tool].append(first | {"second_start_seconds": second["seconds"]})
+            shutil.rmtree(folder / "hf", ignore_errors=True)
+    report = {
+        "rows": arguments.rows,
+        "tools": {tool: summarise(runs, arguments.rows) for tool, runs in results.items()},
+    }
+    report |= {"runs": results, "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"}
+    report["versions"] = {name: version(name) for name in ("trl", "torchtune", "transformers", "datasets", "torch")}
+    for tool, summary in report["tools"].items():
+        print(tool, json.dumps(summary))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def summarise(runs: list[dict[str, Any]], num_rows: int) -> dict[str, float]:
+    """Medians over the repeats."""
+    middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    return {
+        "rows_per_s": round(num_rows / middle["seconds"]),
+        "tokens_per_s": round(middle["tokens"] / middle["seconds"]),
+        "seconds": round(middle["seconds"], 2),
+        "second_start_seconds": round(middle["second_start_seconds"], 3),
+        "real_share": round(middle["real_share"], 4),
+        "peak_mib": round(middle["peak_mib"]),
+        "peak_child_mib": round(middle["peak_child_mib"]),
+    }
+
+
+if __name__ == "__main__":
+    main()
