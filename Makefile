@@ -42,7 +42,7 @@ demo: setup
 	@rm -rf $(DEMO)
 	$(BIN)/fctune data synthetic cases --rows $(CASES) --seed $(SEED) --out $(DEMO)/cases.jsonl
 	$(BIN)/tune run --nproc_per_node 2 recipes/lora_fc_distributed --config configs/tiny_lora.yaml \
-	  seed=$(SEED) data.sources.0.path=synthetic:train:8000:$(SEED) output_dir=$(DEMO)/run
+	  seed=$(SEED) data.sources.0.path=synthetic:train:16000:$(SEED) output_dir=$(DEMO)/run
 	$(BIN)/python -m eval.tool_calls --model fctune/assets/tiny_base --cases $(DEMO)/cases.jsonl --out $(DEMO)/base.jsonl
 	$(BIN)/python -m eval.tool_calls --model $(DEMO)/run/export/merged --cases $(DEMO)/cases.jsonl \
 	  --out $(DEMO)/tuned.jsonl --min-accuracy 0.85

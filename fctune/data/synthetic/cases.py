@@ -16,7 +16,7 @@ from fctune.data.synthetic.values import RESULT_VALUES, Side, draw_target
 
 KINDS = {"single": 0.18, "choice": 0.36, "parallel": 0.18, "multi_turn": 0.18, "no_call": 0.1}
 # What the held-out cases show to be hard is trained on more often.
-_TRAIN_KINDS = {"single": 0.08, "choice": 0.4, "parallel": 0.26, "multi_turn": 0.14, "no_call": 0.12}
+_TRAIN_KINDS = {"single": 0.08, "choice": 0.38, "parallel": 0.22, "multi_turn": 0.14, "no_call": 0.18}
 _JOINERS: dict[Side, tuple[str, ...]] = {
     "train": (
         " and ",
