@@ -61,7 +61,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Make fctune/assets/tiny_base again from a seed: about 40 minutes on 2 cores.
+# Make fctune/assets/tiny_base again from a seed: about 20 minutes on 2 cores.
 tiny-base: setup
 	OMP_NUM_THREADS=2 $(BIN)/python -m fctune.assets.build --out fctune/assets/tiny_base --seed 0
 

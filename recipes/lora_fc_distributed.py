@@ -44,6 +44,8 @@ class LoRAFunctionCallingRecipe(FTRecipeInterface):
         apply_lora_(self.model, self.adapter)
         self.prepared = prepare_data(self.config, self.model_dir, self.world)
         self.num_steps = count_steps(self.config, self.prepared, self.world)
+        if self.world.is_main:
+            self.run.describe(num_steps=self.num_steps, data=self.prepared.describe())
         self.load_checkpoint()
         self.state = start_state(self.model, self.config, self.num_steps)
         self.sinks = open_sinks(self.config, self.run, self.num_steps, self.world)

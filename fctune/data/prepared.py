@@ -56,6 +56,10 @@ class PreparedSet:
     digests: NDArray[np.uint64]
     packs: dict[Split, tuple[NDArray[np.int64], NDArray[np.int64]]] = field(repr=False)
 
+    def describe(self) -> dict[str, Any]:
+        """Where the set lies and what it was made from, for a run's record."""
+        return {"path": str(self.path), "fingerprint": self.fingerprint, "inputs": self.inputs}
+
     def num_packs(self, split: Split) -> int:
         """Packs of a split; unpacked, a pack is one conversation."""
         return len(self.packs[split][1]) - 1

@@ -50,6 +50,8 @@ def test_a_run_leaves_what_scripts_rely_on(tmp_path: Path) -> None:
     assert described["config"]["global_batch_size"] == 8
     assert described["seed"] == 42
     assert described["world_size"] == 2
+    assert described["num_steps"] == 2
+    assert described["data"]["inputs"]["sources"][0]["path"] == "synthetic:train:24:1"
     assert {"torch", "torchtune", "fctune"} <= described["versions"].keys()
     assert json.loads((run / "exit.json").read_text()) == {
         "code": 0,
