@@ -1,25 +1,19 @@
 """A conversation as the model's own chat template writes it: token ids, and which of them are learnt.
 
-What the template emits for each message is taken from the template itself. Its Jinja tree is given a marker at the head
-of every loop over messages, so one rendering tells which text belongs to which message; nothing is guessed from the
-strings a family of models happens to use. Of an assistant's text, what precedes the model's own words (the generation
-prompt) and what follows its end-of-turn token is context; the rest is learnt.
+Which text the template prints for which message, the template itself tells (``fctune.data.tracing``). Of an assistant's
+text, what precedes the model's own words (the generation prompt) and what follows its end-of-turn token is context; the
+rest is learnt.
 """
 
 from __future__ import annotations
 
-import itertools
-import re
-import secrets
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
-from jinja2 import nodes
-
 from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.data.tracing import Span, TracedTemplate
 from fctune.errors import ConfigError, DataError
 
 TrainOn = Literal["assistant", "last_assistant", "calls"]
@@ -47,23 +41,6 @@ class Policy:
     parallel_calls: Literal["error", "split"] = "error"
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Text ``[start, stop)`` of a rendering that belongs to one message."""
-
-    message: int
-    start: int
-    stop: int
-
-
-class _Tagged(dict[str, Any]):
-    """A message that knows its place; an attribute, so that a template which dumps the mapping does not see it."""
-
-    def __init__(self, message: dict[str, Any], place: int):
-        super().__init__(message)
-        self.place = place
-
-
 class ChatTemplate:
     """The chat template and tokenizer of a model directory.
 
@@ -80,9 +57,10 @@ class ChatTemplate:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.source: str = self.tokenizer.get_chat_template(None, [{}])
-        self._nonce = secrets.token_hex(8)
-        self._marker = re.compile(rf"\[{self._nonce}:(\d+):(\d*)\]")
-        self._template = self._instrument()
+        try:
+            self._traced = TracedTemplate(self.source, self.tokenizer.special_tokens_map)
+        except DataError as error:
+            raise DataError(f"{self.model_dir}: {error}") from None
         self._special_ids = set(self.tokenizer.all_special_ids)
         self._special_ids |= {i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
         self._prompts = self._find_generation_prompts()
@@ -97,7 +75,7 @@ class ChatTemplate:
         Raises:
             DataError: when the template refuses it, with the template's own words.
         """
-        return self._render(conversation, add_generation_prompt=add_generation_prompt)[0]
+        return self._traced.render(conversation, add_generation_prompt=add_generation_prompt)[0]
 
     def encode(self, conversation: Conversation) -> Encoded:
         """Token ids, equal to transformers' ``apply_chat_template``, and their loss weights.
@@ -107,7 +85,7 @@ class ChatTemplate:
         """
         if self.policy.parallel_calls == "split":
             conversation = split_parallel_calls(conversation)
-        text, spans = self._render(conversation)
+        text, spans = self._traced.render(conversation)
         printed = {span.message for span in spans}
         encoding = self._backend.encode(text, add_special_tokens=False)
         tokens: list[int] = encoding.ids
@@ -127,82 +105,6 @@ class ChatTemplate:
         text = self.render(conversation, add_generation_prompt=True)
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
-
-    # --- rendering ---
-
-    def _instrument(self) -> jinja2.Template:
-        """The template with a marker wherever a loop turns to a message, and one where that loop ends."""
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
-        try:
-            environment: jinja2.Environment = _compile_jinja_template(self.source).environment
-            tree = environment.parse(self.source)
-        except jinja2.TemplateError as error:
-            raise DataError(f"{self.model_dir}: its chat template is not valid Jinja ({error}).") from None
-        bodies = [body for node in (tree, *tree.find_all(nodes.Node)) for body in _bodies(node)]
-        loops = [
-            (body, n) for body in bodies for n in body if isinstance(n, nodes.For) and isinstance(n.target, nodes.Name)
-        ]
-        for number, (body, loop) in enumerate(loops):
-            # A flag per loop: loops over anything but messages must print nothing, as macros trim and compare text.
-            name, flag = loop.target.name, f"fctune_loop_{number}"  # type: ignore[attr-defined]
-            before = f"{{% set {flag} = namespace(opened=false) %}}"
-            head = (
-                f"{{% if {name}.place is defined %}}{{% set {flag}.opened = true %}}"
-                f"{{{{ '[{self._nonce}:{number}:' ~ {name}.place ~ ']' }}}}{{% endif %}}"
-            )
-            after = f"{{% if {flag}.opened %}}[{self._nonce}:{number}:]{{% endif %}}"
-            loop.body[:0] = environment.parse(head).body
-            place = next(i for i, statement in enumerate(body) if statement is loop)
-            body[place : place + 1] = [*environment.parse(before).body, loop, *environment.parse(after).body]
-        return environment.from_string(tree)
-
-    def _render(
-        self, conversation: Conversation, add_generation_prompt: bool = False, **variables: Any
-    ) -> tuple[str, list[Span]]:
-        # Keys without a value are left out, as transformers leaves them out.
-        messages = [
-            _Tagged({k: v for k, v in message.to_openai().items() if v is not None}, place)
-            for place, message in enumerate(conversation.messages)
-        ]
-        tools = [tool.to_openai() for tool in conversation.tools] or None
-        try:
-            marked = self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self.tokenizer.special_tokens_map, **variables},
-            )
-        except jinja2.TemplateError as error:
-            raise DataError(f"the chat template refuses it: {error}") from None
-        except (TypeError, ValueError, RecursionError) as error:
-            raise DataError(f"the chat template fails on it: {type(error).__name__}: {error}") from None
-        return self._take_markers(marked)
-
-    def _take_markers(self, marked: str) -> tuple[str, list[Span]]:
-        parts = self._marker.split(marked)
-        plain = "".join(parts[::3])
-        spans: list[Span] = []
-        length = 0
-        # Loops over messages that we are in, outermost first: their number, the message they are at, where it began.
-        stack: list[tuple[str, int, int]] = []
-
-        def close(message: int, start: int) -> None:
-            if not plain[start:length].isspace() and length > start:
-                spans.append(Span(message, start, length))
-
-        for text, number, place in itertools.zip_longest(parts[::3], parts[1::3], parts[2::3]):
-            length += len(text)
-            if number is None:
-                break
-            if stack and stack[-1][0] == number:
-                close(*stack.pop()[1:])
-            if place:
-                stack.append((number, int(place), length))
-        return plain, sorted(spans, key=lambda span: (span.start, -span.stop))
-
-    # --- what is learnt ---
 
     def _message_weight(self, conversation: Conversation, place: int) -> float:
         message = conversation.messages[place]
@@ -224,7 +126,7 @@ class ChatTemplate:
                 return span.start + len(prompt)
         # A template may prompt otherwise in other places, such as after a result.
         before = Conversation(conversation.messages[: span.message], conversation.tools)
-        prompted = self._render(before, add_generation_prompt=True)[0]
+        prompted = self._traced.render(before, add_generation_prompt=True)[0]
         if span.start <= len(prompted) <= span.stop and text.startswith(prompted):
             return len(prompted)
         # A turn that is history may lack what the prompt opens, such as a think block: its plain header is left.
@@ -237,7 +139,7 @@ class ChatTemplate:
         following = span.message + 1
         if following in printed or following == len(conversation.messages):
             return span.stop
-        alone = self._render(Conversation(conversation.messages[:following], conversation.tools))[0]
+        alone = self._traced.render(Conversation(conversation.messages[:following], conversation.tools))[0]
         if span.start < len(alone) <= span.stop and text.startswith(alone):
             return len(alone)
         raise DataError("the chat template prints another message within an assistant's turn")
@@ -277,8 +179,8 @@ class ChatTemplate:
         question = Conversation((Message("user", "Hello"),))
         prompts: set[str] = set()
         for variables in ({}, {"enable_thinking": False}):
-            closed = self._render(question, **variables)[0]
-            opened = self._render(question, add_generation_prompt=True, **variables)[0]
+            closed = self._traced.render(question, **variables)[0]
+            opened = self._traced.render(question, add_generation_prompt=True, **variables)[0]
             if not opened.startswith(closed):
                 raise DataError(
                     f"{self.model_dir}: its chat template's generation prompt does not follow the messages."
@@ -291,7 +193,7 @@ class ChatTemplate:
         words = "Hello there."
         answered = Conversation((Message("user", "Hi"), Message("assistant", words), Message("user", "Thanks")))
         try:
-            text, spans = self._render(answered)
+            text, spans = self._traced.render(answered)
         except DataError:
             return ""
         turns = [text[span.start : span.stop] for span in spans if span.message == 1]
@@ -396,11 +298,6 @@ def split_parallel_calls(conversation: Conversation) -> Conversation:
                 messages.append(own)
         messages += results
     return Conversation(tuple(messages), conversation.tools, conversation.source)
-
-
-def _bodies(node: nodes.Node) -> list[list[nodes.Node]]:
-    """Every list of statements of a node of the Jinja tree."""
-    return [body for field in ("body", "else_") if isinstance(body := getattr(node, field, None), list)]
 
 
 _PROBE_TOOL = Tool(
