@@ -25,7 +25,8 @@ from fctune.schema import apply_override, parse_dataclass, suggest
 # The linears a LoRA adapter can sit on, in the names of Hugging Face checkpoints.
 ADAPTER_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 
-Precision = Literal["fp32", "bf16", "fp64"]
+Precision = Literal["fp32", "bf16", "fp64", "bf16_mixed", "float8", "float8_mixed"]
+BaseFormat = Literal["bf16", "nf4", "float8"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,6 +45,8 @@ class AdapterConfig:
     dropout: float = 0.0
     modules: list[str] = field(default_factory=lambda: list(ADAPTER_MODULES[:-1]))
     scaling: Literal["standard", "rslora"] = "standard"  # alpha / rank, or alpha / sqrt(rank) (arXiv:2312.03732)
+    dora: bool = False  # learns each row's length apart from its direction (arXiv:2402.09353)
+    base: BaseFormat = "bf16"  # the blocks' linears: in the run's precision, in 4 bits (QLoRA), or in 8, multiplied so
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,8 +92,33 @@ class LRSchedulerConfig:
 class ParallelConfig:
     """How parameters lie on the ranks."""
 
-    mode: Literal["auto", "fsdp"] = "auto"  # auto: fsdp from two ranks on, plain on one
-    reshard_after_forward: bool = True
+    # ddp: a copy a rank; fsdp: one copy over all ranks; hsdp: several copies, each over some of the ranks; auto: plain
+    # on one rank, else the one of them that sends least over the network and fits
+    mode: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
+    replicate: int | None = None  # copies under hsdp; null: one a node
+    reshard_after_forward: bool = True  # false: a block's weights stay whole until backward, more memory, less traffic
+    cpu_offload: bool = False  # shards and optimizer in the host's memory; CUDA only
+
+
+@dataclass(kw_only=True, slots=True)
+class ActivationCheckpointingConfig:
+    """Activations that are computed again in backward, for time less memory."""
+
+    fraction: float = 0.0  # of the blocks, evenly spread
+    policy: Literal["block", "op"] = "block"  # keeps a block's input; or also its attention and every second product
+    offload: bool = False  # what is kept waits in the host's memory; CUDA only
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """Saves, in ``output_dir/checkpoints``; the end of a run always has an elastic one."""
+
+    every_n_steps: int = 500  # sharded: fast, for this run to go on; 0: never
+    elastic_every_n_steps: int = 1000  # portable: for any number of ranks and other tools; 0: at the end alone
+    keep_last: int = 3  # of each kind
+    keep_every_n_steps: int | None = None  # kept beyond those
+    async_save: bool = True  # training waits for a copy in memory alone
+    on_error: Literal["continue", "stop"] = "continue"  # a save that fails: the next one is tried, or the run ends
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,6 +126,19 @@ class ValidationConfig:
     """Loss on the validation split."""
 
     every_n_steps: int = 100  # 0: never
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalConfig:
+    """Tool-call accuracy while training, by generation on held-out cases."""
+
+    every_n_steps: int = 0  # 0: never
+    cases: str | None = None  # JSONL: messages, tools, expected_calls
+    max_cases: int | None = None  # the first so many; null: all
+    max_new_tokens: int = 256
+    batch_size: int = 64  # prompts a rank answers at a time
+    max_share_of_time: float = 0.1  # of the run's; an evaluation that would go over it is left out
+    early_stop: int | None = None  # end after so many evaluations without a better accuracy; null: never
 
 
 @dataclass(kw_only=True, slots=True)
@@ -109,7 +150,10 @@ class RunConfig:
     data: DataConfig
     seed: int = 42
     adapter: AdapterConfig | None = None  # absent: all weights train
-    precision: Precision | None = None  # null: bf16 on CUDA, fp32 on CPU
+    # bf16_mixed: weights and optimizer float32, products bfloat16, gradients reduced in float32; float8: bf16, with the
+    # blocks' products in float8; float8_mixed: bf16_mixed likewise. With adapters this is of the base, and they are
+    # float32. null: fp32 on CPU; on CUDA bf16 with adapters, bf16_mixed without
+    precision: Precision | None = None
     global_batch_size: int = 128  # packs an optimizer step, whatever the world size
     micro_batch_size: int = 2  # packs a rank holds at a time; accumulation is derived
     epochs: int = 3
@@ -119,7 +163,13 @@ class RunConfig:
     clip_grad_norm: float | None = 1.0  # null: not clipped
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient norm that is not finite
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
+    compile: bool = False  # the blocks, by torch.compile
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: str = "auto"  # auto: from the newest whole checkpoint of output_dir; never; or a checkpoint's path
+    step_timeout_s: float | None = None  # a step that takes longer ends the run; null: learnt from its steps
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     log_every_n_steps: int = 10
 
     def to_dict(self) -> dict[str, Any]:
@@ -187,6 +237,7 @@ def _find_problems(config: RunConfig, problems: list[str]) -> None:
     _check_numbers(config, problems)
     _check_adapter(config.adapter, problems)
     _check_optimizer(config.optimizer, problems)
+    _check_parallel(config, problems)
     _check_paths(config, problems)
 
 
@@ -214,6 +265,16 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
         problems.append(f"data.max_samples={data.max_samples}: expected 1 or more, or null for all")
     if not (data.call_weight > 0 and math.isfinite(data.call_weight)):
         problems.append(f"data.call_weight={data.call_weight}: expected a finite number over 0")
+    for name in ("every_n_steps", "elastic_every_n_steps"):
+        if getattr(config.checkpoint, name) < 0:
+            problems.append(f"checkpoint.{name}={getattr(config.checkpoint, name)}: expected 0 (never) or more")
+    for name in ("keep_last", "keep_every_n_steps"):
+        value = getattr(config.checkpoint, name)
+        if value is not None and value < 1:
+            problems.append(f"checkpoint.{name}={value}: expected 1 or more")
+    _check_eval(config.eval, problems)
+    if config.step_timeout_s is not None and not config.step_timeout_s > 0:
+        problems.append(f"step_timeout_s={config.step_timeout_s}: expected more than 0, or null to learn it")
     if config.validation.every_n_steps < 0:
         problems.append(f"validation.every_n_steps={config.validation.every_n_steps}: expected 0 (never) or more")
     scheduler = config.lr_scheduler
@@ -223,6 +284,21 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
         problems.append(f"lr_scheduler.warmup_share={scheduler.warmup_share}: expected 0 or more and under 1")
     if scheduler.warmup_share is not None and scheduler.num_warmup_steps:
         problems.append("lr_scheduler: num_warmup_steps and warmup_share are both set; keep one")
+
+
+def _check_eval(config: EvalConfig, problems: list[str]) -> None:
+    if config.every_n_steps < 0:
+        problems.append(f"eval.every_n_steps={config.every_n_steps}: expected 0 (never) or more")
+    if config.every_n_steps and config.cases is None:
+        problems.append("eval.cases: missing; name a JSONL file of held-out cases, or set eval.every_n_steps=0")
+    if config.cases is not None and not Path(config.cases).is_file():
+        problems.append(f"eval.cases={config.cases}: no such file (relative paths start at {Path.cwd()})")
+    for name in ("max_cases", "max_new_tokens", "batch_size", "early_stop"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            problems.append(f"eval.{name}={value}: expected 1 or more")
+    if not 0 < config.max_share_of_time <= 1:
+        problems.append(f"eval.max_share_of_time={config.max_share_of_time}: expected over 0 and at most 1")
 
 
 def _check_adapter(adapter: AdapterConfig | None, problems: list[str]) -> None:
@@ -240,6 +316,32 @@ def _check_adapter(adapter: AdapterConfig | None, problems: list[str]) -> None:
         if name not in ADAPTER_MODULES:
             near = suggest(name, ADAPTER_MODULES)
             problems.append(f"adapter.modules: no such module: {name}{near}; known: {', '.join(ADAPTER_MODULES)}")
+
+
+def _check_parallel(config: RunConfig, problems: list[str]) -> None:
+    parallel = config.parallel
+    if parallel.replicate is not None and parallel.replicate < 1:
+        problems.append(f"parallel.replicate={parallel.replicate}: expected 1 or more, or null for one copy a node")
+    if parallel.replicate is not None and parallel.mode != "hsdp":
+        problems.append(
+            f"parallel.replicate={parallel.replicate}: only hsdp has copies to count, and parallel.mode is "
+            f"{parallel.mode}; set parallel.mode=hsdp, or leave replicate out"
+        )
+    if parallel.cpu_offload and parallel.mode == "ddp":
+        problems.append("parallel.cpu_offload: offloads shards, and ddp has none; set parallel.mode=fsdp or hsdp")
+    checkpointing = config.activation_checkpointing
+    if not 0 <= checkpointing.fraction <= 1:
+        problems.append(f"activation_checkpointing.fraction={checkpointing.fraction}: expected 0 to 1")
+    if checkpointing.offload and not checkpointing.fraction:
+        problems.append(
+            "activation_checkpointing.offload: moves what checkpointed blocks keep, and none are; set "
+            "activation_checkpointing.fraction over 0"
+        )
+    if config.adapter is not None and config.precision in ("bf16_mixed", "float8", "float8_mixed"):
+        problems.append(
+            f"precision={config.precision}: is for training all weights; with adapters use bf16, which keeps them in "
+            "float32, and adapter.base for how the frozen base is held"
+        )
 
 
 def _check_optimizer(spec: dict[str, Any], problems: list[str]) -> None:

@@ -10,6 +10,7 @@ import sys
 
 from torchtune.recipe_interfaces import FTRecipeInterface
 
+from fctune.checkpoint.portable import PortableAdapter
 from fctune.config import RunConfig
 from fctune.errors import ConfigError
 from fctune.modeling.export import export_adapter, export_merged
@@ -19,18 +20,18 @@ from fctune.training import distributed
 from fctune.training.distributed import World
 from fctune.training.entry import run_recipe
 from fctune.training.loop import count_steps, train
-from fctune.training.run_directory import RunDirectory
+from fctune.training.run import Run, start_keeping
 from fctune.training.state import build_base, open_sinks, place_, prepare_data, start_state
 
 
 class LoRAFunctionCallingRecipe(FTRecipeInterface):
     """LoRA over FSDP2; the loop and the step are the library's."""
 
-    def __init__(self, config: RunConfig, world: World, run: RunDirectory):
+    def __init__(self, config: RunConfig, world: World, run: Run):
         if config.adapter is None:
             raise ConfigError("adapter: missing; this recipe trains adapters. Add e.g. adapter: {rank: 16, alpha: 32}.")
         self.config, self.world, self.run, self.adapter = config, world, run, config.adapter
-        self.state = None
+        self.state = self.keeper = None
 
     @property
     def step(self) -> int:
@@ -45,10 +46,21 @@ class LoRAFunctionCallingRecipe(FTRecipeInterface):
         self.prepared = prepare_data(self.config, self.model_dir, self.world)
         self.num_steps = count_steps(self.config, self.prepared, self.world)
         if self.world.is_main:
-            self.run.describe(num_steps=self.num_steps, data=self.prepared.describe())
+            self.run.directory.describe(num_steps=self.num_steps, data=self.prepared.describe())
         self.load_checkpoint()
         self.state = start_state(self.model, self.config, self.num_steps)
-        self.sinks = open_sinks(self.config, self.run, self.num_steps, self.world)
+        adapter = PortableAdapter(self.model.architecture, self.adapter, self.config.model.path, self.model_dir)
+        self.keeper = start_keeping(
+            self.config,
+            self.run,
+            self.state,
+            self.prepared,
+            self.model_dir,
+            self.num_steps,
+            adapter,
+            self.world,
+        )
+        self.sinks = open_sinks(self.config, self.run.directory, self.num_steps, self.world)
 
     def load_checkpoint(self) -> None:
         """The base's weights into the shards; fresh adapters beside them."""
@@ -58,16 +70,19 @@ class LoRAFunctionCallingRecipe(FTRecipeInterface):
     def train(self) -> None:
         """All steps of the run."""
         with self.sinks:
-            train(self.config, self.state, self.prepared, self.num_steps, self.world, self.sinks)
+            train(self.config, self.state, self.prepared, self.num_steps, self.world, self.sinks, self.keeper)
 
     def save_checkpoint(self) -> None:
-        """The merged model for whoever serves it, the adapter for whoever has the base."""
-        writes, out = self.world.is_main, self.run.export
+        """The last checkpoint; the merged model for whoever serves it, the adapter for whoever has the base."""
+        self.keeper.finish(self.state.step)
+        writes, out = self.world.is_main, self.run.directory.export
         export_merged(self.model, self.model_dir, out / "merged", writes)
         export_adapter(self.model, self.adapter, self.config.model.path, self.model_dir, out / "adapter", writes)
 
     def cleanup(self) -> None:
-        """Nothing is held open after training."""
+        """Wait for a save that still runs."""
+        if self.keeper is not None:
+            self.keeper.close()
 
 
 def main() -> int:

@@ -2,7 +2,8 @@
 
     python -m fctune.assets.build --out DIR [--seed 0] [--rows 64000]
 
-Trained from random weights on this project's synthetic conversations, by its own loop. About 35 minutes on 2 cores with nothing beside it.
+Trained from random weights on this project's synthetic conversations, by its own loop. About 35 minutes on 2 cores with
+nothing beside it.
 """
 
 from __future__ import annotations

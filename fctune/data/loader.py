@@ -28,6 +28,19 @@ class GlobalStep:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTotals:
+    """What a global step holds over all its packs; every rank finds the same, so none is asked.
+
+    ``num_pairs`` counts the pairs of a token and one that it may look at, itself among them.
+    """
+
+    num_tokens: int
+    num_supervised: int
+    weight_sum: float
+    num_pairs: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Packs that a rank holds at a time.
 
@@ -114,6 +127,20 @@ class GlobalLoader:
                 "Put them back, or start a new run in another output_dir."
             )
         return int(state["epoch"] * self.steps_per_epoch + state["position"] // self.global_batch_size)
+
+    def totals(self, step: GlobalStep) -> StepTotals:
+        """What the packs of a step hold together."""
+        prepared = self.prepared
+        counts = np.zeros(len(prepared.weights), dtype=np.int64)  # target tokens by the code of their weight
+        num_tokens = num_pairs = 0
+        for pack in step.packs:
+            for member in prepared.members(self.split, pack):
+                start, stop = (int(end) for end in prepared.offsets[member : member + 2])
+                counts += np.bincount(prepared.codes[start + 1 : stop], minlength=len(counts))
+                num_tokens += stop - start
+                num_pairs += (stop - start) * (stop - start + 1) // 2
+        weights = prepared.weights.astype(np.float64)
+        return StepTotals(num_tokens, int(counts[weights > 0].sum()), float(counts @ weights), num_pairs)
 
     def micro_batches(self, step: GlobalStep, rank: int, world_size: int, micro_batch_size: int) -> list[Batch]:
         """A rank's share of a step; every rank gets as many micro-batches, empty ones where packs run out.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,14 +11,14 @@ from torch import Tensor, nn
 from torchtune.models.llama3._component_builders import llama3
 from torchtune.models.llama3_2._component_builders import llama3_2
 from torchtune.models.qwen2._component_builders import qwen2
-from torchtune.modules import MultiHeadAttention
 
 from fctune.errors import ConfigError
 from fctune.modeling.architecture import Architecture
-from fctune.modeling.attention import DocumentBounds, attend
+from fctune.modeling.attention import DocumentBounds, Kernel
 from fctune.modeling.dropout import TokenKeys
 from fctune.modeling.layers import replace_layers_
 from fctune.modeling.loss import sum_supervised_loss
+from fctune.modeling.precision import Formats
 
 
 class CausalLM(nn.Module):
@@ -28,12 +29,19 @@ class CausalLM(nn.Module):
     """
 
     decoder: Any  # torchtune's TransformerDecoder, whose annotations a type checker cannot follow
+    layout: Any  # how it lies on the ranks, once it does: fctune.modeling.shard.Layout
+    formats: Formats  # of its numbers
 
     def __init__(self, decoder: nn.Module, architecture: Architecture):
         super().__init__()
         self.decoder = decoder
         self.architecture = architecture
         self.token_keys = TokenKeys()
+        self.holds_gradients = True  # whether gradients stay whole while they accumulate
+        self.activations: AbstractContextManager[Any] = nullcontext()  # where those of the blocks wait for backward
+        dtype = next(decoder.parameters()).dtype
+        self.formats = Formats(dtype, dtype)
+        self.kernel: Kernel = "each"  # that attends within packed rows
 
     @property
     def blocks(self) -> Iterable[nn.Module]:
@@ -49,6 +57,7 @@ class CausalLM(nn.Module):
         labels: Tensor | None = None,
         loss_weights: Tensor | None = None,
         row_keys: Tensor | None = None,
+        supervised: Tensor | None = None,
     ) -> Tensor:
         """Sum of the weighted losses of the supervised tokens; without labels, the logits.
 
@@ -59,6 +68,8 @@ class CausalLM(nn.Module):
             labels: the token each position must predict, -100 where nothing is learnt, ``[b, s]``.
             loss_weights: weight of each position's loss, float32 ``[b, s]``; None is 1.0.
             row_keys: int64 keys that dropout is a function of, ``[b]``; needed only where adapters drop.
+            supervised: places of the supervised positions in the rows laid end to end, int64 ``[n]``; None finds them
+                in the labels, for which the host waits on a CUDA device.
 
         Returns:
             A scalar in float32 (float64 for a float64 model), or logits ``[b, s, vocab]``.
@@ -66,13 +77,15 @@ class CausalLM(nn.Module):
         if row_keys is not None:
             self.token_keys.set_rows(row_keys, tokens.shape[1])
         hidden = self.decoder.tok_embeddings(tokens)
-        for block in self.decoder.layers:
-            hidden = block(hidden, mask=bounds, input_pos=positions)
+        with self.activations:
+            for block in self.decoder.layers:
+                hidden = block(hidden, mask=bounds, input_pos=positions)
         hidden = self.decoder.norm(hidden)
         if labels is None:
             logits: Tensor = self.decoder.output(hidden)
             return logits
-        return sum_supervised_loss(hidden, self.decoder.output, labels, loss_weights, self.token_keys.value)
+        keys = self.token_keys.value
+        return sum_supervised_loss(hidden, self.decoder.output, labels, loss_weights, keys, supervised)
 
     def head_weight(self) -> Tensor:
         """The output projection's weight ``[vocab, d]``, the embedding's where they are tied."""
@@ -104,16 +117,16 @@ def build_model(architecture: Architecture, max_seq_len: int, dtype: torch.dtype
     finally:
         torch.set_default_dtype(previous)
     replace_layers_(decoder)
-    for module in decoder.modules():
-        if isinstance(module, MultiHeadAttention):
-            module._attention_call = attend
     return CausalLM(decoder, architecture)
 
 
 def materialize_(model: CausalLM, device: torch.device) -> None:
-    """Give every parameter uninitialised memory on ``device`` and compute the RoPE tables."""
+    """Give every parameter uninitialised memory on ``device`` and fill the buffers: RoPE tables, salts of dropout."""
     model.to_empty(device=device)
     for module in model.modules():
+        init_buffers = getattr(module, "init_buffers_", None)
+        if init_buffers is not None:
+            init_buffers()
         init_rope = getattr(module, "rope_init", None)
         if init_rope is not None:
             with torch.device(device):

@@ -41,20 +41,24 @@ def row_key(seed: int, step: int, row: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def module_salt(name: str) -> int:
-    """What tells one module's mask from another's: a signed 63-bit integer."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True) >> 1
+def channel_keys(name: str, size: int, device: torch.device | None = None) -> Tensor:
+    """Keys of a module's input channels, int64 ``[size]``; they tell one module's mask from another's.
+
+    They are made once and kept: made anew where they are used, compilation for the CPU would put the index times a
+    constant of 63 bits into a loop, whose overflow C++ does not define, and the loop may then never end.
+    """
+    salt = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True) >> 1
+    return torch.arange(size, device=device) * _GOLDEN + salt
 
 
-def keyed_dropout(x: Tensor, p: float, token_keys: Tensor, salt: int) -> Tensor:
+def keyed_dropout(x: Tensor, p: float, token_keys: Tensor, channels: Tensor) -> Tensor:
     """Zero each element of ``x`` (``[..., d]``) with probability ``p``, scale the rest by 1 / (1 - p).
 
     Args:
         x: input.
         p: probability, under 1.
         token_keys: int64 keys of x's leading shape.
-        salt: of the module that drops.
+        channels: keys of the module that drops, int64 ``[d]``.
     """
-    channels = torch.arange(x.shape[-1], device=x.device) * _GOLDEN + salt
     uniform = (_mix(token_keys[..., None] ^ channels) >> 40) & 0xFFFFFF  # 24 bits
     return torch.where(uniform >= int(p * 2**24), x / (1 - p), torch.zeros((), dtype=x.dtype, device=x.device))

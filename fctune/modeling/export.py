@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from fctune.config import AdapterConfig
 from fctune.modeling.build import CausalLM
-from fctune.modeling.lora import LoRALinear
-from fctune.modeling.weights import to_hf_layout, to_hf_name
+from fctune.modeling.frozen import FrozenLinear, is_scale
+from fctune.modeling.lora import LoRALinear, is_adapter, merge
+from fctune.modeling.weights import peft_name, to_hf_layout, to_hf_name
 
 # Files of the base that belong to any model made from it, beside config.json.
 _COMPANIONS = (
@@ -44,7 +45,7 @@ def export_merged(model: CausalLM, base_dir: Path, out: Path, is_writer: bool) -
     weight_map: dict[str, str] = {}
     files: list[dict[str, Tensor]] = [{}]
     num_bytes = total_bytes = 0
-    for name, tensor in _merged_tensors(model):
+    for name, tensor in iter_merged(model):
         if staging is None:
             continue
         size = tensor.numel() * tensor.element_size()
@@ -57,11 +58,8 @@ def export_merged(model: CausalLM, base_dir: Path, out: Path, is_writer: bool) -
         return
     _write_shard(staging, files, weight_map)
     _name_shards(staging, len(files) - 1, weight_map, total_bytes)
-    _copy_companions(base_dir, staging)
-    config = json.loads((base_dir / "config.json").read_text(encoding="utf-8"))
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config[key] = str(model.head_weight().dtype).removeprefix("torch.")
-    (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    copy_companions(base_dir, staging)
+    write_model_config(staging, base_dir, model.formats.compute)
     _publish(staging, out)
 
 
@@ -74,42 +72,36 @@ def export_adapter(
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        if name.endswith((".lora_a", ".lora_b")):
+        if is_adapter(name):
             full = to_hf_layout(name, _gather(parameter), model.architecture).contiguous()
-            stem, _, leaf = to_hf_name(name).rpartition(".")
             if is_writer:
-                tensors[f"base_model.model.{stem}.{'lora_A' if leaf == 'lora_a' else 'lora_B'}.weight"] = full.cpu()
+                tensors[peft_name(name)] = full.cpu()
     if not is_writer:
         return
-    from peft import LoraConfig, TaskType  # slow to import, and needed once
-
     staging = _start_directory(out)
     save_file(tensors, staging / "adapter_model.safetensors", metadata={"format": "pt"})
-    LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        lora_dropout=config.dropout,
-        target_modules=sorted(config.modules),
-        use_rslora=config.scaling == "rslora",
-        task_type=TaskType.CAUSAL_LM,
-        base_model_name_or_path=base,
-        inference_mode=True,
-    ).save_pretrained(str(staging))
-    _copy_companions(base_dir, staging)
+    write_adapter_config(staging, config, base)
+    copy_companions(base_dir, staging)
     _publish(staging, out)
 
 
 @torch.no_grad()
-def _merged_tensors(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
-    adapters = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+def iter_merged(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
+    """The weights with adapters merged, by Hugging Face's name and in its layout, on the CPU; the model is not changed.
+
+    Every rank iterates, since sharded weights are gathered, one at a time.
+    """
+    frozen = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
     for name, parameter in model.named_parameters():
-        if name.endswith((".lora_a", ".lora_b")):
+        if is_adapter(name) or is_scale(name):
             continue
-        full = _gather(parameter)
-        if name in adapters:
-            adapter = adapters[name]
-            a, b = _gather(adapter.lora_a), _gather(adapter.lora_b)
-            full = (full.to(a.dtype) + adapter.scaling * (b @ a)).to(full.dtype)
+        module = frozen.get(name)
+        full = _gather(parameter if module is None else module.widened())
+        if isinstance(module, LoRALinear):
+            a, b = _gather(module.lora_a), _gather(module.lora_b)
+            magnitude = None if module.magnitude is None else _gather(module.magnitude)
+            full = merge(full, a, b, module.scaling, magnitude)
+        full = full.to(model.formats.compute)  # float32 where training alone needs it is not what is served
         yield to_hf_name(name), to_hf_layout(name, full, model.architecture).contiguous().cpu()
 
 
@@ -139,7 +131,33 @@ def _name_shards(staging: Path, num_files: int, weight_map: dict[str, str], tota
     (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy_companions(base_dir: Path, out: Path) -> None:
+def write_adapter_config(folder: Path, config: AdapterConfig, base: str) -> None:
+    """Write ``adapter_config.json`` as PEFT reads it; ``base`` is what PEFT loads the base by."""
+    from peft import LoraConfig, TaskType  # slow to import, and needed once
+
+    LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=sorted(config.modules),
+        use_rslora=config.scaling == "rslora",
+        use_dora=config.dora,
+        task_type=TaskType.CAUSAL_LM,
+        base_model_name_or_path=base,
+        inference_mode=True,
+    ).save_pretrained(str(folder))
+
+
+def write_model_config(folder: Path, base_dir: Path, dtype: torch.dtype) -> None:
+    """Write the base's ``config.json`` with the dtype of the weights beside it."""
+    config = json.loads((base_dir / "config.json").read_text(encoding="utf-8"))
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config[key] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_companions(base_dir: Path, out: Path) -> None:
+    """Copy the files that belong to any model made from a base: tokenizer, template, licence."""
     for pattern in _COMPANIONS:
         for file in base_dir.glob(pattern):
             if file.is_file():

@@ -1,8 +1,9 @@
-"""Two of torchtune's layers, in the precision of their input.
+"""Three of torchtune's layers, done otherwise.
 
 torchtune's RMSNorm and rotary embeddings cast to float32 whatever they are given: a float64 model would be one in name
 only (losses on one and on two ranks then agree to 1e-9, not to 1e-15), and with bfloat16 weights the norm falls off
-torch's fused kernel, which keeps float32 inside anyway.
+torch's fused kernel, which keeps float32 inside anyway. Its attention copies keys and values for every query head, and
+its packed rows need a dense mask.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch.nn.functional import rms_norm
 from torchtune.models.qwen2._positional_embeddings import Qwen2RotaryPositionalEmbeddings
 from torchtune.modules import MultiHeadAttention
 from torchtune.modules import RMSNorm as TorchtuneRMSNorm
+
+from fctune.modeling.attention import DocumentBounds, attend
 
 
 class RMSNorm(nn.Module):
@@ -54,6 +57,23 @@ class Rotary(nn.Module):
         return rotated.flatten(-2).to(x.dtype)
 
 
+class Attention(MultiHeadAttention):  # type: ignore[misc]
+    """torchtune's attention, whose ``mask`` is the bounds of conversations; with a KV cache, exactly torchtune's."""
+
+    def forward(
+        self, x: Tensor, y: Tensor | None = None, *, mask: Any = None, input_pos: Tensor | None = None
+    ) -> Tensor:
+        """Attend within ``x`` (``[b, s, d]``)."""
+        if self.cache_enabled or not (mask is None or isinstance(mask, DocumentBounds)):
+            cached: Tensor = super().forward(x, y, mask=mask, input_pos=input_pos)
+            return cached
+        b, s, _ = x.shape
+        q, k, v = (project(x).view(b, s, -1, self.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.pos_embeddings(q, input_pos=input_pos), self.pos_embeddings(k, input_pos=input_pos)
+        out: Tensor = self.output_proj(attend(q, k, v, mask).reshape(b, s, -1))
+        return out
+
+
 def replace_layers_(decoder: nn.Module) -> None:
     """Put these layers in place of torchtune's, in place; parameters keep their names and are not copied."""
     rotaries: dict[int, Rotary] = {}  # torchtune shares one module among all blocks
@@ -62,5 +82,6 @@ def replace_layers_(decoder: nn.Module) -> None:
             if isinstance(child, TorchtuneRMSNorm):
                 setattr(module, name, RMSNorm(child))
         if isinstance(module, MultiHeadAttention):
+            module.__class__ = Attention
             tables = module.pos_embeddings
             module.pos_embeddings = rotaries.setdefault(id(tables), Rotary(tables))

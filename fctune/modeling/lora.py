@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import linear
 
-from fctune.config import AdapterConfig
+from fctune.config import AdapterConfig, BaseFormat
 from fctune.errors import ConfigError
 from fctune.modeling.build import CausalLM
-from fctune.modeling.dropout import TokenKeys, keyed_dropout, module_salt
+from fctune.modeling.dropout import TokenKeys, channel_keys, keyed_dropout
+from fctune.modeling.frozen import FrozenLinear
 
 # Hugging Face's module names (what configs and PEFT say) -> torchtune's attribute inside a block.
 _BLOCK_ATTRIBUTES = {
@@ -27,37 +29,74 @@ _BLOCK_ATTRIBUTES = {
 }
 
 
-class LoRALinear(nn.Module):
+_ADAPTER_LEAVES = (".lora_a", ".lora_b", ".magnitude")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's, not the base's."""
+    return name.endswith(_ADAPTER_LEAVES)
+
+
+class LoRALinear(FrozenLinear):
     """``x W' + b + scaling * dropout(x) A' B'``: a frozen linear with a trained low-rank part.
 
     Shapes: ``weight [out, in]``, ``lora_a [rank, in]``, ``lora_b [out, rank]``. The adapter is float32 whatever the
     base is (float64 for a float64 base) and is cast to the input's dtype for the product.
+
+    With DoRA (https://arxiv.org/abs/2402.09353), ``magnitude [out]`` is what each row of W + scaling B A is long: the
+    sum of both products is scaled by it over the row's own length, which gradients do not go through.
     """
 
-    def __init__(self, base: nn.Linear, config: AdapterConfig, scaling: float, name: str, keys: TokenKeys):
-        super().__init__()
+    def __init__(self, base: nn.Linear, config: AdapterConfig, format: BaseFormat, name: str, keys: TokenKeys):
+        super().__init__(base, format)
         out_dim, in_dim = base.weight.shape
-        dtype = torch.float64 if base.weight.dtype is torch.float64 else torch.float32
-        device = base.weight.device
-        self.weight = base.weight.requires_grad_(False)
-        self.bias = None if base.bias is None else base.bias.requires_grad_(False)
-        self.lora_a = nn.Parameter(torch.empty(config.rank, in_dim, dtype=dtype, device=device))
-        self.lora_b = nn.Parameter(torch.empty(out_dim, config.rank, dtype=dtype, device=device))
-        self.scaling = scaling
+        options: dict[str, Any] = {"dtype": _wide(base.weight.dtype), "device": base.weight.device}
+        self.lora_a = nn.Parameter(torch.empty(config.rank, in_dim, **options))
+        self.lora_b = nn.Parameter(torch.empty(out_dim, config.rank, **options))
+        self.magnitude = nn.Parameter(torch.empty(out_dim, **options)) if config.dora else None
+        self.scaling = adapter_scaling(config)
         self.dropout = config.dropout
-        self._salt = module_salt(name)
-        self._keys = keys
+        self.channel_keys: Tensor
+        empty = torch.empty(in_dim, dtype=torch.int64, device=base.weight.device)
+        self.register_buffer("channel_keys", empty, persistent=False)
+        self._name, self._keys = name, keys
+
+    def init_buffers_(self) -> None:
+        """Fill what is neither trained nor loaded."""
+        self.channel_keys.copy_(channel_keys(self._name, len(self.channel_keys)))
 
     def forward(self, x: Tensor, token_keys: Tensor | None = None) -> Tensor:
         """Project ``[..., in]`` to ``[..., out]``; ``token_keys`` of the leading shape where x is not all the rows."""
-        base = linear(x, self.weight, self.bias)
         inner = x
         if self.dropout and self.training:
             token_keys = self._keys.value if token_keys is None else token_keys
             assert token_keys is not None, "rows without keys reached an adapter with dropout"
-            inner = keyed_dropout(x, self.dropout, token_keys, self._salt)
-        low_rank = linear(linear(inner, self.lora_a.to(x.dtype)), self.lora_b.to(x.dtype))
-        return base + self.scaling * low_rank
+            inner = keyed_dropout(x, self.dropout, token_keys, self.channel_keys)
+        low_rank = self.scaling * linear(linear(inner, self.lora_a.to(x.dtype)), self.lora_b.to(x.dtype))
+        if self.magnitude is None:
+            return self.project(x) + low_rank
+        with torch.no_grad():
+            lengths = row_lengths(self.widened(), self.lora_a, self.lora_b, self.scaling)
+        scale = (self.magnitude / lengths).to(x.dtype)
+        out = (self.multiply(x) + low_rank) * scale
+        return out if self.bias is None else out + self.bias
+
+
+def row_lengths(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Euclidean length of each row of W + scaling B A, ``[out]``, in the adapter's format, without forming the sum."""
+    squares: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=a.dtype).square()
+    crossed = ((weight @ a.T.to(weight.dtype)).to(a.dtype) * b).sum(1)
+    added = ((b @ (a @ a.T)) * b).sum(1)
+    return torch.sqrt(squares + 2 * scaling * crossed + scaling**2 * added)
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None) -> Tensor:
+    """The weight that does what a linear and its adapter do, in the adapter's format."""
+    merged = weight.to(a.dtype) + scaling * (b @ a)
+    if magnitude is None:
+        return merged
+    lengths: Tensor = torch.linalg.vector_norm(merged, dim=1)
+    return merged * (magnitude / lengths)[:, None]
 
 
 def adapter_scaling(config: AdapterConfig) -> float:
@@ -76,24 +115,24 @@ def apply_lora_(model: CausalLM, config: AdapterConfig) -> None:
             "adapter.modules: lm_head cannot take an adapter, as this model ties it to its embeddings; leave it out."
         )
     model.requires_grad_(False)
-    scaling = adapter_scaling(config)
     keys = model.token_keys
     for index, block in enumerate(model.blocks):
-        for name in config.modules:
-            if name in _BLOCK_ATTRIBUTES:
-                part, attribute = _BLOCK_ATTRIBUTES[name]
-                parent: nn.Module = getattr(block, part)
-                base: nn.Linear = getattr(parent, attribute)
-                setattr(parent, attribute, LoRALinear(base, config, scaling, f"{index}.{name}", keys))
+        for name, (part, attribute) in _BLOCK_ATTRIBUTES.items():
+            parent: nn.Module = getattr(block, part)
+            base: nn.Linear = getattr(parent, attribute)
+            if name in config.modules:
+                setattr(parent, attribute, LoRALinear(base, config, config.base, f"{index}.{name}", keys))
+            elif config.base != "bf16":
+                setattr(parent, attribute, FrozenLinear(base, config.base))
     if "lm_head" in config.modules:
-        model.decoder.output = LoRALinear(model.decoder.output, config, scaling, "lm_head", keys)
+        model.decoder.output = LoRALinear(model.decoder.output, config, "bf16", "lm_head", keys)
 
 
 def init_adapters_(model: CausalLM, seed: int) -> None:
     """Initialise every adapter in place: A uniform as ``nn.Linear`` does it, B zero, so the model starts as its base.
 
-    Each A is drawn whole from a generator keyed by (seed, name) and then cut to the rank's shard, so the adapters are
-    the same at any world size.
+    DoRA's magnitudes start as the lengths of the base's rows, which must be there. Each A is drawn whole from a
+    generator keyed by (seed, name) and then cut to the rank's shard, so the adapters are the same at any world size.
     """
     for name, module in model.named_modules():
         if isinstance(module, LoRALinear):
@@ -105,6 +144,19 @@ def init_adapters_(model: CausalLM, seed: int) -> None:
             )
             copy_full_(module.lora_a, full)
             nn.init.zeros_(module.lora_b)
+            if module.magnitude is not None:
+                _init_magnitude_(module.magnitude, module.widened())
+
+
+@torch.no_grad()
+def _init_magnitude_(magnitude: Tensor, weight: Tensor) -> None:
+    """Both are cut alike over the ranks, by rows."""
+    rows, lengths = (t.to_local() if isinstance(t, DTensor) else t for t in (weight, magnitude))
+    lengths.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=lengths.dtype))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 @torch.no_grad()

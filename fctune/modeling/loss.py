@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 IGNORE = -100  # label of a position that nothing is learnt from
 
 # Logits of this many elements are held at once; more are computed a chunk at a time and again in backward.
-_MAX_LOGITS = 32 * 1024 * 1024
+MAX_LOGITS = 32 * 1024 * 1024
 
 
 def sum_supervised_loss(
@@ -21,6 +21,7 @@ def sum_supervised_loss(
     labels: Tensor,
     loss_weights: Tensor | None = None,
     token_keys: Tensor | None = None,
+    supervised: Tensor | None = None,
 ) -> Tensor:
     """Sum over supervised positions of weight x cross-entropy, in float32 (float64 for float64 hidden states).
 
@@ -34,11 +35,14 @@ def sum_supervised_loss(
         labels: token ids or ``IGNORE``, ``[b, s]``.
         loss_weights: ``[b, s]``, or None for 1.0 everywhere.
         token_keys: ``[b, s]``, handed on where the head is an adapter with dropout.
+        supervised: places of the supervised positions in the flattened batch, int64 ``[n]``; None finds them.
     """
-    keep = labels != IGNORE
-    rows, targets = hidden[keep], labels[keep]
-    weights = None if loss_weights is None else loss_weights[keep]
-    keys = token_keys[keep] if token_keys is not None and hasattr(head, "lora_a") else None
+    if supervised is None:
+        supervised = (labels.flatten() != IGNORE).nonzero().squeeze(1)
+    rows, targets = hidden.flatten(0, 1).index_select(0, supervised), labels.flatten()[supervised]
+    weights = None if loss_weights is None else loss_weights.flatten()[supervised]
+    has_keys = token_keys is not None and hasattr(head, "lora_a")
+    keys = token_keys.flatten()[supervised] if has_keys else None  # type: ignore[union-attr]
     if not len(targets):
         # One dummy row through the head keeps an adapter there in the graph too.
         row = hidden[:1, 0]
@@ -46,13 +50,13 @@ def sum_supervised_loss(
         nothing: Tensor = (logits * 0.0).sum().to(_wide(hidden.dtype))
         return nothing
     num_vocab = _vocab_size(head)
-    if len(targets) * num_vocab <= _MAX_LOGITS:
+    if len(targets) * num_vocab <= MAX_LOGITS:
         return _chunk_loss(head, rows, targets, weights, keys)
-    chunk = max(256, _MAX_LOGITS // num_vocab)
+    chunk = max(256, MAX_LOGITS // num_vocab)
     total = torch.zeros((), dtype=_wide(hidden.dtype), device=hidden.device)
     for start in range(0, len(targets), chunk):
         part = [None if t is None else t[start : start + chunk] for t in (rows, targets, weights, keys)]
-        total = total + checkpoint(_chunk_loss, head, *part, use_reentrant=False)
+        total = total + checkpoint(_chunk_loss, head, *part, use_reentrant=False, preserve_rng_state=False)
     return total
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,7 +16,8 @@ from torch import Tensor
 from fctune.errors import CheckpointError
 from fctune.modeling.architecture import Architecture
 from fctune.modeling.build import CausalLM
-from fctune.modeling.lora import copy_full_
+from fctune.modeling.frozen import fill_rows_, is_scale, rows_to_fill
+from fctune.modeling.lora import is_adapter
 
 # torchtune's name inside a block -> Hugging Face's.
 _BLOCK_NAMES = {
@@ -29,12 +32,12 @@ _BLOCK_NAMES = {
     "mlp_norm": "post_attention_layernorm",
 }
 _ROOT_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
-_BLOCK = re.compile(r"(?:decoder\.)?layers\.(\d+)\.(.+)\.(weight|bias|scale|lora_a|lora_b)")
-_ROOT = re.compile(r"(?:decoder\.)?(\w+)\.(weight|bias|scale|lora_a|lora_b)")
+_BLOCK = re.compile(r"(?:decoder\.)?layers\.(\d+)\.(.+)\.(weight|bias|scale|lora_a|lora_b|magnitude)")
+_ROOT = re.compile(r"(?:decoder\.)?(\w+)\.(weight|bias|scale|lora_a|lora_b|magnitude)")
 
 
 def to_hf_name(name: str) -> str:
-    """Hugging Face's name of one of our parameters; ``lora_a`` and ``lora_b`` keep their last word."""
+    """Hugging Face's name of one of our parameters; those of adapters keep their last word."""
     if match := _BLOCK.fullmatch(name):
         index, module, leaf = match.groups()
         stem = f"model.layers.{index}.{_BLOCK_NAMES[module]}"
@@ -46,56 +49,81 @@ def to_hf_name(name: str) -> str:
     return f"{stem}.{'weight' if leaf == 'scale' else leaf}"
 
 
+def peft_name(name: str) -> str:
+    """PEFT's name of one of our adapters' parameters."""
+    stem, _, leaf = to_hf_name(name).rpartition(".")
+    theirs = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+    return f"base_model.model.{stem}.{theirs[leaf]}"
+
+
 def to_hf_layout(name: str, tensor: Tensor, architecture: Architecture) -> Tensor:
-    """A weight, or the B of its adapter, in Hugging Face's row order.
+    """A weight, or the B of its adapter, in Hugging Face's row order; whole, or the rows of some heads.
 
     torchtune's Llama rotates neighbouring pairs of a head's rows, Hugging Face's rotates halves: the rows of the query
     and key projections differ by that permutation. Qwen2 is built with halves in both.
     """
-    heads = _num_rotated_heads(name, architecture)
-    if heads is None:
+    if not _is_rotated(name, architecture):
         return tensor
     shape = tensor.shape
-    return tensor.reshape(heads, architecture.head_dim // 2, 2, *shape[1:]).transpose(1, 2).reshape(shape)
+    return tensor.reshape(-1, architecture.head_dim // 2, 2, *shape[1:]).transpose(1, 2).reshape(shape)
 
 
 def from_hf_layout(name: str, tensor: Tensor, architecture: Architecture) -> Tensor:
     """The inverse of ``to_hf_layout``."""
-    heads = _num_rotated_heads(name, architecture)
-    if heads is None:
+    if not _is_rotated(name, architecture):
         return tensor
     shape = tensor.shape
-    return tensor.reshape(heads, 2, architecture.head_dim // 2, *shape[1:]).transpose(1, 2).reshape(shape)
+    return tensor.reshape(-1, 2, architecture.head_dim // 2, *shape[1:]).transpose(1, 2).reshape(shape)
 
 
 def load_base_(model: CausalLM, model_dir: str | Path) -> None:
-    """Copy a directory's safetensors into the model in place, each rank keeping its shard of one tensor at a time.
+    """Copy a directory's safetensors into the model in place.
 
-    Adapters are not in the directory and are left as they are.
+    A rank reads of each tensor the rows that its shard is made of, and of the rotated projections the heads they lie
+    in, so it never holds more than its shards and a part of one tensor. 4-bit weights alone are read whole, as their
+    scales are those of the whole tensor. Adapters are not in the directory and are left as they are.
 
     Raises:
         CheckpointError: when a file is missing or damaged, or its tensors are not exactly those of the model.
     """
-    wanted = {to_hf_name(n): (n, p) for n, p in model.named_parameters() if not n.endswith((".lora_a", ".lora_b"))}
+    parameters = dict(model.named_parameters())
+    wanted = {to_hf_name(name): name for name in parameters if not is_adapter(name) and not is_scale(name)}
     index = locate_tensors(model_dir)
     if model.architecture.is_tied:
         index.pop("lm_head.weight", None)
     _check_names(model_dir, wanted, index)
     by_file: dict[Path, list[str]] = {}
-    for name, file in index.items():
-        by_file.setdefault(file, []).append(name)
-    for file, names in by_file.items():
+    for hf_name, file in index.items():
+        by_file.setdefault(file, []).append(hf_name)
+    for file, hf_names in by_file.items():
         with safe_open(file, framework="pt") as tensors:
-            for hf_name in names:
-                name, parameter = wanted[hf_name]
-                full = tensors.get_tensor(hf_name)
-                if full.shape != parameter.shape:
+            for hf_name in hf_names:
+                name = wanted[hf_name]
+                stored = tensors.get_slice(hf_name)
+                shape = list(parameters[name].shape)
+                if stored.get_shape() != shape:
                     raise CheckpointError(
-                        f"{file}: {hf_name} is {list(full.shape)}, config.json asks for {list(parameter.shape)}."
+                        f"{file}: {hf_name} is {stored.get_shape()}, config.json asks for {shape}. "
+                        "Download the model again."
                     )
-                if not torch.isfinite(full).all():
+                rows = rows_to_fill(parameters[name])
+                if rows.start == rows.stop:
+                    continue  # more ranks than rows
+                part = _read_rows(stored, rows, name, model.architecture)
+                if not torch.isfinite(part).all():
                     raise CheckpointError(f"{file}: {hf_name} holds NaN or infinity; download the model again.")
-                copy_full_(parameter, from_hf_layout(name, full, model.architecture))
+                fill_rows_(model, name, part)
+
+
+def _read_rows(stored: Any, rows: slice, name: str, architecture: Architecture) -> Tensor:
+    """Rows of a tensor of a file in our order, of which some heads are read where rows are permuted within them."""
+    if not _is_rotated(name, architecture):
+        part: Tensor = stored[rows]
+        return part
+    size = architecture.head_dim
+    first = rows.start // size * size
+    heads = from_hf_layout(name, stored[first : math.ceil(rows.stop / size) * size], architecture)
+    return heads[rows.start - first : rows.stop - first]
 
 
 def locate_tensors(model_dir: str | Path) -> dict[str, Path]:
@@ -139,9 +167,7 @@ def _check_names(model_dir: str | Path, wanted: Iterable[str], found: Iterable[s
         )
 
 
-def _num_rotated_heads(name: str, architecture: Architecture) -> int | None:
-    if architecture.family != "llama" or name.endswith(".lora_a"):
-        return None
-    if ".q_proj." in name:
-        return architecture.num_heads
-    return architecture.num_kv_heads if ".k_proj." in name else None
+def _is_rotated(name: str, architecture: Architecture) -> bool:
+    """Whether the rows of a parameter are permuted within the heads."""
+    is_query_or_key = ".q_proj." in name or ".k_proj." in name
+    return architecture.family == "llama" and is_query_or_key and not name.endswith(".lora_a")

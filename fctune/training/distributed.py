@@ -6,15 +6,17 @@ Ranks take the same branches: what one rank finds (an error, a reason to stop) i
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fctune.errors import CheckpointError, ConfigError, DataError
 
@@ -33,6 +35,7 @@ class World:
     world_size: int
     local_rank: int
     device: torch.device
+    ranks_per_node: int = 1
 
     @property
     def is_main(self) -> bool:
@@ -60,7 +63,9 @@ def start_world() -> World:
         backend = "gloo"
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=_TIMEOUT)
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
+    world_size = dist.get_world_size()
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return World(dist.get_rank(), world_size, local_rank, device, ranks_per_node)
 
 
 def stop_world() -> None:
@@ -75,6 +80,13 @@ def sum_(tensor: Tensor) -> Tensor:
     if dist.get_world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
+
+
+def gather_rows(row: Tensor) -> Tensor:
+    """The row ``[n]`` of every rank, ``[ranks, n]``, on every rank."""
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    return torch.stack(rows)
 
 
 def barrier() -> None:
@@ -117,3 +129,57 @@ def on_main(action: Callable[[], T]) -> T:
         raise box[1]
     result: T = box[0]
     return result
+
+
+def any_rank(flags: Sequence[bool]) -> list[bool]:
+    """For each flag, whether it is set on any rank."""
+    tensor = torch.tensor(flags, dtype=torch.uint8)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return [bool(flag) for flag in tensor.tolist()]
+
+
+def new_cpu_group() -> dist.ProcessGroup:
+    """A group of all ranks for collectives from another thread than training's, over the CPU."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+    return group
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value of every rank, in order, on every rank; small and picklable."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def gather_tensor(tensor: Tensor, owner: int, group: dist.ProcessGroup) -> Tensor | None:
+    """A tensor of the CPU, whole, on the rank ``owner`` alone; None on the others.
+
+    Args:
+        tensor: plain (the same on all ranks), or a DTensor sharded along its first dim and replicated otherwise.
+        owner: global rank.
+        group: of all ranks, over the CPU.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor if dist.get_rank() == owner else None
+    mesh = tensor.device_mesh
+    axis = next((i for i, placement in enumerate(tensor.placements) if placement.is_shard(0)), None)
+    local = tensor.to_local().contiguous()
+    if axis is None:
+        return local if dist.get_rank() == owner else None
+    # One replica of the shards is enough: the first along every other axis of the mesh.
+    holders = mesh.mesh[tuple(slice(None) if i == axis else 0 for i in range(mesh.ndim))].tolist()
+    rows = math.ceil(tensor.shape[0] / len(holders))  # as torch.chunk cuts, and FSDP with it
+    bounds = [(min(i * rows, tensor.shape[0]), min((i + 1) * rows, tensor.shape[0])) for i in range(len(holders))]
+    if dist.get_rank() != owner:
+        for rank, (start, stop) in zip(holders, bounds, strict=True):
+            if rank == dist.get_rank() and stop > start:
+                dist.send(local, owner, group=group)
+        return None
+    full = torch.empty(tensor.shape, dtype=local.dtype)
+    for rank, (start, stop) in zip(holders, bounds, strict=True):
+        if rank == owner:
+            full[start:stop] = local[: stop - start]
+        elif stop > start:
+            dist.recv(full[start:stop], rank, group=group)
+    return full

@@ -10,11 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
 from fctune.config import RunConfig, load_config
 from fctune.errors import ConfigError
 from fctune.training import distributed
 from fctune.training.distributed import UserError, World
 from fctune.training.loop import NonFiniteError
+from fctune.training.preemption import STOPPED, Stopped, StopRequest
+from fctune.training.run import Run, open_run
 from fctune.training.run_directory import RunDirectory
 
 logger = logging.getLogger("fctune")
@@ -35,42 +39,50 @@ class Recipe(Protocol):
         """What is kept at the end."""
 
     def cleanup(self) -> None:
-        """Let go of files."""
+        """Let go of files, threads and signals; called however the run ended, unless by a defect."""
 
 
-def run_recipe(make: Callable[[RunConfig, World, RunDirectory], Recipe], argv: Sequence[str]) -> int:
-    """Run a recipe to its end; returns the exit code: 0 done, 1 the run failed, 2 wrong usage, config or data.
+def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[str]) -> int:
+    """Run a recipe to its end; returns the exit code.
+
+    0 done, 1 the run failed, 2 wrong usage, config or data, 75 asked to stop and saved: run the same command to go on.
 
     A user's error is agreed on by all ranks and reported once, by rank 0; any other error is a traceback of the rank
     that met it. Either way ``exit.json`` says why the run ended.
     """
     world = distributed.start_world()
     _start_logging(world)
-    run: RunDirectory | None = None
+    run: Run | None = None
     recipe: Recipe | None = None
+    checkpoint: Path | None = None
     try:
         config = distributed.agree(lambda: _read_command_line(argv))
-        run = _start_run(config, world)
+        run = open_run(config, world, lambda directory: _hear_requests(directory, world))
         recipe = make(config, world, run)
         recipe.setup()
         recipe.train()
         recipe.save_checkpoint()
-        recipe.cleanup()
         code, reason = 0, "completed"
     except UserError as error:
         code, reason = 2, str(error)
     except NonFiniteError as error:
         code, reason = 1, str(error)
+    except Stopped as stopped:
+        code, reason, checkpoint = STOPPED, str(stopped), stopped.checkpoint
     except Exception as error:  # a defect, ours or a library's: other ranks may be waiting in a collective
         traceback.print_exc()
+        get_error_handler().record_exception(error)  # for the launcher, which reports the first rank's that failed
         if run is not None:
-            run.finish(1, f"rank {world.rank}: {type(error).__name__}: {error}", recipe.step if recipe else 0)
+            reason = f"rank {world.rank}: {type(error).__name__}: {error}"
+            run.directory.finish(1, reason, recipe.step if recipe else 0, run.newest_checkpoint(), True)
         return 1
+    if recipe is not None:
+        recipe.cleanup()
     if world.is_main:
         if code:
             print(f"\n{reason}\n", file=sys.stderr, flush=True)
         if run is not None:
-            run.finish(code, reason, recipe.step if recipe else 0)
+            run.directory.finish(code, reason, recipe.step if recipe else 0, checkpoint or run.newest_checkpoint())
     distributed.stop_world()
     return code
 
@@ -87,12 +99,12 @@ def _read_command_line(argv: Sequence[str]) -> RunConfig:
     return load_config(Path(known.config), overrides)
 
 
-def _start_run(config: RunConfig, world: World) -> RunDirectory:
-    run = RunDirectory(config.output_dir)
-    moved = distributed.on_main(lambda: run.start(config, world.world_size))
-    if moved is not None:
-        logger.info("%s held an earlier run, which is now %s", run.path, moved)
-    return run
+def _hear_requests(directory: RunDirectory, world: World) -> StopRequest:
+    def leave(reason: str) -> None:
+        if world.is_main:
+            directory.finish(STOPPED, reason, 0)
+
+    return StopRequest(directory.stop_file if world.is_main else None, leave)
 
 
 def _start_logging(world: World) -> None:

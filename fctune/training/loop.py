@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from fctune.config import RunConfig
-from fctune.data.loader import GlobalLoader
+from fctune.data.loader import GlobalLoader, StepTotals
 from fctune.data.prepared import PreparedSet
 from fctune.errors import ConfigError, DataError
+from fctune.modeling.build import CausalLM
+from fctune.modeling.lora import is_adapter
+from fctune.telemetry.metrics import FlopCounter, StepClock, describe_skew, peak_memory_gib
 from fctune.telemetry.sinks import Sinks
 from fctune.training.distributed import World
+from fctune.training.feed import Feeder
 from fctune.training.step import StepResult, mean_loss, train_step
 
 
@@ -27,10 +32,30 @@ class NonFiniteError(RuntimeError):
 class TrainState:
     """All that a step changes."""
 
-    model: nn.Module
+    model: CausalLM
     optimizer: Optimizer
-    scheduler: LRScheduler
+    scheduler: LambdaLR
     step: int = 0
+    num_tokens: int = 0  # real ones, over all ranks, since the run began
+
+
+class StepKeeper:
+    """What the loop tells where it is; this one does nothing of it. ``fctune.training.keeper`` saves and stops."""
+
+    def step(self) -> AbstractContextManager[None]:
+        """Around the part of a step that must not hang."""
+        return nullcontext()
+
+    def before_update(self) -> None:
+        """The weights are about to change."""
+
+    def measure(self, step: int, is_last: bool) -> dict[str, Any]:
+        """A step is taken; what is to stand in its metrics beside what the loop knows."""
+        return {}
+
+    def after_step(self, step: int, is_last: bool) -> bool:
+        """The metrics of a step are written; whether to go on."""
+        return True
 
 
 def count_steps(config: RunConfig, prepared: PreparedSet, world: World) -> int:
@@ -56,45 +81,60 @@ def count_steps(config: RunConfig, prepared: PreparedSet, world: World) -> int:
 
 
 def train(
-    config: RunConfig, state: TrainState, prepared: PreparedSet, num_steps: int, world: World, sinks: Sinks
+    config: RunConfig,
+    state: TrainState,
+    prepared: PreparedSet,
+    num_steps: int,
+    world: World,
+    sinks: Sinks,
+    keeper: StepKeeper | None = None,
 ) -> None:
     """Take the run from ``state.step`` to ``num_steps``, in place.
 
     Raises:
         NonFiniteError: a step was not finite and ``on_nonfinite`` is stop.
     """
+    keeper = keeper or StepKeeper()
     loader = GlobalLoader(prepared, "train", config.global_batch_size, config.seed, pad_to=config.data.pad_to)
     state.model.train()
-    while state.step < num_steps:
-        started = time.perf_counter()
-        step = loader.step_at(state.step + 1)
-        batches = loader.micro_batches(step, world.rank, world.world_size, config.micro_batch_size)
-        lr = float(state.scheduler.get_last_lr()[0])
-        result = train_step(
-            state.model,
-            state.optimizer,
-            batches,
-            world,
-            clip_grad_norm=config.clip_grad_norm,
-            seed=config.seed,
-            step=step.step,
-        )
-        state.scheduler.step()
-        state.step = step.step
-        elapsed = time.perf_counter() - started
-        metrics = _describe_step(result, lr, elapsed) | {"step": step.step, "epoch": step.epoch}
-        metrics["data_digest"] = step.data_digest
-        if _is_validation_due(config, prepared, step.step, num_steps):
-            metrics["validation_loss"] = validation_loss(config, state.model, prepared, world)
-        sinks.write(metrics)
-        if not result.is_applied and config.on_nonfinite == "stop":
-            raise NonFiniteError(
-                f"step {step.step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite, stopped before "
-                "the update. Lower optimizer.lr, or set on_nonfinite=skip to leave such steps out."
-            )
+    clock, flops = StepClock(world.device), count_flops(state.model)
+    with Feeder(loader, world, config.micro_batch_size, state.model.kernel, num_steps) as feeder:
+        while state.step < num_steps:
+            started = time.perf_counter()
+            data = feeder.take(state.step + 1)
+            step, waited = data.step, time.perf_counter() - started
+            lr = float(state.scheduler.get_last_lr()[0])
+            with keeper.step():
+                result = train_step(
+                    state.model,
+                    state.optimizer,
+                    data,
+                    world,
+                    clip_grad_norm=config.clip_grad_norm,
+                    clock=clock,
+                    before_update=keeper.before_update,
+                )
+            state.scheduler.step()
+            state.step = step.step
+            state.num_tokens += result.num_tokens
+            elapsed = time.perf_counter() - started
+            metrics = _describe_step(result, lr, elapsed) | {"step": step.step, "epoch": step.epoch}
+            metrics |= {"data_digest": step.data_digest, "data_time_s": waited}
+            metrics |= _describe_work(result, data.totals, flops, elapsed, world)
+            if _is_validation_due(config, prepared, step.step, num_steps):
+                metrics["validation_loss"] = validation_loss(config, state.model, prepared, world)
+            metrics |= keeper.measure(step.step, step.step == num_steps)
+            sinks.write(metrics)
+            if not result.is_applied and config.on_nonfinite == "stop":
+                raise NonFiniteError(
+                    f"step {step.step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite, stopped "
+                    "before the update. Lower optimizer.lr, or set on_nonfinite=skip to leave such steps out."
+                )
+            if not keeper.after_step(step.step, step.step == num_steps):
+                break
 
 
-def validation_loss(config: RunConfig, model: nn.Module, prepared: PreparedSet, world: World) -> float:
+def validation_loss(config: RunConfig, model: CausalLM, prepared: PreparedSet, world: World) -> float:
     """Weighted mean loss over the validation split; the same at any world size."""
     num_packs = prepared.num_packs("validation")
     loader = GlobalLoader(prepared, "validation", num_packs, config.seed, is_shuffled=False)
@@ -118,3 +158,26 @@ def _describe_step(result: StepResult, lr: float, elapsed_s: float) -> dict[str,
         "step_time_s": elapsed_s,
     }
     return metrics if result.is_applied else metrics | {"is_skipped": True}
+
+
+def count_flops(model: CausalLM) -> FlopCounter:
+    """Counts what the training of a model costs."""
+    base = [p for name, p in model.named_parameters() if not is_adapter(name)]
+    a = model.architecture
+    has_frozen = not any(p.requires_grad for p in base)
+    return FlopCounter(sum(p.numel() for p in base), a.num_layers, a.num_heads * a.head_dim, has_frozen)
+
+
+def _describe_work(
+    result: StepResult, totals: StepTotals, flops: FlopCounter, elapsed_s: float, world: World
+) -> dict[str, Any]:
+    num_flops = flops.weights(totals.num_tokens) + flops.attention(totals.num_pairs)
+    described: dict[str, Any] = {
+        "tokens_padding": result.num_slots - result.num_tokens,
+        "tflops_per_device": num_flops / elapsed_s / world.world_size / 1e12,
+        "peak_memory_gib": peak_memory_gib(world.device),
+    }
+    if all(map(math.isfinite, result.compute_s)):  # of the step before, so not in the first
+        described["compute_time_s"] = sum(result.compute_s) / world.world_size
+        described |= describe_skew(result.compute_s)
+    return described

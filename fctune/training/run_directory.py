@@ -1,4 +1,4 @@
-"""What a run leaves in its output directory: run.json, metrics.jsonl, exit.json, export/."""
+"""What a run leaves in its output directory: run.json, metrics.jsonl, exit.json, checkpoints/, export/."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import platform
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,16 @@ class RunDirectory:
         """Models for others: ``merged`` and ``adapter``."""
         return self.path / "export"
 
+    @property
+    def checkpoints(self) -> Path:
+        """What a run goes on from."""
+        return self.path / "checkpoints"
+
+    @property
+    def stop_file(self) -> Path:
+        """Asks the run to save and stop, when someone makes it."""
+        return self.path / "stop"
+
     def start(self, config: RunConfig, world_size: int) -> Path | None:
         """Make the directory and write run.json; returns where an earlier run in it was moved, if there was one.
 
@@ -52,7 +63,7 @@ class RunDirectory:
                 "seed": config.seed,
                 "world_size": world_size,
                 "git_revision": _git_revision(),
-                "versions": _versions(),
+                "versions": versions(),
                 "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             }
             self._write("run.json", self._run)
@@ -61,6 +72,45 @@ class RunDirectory:
                 f"output_dir={self.path}: cannot be written ({error.strerror}). Choose a directory you can write to."
             ) from None
         return moved
+
+    def go_on(self, config: RunConfig, world_size: int, step: int, checkpoint: Path, damaged: Sequence[str]) -> None:
+        """Take up the run that is here after ``step``: run.json says so, and metrics.jsonl forgets the steps beyond.
+
+        Raises:
+            ConfigError: when the directory cannot be written.
+        """
+        try:
+            if (self.path / "run.json").exists():
+                self._run = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+            resumed = {
+                "step": step,
+                "checkpoint": str(checkpoint),
+                "not_used": list(damaged),
+                "world_size": world_size,
+                "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            }
+            self._run |= {"config": config.to_dict(), "world_size": world_size, "versions": versions()}
+            self._run["resumed"] = [*self._run.get("resumed", []), resumed]
+            self._write("run.json", self._run)
+            self._forget_steps_after(step)
+            for name in ("exit.json", "stop"):
+                (self.path / name).unlink(missing_ok=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"output_dir={self.path}: the run in it cannot be taken up ({error}).") from None
+
+    def _forget_steps_after(self, step: int) -> None:
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except ValueError:  # a line that a kill cut in half
+                continue
+        partial = self.metrics.with_name(".metrics.jsonl.partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.rename(self.metrics)
 
     def describe(self, **details: Any) -> None:
         """Add to run.json what is known only after the start."""
@@ -73,10 +123,19 @@ class RunDirectory:
             number += 1
         return path
 
-    def finish(self, code: int, reason: str, step: int, checkpoint: str | None = None) -> None:
-        """Write exit.json: why the run ended, since torchrun turns every exit code into 1."""
+    def finish(
+        self, code: int, reason: str, step: int, checkpoint: Path | None = None, is_defect: bool = False
+    ) -> None:
+        """Write exit.json: why the run ended, since torchrun turns every exit code into 1.
+
+        A defect is written by the rank that met it, unless there is a word already: what follows a rank's end on the
+        others is not why the run ended.
+        """
+        if is_defect and (self.path / "exit.json").exists():
+            return
+        shown = None if checkpoint is None else str(checkpoint)
         if self.path.is_dir():
-            self._write("exit.json", {"code": code, "reason": reason, "step": step, "checkpoint": checkpoint})
+            self._write("exit.json", {"code": code, "reason": reason, "step": step, "checkpoint": shown})
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
         partial = self.path / f".{name}.partial"
@@ -84,14 +143,15 @@ class RunDirectory:
         partial.rename(self.path / name)
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
+def versions() -> dict[str, str]:
+    """Of Python and the packages that a run depends on."""
+    found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            versions[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
+            found[name] = "not installed"
+    return found
 
 
 def _git_revision() -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -36,3 +37,15 @@ def lr_factor(config: LRSchedulerConfig, num_steps: int) -> Callable[[int], floa
 def build_scheduler(optimizer: Optimizer, config: LRSchedulerConfig, num_steps: int) -> LambdaLR:
     """A torch scheduler for a run of ``num_steps``."""
     return LambdaLR(optimizer, lr_factor(config, num_steps))
+
+
+def move_schedule_(scheduler: LambdaLR, step: int) -> None:
+    """Put a schedule where it is after ``step`` optimizer steps, in place."""
+    scheduler.last_epoch = step
+    rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, lr in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+    scheduler._last_lr = rates

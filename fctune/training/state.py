@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from fctune.config import RunConfig, resolve_component
 from fctune.data.encode import Counts
 from fctune.data.prepared import PreparedSet, describe_counts, open_prepared, prepare, prepared_root
+from fctune.modeling.activations import checkpoint_blocks_, compile_blocks_, round_products_
 from fctune.modeling.architecture import read_architecture
+from fctune.modeling.attention import choose_kernel
 from fctune.modeling.build import CausalLM, build_model, materialize_
-from fctune.modeling.shard import shard_
+from fctune.modeling.footprint import Workload, estimate
+from fctune.modeling.frozen import check_shards
+from fctune.modeling.precision import check_device, choose_formats
+from fctune.modeling.shard import Hardware, Layout, check_memory, choose_layout, shard_
 from fctune.modeling.weights import load_base_
+from fctune.telemetry.device import capability_of, describe_device, total_memory
 from fctune.telemetry.sinks import ConsoleSink, JsonlSink, Sinks
 from fctune.training import distributed
 from fctune.training.distributed import World
@@ -23,8 +29,6 @@ from fctune.training.run_directory import RunDirectory
 from fctune.training.schedule import build_scheduler
 
 logger = logging.getLogger("fctune")
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def prepare_data(config: RunConfig, model_dir: Path, world: World) -> PreparedSet:
@@ -42,31 +46,73 @@ def prepare_data(config: RunConfig, model_dir: Path, world: World) -> PreparedSe
 
 
 def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:
-    """The model's shape, on the meta device, in the precision of the run."""
-    dtype = _DTYPES[config.precision or ("bf16" if world.device.type == "cuda" else "fp32")]
+    """The model's shape, on the meta device, in the formats of the run, with the attention its device is fastest at."""
+    device, capability = world.device, capability_of(world.device)
+    formats = choose_formats(config.precision, config.adapter is not None, device.type)
 
     def build() -> CausalLM:
-        return build_model(read_architecture(model_dir), config.data.seq_len, dtype)
+        base = "bf16" if config.adapter is None else config.adapter.base
+        check_device(formats, base, device.type, capability, describe_device(device))
+        return build_model(read_architecture(model_dir), config.data.seq_len, formats.weights)
 
-    return distributed.agree(build)
+    model = distributed.agree(build)
+    model.formats = formats
+    if formats.has_float8_products:
+        round_products_(model)
+        if not config.compile:
+            logger.warning("precision=%s without compile=true is slower than bfloat16", config.precision)
+    head_dim = model.architecture.head_dim
+    model.kernel, described = choose_kernel(device.type, formats.compute, head_dim, capability)
+    logger.info("attention: %s", described)
+    return model
 
 
 def place_(model: CausalLM, config: RunConfig, model_dir: Path, world: World) -> None:
-    """Shard a shaped model over the ranks and fill it with the base's weights; adapters are left unfilled."""
-    mode = shard_(model, config.parallel, world.device.type, world.world_size)
+    """Shard a shaped model over the ranks and fill it with the base's weights; adapters are left unfilled.
+
+    Raises:
+        ConfigError: a layout that does not fit the ranks, or a model that does not fit their memory.
+        CheckpointError: weights that are not all there, or not those of the model.
+    """
+    hardware = Hardware(
+        world.device.type, world.world_size, world.ranks_per_node, total_memory(world.device, world.ranks_per_node)
+    )
+    has_adapter = config.adapter is not None
+    work = Workload(
+        model.formats,
+        config.optimizer,
+        config.micro_batch_size * config.data.seq_len,
+        checkpointed=config.activation_checkpointing.fraction,
+        is_cpu_offloaded=config.parallel.cpu_offload,
+    )
+
+    def choose() -> Layout:
+        need = functools.partial(estimate, model, work)
+        layout = choose_layout(config.parallel, hardware, has_adapter, need)
+        check_shards(model, layout.shard)
+        check_memory(hardware, layout, has_adapter, need, config.model.path)
+        return layout
+
+    layout = distributed.agree(choose)
+    checkpoint_blocks_(model, config.activation_checkpointing, world.device.type)
+    if config.compile:
+        compile_blocks_(model)
+    shard_(model, layout, config.parallel, model.formats, hardware)
     materialize_(model, world.device)
     distributed.agree(lambda: load_base_(model, model_dir))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
+    held, computed = (str(dtype).removeprefix("torch.") for dtype in (model.formats.weights, model.formats.compute))
     logger.info(
-        "model: %s parameters, %s trained, %s, %s on %s x %d",
+        "model: %s parameters, %s trained, %s, on %s x %d",
         f"{total:,}",
         f"{trained:,}",
-        str(model.head_weight().dtype).removeprefix("torch."),
-        {"none": "unsharded", "fsdp": "FSDP"}[mode],
-        world.device.type,
+        held if held == computed else f"{held} computed in {computed}",
+        describe_device(world.device),
         world.world_size,
     )
+    logger.info("layout: %s", layout)
+    logger.info("memory by estimate, a rank: %s", estimate(model, work, layout.shard))
 
 
 def start_state(model: CausalLM, config: RunConfig, num_steps: int) -> TrainState:

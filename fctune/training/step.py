@@ -3,97 +3,111 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fctune.data.loader import Batch
-from fctune.modeling.attention import DocumentBounds
-from fctune.modeling.dropout import row_key
+from fctune.modeling.build import CausalLM
+from fctune.modeling.shard import defer_reduce, release_gathered
+from fctune.telemetry.metrics import StepClock
 from fctune.training import distributed
 from fctune.training.distributed import World
+from fctune.training.feed import StepData, make_inputs
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step measured, over all ranks; where it was not finite, ``is_applied`` is False and no weight changed."""
+    """What a step measured, over all ranks; where it was not finite, ``is_applied`` is False and no weight changed.
+
+    ``num_slots`` are the places computed, padding among them. ``compute_s`` are the seconds that forward and backward
+    of the step before took on each rank: this step's are not known when ranks exchange their numbers.
+    """
 
     loss: float
     grad_norm: float
     num_tokens: int
     num_supervised: int
+    num_slots: int
+    compute_s: tuple[float, ...]
     is_applied: bool
 
 
 def train_step(
-    model: nn.Module,
+    model: CausalLM,
     optimizer: Optimizer,
-    batches: Sequence[Batch],
+    data: StepData,
     world: World,
     *,
     clip_grad_norm: float | None,
-    seed: int,
-    step: int,
+    clock: StepClock | None = None,
+    before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Accumulate over this rank's micro-batches, reduce over ranks, clip, update.
 
     The loss is one weighted mean over all supervised tokens of the global step: sum over micro-batches and ranks of
     weight x cross-entropy, divided by the sum of weights. The divisor is known before the first backward, so gradients
-    need no scaling after. Sharded gradients come back averaged over ranks, hence the factor ``world_size``.
+    need no scaling after. Gradients come back averaged over ranks, hence the factor ``world_size``.
+    ``before_update`` is called when all is computed and the weights are about to change.
+
+    The host waits for the device once, for the numbers that are logged and that decide whether the update is applied.
     """
-    sums = torch.tensor(
-        [
-            sum(batch.weight_sum for batch in batches),
-            sum(batch.num_tokens for batch in batches),
-            sum(batch.num_supervised for batch in batches),
-        ],
-        dtype=torch.float64,
-    )
-    weight_sum, num_tokens, num_supervised = distributed.sum_(sums).tolist()
+    totals, clock = data.totals, clock or StepClock(world.device)
     optimizer.zero_grad(set_to_none=True)
+    clock.start()
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    for batch in batches:
-        loss = batch_loss(model, batch, world.device, seed=seed, step=step)
-        (loss * (world.world_size / weight_sum)).backward()
+    for left, inputs in zip(reversed(range(len(data.inputs))), data.inputs, strict=True):
+        defer_reduce(model, is_deferred=left > 0)
+        loss: Tensor = model(**inputs.arguments(world.device))
+        (loss * (world.world_size / totals.weight_sum)).backward()  # type: ignore[no-untyped-call]
         loss_sum += loss.detach()
-    loss_value = float(distributed.sum_(loss_sum)) / weight_sum
+    clock.stop()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    grad_norm = float(_clip_(parameters, clip_grad_norm))
-    is_finite = math.isfinite(loss_value) and math.isfinite(grad_norm)
+    norm = _clip_(parameters, clip_grad_norm)
+    num_slots = sum(inputs.tokens.numel() for inputs in data.inputs)
+    rows = _exchange(torch.stack([loss_sum, norm.to(loss_sum)]), [num_slots, clock.last_s], world)
+    clock.settle()
+    loss_value, grad_norm = sum(row[0] for row in rows) / totals.weight_sum, rows[0][1]
+    is_finite = all(math.isfinite(value) for row in rows for value in row[:2])
+    before_update()
     if is_finite:
         optimizer.step()
-    return StepResult(loss_value, grad_norm, int(num_tokens), int(num_supervised), is_finite)
-
-
-def batch_loss(model: nn.Module, batch: Batch, device: torch.device, *, seed: int = 0, step: int = 0) -> Tensor:
-    """Sum over a batch's supervised tokens of weight x cross-entropy; dropout is a function of (seed, step, row)."""
-    keys = torch.tensor([row_key(seed, step, row) for row in batch.rows])
-    loss: Tensor = model(
-        batch.tokens.to(device, non_blocking=True),
-        positions=None if batch.positions is None else batch.positions.to(device, non_blocking=True),
-        bounds=None if batch.lengths is None else DocumentBounds(batch.lengths),
-        labels=batch.labels.to(device, non_blocking=True),
-        loss_weights=batch.loss_weights.to(device, non_blocking=True),
-        row_keys=keys.to(device, non_blocking=True),
+    return StepResult(
+        loss=loss_value,
+        grad_norm=grad_norm,
+        num_tokens=totals.num_tokens,
+        num_supervised=totals.num_supervised,
+        num_slots=int(sum(row[2] for row in rows)),
+        compute_s=tuple(row[3] for row in rows),
+        is_applied=is_finite,
     )
-    return loss
 
 
 @torch.no_grad()
-def mean_loss(model: nn.Module, batches: Iterable[Batch], world: World) -> float:
+def mean_loss(model: CausalLM, batches: Iterable[Batch], world: World) -> float:
     """Weighted mean loss over all ranks' batches, without dropout; the training mode is put back after."""
     was_training = model.training
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64)
+    loss_sum, weight_sum = torch.zeros((), dtype=torch.float64, device=world.device), 0.0
     for batch in batches:
-        sums += torch.tensor([float(batch_loss(model, batch, world.device)), batch.weight_sum], dtype=torch.float64)
+        loss_sum += model(**make_inputs(batch, model.kernel).arguments(world.device))
+        weight_sum += batch.weight_sum
     model.train(was_training)
-    loss_sum, weight_sum = distributed.sum_(sums).tolist()
-    return float(loss_sum / weight_sum)
+    release_gathered(model)
+    rows = _exchange(loss_sum[None], [weight_sum], world)
+    return sum(row[0] for row in rows) / sum(row[1] for row in rows)
+
+
+def _exchange(measured: Tensor, known: Sequence[float], world: World) -> list[list[float]]:
+    """Every rank's numbers: those on the device first, then those the host knows. Waits for the device."""
+    host = torch.tensor(known, dtype=measured.dtype, pin_memory=world.device.type == "cuda")
+    row = torch.cat([measured, host.to(world.device, non_blocking=True)])
+    rows: list[list[float]] = distributed.gather_rows(row).tolist()
+    return rows
 
 
 def _clip_(parameters: Sequence[Tensor], max_norm: float | None) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from fctune.config import ADAPTER_MODULES, AdapterConfig
 from fctune.errors import ConfigError
-from fctune.modeling.dropout import TokenKeys, keyed_dropout, module_salt, row_key
+from fctune.modeling.dropout import TokenKeys, channel_keys, keyed_dropout, row_key
 from tests.modeling.test_parity import load
 
 
@@ -47,19 +47,19 @@ def test_only_adapters_train(make_model: Callable[..., Path]) -> None:
 
 def test_dropout_of_a_row_does_not_depend_on_its_batch() -> None:
     x = torch.ones(3, 20, 16)
-    together = keyed_dropout(x, 0.3, keys_of([0, 1, 2], 20), module_salt("m"))
+    together = keyed_dropout(x, 0.3, keys_of([0, 1, 2], 20), channel_keys("m", x.shape[-1]))
     for row in range(3):
-        alone = keyed_dropout(x[row : row + 1], 0.3, keys_of([row], 20), module_salt("m"))
+        alone = keyed_dropout(x[row : row + 1], 0.3, keys_of([row], 20), channel_keys("m", x.shape[-1]))
         assert torch.equal(together[row : row + 1], alone)
 
 
 def test_dropout_differs_by_step_row_and_module_and_keeps_the_mean() -> None:
     x = torch.ones(1, 512, 256)
-    base = keyed_dropout(x, 0.3, keys_of([0], 512), module_salt("m"))
+    base = keyed_dropout(x, 0.3, keys_of([0], 512), channel_keys("m", x.shape[-1]))
     for other in (
-        keyed_dropout(x, 0.3, keys_of([1], 512), module_salt("m")),
-        keyed_dropout(x, 0.3, keys_of([0], 512, step=2), module_salt("m")),
-        keyed_dropout(x, 0.3, keys_of([0], 512), module_salt("n")),
+        keyed_dropout(x, 0.3, keys_of([1], 512), channel_keys("m", x.shape[-1])),
+        keyed_dropout(x, 0.3, keys_of([0], 512, step=2), channel_keys("m", x.shape[-1])),
+        keyed_dropout(x, 0.3, keys_of([0], 512), channel_keys("n", x.shape[-1])),
     ):
         agreement = ((base > 0) == (other > 0)).float().mean()
         assert abs(float(agreement) - 0.58) < 0.01  # 0.7^2 + 0.3^2: independent

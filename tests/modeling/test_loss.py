@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from fctune.modeling import loss as loss_module
-from fctune.modeling.attention import DocumentBounds
+from fctune.modeling.attention import make_bounds
 from fctune.modeling.build import CausalLM
 from tests.modeling.test_parity import load
 
@@ -60,7 +60,7 @@ def test_chunks_give_the_same_loss_and_gradients(model: CausalLM, monkeypatch: p
     whole = model(tokens, labels=labels)
     whole.backward()
     expected = gradients(model)
-    monkeypatch.setattr(loss_module, "_MAX_LOGITS", 1000)
+    monkeypatch.setattr(loss_module, "MAX_LOGITS", 1000)
     chunked = model(tokens, labels=labels)
     chunked.backward()
     torch.testing.assert_close(chunked, whole, rtol=1e-9, atol=0)
@@ -71,7 +71,7 @@ def test_a_packed_conversation_gives_the_loss_and_gradients_it_gives_alone(model
     lengths = [17, 40, 5, 23]
     tokens, labels = batch(model, lengths)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    packed = model(tokens, positions=positions, bounds=DocumentBounds((tuple(lengths),)), labels=labels)
+    packed = model(tokens, positions=positions, bounds=make_bounds([lengths], "each"), labels=labels)
     packed.backward()
     packed_gradients = gradients(model)
     alone = torch.zeros((), dtype=torch.float64)
@@ -87,7 +87,7 @@ def test_without_bounds_neighbours_would_leak(model: CausalLM) -> None:
     lengths = [17, 40]
     tokens, labels = batch(model, lengths)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    apart = model(tokens, positions=positions, bounds=DocumentBounds((tuple(lengths),)), labels=labels)
+    apart = model(tokens, positions=positions, bounds=make_bounds([lengths], "each"), labels=labels)
     assert abs(float(apart) - float(model(tokens, positions=positions, labels=labels))) > 1e-3
 
 

@@ -35,7 +35,7 @@ def test_lora_on_two_ranks_learns_calls_from_their_own_questions_alone(
     cases = tmp_path / "cases.jsonl"
     make = [sys.executable, "-m", "fctune.cli", "data", "synthetic", "cases", "--rows", "200", "--seed", "5"]
     subprocess.run([*make, "--out", str(cases)], cwd=ROOT, check=True)
-    overrides = [f"data.sources.0.path=synthetic:{split}:16000:5", "seed=5", f"output_dir={tmp_path / 'run'}"]
+    overrides = [f"data.sources.0.path=synthetic:{split}:10000:5", "seed=5", f"output_dir={tmp_path / 'run'}"]
     config = ["--config", "configs/tiny_lora.yaml", *overrides]
     done = tune("--nproc_per_node", "2", "recipes/lora_fc_distributed", *config, timeout_s=1200)
     assert done.returncode == 0, done.stderr

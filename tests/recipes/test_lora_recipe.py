@@ -57,7 +57,7 @@ def test_a_run_leaves_what_scripts_rely_on(tmp_path: Path) -> None:
         "code": 0,
         "reason": "completed",
         "step": 2,
-        "checkpoint": None,
+        "checkpoint": str(run / "checkpoints" / "elastic-checkpoint-2"),
     }
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
@@ -72,10 +72,10 @@ def test_a_run_leaves_what_scripts_rely_on(tmp_path: Path) -> None:
         assert (run / "export" / file).is_file()
 
 
-def test_a_second_run_keeps_the_first(tmp_path: Path) -> None:
+def test_a_second_run_that_is_to_start_over_keeps_the_first(tmp_path: Path) -> None:
     assert run_ranks(run_here, 1, small(tmp_path))[0]["code"] == 0
     first = (tmp_path / "run" / "metrics.jsonl").read_text()
-    second = run_ranks(run_here, 1, small(tmp_path, "max_steps=1"))[0]
+    second = run_ranks(run_here, 1, small(tmp_path, "max_steps=1", "resume=never"))[0]
     assert second["code"] == 0
     assert "held an earlier run" in second["out"]
     assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == first

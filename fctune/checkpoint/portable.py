@@ -1,0 +1,112 @@
+"""The weights of an elastic checkpoint in Hugging Face's layout, and back: a whole model, or an adapter for PEFT."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fctune.checkpoint.elastic import flush_files, locate, read_tensor, write_files
+from fctune.checkpoint.snapshot import named_trained
+from fctune.checkpoint.store import FileRecord
+from fctune.config import AdapterConfig
+from fctune.errors import CheckpointError
+from fctune.modeling.architecture import Architecture
+from fctune.modeling.export import copy_companions, write_adapter_config, write_model_config
+from fctune.modeling.lora import copy_full_
+from fctune.modeling.weights import from_hf_layout, peft_name, to_hf_layout, to_hf_name
+
+
+class Portable(Protocol):
+    """The weights that train, in a form that other tools read."""
+
+    def write(self, folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> list[FileRecord]:
+        """Write staged weights, by our names; the files of this rank. Every rank calls it."""
+
+    def read_(self, folder: Path, model: nn.Module) -> None:
+        """Fill the weights that train from what was written, in place, nothing communicated."""
+
+
+class PortableModel:
+    """All weights, as a Hugging Face model directory."""
+
+    def __init__(self, architecture: Architecture, base_dir: Path):
+        self.architecture = architecture
+        self.base_dir = base_dir
+
+    def write(self, folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> list[FileRecord]:
+        """Write staged weights, by our names; the files of this rank."""
+        names = {to_hf_name(name): name for name in tensors}
+        by_name = {hf_name: tensors[name] for hf_name, name in names.items()}
+        records = write_files(
+            folder, "model", by_name, group, lambda name, whole: to_hf_layout(names[name], whole, self.architecture)
+        )
+        if dist.get_rank(group) == 0:
+            before = set(folder.iterdir())
+            write_model_config(folder, self.base_dir, next(iter(tensors.values())).dtype)
+            copy_companions(self.base_dir, folder)
+            records += flush_files(sorted(set(folder.iterdir()) - before))
+        return records
+
+    def read_(self, folder: Path, model: nn.Module) -> None:
+        """Fill the weights that train from such a directory, in place, nothing communicated.
+
+        Raises:
+            CheckpointError: a tensor is missing or of another shape.
+        """
+        files = locate(folder, "model")
+        for name, parameter in named_trained(model).items():
+            _copy_(parameter, folder, files, to_hf_name(name), name, self.architecture)
+
+
+class PortableAdapter:
+    """The adapters alone, as PEFT's directory; arguments as in ``export_adapter``."""
+
+    def __init__(self, architecture: Architecture, config: AdapterConfig, base: str, base_dir: Path):
+        self.architecture = architecture
+        self.config = config
+        self.base = base
+        self.base_dir = base_dir
+
+    def write(self, folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> list[FileRecord]:
+        """Write staged adapters, by our names; the files of this rank."""
+        names = {peft_name(name): name for name in tensors}
+        by_name = {theirs: tensors[name] for theirs, name in names.items()}
+        records = write_files(
+            folder,
+            "adapter_model",
+            by_name,
+            group,
+            lambda name, whole: to_hf_layout(names[name], whole, self.architecture),
+        )
+        if dist.get_rank(group) == 0:
+            before = set(folder.iterdir())
+            write_adapter_config(folder, self.config, self.base)
+            copy_companions(self.base_dir, folder)
+            records += flush_files(sorted(set(folder.iterdir()) - before))
+        return records
+
+    def read_(self, folder: Path, model: nn.Module) -> None:
+        """Fill the adapters from such a directory, in place, nothing communicated.
+
+        Raises:
+            CheckpointError: a tensor is missing or of another shape.
+        """
+        files = locate(folder, "adapter_model")
+        for name, parameter in named_trained(model).items():
+            _copy_(parameter, folder, files, peft_name(name), name, self.architecture)
+
+
+def _copy_(
+    parameter: Tensor, folder: Path, files: dict[str, Path], file_name: str, name: str, architecture: Architecture
+) -> None:
+    if file_name not in files:
+        raise CheckpointError(f"{folder}: holds no {file_name}.")
+    whole = read_tensor(files[file_name], file_name)
+    if whole.shape != parameter.shape:
+        raise CheckpointError(
+            f"{files[file_name]}: {file_name} is {list(whole.shape)}, this run has {list(parameter.shape)}."
+        )
+    copy_full_(parameter, from_hf_layout(name, whole, architecture))

@@ -1,0 +1,186 @@
+"""Saves that training does not wait for: it waits until the state is copied, and a thread does the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+
+from fctune.checkpoint.phases import reached
+from fctune.checkpoint.store import Checkpoint, CheckpointStore, FileRecord, Kind
+from fctune.training import distributed
+from fctune.training.distributed import World
+
+logger = logging.getLogger("fctune")
+
+# Writes this rank's files of a checkpoint: (folder, tensors on the CPU, state, group) -> its files.
+Write = Callable[[Path, dict[str, Tensor], dict[str, Any], dist.ProcessGroup], list[FileRecord]]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveResult:
+    """How a save ended, equal on all ranks; ``checkpoint`` is None where it failed, and ``error`` says why."""
+
+    kind: Kind
+    step: int
+    checkpoint: Checkpoint | None
+    error: str | None
+    num_bytes: int
+    seconds: float
+
+
+class Saver:
+    """Copies a snapshot to the CPU, writes and publishes it, one at a time, in a thread and over a group of its own.
+
+    Every rank calls every method at the same step. A save that still runs delays the next one, not the step.
+    """
+
+    def __init__(self, store: CheckpointStore, world: World, is_async: bool):
+        self.store = store
+        self.world = world
+        self.is_async = is_async
+        self.last: SaveResult | None = None  # the newest that ended
+        self.last_good: Checkpoint | None = None
+        self.failure: SaveResult | None = None  # the newest that failed
+        self._group = distributed.new_cpu_group()
+        pinned = torch.cuda.is_available()
+        # One stager for the run: it keeps its buffers.
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
+            )
+        )
+        self._thread: threading.Thread | None = None
+        self._staged = threading.Event()
+        self._crash: BaseException | None = None
+
+    def start(self, kind: Kind, step: int, tensors: dict[str, Tensor], state: dict[str, Any], write: Write) -> None:
+        """Begin a save of live tensors; they must not change before ``wait_staged`` returns."""
+        self.finish()
+        self._staged.clear()
+        arguments = (kind, step, tensors, state, write)
+        if self.is_async:
+            self._thread = threading.Thread(target=self._run, args=arguments, name="save", daemon=True)
+            self._thread.start()
+        else:
+            self._run(*arguments)
+            self._raise_crash()
+
+    def wait_staged(self) -> None:
+        """Return when the tensors of a running save are copied and may change."""
+        if self._thread is not None:
+            self._staged.wait()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save runs on this rank."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def finish(self) -> SaveResult | None:
+        """Wait for the running save, if there is one; how the last one ended."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._raise_crash()
+        return self.last
+
+    def close(self) -> None:
+        """Wait for the last save and let go of the buffers."""
+        self.finish()
+        self._stager.close()
+
+    def _raise_crash(self) -> None:
+        if self._crash is not None:
+            raise self._crash
+
+    def _run(self, kind: Kind, step: int, tensors: dict[str, Tensor], state: dict[str, Any], write: Write) -> None:
+        started = time.perf_counter()
+        try:
+            try:
+                reached("stage", f"{kind}-{step}")
+                staged: Any = self._stager.stage(tensors)
+            finally:
+                self._staged.set()
+            num_bytes, error, checkpoint = self._write(kind, step, staged, state, write)
+            self.last = SaveResult(kind, step, checkpoint, error, num_bytes, time.perf_counter() - started)
+            if checkpoint is not None:
+                self.last_good = checkpoint
+            else:
+                self.failure = self.last
+            if self.world.is_main:
+                _report(self.last)
+        except BaseException as crash:  # a defect: raised where training next meets the saver
+            self._crash = crash
+
+    def _write(
+        self, kind: Kind, step: int, staged: dict[str, Tensor], state: dict[str, Any], write: Write
+    ) -> tuple[int, str | None, Checkpoint | None]:
+        """Bytes over all ranks, why it failed, what was published; equal on all ranks."""
+        num_bytes = sum(distributed.gather_objects(sum(map(_local_bytes, staged.values())), self._group))
+        folder = self.store.hidden(kind, step)
+        records: list[FileRecord] = []
+
+        def find_folder() -> None:
+            if not folder.is_dir():
+                raise OSError(None, f"{folder} is not seen by rank {self.world.rank}: output_dir is not shared")
+            reached("write", folder.name)
+
+        def write_mine() -> None:
+            records.extend(write(folder, staged, state, self._group))
+
+        def publish() -> None:
+            self.store.publish(kind, step, [record for of_rank in all_records for record in of_rank])
+
+        error = self._agree(lambda: self._start(kind, step, num_bytes) if self.world.is_main else None)
+        error = error or self._agree(find_folder)
+        error = error or self._agree(write_mine)
+        if not error:
+            all_records = distributed.gather_objects(records, self._group)
+            error = self._agree(lambda: publish() if self.world.is_main else None)
+        if self.world.is_main:
+            with contextlib.suppress(OSError):
+                self.store.discard(kind, step) if error else self.store.prune()
+        return num_bytes, error, None if error else Checkpoint(self.store.path(kind, step), kind, step)
+
+    def _start(self, kind: Kind, step: int, num_bytes: int) -> None:
+        self.store.start(kind, step)
+        free = shutil.disk_usage(self.store.root).free
+        if free < num_bytes:
+            raise OSError(
+                None, f"{num_bytes:,} bytes are needed and {free:,} are free on the disk of {self.store.root}"
+            )
+
+    def _agree(self, action: Callable[[], None]) -> str | None:
+        """Run ``action``; what the disk said against it on the first rank where it did, on every rank."""
+        error: str | None = None
+        try:
+            action()
+        except OSError as caught:
+            error = caught.strerror or str(caught)
+        return next((e for e in distributed.gather_objects(error, self._group) if e), None)
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def _report(result: SaveResult) -> None:
+    if result.checkpoint is None:
+        logger.warning("checkpoint of step %d FAILED: %s. The last good one stands.", result.step, result.error)
+    else:
+        logger.info(
+            "checkpoint: %s (%.1f MB in %.1f s)", result.checkpoint.path, result.num_bytes / 1e6, result.seconds
+        )

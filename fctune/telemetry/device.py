@@ -1,0 +1,101 @@
+"""The one reader of a device: what it is, how large, and what NVML says of it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReading:
+    """What NVML says of one GPU now; None where it does not say."""
+
+    name: str
+    utilization: float | None  # share of the last sample period in which a kernel ran
+    memory_used_bytes: int | None
+    memory_total_bytes: int | None
+    power_w: float | None
+    power_limit_w: float | None
+    temperature_c: float | None
+    sm_clock_mhz: float | None
+    throttle_reasons: int | None  # NVML's bit mask; 0: none
+    ecc_errors: int | None  # uncorrected, since the driver was loaded
+
+
+def read_device(index: int) -> DeviceReading | None:
+    """The reading of a GPU by its CUDA index; None without NVML: no GPU, no driver, or no ``nvidia-ml-py``."""
+    nvml = _load_nvml()
+    if nvml is None:
+        return None
+    handle = _ask(lambda: nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}"))
+    if handle is None:
+        return None
+    memory = _ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    rates = _ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+    return DeviceReading(
+        name=str(_ask(lambda: nvml.nvmlDeviceGetName(handle))),
+        utilization=None if rates is None else rates.gpu / 100,
+        memory_used_bytes=None if memory is None else int(memory.used),
+        memory_total_bytes=None if memory is None else int(memory.total),
+        power_w=_scaled(_ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle)), 1000),
+        power_limit_w=_scaled(_ask(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle)), 1000),
+        temperature_c=_scaled(_ask(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)), 1),
+        sm_clock_mhz=_scaled(_ask(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)), 1),
+        throttle_reasons=_ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))),
+        ecc_errors=_ask(
+            lambda: int(
+                nvml.nvmlDeviceGetTotalEccErrors(
+                    handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+                )
+            )
+        ),
+    )
+
+
+def describe_device(device: torch.device) -> str:
+    """What the device is, for a log and for messages."""
+    if device.type != "cuda":
+        return f"{device.type}, {os.cpu_count()} cores"
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return f"{torch.cuda.get_device_name(device)}, compute capability {capability}"
+
+
+def total_memory(device: torch.device, ranks_per_node: int) -> int:
+    """Bytes of memory that one rank has: of its GPU, or its part of the host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """CUDA compute capability; None on CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _load_nvml() -> Any:
+    """The NVML binding, started; None where there is none."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    return nvml
+
+
+def _ask(question: Any) -> Any:
+    """An answer of NVML, or None where this GPU or driver has none to it."""
+    try:
+        return question()
+    except Exception:  # NVMLError, or a function that this version of the binding lacks: a reading is never fatal
+        return None
+
+
+def _scaled(value: Any, divisor: float) -> float | None:
+    return None if value is None else value / divisor

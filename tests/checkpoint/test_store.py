@@ -1,0 +1,131 @@
+"""What is published is whole; what is not whole is never taken for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fctune.checkpoint.files import checksum, flush, write_tensors
+from fctune.checkpoint.phases import _listeners, listen
+from fctune.checkpoint.store import Checkpoint, CheckpointStore, FileRecord, open_checkpoint, verify
+from fctune.errors import CheckpointError
+
+
+def publish(store: CheckpointStore, step: int, kind: str = "sharded") -> Checkpoint:
+    store.start(kind, step)  # type: ignore[arg-type]
+    folder = store.hidden(kind, step)  # type: ignore[arg-type]
+    records = []
+    for name in ("a.safetensors", "b.safetensors"):
+        digest = write_tensors(folder / name, {"x": torch.full((100,), float(step))})
+        records.append(FileRecord(name, (folder / name).stat().st_size, digest))
+    (folder / "state.json").write_text(json.dumps({"step": step}))
+    records.append(FileRecord("state.json", (folder / "state.json").stat().st_size, flush(folder / "state.json")))
+    return store.publish(kind, step, records)  # type: ignore[arg-type]
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+@pytest.mark.parametrize("damage", [cut, empty, flip, remove])
+@pytest.mark.parametrize("name", ["a.safetensors", "b.safetensors", "state.json", "manifest.json", "_SUCCESS"])
+def test_damage_to_any_file_is_found_and_named(damage: Callable[[Path], None], name: str, tmp_path: Path) -> None:
+    checkpoint = publish(CheckpointStore(tmp_path), 4)
+    verify(checkpoint)
+    damage(checkpoint.path / name)
+    if name == "_SUCCESS" and damage is remove:
+        assert CheckpointStore(tmp_path).complete() == []
+        with pytest.raises(CheckpointError, match="_SUCCESS"):
+            open_checkpoint(checkpoint.path)
+        return
+    with pytest.raises(CheckpointError, match="manifest.json" if name == "_SUCCESS" else name):
+        verify(checkpoint)
+
+
+def test_ranks_verify_every_file_between_them(tmp_path: Path) -> None:
+    checkpoint = publish(CheckpointStore(tmp_path), 4)
+    flip(checkpoint.path / "b.safetensors")
+    outcomes = []
+    for rank in range(3):
+        try:
+            verify(checkpoint, rank, 3)
+        except CheckpointError as error:
+            outcomes.append(str(error))
+    assert len(outcomes) == 1
+    assert "b.safetensors" in outcomes[0]
+
+
+@pytest.mark.parametrize("phase", ["publish", "mark"])
+def test_a_save_that_is_cut_is_not_complete_and_is_swept(phase: str, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    first = publish(store, 1)
+
+    def stop(reached: str, name: str) -> None:
+        if reached == phase:
+            raise KeyboardInterrupt
+
+    listen(stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            publish(store, 2)
+    finally:
+        _listeners.remove(stop)
+    assert store.complete() == [first]
+    assert len(store.sweep()) == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_pruning_keeps_the_newest_every_nth_and_the_final_one(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2, keep_every_n_steps=10)
+    for step in (5, 10, 15, 20, 25):
+        publish(store, step)
+    store.point_to(publish(store, 7, "elastic"), "final")
+    for step in (12, 17, 22):
+        publish(store, step, "elastic")
+    store.prune()
+    assert sorted(c.step for c in store.complete() if c.kind == "sharded") == [10, 20, 25]
+    assert sorted(c.step for c in store.complete() if c.kind == "elastic") == [7, 17, 22]
+    assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
+
+
+def test_a_step_can_be_published_again(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    publish(store, 3)
+    verify(publish(store, 3))
+    assert [c.step for c in store.complete()] == [3]
+
+
+def test_a_manifest_that_points_outside_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("x")
+    checkpoint = publish(CheckpointStore(tmp_path / "checkpoints"), 1)
+    manifest = json.loads((checkpoint.path / "manifest.json").read_text())
+    manifest["files"]["../../secret"] = {"bytes": 1, "xxh3_128": checksum(tmp_path / "secret")}
+    (checkpoint.path / "manifest.json").write_text(json.dumps(manifest))
+    (checkpoint.path / "_SUCCESS").write_text(checksum(checkpoint.path / "manifest.json"))
+    with pytest.raises(CheckpointError, match="outside"):
+        verify(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["nothing", "folder"])
+def test_a_path_that_is_no_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CheckpointError, match=name):
+        open_checkpoint(tmp_path / name)

@@ -1,0 +1,212 @@
+"""A run that is cut anywhere goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fctune.checkpoint.store import CheckpointStore
+from tests.faults.harness import (
+    Fault,
+    arguments_for,
+    differences,
+    final_weights,
+    make_inputs,
+    read_metrics,
+    run_group,
+    soak,
+)
+
+pytestmark = pytest.mark.timeout(600)
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def reference(inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run on two ranks."""
+    run = tmp_path_factory.mktemp("reference") / "run"
+    assert run_group(arguments_for(run, *inputs), 2).codes == (0, 0)
+    return run
+
+
+@pytest.fixture
+def start(inputs: tuple[Path, Path], tmp_path: Path) -> Start:
+    """Start a run, or start it again: ``start(*overrides, ranks=2, fault=None)``."""
+
+    def start_(*overrides: str, ranks: int = 2, fault: Fault | None = None, is_shifted: bool = False) -> Any:
+        return run_group(arguments_for(tmp_path / "run", *inputs, *overrides), ranks, fault, is_shifted)
+
+    return start_
+
+
+def exit_of(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "exit.json").read_text())
+    return found
+
+
+def assert_same_bits(run: Path, reference: Path) -> None:
+    keys = ("step", "loss", "lr", "grad_norm", "data_digest", "tokens_total")
+    mine, theirs = read_metrics(run), read_metrics(reference)
+    assert [[m[k] for k in keys] for m in mine] == [[m[k] for k in keys] for m in theirs]
+    expected = final_weights(reference)
+    assert all(torch.equal(weight, expected[name]) for name, weight in final_weights(run).items())
+
+
+def test_random_kills_at_every_phase_on_changing_numbers_of_ranks_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    assert soak(num_kills=9, seed=2, folder=tmp_path) == 0
+
+
+def test_a_cursor_that_is_off_by_one_is_found(start: Start, reference: Path, tmp_path: Path) -> None:
+    assert start(fault=Fault("kill", "step", 0, 8)).fired
+    assert start(is_shifted=True).codes == (0, 0)
+    assert any("other samples" in found for found in differences(tmp_path / "run", reference, 1e-9))
+
+
+@pytest.mark.parametrize(
+    ("phase", "count"), [("step", 6), ("update", 7), ("stage", 3), ("write", 3), ("publish", 3), ("prune", 1)]
+)
+def test_a_killed_run_is_the_uninterrupted_one_to_the_bit(
+    phase: str, count: int, start: Start, reference: Path, tmp_path: Path
+) -> None:
+    ended = start(fault=Fault("kill", phase, 0, count))
+    assert ended.fired, ended.output
+    assert start().codes == (0, 0)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["resumed"]
+    assert_same_bits(tmp_path / "run", reference)
+
+
+def test_a_signal_on_one_rank_ends_the_step_saves_and_leaves_all_ranks(
+    start: Start, reference: Path, tmp_path: Path
+) -> None:
+    assert start(fault=Fault("term", "step", 1, 3)).codes == (75, 75)
+    why = exit_of(tmp_path / "run")
+    assert why["code"] == 75
+    assert why["step"] == 3
+    assert "SIGTERM" in why["reason"]
+    assert why["checkpoint"].endswith("checkpoint-3")
+    assert start().codes == (0, 0)
+    assert_same_bits(tmp_path / "run", reference)
+
+
+def test_a_signal_before_the_first_step_leaves_at_once(start: Start, tmp_path: Path) -> None:
+    start(fault=Fault("kill", "step", 0, 8))
+    ended = start(fault=Fault("term", "read", 0))
+    assert 75 in ended.codes
+    assert "before the first step" in exit_of(tmp_path / "run")["reason"]
+
+
+def test_a_stop_file_stops_the_run_and_is_taken_away(start: Start, reference: Path, tmp_path: Path) -> None:
+    start(fault=Fault("kill", "step", 0, 8))
+    (tmp_path / "run" / "stop").touch()
+    assert start().codes == (0, 0), "a stop file from before the start is of the run before"
+    assert_same_bits(tmp_path / "run", reference)
+
+
+def test_a_full_disk_fails_the_save_and_training_goes_on(start: Start, reference: Path, tmp_path: Path) -> None:
+    ended = start(fault=Fault("enospc", "write", 1, 2))
+    assert ended.codes == (0, 0)
+    assert "No space left on device" in ended.output
+    assert_same_bits(tmp_path / "run", reference)
+
+
+def test_a_full_disk_stops_the_run_where_that_is_asked_for(start: Start, tmp_path: Path) -> None:
+    ended = start("checkpoint.on_error=stop", fault=Fault("enospc", "write", 1, 2))
+    assert set(ended.codes) == {2}
+    assert "checkpoint of step 4" in exit_of(tmp_path / "run")["reason"]
+    assert "No space left on device" in exit_of(tmp_path / "run")["reason"]
+
+
+def test_an_error_on_one_rank_is_told_and_the_run_goes_on_after(start: Start, reference: Path, tmp_path: Path) -> None:
+    ended = start(fault=Fault("raise", "step", 1, 5))
+    assert ended.codes[1] == 1
+    assert "a fault that was put in" in ended.output
+    assert start().codes == (0, 0)
+    assert_same_bits(tmp_path / "run", reference)
+
+
+def test_a_step_that_hangs_leaves_the_stacks_of_every_thread(start: Start, reference: Path, tmp_path: Path) -> None:
+    ended = start("step_timeout_s=3", fault=Fault("hang", "step", 1, 5))
+    assert 1 in ended.codes
+    stacks = "".join(file.read_text() for file in (tmp_path / "run" / "stacks").iterdir())
+    assert "longer than 3 s" in stacks
+    assert "harness.py" in stacks
+    assert start().codes == (0, 0)
+    assert_same_bits(tmp_path / "run", reference)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    start: Start, reference: Path, tmp_path: Path
+) -> None:
+    start(fault=Fault("kill", "step", 0, 8))
+    newest, before = CheckpointStore(tmp_path / "run" / "checkpoints").complete()[:2]
+    victim = next(newest.path.glob("*.safetensors"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    ended = start()
+    assert ended.codes == (0, 0)
+    assert f"NOT USED: {victim}: damaged" in ended.output
+    resumed = json.loads((tmp_path / "run" / "run.json").read_text())["resumed"][-1]
+    assert resumed["step"] == before.step
+    assert str(victim) in resumed["not_used"][0]
+    assert_same_bits(tmp_path / "run", reference)
+
+
+def test_with_no_whole_checkpoint_left_the_run_does_not_start_over(start: Start, tmp_path: Path) -> None:
+    start(fault=Fault("kill", "step", 0, 8))
+    for checkpoint in CheckpointStore(tmp_path / "run" / "checkpoints").complete():
+        (checkpoint.path / "manifest.json").write_text("{}")
+    ended = start()
+    assert set(ended.codes) == {2}
+    assert "no checkpoint is whole" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("seed=4", "seed: 3 then, 4 now"),
+        ("adapter.rank=4", "adapter"),
+        ("optimizer.lr=1e-3", "optimizer"),
+        ("lr_scheduler.name=linear", "lr_scheduler"),
+        ("data.seq_len=600", "data.seq_len: 512 then, 600 now"),
+        ("global_batch_size=6", "global_batch_size: 4 then, 6 now"),
+    ],
+)
+def test_a_run_that_differs_is_not_gone_on_with(override: str, named: str, start: Start) -> None:
+    start(fault=Fault("kill", "step", 0, 8))
+    ended = start(override, ranks=1)
+    assert ended.codes == (2,)
+    assert named in ended.output
+
+
+def test_a_finished_run_can_be_extended(start: Start, inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    constant = "lr_scheduler.name=constant"
+    assert start(constant, "max_steps=5").codes == (0, 0)
+    assert start(constant).codes == (0, 0)
+    straight = tmp_path / "straight"
+    assert run_group(arguments_for(straight, *inputs, constant), 2).codes == (0, 0)
+    assert_same_bits(tmp_path / "run", straight)
+
+
+def test_a_finished_run_that_is_started_again_trains_nothing(start: Start, tmp_path: Path) -> None:
+    assert start("max_steps=3").codes == (0, 0)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert start("max_steps=3", ranks=1).codes == (0,)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_named_checkpoint_starts_another_run(start: Start, inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    assert start("max_steps=5").codes == (0, 0)
+    other = tmp_path / "other"
+    argv = arguments_for(other, *inputs, f"resume={tmp_path / 'run' / 'checkpoints' / 'final'}")
+    assert run_group(argv, 3).codes == (0, 0, 0)
+    assert [m["step"] for m in read_metrics(other)] == list(range(6, 13))

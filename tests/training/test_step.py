@@ -1,0 +1,153 @@
+"""What a step sends over the network, and what it measures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fctune.config import RunConfig
+from fctune.data.loader import GlobalLoader
+from fctune.data.prepared import open_prepared, prepare
+from fctune.modeling import shard
+from fctune.modeling.lora import apply_lora_, init_adapters_
+from fctune.telemetry.sinks import Sinks
+from fctune.training.distributed import World
+from fctune.training.feed import Feeder
+from fctune.training.loop import StepKeeper, train
+from fctune.training.state import build_base, place_, start_state
+from tests.ranks import run_ranks
+from tests.training.test_ranks import make_config
+
+NUM_MICRO_BATCHES = 4
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives of this process, and the numbers that each kind is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.numbers: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            kind = function.__name__.split(".")[0].strip("_")
+            self.calls[kind] += 1
+            self.numbers[kind] += sum(t.numel() for t in torch.utils._pytree.tree_leaves(args[0]) if torch.is_tensor(t))
+        return function(*args, **(kwargs or {}))
+
+
+class CountingKeeper(StepKeeper):
+    def __init__(self) -> None:
+        self.steps: list[Collectives] = []
+
+    def step(self) -> Any:
+        self.steps.append(Collectives())
+        return self.steps[-1]
+
+
+def count_collectives(world: World, config: RunConfig, path: Path, held_gradients: float) -> dict[str, Any]:
+    """Collectives of the first step, and the sizes to hold them against."""
+    shard._HELD_GRADIENTS = held_gradients
+    model = build_base(config, Path(config.model.path), world)
+    if config.adapter is not None:
+        apply_lora_(model, config.adapter)
+    place_(model, config, Path(config.model.path), world)
+    init_adapters_(model, config.seed)
+    keeper = CountingKeeper()
+    train(config, start_state(model, config, 1), open_prepared(path), 1, world, Sinks(), keeper)
+    return {
+        "calls": keeper.steps[0].calls,
+        "numbers": keeper.steps[0].numbers,
+        "num_units": len(list(model.blocks)) + 1,
+        "num_trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    }
+
+
+@pytest.fixture
+def counted(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    def count(world_size: int, held_gradients: float = 0.1, **changes: Any) -> dict[str, Any]:
+        sizes = {"global_batch_size": world_size * NUM_MICRO_BATCHES, "micro_batch_size": 1}
+        config = make_config(make_model(), tmp_path, validation={"every_n_steps": 0}, **sizes, **changes)
+        prepared = prepare(config.data, Path(config.model.path), tmp_path / "prepared")
+        result: dict[str, Any] = run_ranks(count_collectives, world_size, config, prepared.path, held_gradients)[0]
+        return result
+
+    return count
+
+
+def test_copies_send_adapter_gradients_once_and_nothing_else(counted: Callable[..., dict[str, Any]]) -> None:
+    found = counted(2, parallel={"mode": "ddp"})
+    assert found["calls"].keys() == {"allreduce", "allgather"}
+    assert found["numbers"]["allreduce"] == found["num_trained"]
+    assert found["numbers"]["allgather"] <= 16  # what is logged
+
+
+def test_shards_reduce_small_gradients_once_in_an_accumulation(counted: Callable[..., dict[str, Any]]) -> None:
+    found = counted(2, parallel={"mode": "fsdp"})
+    assert found["calls"]["reduce_scatter_base"] == found["num_units"]
+
+
+def test_shards_scatter_large_gradients_at_once_but_sum_them_over_copies_once(
+    counted: Callable[..., dict[str, Any]],
+) -> None:
+    found = counted(4, held_gradients=0.0, adapter=None, parallel={"mode": "hsdp", "replicate": 2})
+    assert found["calls"]["reduce_scatter_base"] == found["num_units"] * NUM_MICRO_BATCHES
+    over_copies = found["num_units"]
+    assert found["calls"]["allreduce"] <= over_copies + 2  # and the norm, over each axis of the mesh
+
+
+def test_totals_of_a_step_are_those_of_its_batches(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    for is_packed in (True, False):
+        data = {"packed": is_packed, "call_weight": 2.5}
+        config = make_config(make_model(), tmp_path, data=data, global_batch_size=3)
+        prepared = prepare(config.data, Path(config.model.path), tmp_path / "prepared")
+        loader = GlobalLoader(prepared, "train", 3, 1)
+        for number in range(1, loader.steps_per_epoch + 1):
+            step = loader.step_at(number)
+            totals = loader.totals(step)
+            batches = [b for rank in range(2) for b in loader.micro_batches(step, rank, 2, 1)]
+            assert totals.num_tokens == sum(b.num_tokens for b in batches)
+            assert totals.num_supervised == sum(b.num_supervised for b in batches)
+            assert totals.weight_sum == pytest.approx(sum(b.weight_sum for b in batches), rel=1e-12)
+            lengths = [prepared.offsets[m + 1] - prepared.offsets[m] for p in step.packs for m in _members(prepared, p)]
+            assert totals.num_pairs == sum(int(n) * (int(n) + 1) // 2 for n in lengths)
+
+
+def _members(prepared: Any, pack: int) -> list[int]:
+    members: list[int] = prepared.members("train", pack)
+    return members
+
+
+def test_inputs_made_ahead_are_those_made_when_asked(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    config = make_config(make_model(), tmp_path, data={"packed": True}, global_batch_size=2)
+    prepared = prepare(config.data, Path(config.model.path), tmp_path / "prepared")
+    world = World(0, 1, 0, torch.device("cpu"))
+
+    def feed(steps: list[int]) -> list[dict[str, Tensor]]:
+        loader = GlobalLoader(prepared, "train", 2, 1)
+        with Feeder(loader, world, 1, "each", num_steps=9) as feeder:
+            return [inputs.arguments(world.device) for step in steps for inputs in feeder.take(step).inputs]
+
+    in_order, jumping = feed([3, 4, 5]), [inputs for step in (3, 4, 5) for inputs in feed([step])]
+    assert len(in_order) == len(jumping) > 3
+    for one, other in zip(in_order, jumping, strict=True):
+        for name in ("tokens", "labels", "loss_weights", "positions", "row_keys", "supervised"):
+            assert torch.equal(one[name], other[name]), name
+        assert torch.equal(one["bounds"].ends, other["bounds"].ends)
+
+
+def test_a_fault_in_the_feeder_reaches_the_loop(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    config = make_config(make_model(), tmp_path)
+    prepared = prepare(config.data, Path(config.model.path), tmp_path / "prepared")
+    loader = GlobalLoader(prepared, "train", 2, 1)
+    loader.collate = None  # type: ignore[assignment]
+    with Feeder(loader, World(0, 1, 0, torch.device("cpu")), 1, "each", 9) as feeder, pytest.raises(TypeError):
+        feeder.take(1)
