@@ -154,6 +154,7 @@ class GlobalLoader:
         for start in range(0, len(rows), per_round):
             mine = rows[start : start + per_round][rank::world_size]
             batches.append(self.collate({row: step.packs[row] for row in mine}))
+        self.prepared.let_go()
         return batches
 
     def collate(self, packs: dict[int, int]) -> Batch:

@@ -308,3 +308,26 @@ def test_a_disk_that_fills_leaves_no_set(tiny_base: Path, tmp_path: Path, monkey
     with pytest.raises(DataError, match=r"cannot write the prepared set \(No space left on device\)"):
         prepare(data_config(), tiny_base, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_reading_an_epoch_does_not_grow_the_resident_memory(tmp_path: Path, tiny_base: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "1234567890" * 400}, {"role": "assistant", "content": str(n)}]}
+        for n in range(1200)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(sources=[SourceConfig(path=str(file))], validation_share=0.0, seq_len=8192)
+    prepared = prepare(config, tiny_base, tmp_path / "prepared")
+    size = 5 * len(prepared.tokens)  # bytes of tokens and their codes
+    assert size > 20e6
+    loader = GlobalLoader(prepared, "train", 16, 1)
+
+    def mapped() -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssFile")))
+
+    before = mapped()
+    for step in range(1, loader.steps_per_epoch + 1):
+        loader.micro_batches(loader.step_at(step), 0, 1, 4)
+    assert mapped() - before < size / 4
