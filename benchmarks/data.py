@@ -1,6 +1,7 @@
 """Preparation of the same rows, side by side: this project, TRL's SFT trainer, torchtune's dataset and PackedDataset.
 
     python benchmarks/data.py [--rows 20000] [--repeats 3] [--out benchmarks/results/data.json]
+    python benchmarks/data.py --memory 1000000
 
 Each measurement is a process of its own, the three take turns, and the median of the repeats is reported. Every one
 tokenises, masks and packs to 4,096 tokens, with two processes where it can use them (torchtune packs in one). Rows
@@ -34,6 +35,8 @@ PROCESSES = 2
 
 def run_ours(folder: Path) -> dict[str, float]:
     """fctune.data.prepared."""
+    from transformers import AutoTokenizer  # noqa: F401 (imports are outside of the time, as the others' are)
+
     from fctune.config import DataConfig, SourceConfig
     from fctune.data.prepared import prepare
 
@@ -120,6 +123,44 @@ def run_torchtune(folder: Path) -> dict[str, float]:
 RUNS = {"fctune": run_ours, "trl": run_trl, "torchtune": run_torchtune}
 
 
+def run_rank(folder: Path) -> dict[str, float]:
+    """Memory of a rank that reads an epoch of a prepared set, as it starts and at its end, in MiB."""
+    from fctune.data.loader import GlobalLoader
+    from fctune.data.prepared import open_prepared
+
+    before = _resident_mib()
+    start = time.perf_counter()
+    prepared = open_prepared(next(folder.iterdir()))
+    loader = GlobalLoader(prepared, "train", 128, 1)
+    loader.micro_batches(loader.step_at(1), 0, 2, 2)
+    seconds, most = time.perf_counter() - start, _resident_mib()
+    for step in range(2, loader.steps_per_epoch + 1):
+        loader.micro_batches(loader.step_at(step), 0, 2, 2)
+        most = max(most, _resident_mib()) if step % 50 == 0 else most
+    return {"conversations": prepared.counts.conversations, "growth_mib": most - before, "first_step_seconds": seconds}
+
+
+def _resident_mib() -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS"))) / 1024
+
+
+def measure_memory(num_rows: int) -> dict[str, Any]:
+    """Write a large set, then read it as a rank does, in another process."""
+    from fctune.config import DataConfig, SourceConfig
+    from fctune.data.prepared import prepare
+
+    config = DataConfig(
+        sources=[SourceConfig(path=f"synthetic:train:{num_rows}:1")], validation_share=0.0, seq_len=SEQ_LEN
+    )
+    with tempfile.TemporaryDirectory() as name:
+        start = time.perf_counter()
+        prepare(config, TINY_BASE, Path(name))
+        seconds = time.perf_counter() - start
+        writer = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return measure("rank", Path(name)) | {"write_seconds": seconds, "writer_peak_mib": writer}
+
+
 def write_inputs(folder: Path, num_rows: int) -> None:
     """The rows in the form each tool reads, and a tiktoken file of the tokenizer's vocabulary for torchtune."""
     from fctune.data.synthetic import iter_conversations
@@ -176,13 +217,17 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--one", choices=list(RUNS), help=argparse.SUPPRESS)
+    parser.add_argument("--memory", type=int, metavar="N", help="instead: memory of a rank with N conversations")
+    parser.add_argument("--one", choices=[*RUNS, "rank"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        result = RUNS[arguments.one](arguments.folder)
+        result = (run_rank if arguments.one == "rank" else RUNS[arguments.one])(arguments.folder)
         usage = [resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         print(json.dumps(result | {"peak_mib": usage[0], "peak_child_mib": usage[1]}))
+        return
+    if arguments.memory:
+        print(json.dumps(measure_memory(arguments.memory)))
         return
     results: dict[str, list[dict[str, Any]]] = {tool: [] for tool in RUNS}
     for _ in range(arguments.repeats):

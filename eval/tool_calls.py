@@ -1,136 +1,282 @@
 """Measure whether a model calls the right function with the right arguments.
 
-    python -m eval.tool_calls --model DIR --cases FILE [--adapter DIR] [--out FILE] [--format NAME]
+    python -m eval.tool_calls --model MODEL --suite smoke|synthetic|bfcl|FILE [--out FILE]
+    torchrun --nproc_per_node 8 -m eval.tool_calls --model MODEL --suite bfcl
+    tune run --nproc_per_node 8 eval/tool_calls --config FILE
 
-Answers are generated greedily in this process, read strictly in the wire format of the model's chat template, and
-compared with the expected calls: names and typed arguments, order-free. Nothing that a model wrote is ever run.
+MODEL is a Hugging Face directory, a run's output directory, an adapter's, hf:NAME, or the address of a server that
+speaks OpenAI's chat completions (its key in FCTUNE_API_KEY). Answers are read in the wire format of the model's chat
+template, strictly and as serving engines read, and compared with the expected calls: names and typed arguments,
+order-free. Nothing that a model wrote is ever run.
+
+Every case is written to --out as it finishes; the same command again goes on where it was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import yaml
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from rich.progress import Progress
 
-from fctune.calls.cases import Case, read_cases
-from fctune.calls.formats import CallFormat, detect_format, get_format
-from fctune.calls.score import Outcome, judge, score
+from eval.tables import make_console, make_score_table
+from fctune.calls.formats import FORMATS, CallFormat, detect_format, get_format
 from fctune.errors import CheckpointError, ConfigError, DataError
-from fctune.generation.engine import Answer, InProcessEngine
+from fctune.evaluation.proposals import write_proposals
+from fctune.evaluation.results import ResultsFile, Row
+from fctune.evaluation.run import describe_run, run_suite
+from fctune.evaluation.suites import Suite, benchmark_of, load_suite
+from fctune.evaluation.summary import summarise
+from fctune.generation.endpoint import EndpointEngine
+from fctune.generation.engine import Engine, Sampling
+from fctune.generation.http_client import Patience
+from fctune.generation.in_process import InProcessEngine
+from fctune.generation.model_files import find_model
+from fctune.training.distributed import World, agree, start_world, stop_world
+
+T = TypeVar("T")
+
+SUITES = Path(__file__).parent / "suites"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the evaluation; 0 done, 1 below --min-accuracy, 2 wrong usage or input."""
-    arguments = _parse(argv)
-    console = Console()
+    """Run it; 0 done, 1 below --min-accuracy or with cases that a server did not answer, 2 wrong usage or input."""
+    world = None
     try:
-        cases = read_cases(arguments.cases)[: arguments.limit]
-        engine = InProcessEngine(arguments.model, arguments.adapter, arguments.batch_size)
-        call_format = get_format(arguments.format) if arguments.format else detect_format(engine.template.source)
-        answers = engine.answer([case.prompt for case in cases], arguments.max_new_tokens)
-        label = f"answering {len(cases):,} cases"
-        shown = track(answers, label, total=len(cases), console=console, disable=not console.is_terminal)
-        results = sorted(
-            (_judge_case(cases[answer.index], answer, call_format) for answer in shown), key=lambda r: r["place"]
-        )
-        summary = _summarise(results, arguments, call_format)
-        if arguments.out:
-            _write(Path(arguments.out), results, summary)
+        arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+        world = start_world() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+        code = _run(arguments, world)
     except (ConfigError, DataError, CheckpointError) as error:
-        print(error, file=sys.stderr)
+        if world is None or world.is_main:  # every rank has it
+            print(error, file=sys.stderr)
         return 2
-    console.print(_table(arguments.model, summary))
-    if arguments.out:
-        console.print(f"each case: {arguments.out}", soft_wrap=True)
-    accuracy = summary["scores"]["all"]["rates"]["accuracy"]["rate"]
-    if arguments.min_accuracy is not None and accuracy < arguments.min_accuracy:
-        console.print(f"accuracy {accuracy:.1%} is under the {arguments.min_accuracy:.0%} asked for", style="bold red")
-        return 1
-    return 0
+    if world is not None:
+        stop_world()
+    return code
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """The options of this command, those of a --config file first."""
     parser = argparse.ArgumentParser(prog="python -m eval.tool_calls", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", required=True, help="Hugging Face model directory, such as a run's export/merged")
-    parser.add_argument("--cases", required=True, help="JSONL: messages, tools, expected_calls[, id, kind]")
-    parser.add_argument("--adapter", help="PEFT adapter directory on top of --model")
-    parser.add_argument("--out", help="write each case's prompt, answer, calls and verdict here (JSONL), and a summary")
-    parser.add_argument("--format", help="wire format of calls; default: found from the chat template")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--limit", type=int, help="only the first N cases")
-    parser.add_argument("--min-accuracy", type=float, help="exit 1 below this, e.g. 0.85")
-    return parser.parse_args(argv)
+    parser.add_argument("--config", help="YAML of these options, as `tune run` asks for; the command line wins")
+    parser.add_argument("--model", help="directory, run, adapter, hf:NAME or http(s)://HOST:PORT")
+    what = parser.add_argument_group("what is asked")
+    what.add_argument(
+        "--suite", "--cases", dest="suite", help="smoke, synthetic, bfcl, or a file: YAML, or JSONL cases"
+    )
+    what.add_argument("--categories", type=lambda text: text.split(","), default=[], help="only these, comma-separated")
+    what.add_argument("--limit", type=int, help="only the first N cases of each category")
+    what.add_argument("--num-cases", type=int, help="of a synthetic suite")
+    what.add_argument("--seed", type=int, help="of a synthetic suite's cases, and of what is sampled")
+    what.add_argument("--bfcl-data", help="data directory of bfcl-eval; default: where it is installed")
+    how = parser.add_argument_group("how it is answered and read")
+    how.add_argument("--adapter", help="PEFT adapter directory on top of --model")
+    how.add_argument("--format", help="wire format of calls; default: found from the template; a server's own reading")
+    how.add_argument("--max-new-tokens", type=int, default=256)
+    how.add_argument("--temperature", type=float, default=0.0)
+    how.add_argument("--batch-size", type=int, default=64, help="prompts at a time, in process")
+    server = parser.add_argument_group("for a server")
+    server.add_argument("--served-model", help="the model's name there; default: the one it has")
+    server.add_argument("--concurrency", type=int, default=16)
+    server.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="of one attempt")
+    server.add_argument("--attempts", type=int, default=5)
+    server.add_argument("--request", type=json.loads, metavar="JSON", help='into each request: {"tool_choice": "none"}')
+    out = parser.add_argument_group("what is written")
+    out.add_argument("--out", help="each case (JSONL), a summary beside it; default: runs/eval/MODEL/SUITE.jsonl")
+    out.add_argument("--fresh", action="store_true", help="ask everything again, replacing results that are there")
+    out.add_argument("--html", type=Path, metavar="FILE", help="a page of the results")
+    out.add_argument(
+        "--propose", type=Path, metavar="FILE", help="failures as draft rows for a person to review (JSONL)"
+    )
+    out.add_argument("--min-accuracy", type=float, help="exit 1 below this, e.g. 0.85")
+    known, _ = parser.parse_known_args(argv)
+    arguments = parser.parse_args(_read_config(known.config, parser) + argv if known.config else argv)
+    if missing := [name for name in ("model", "suite") if getattr(arguments, name) is None]:
+        parser.error(f"the following arguments are required: {', '.join(f'--{name}' for name in missing)}")
+    return arguments
 
 
-def _judge_case(case: Case, answer: Answer, call_format: CallFormat) -> dict[str, Any]:
-    parsed = call_format.parse(answer.text, case.prompt.tools)
-    outcome = judge(case.expected, parsed)
-    return {
-        "place": answer.index,
-        "outcome": outcome,
-        "row": {
-            "id": case.id,
-            "category": case.category,
-            "verdict": outcome.verdict,
-            "answer": answer.text,
-            "is_cut": answer.is_cut,
-            "calls": [{"name": c.name, "arguments": c.arguments} for c in parsed.calls],
-            "malformed": [m.reason for m in parsed.malformed],
-            "expected_calls": [{"name": c.name, "arguments": c.arguments} for c in case.expected],
-            "messages": [message.to_openai() for message in case.prompt.messages],
-        },
-    }
-
-
-def _summarise(results: list[dict[str, Any]], arguments: argparse.Namespace, call_format: CallFormat) -> dict[str, Any]:
-    outcomes: dict[str, list[Outcome]] = defaultdict(list)
-    for result in results:
-        outcomes[result["row"]["category"]].append(result["outcome"])
-        outcomes["all"] += [result["outcome"]] if result["row"]["category"] != "all" else []
-    names = sorted(outcomes, key=lambda name: (name == "all", name))
-    return {
-        "model": str(arguments.model),
-        "adapter": arguments.adapter,
-        "cases": str(arguments.cases),
-        "format": call_format.name,
-        "scores": score({name: outcomes[name] for name in names}),
-    }
-
-
-def _write(out: Path, results: list[dict[str, Any]], summary: dict[str, Any]) -> None:
+def _read_config(path: str, parser: argparse.ArgumentParser) -> list[str]:
+    """A file of options as the arguments that they stand for."""
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        rows = "".join(json.dumps(result["row"], ensure_ascii=False) + "\n" for result in results)
-        out.write_text(rows, encoding="utf-8")
-        out.with_suffix(".summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}).") from None
+        options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: cannot be read ({' '.join(str(error).split())}).") from None
+    if not isinstance(options, dict):
+        raise ConfigError(f"--config {path}: expected a mapping of options, such as model: and suite:.")
+    argv = []
+    for key, value in options.items():
+        option = f"--{str(key).replace('_', '-')}"
+        if option not in parser._option_string_actions:
+            raise ConfigError(f"--config {path}: {key}: no such option; see python -m eval.tool_calls --help.")
+        if value is True:
+            argv.append(option)
+        elif value is not None and value is not False:
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            argv += [option, json.dumps(text) if isinstance(text, dict) else str(text)]
+    return argv
 
 
-def _table(model: str, summary: dict[str, Any]) -> Table:
-    table = Table(title=f"tool-call accuracy of {model}", title_justify="left")
-    for name in ("category", "n", "accuracy", "95 % interval", "what went wrong"):
-        table.add_column(name, justify="right" if name in ("n", "accuracy", "95 % interval") else "left")
-    for category, scores in summary["scores"].items():
-        rate = scores["rates"]["accuracy"]
-        wrong = {v: n for v, n in scores["verdicts"].items() if n and v != "correct"}
-        table.add_row(
-            category,
-            str(scores["n"]),
-            f"{rate['rate']:.1%}",
-            f"{rate['low']:.1%} - {rate['high']:.1%}",
-            ", ".join(f"{n} {v}" for v, n in wrong.items()),
-            style="bold" if category == "all" else "",
+def _run(arguments: argparse.Namespace, world: World | None) -> int:
+    suite = open_suite(arguments)
+    if arguments.propose is not None and (name := benchmark_of(suite)) is not None:
+        raise ConfigError(
+            f"--propose: {suite.name} is a benchmark ({name}). Rows made from its failures would be trained on, and it "
+            "would measure nothing any more. Propose from a suite of your own."
         )
-    return table
+    rows, settings, results = ask(arguments, suite, world)
+    if rows is None:
+        return 0
+    summary = {"model": arguments.model, "adapter": arguments.adapter, **summarise(suite, rows, settings)}
+    results.write_summary(summary)
+    console = make_console()
+    console.print(make_score_table(arguments.model, summary))
+    _report(arguments, console, suite, rows, summary, results)
+    return _judge_run(arguments, console, summary)
+
+
+def ask(
+    arguments: argparse.Namespace, suite: Suite, world: World | None = None
+) -> tuple[list[Row] | None, dict[str, Any], ResultsFile]:
+    """The rows of all cases, on the first process, what they were made with, and the file they are in."""
+    if _is_server(arguments) and world is not None:
+        raise ConfigError(f"--model {arguments.model}: a server is asked by one process; raise --concurrency instead.")
+    engine, call_format = _on_every_rank(world, lambda: _open_engine(arguments, world))
+    place = (world.rank, world.world_size) if world else (0, 1)
+    results = ResultsFile(arguments.out or _default_out(arguments, suite), *place)
+    console = make_console()
+    show = console.is_terminal and place[0] == 0
+    with Progress(console=console, transient=True) if show else nullcontext() as progress:
+        task = progress.add_task(f"{len(suite.cases):,} cases") if progress else None
+        rows = run_suite(
+            suite,
+            engine,
+            call_format,
+            results,
+            max_new_tokens=arguments.max_new_tokens,
+            is_fresh=arguments.fresh,
+            world=world,
+            on_row=lambda row, done, total: progress.update(task, completed=done, total=total) if progress else None,
+        )
+    return rows, describe_run(suite, engine, call_format, arguments.max_new_tokens), results
+
+
+def _is_server(arguments: argparse.Namespace) -> bool:
+    return bool(arguments.model.startswith(("http://", "https://")))
+
+
+def open_suite(arguments: argparse.Namespace) -> Suite:
+    """The suite that is named, by its name among those beside this file or by its path."""
+    built_in = {path.stem: path for path in SUITES.glob("*.yaml")}
+    path = built_in.get(arguments.suite, Path(arguments.suite))
+    if not path.suffix and not path.exists():
+        known = ", ".join(sorted(built_in))
+        raise ConfigError(f"--suite {arguments.suite}: no such file, and no suite of that name; there are {known}.")
+    suite = load_suite(
+        path,
+        seed=arguments.seed,
+        num_cases=arguments.num_cases,
+        categories=arguments.categories,
+        bfcl_data=arguments.bfcl_data,
+        has_plain_names=_is_server(arguments) and arguments.format is None,
+    ).select(limit=arguments.limit)
+    if arguments.min_accuracy is not None and suite.benchmark is not None:
+        raise ConfigError(f"--min-accuracy: {suite.benchmark} has no accuracy over all its categories.")
+    return suite
+
+
+def _open_engine(arguments: argparse.Namespace, world: World | None) -> tuple[Engine, CallFormat | None]:
+    """Who answers, and the format its text is read in; None: the server reads the calls itself."""
+    named = get_format(arguments.format) if arguments.format else None
+    sampling = Sampling(arguments.temperature, arguments.seed or 0)
+    if _is_server(arguments):
+        patience = Patience(max_attempts=arguments.attempts, timeout_s=arguments.timeout)
+        return EndpointEngine(
+            arguments.model,
+            arguments.served_model,
+            os.environ.get("FCTUNE_API_KEY") or None,
+            arguments.concurrency,
+            sampling,
+            arguments.request,
+            patience,
+        ), named
+    files = find_model(arguments.model, arguments.adapter)
+    device = world.device if world else None
+    engine = InProcessEngine(files.model_dir, files.adapter_dir, arguments.batch_size, sampling, device)
+    return engine, named or detect_format(engine.template.source)
+
+
+def _on_every_rank(world: World | None, action: Callable[[], T]) -> T:
+    """What ``action`` returns here, once it has worked on every rank."""
+    return action() if world is None else agree(action)
+
+
+def _default_out(arguments: argparse.Namespace, suite: Suite) -> Path:
+    name = arguments.model.split("://")[-1].strip("/").replace(":", "_").replace("/", "_")
+    return Path("runs") / "eval" / (name + ("_adapter" if arguments.adapter else "")) / f"{suite.name}.jsonl"
+
+
+def _report(
+    arguments: argparse.Namespace,
+    console: Console,
+    suite: Suite,
+    rows: list[Row],
+    summary: dict[str, Any],
+    results: ResultsFile,
+) -> None:
+    for category, reason in suite.not_run.items():
+        console.print(f"not run: {category} ({reason})", soft_wrap=True)
+    console.print(f"each case: {results.path}", soft_wrap=True)
+    if arguments.html is not None:
+        from fctune.report.eval_page import write_eval_html
+
+        _write("--html", arguments.html, lambda path: write_eval_html(summary, rows, path))
+        console.print(f"page: {arguments.html}", soft_wrap=True)
+    if arguments.propose is not None:
+        count = _write("--propose", arguments.propose, lambda path: write_proposals(suite, rows, path))
+        console.print(f"{count:,} drafts, not reviewed: {arguments.propose}", soft_wrap=True)
+    if summary["settings"]["format"] == "served" and not any(row["calls"] for row in rows):
+        told = [name for name, f in FORMATS.items() if any(f.parse(row["answer"]).calls for row in rows)]
+        if told:
+            console.print(
+                f"The server sent no call, but text that reads as calls in {', '.join(told)}: "
+                f"pass --format {told[0]}, or start it with its tool-call parser.",
+                style="yellow",
+                soft_wrap=True,
+            )
+
+
+def _write(option: str, path: Path, write: Any) -> Any:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return write(path)
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written ({error.strerror}).") from None
+
+
+def _judge_run(arguments: argparse.Namespace, console: Console, summary: dict[str, Any]) -> int:
+    code = 0
+    if lost := summary["num_no_answer"]:
+        again = "; run the same command again to ask them anew" if _is_server(arguments) else ""
+        said = f"{lost:,} of {summary['num_cases']:,} cases have no answer and count as wrong{again}"
+        console.print(said, style="bold red", soft_wrap=True)
+        code = 1 if _is_server(arguments) else 0
+    if arguments.min_accuracy is not None:
+        accuracy = summary["scores"]["all"]["rates"]["accuracy"]["rate"]
+        if accuracy < arguments.min_accuracy:
+            console.print(
+                f"accuracy {accuracy:.1%} is under the {arguments.min_accuracy:.0%} asked for", style="bold red"
+            )
+            code = 1
+    return code
 
 
 if __name__ == "__main__":

@@ -162,6 +162,7 @@ class RunConfig:
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     clip_grad_norm: float | None = 1.0  # null: not clipped
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient norm that is not finite
+    max_nonfinite: int = 10  # under skip: so many in a row, and the run stops all the same
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     compile: bool = False  # the blocks, by torch.compile
@@ -242,7 +243,7 @@ def _find_problems(config: RunConfig, problems: list[str]) -> None:
 
 
 def _check_numbers(config: RunConfig, problems: list[str]) -> None:
-    for name in ("global_batch_size", "micro_batch_size", "epochs", "log_every_n_steps"):
+    for name in ("global_batch_size", "micro_batch_size", "epochs", "max_nonfinite", "log_every_n_steps"):
         if getattr(config, name) < 1:
             problems.append(f"{name}={getattr(config, name)}: expected 1 or more")
     if config.max_steps is not None and config.max_steps < 1:

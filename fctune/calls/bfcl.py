@@ -14,9 +14,10 @@ Where the wheel's checker would raise, the verdict is "not valid".
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fctune.calls.bfcl_source import JAVA_TYPES, JAVASCRIPT_TYPES, read_java, read_javascript
 from fctune.data.conversation import Call
@@ -47,6 +48,9 @@ class BfclVerdict:
     reason: str = ""
 
 
+_VALID = BfclVerdict(True)
+
+
 class _MismatchError(Exception):
     """One call is not the expected one; the message is the reason."""
 
@@ -67,10 +71,36 @@ def judge_bfcl(
         calls: What the model called. In the categories of Java and JavaScript each value is a string of source text.
         dots_as_underscores: Expect ``a_b`` where a function is called ``a.b``, for models that cannot write dots.
     """
+    return _judge(_check(language_of(category), dots_as_underscores), category, functions, answers, calls)
+
+
+class BfclJudge:
+    """The verdict of ``judge_bfcl`` on one case, made ready for many predictions of it."""
+
+    def __init__(self, category: str, functions: Sequence[Mapping[str, Any]], answers: Sequence[Answer]) -> None:
+        language = language_of(category)
+        known: dict[int, dict[str, _Known]] = {}
+        if language == "python" and "relevance" not in category:
+            for answer in answers:
+                schemas = _find_function(functions, answer).get("parameters", {}).get("properties", {})
+                known[id(answer)] = _know(schemas, next(iter(answer.values())))
+        self._check = _Check(language, False, known)
+        self._case = (category, functions, answers)
+
+    def judge(self, calls: Sequence[Call]) -> BfclVerdict:
+        """The verdict on one prediction."""
+        return _judge(self._check, *self._case, calls)
+
+
+def _judge(
+    check: _Check,
+    category: str,
+    functions: Sequence[Mapping[str, Any]],
+    answers: Sequence[Answer],
+    calls: Sequence[Call],
+) -> BfclVerdict:
     if "relevance" in category:
         return _judge_relevance("irrelevance" not in category, calls)
-    language = "java" if category.endswith("java") else "javascript" if category.endswith("javascript") else "python"
-    check = _Check(language, dots_as_underscores)
     is_parallel, is_multiple = "parallel" in category, "multiple" in category
     num_due = len(answers) if is_parallel or is_multiple else 1
     if len(calls) != num_due:
@@ -79,18 +109,33 @@ def judge_bfcl(
         if not is_parallel:
             function = _find_function(functions, answers[0]) if is_multiple else functions[0]
             check.require(function, calls[0], answers[0])
-            return BfclVerdict(True)
+            return _VALID
         left = list(calls)
         for answer in answers:
             taken = _first_fitting(check, _find_function(functions, answer), left, answer)
             if taken is None:
                 return BfclVerdict(False, f"no call fits the expected {next(iter(answer))}")
             del left[taken]
-        return BfclVerdict(True)
+        return _VALID
     except _MismatchError as mismatch:
         return BfclVerdict(False, str(mismatch))
     except (TypeError, KeyError, IndexError, AttributeError, ValueError, NotImplementedError, RecursionError) as error:
         return BfclVerdict(False, f"the answer or its schema cannot be compared with: {type(error).__name__}")
+
+
+def language_of(category: str) -> str:
+    """In which language a category's values are written: ``python``, ``java`` or ``javascript``."""
+    return next((language for language in ("java", "javascript") if category.endswith(language)), "python")
+
+
+def read_source(value: Any, schema: Mapping[str, Any], language: str) -> Any:
+    """The value of an argument's source text in Java or JavaScript, by its schema; other values as they are."""
+    if language == "python" or type(value) is not str:
+        return value
+    type_name = schema["type"]
+    item_name = schema["items"]["type"] if type_name in _NESTED_SOURCE_TYPES else None
+    read: Callable[[str, str, str | None], Any] = read_java if language == "java" else read_javascript
+    return read(value, type_name, item_name)
 
 
 def standardize(text: str) -> str:
@@ -106,7 +151,10 @@ def _judge_relevance(is_due: bool, calls: Sequence[Call]) -> BfclVerdict:
 
 def _find_function(functions: Sequence[Mapping[str, Any]], answer: Answer) -> Mapping[str, Any]:
     name = next(iter(answer))
-    return next(function for function in (*functions, {}) if not function or function["name"] == name)
+    for function in functions:
+        if not function or function["name"] == name:
+            return function
+    return {}
 
 
 def _first_fitting(check: _Check, function: Mapping[str, Any], calls: Sequence[Call], answer: Answer) -> int | None:
@@ -125,6 +173,8 @@ class _Check:
 
     language: str
     dots_as_underscores: bool
+    # By the identity of an answer and a parameter's name: alternatives that are plain.
+    known: Mapping[int, Mapping[str, _Known]]
 
     def require(self, function: Mapping[str, Any], call: Call, answer: Answer) -> None:
         """Raise ``_MismatchError`` unless the call is the expected one."""
@@ -132,15 +182,20 @@ class _Check:
         if self.dots_as_underscores:
             name = name.replace(".", "_")
         if call.name != name:
-            raise _MismatchError(f"calls {call.name} instead of {name}")
+            raise _MismatchError(f"calls {call.name[:80]} instead of {name}")
         alternatives = next(iter(answer.values()))
         schemas = function["parameters"]["properties"]
         for parameter in function["parameters"]["required"]:
             if parameter not in call.arguments:
                 raise _MismatchError(f"required {parameter} is missing")
+        known = self.known.get(id(answer), {})
         for parameter, value in call.arguments.items():
+            if parameter in known and type(value) is known[parameter].type:
+                if (standardize(value) if isinstance(value, str) else value) in known[parameter].values:
+                    continue
+                raise _MismatchError(f"{parameter} is {_short(value)}, expected {_short(alternatives[parameter])}")
             if parameter not in schemas or parameter not in alternatives:
-                raise _MismatchError(f"{parameter} is not expected")
+                raise _MismatchError(f"{parameter[:80]} is not expected")
             try:
                 fits = self._fits(value, schemas[parameter], alternatives[parameter])
             except _MismatchError as mismatch:
@@ -167,7 +222,8 @@ class _Check:
         if due is list and item_due is dict:
             return any(_dicts_fit(value, alternative) for alternative in alternatives)
         if due is str:
-            return standardize(value) in [standardize(item) for item in alternatives if type(item) is str]
+            wanted = standardize(value)
+            return any(type(item) is str and standardize(item) == wanted for item in alternatives)
         if due is list:
             # By place: an object among the alternatives raises, as in the wheel.
             lists = [[_plain(items[place]) for place in range(len(items))] for items in alternatives]
@@ -183,17 +239,39 @@ class _Check:
                 value = float(value)
             return value, due, item_due
         types = JAVA_TYPES if self.language == "java" else JAVASCRIPT_TYPES
-        read: Callable[[str, str, str | None], Any] = read_java if self.language == "java" else read_javascript
         due = types[type_name]
         if type(value) is not str:
             raise _MismatchError(f"is {_short(value)}, expected source text")
-        item_name = schema["items"]["type"] if type_name in _NESTED_SOURCE_TYPES else None
-        return read(value, type_name, item_name), due, types[item_name] if item_name else None
+        item_due = types[schema["items"]["type"]] if type_name in _NESTED_SOURCE_TYPES else None
+        return read_source(value, schema, self.language), due, item_due
+
+
+class _Known(NamedTuple):
+    """Alternatives that all have the type due, which a value of that type is one of or not."""
+
+    type: type
+    values: frozenset[Any]
+
+
+def _know(schemas: Mapping[str, Any], answer: Mapping[str, Alternatives]) -> dict[str, _Known]:
+    """The parameters of an answer whose alternatives are texts, or numbers, or true and false, and nothing else."""
+    known = {}
+    for parameter, alternatives in answer.items():
+        due = PYTHON_TYPES.get(schemas.get(parameter, {}).get("type", ""))
+        if due in (str, int, float, bool) and all(type(value) is due or value == "" for value in alternatives):
+            values = [standardize(value) if isinstance(value, str) else value for value in alternatives]
+            known[parameter] = _Known(due, frozenset(values))
+    return known
+
+
+@functools.cache
+def _check(language: str, dots_as_underscores: bool) -> _Check:
+    return _Check(language, dots_as_underscores, {})
 
 
 def _is_variable(value: Any, alternatives: Alternatives, due: type[Any], item_due: type[Any] | None) -> bool | None:
     """Whether a value of a right type is to be compared as it is; None for a value of a wrong type."""
-    answer_type = next((type(item) for item in alternatives if item != ""), None)
+    answer_type = _answer_type(alternatives)
     if type(value) is not due:
         return True if answer_type is not None and type(value) is answer_type else None
     if item_due is not None and not any(_items_have_type(value, answer, item_due) for answer in alternatives):
@@ -201,11 +279,18 @@ def _is_variable(value: Any, alternatives: Alternatives, due: type[Any], item_du
     return answer_type is not None and answer_type is not due
 
 
+def _answer_type(alternatives: Alternatives) -> type | None:
+    for item in alternatives:
+        if item != "":
+            return type(item)
+    return None
+
+
 def _items_have_type(items: Sequence[Any], answer: Any, due: type) -> bool:
     """Whether every item has the type due or that of the answer's items; anything passes where that is no list."""
     if type(answer) is not list:
         return True
-    answer_type = next((type(item) for item in answer if item != ""), None)
+    answer_type = _answer_type(answer)
     return all(type(item) is due or type(item) is answer_type for item in items)
 
 

@@ -31,8 +31,9 @@ def read_cases(path: str | Path) -> list[Case]:
     """The cases of a JSONL file.
 
     A row is in OpenAI shape: ``messages`` and ``tools``, with ``expected_calls`` (a list of name and arguments, empty
-    where no call is due), or without it where the last message is the assistant's answer that is expected. ``id`` and
-    ``kind`` name the case and its category; absent, they are the line's number and "all".
+    where no call is due), or without it where the last message is the assistant's answer that is expected. Calls are
+    of tools that are on offer. ``id`` and ``kind`` name the case and its category; absent, they are the line's number
+    and "all".
 
     Raises:
         DataError: no such file, no rows, or rows that are no cases, all of them in one report.
@@ -85,8 +86,13 @@ def _read_case(row: Any, where: str, number: int, context: ReadContext) -> Case:
         raise RowError(
             "messages", "no_assistant", "no expected_calls, and the last message is not the assistant's answer"
         )
+    offered = {tool.name for tool in conversation.tools}
+    if missing := [call.name for call in last.calls if call.name not in offered]:
+        known = ", ".join(sorted(offered)) or "none"
+        reason = f"expects a call of {missing[0]}, which is not on offer (tools: {known})"
+        raise RowError("expected_calls", "unknown_tool", reason)
     return Case(
-        id=str(row.get("id", number)),
+        id=str(number if row.get("id") is None else row["id"]),
         category=str(row.get("kind", row.get("category", "all"))),
         prompt=replace(conversation, messages=tuple(prompt), source=where),
         expected=last.calls,

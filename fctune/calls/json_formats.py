@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fctune.calls.json_text import UnreadableError, read_json, skip_space
@@ -30,6 +30,17 @@ def dump_json(value: Any, what: str) -> str:
         ) from None
 
 
+def require_name(name: str, pattern: re.Pattern[str]) -> str:
+    """The name, if a format that writes it without quotes can.
+
+    Raises:
+        DataError: It would not be read back.
+    """
+    if not pattern.fullmatch(name):
+        raise DataError(f"{name[:80]!r}: no name that this format can write. Use letters, digits and _ - .")
+    return name
+
+
 def call_object(call: Call, key: str = "arguments", has_id: bool = False) -> dict[str, Any]:
     """The object that most formats write for a call."""
     written: dict[str, Any] = {"name": call.name, key: call.arguments}
@@ -50,7 +61,8 @@ def read_objects(page: Page, start: int, key: str, mark: str = "") -> None:
         mark: What the format puts before its calls; with it and no call behind it, the rest is malformed.
     """
     position = start
-    if mark and (opened := page.find(mark, start)) >= 0:
+    opened = find_mark(page, mark, start, _CALL_START, lambda place: read_json(page.text, place, is_lenient=True)[1])
+    if opened >= 0:
         position = opened + len(mark)
         page.skip(opened, position)
     while (found := _CALL_START.search(page.text, position, page.end)) is not None:
@@ -71,6 +83,29 @@ def read_objects(page: Page, start: int, key: str, mark: str = "") -> None:
         else:
             page.put_loose_call(call, found.start(), position)
     page.require_call(mark, start)
+
+
+def find_mark(page: Page, mark: str, start: int, call_start: re.Pattern[str], read: Callable[[int], int]) -> int:
+    """Where the mark before the calls stands, or -1; one that a call holds in a string is none.
+
+    Args:
+        page: The page.
+        mark: The mark; empty where the format has none.
+        start: Where to begin.
+        call_start: How a call begins.
+        read: Reads the call at a position; returns the position behind it, or raises ``UnreadableError``.
+    """
+    opened = page.find(mark, start) if mark else -1
+    position = start
+    while position < opened and (found := call_start.search(page.text, position, opened)) is not None:
+        try:
+            position = read(found.start())
+        except UnreadableError as error:
+            position = max(error.position, found.end())
+        else:
+            if position > opened:
+                return -1
+    return opened
 
 
 def read_list(page: Page, opened: int, start: int, key: str = "arguments") -> int:
@@ -162,7 +197,9 @@ class Xlam(CallFormat):
         if not page.text.startswith("[", start):
             return
         first = skip_space(page.text, start + 1)
-        if not page.text.startswith("]", first) and not _CALL_START.match(page.text, first, page.end):
+        if page.text.startswith("]", first) and skip_space(page.text, first + 1) >= page.end:
+            page.skip(start, page.end)  # a list of no calls says that none is made
+        if not _CALL_START.match(page.text, first, page.end):
             return
         end = read_list(page, start, start)
         if skip_space(page.text, end) < page.end and page.calls:
@@ -200,6 +237,7 @@ class MistralNamed(CallFormat):
     """
 
     _mark, _id, _arguments = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+    _name = re.compile(r"[^\s\[]([^\[]*[^\s\[])?")
 
     def __init__(self, name: str, has_id: bool) -> None:
         self.name = name
@@ -211,7 +249,8 @@ class MistralNamed(CallFormat):
 
     def _render_call(self, call: Call) -> str:
         call_id = f"{self._id}{call.id}" if self._has_id and call.id is not None else ""
-        return f"{self._mark}{call.name}{call_id}{self._arguments}{dump_json(call.arguments, call.name)}"
+        name = require_name(call.name, self._name)
+        return f"{self._mark}{name}{call_id}{self._arguments}{dump_json(call.arguments, call.name)}"
 
     def _read(self, page: Page, start: int, tools: Sequence[Tool], lenient: bool) -> None:
         position = start
@@ -252,8 +291,8 @@ class Glaive(CallFormat):
     name = "glaive"
     _mark = "<functioncall>"
     _head = re.compile(r'\s*\{\s*"name"\s*:\s*(?=")')
-    _middle = re.compile(r"""\s*,\s*"arguments"\s*:\s*('?)\s*(?=\{)""")
-    _tail = re.compile(r"\s*('?)\s*\}")
+    _middle = re.compile(r"""\s*,\s*"arguments"\s*:\s*+('?)\s*+(?=\{)""")
+    _tail = re.compile(r"\s*+('?)\s*+\}")
 
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
         """One line a call."""

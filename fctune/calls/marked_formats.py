@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from fctune.calls.json_formats import dump_json
+from fctune.calls.json_formats import dump_json, require_name
 from fctune.calls.json_text import UnreadableError, read_json, skip_space
 from fctune.calls.wire import CallFormat, Malformed, Page
 from fctune.data.conversation import Call, Tool
@@ -19,16 +19,18 @@ class DeepSeek(CallFormat):
 
     _open, _close = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     _call, _call_end, _separator = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+    _name = re.compile(r"[^\s<>{`]([^\n<>{`]*[^\s<>{`])?")
 
     def __init__(self, name: str, has_fence: bool) -> None:
         self.name = name
         self._has_fence = has_fence
-        head = r"function<｜tool▁sep｜>([^\n<>]+)\n```json\n" if has_fence else r"\s*([^\n<>]+?)\s*<｜tool▁sep｜>"
+        name = r"([^\s<>{`][^\n<>{`]*+)"
+        head = rf"function<｜tool▁sep｜>{name}\n```json\n" if has_fence else rf"\s*+{name}<｜tool▁sep｜>"
         self._head = re.compile(head)
         self._tail = re.compile(r"\s*```\s*<｜tool▁call▁end｜>" if has_fence else r"\s*<｜tool▁call▁end｜>")
         # Models and prompts mix the two; serving engines take what their template says, most deployments either.
         self._any_head = re.compile(
-            r"\s*(?:function<｜tool▁sep｜>)?([^\n<>]+?)\s*(?:<｜tool▁sep｜>)?\s*(?:```json)?\s*(?=\{)"
+            rf"\s*+(?:function<｜tool▁sep｜>)?+{name}\s*+(?:<｜tool▁sep｜>)?+\s*+(?:```json)?+\s*+(?=\{{)"
         )
         self._any_tail = re.compile(r"\s*(?:```)?\s*(?:<｜tool▁call▁end｜>)?")
 
@@ -40,10 +42,10 @@ class DeepSeek(CallFormat):
         return self._open + joint.join(map(self._render_call, calls)) + self._close
 
     def _render_call(self, call: Call) -> str:
-        arguments = dump_json(call.arguments, call.name)
+        name, arguments = require_name(call.name, self._name), dump_json(call.arguments, call.name)
         if self._has_fence:
-            return f"{self._call}function{self._separator}{call.name}\n```json\n{arguments}\n```{self._call_end}"
-        return f"{self._call}{call.name}{self._separator}{arguments}{self._call_end}"
+            return f"{self._call}function{self._separator}{name}\n```json\n{arguments}\n```{self._call_end}"
+        return f"{self._call}{name}{self._separator}{arguments}{self._call_end}"
 
     def _read(self, page: Page, start: int, tools: Sequence[Tool], lenient: bool) -> None:
         position = start
@@ -99,24 +101,27 @@ class GptOss(CallFormat):
     _start, _message = "<|start|>", "<|message|>"
     _ends = ("<|call|>", "<|end|>", "<|return|>")
     _recipient = re.compile(r"\bto=functions\.([^\s<]+)")
+    _name = re.compile(r"[^\s<]+")
+    _channel = "<|channel|>"
+    _header = re.compile(r"(?:<\|start\|>)?[\w.\-]*\s*(?:<\|channel\|>\s*\w+\s*)?(?:<\|constrain\|>\s*\w+\s*)?")
 
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
         """One message a call (the official template writes the first call only)."""
-        return "".join(
-            f"{self._start}assistant to=functions.{call.name}<|channel|>commentary json{self._message}"
-            f"{dump_json(call.arguments, call.name)}<|call|>"
-            for call in calls
-        )
+        return "".join(map(self._render_call, calls))
+
+    def _render_call(self, call: Call) -> str:
+        name, arguments = require_name(call.name, self._name), dump_json(call.arguments, call.name)
+        return f"{self._start}assistant to=functions.{name}<|channel|>commentary json{self._message}{arguments}<|call|>"
 
     def _read(self, page: Page, start: int, tools: Sequence[Tool], lenient: bool) -> None:
         position = start
         while (marked := page.find(self._message, position)) >= 0:
-            begun = page.text.rfind(self._start, position, marked)
-            header = begun if begun >= 0 else position
+            header = self._header_start(page, position, marked)
             recipient = self._recipient.search(page.text, header, marked)
             body = marked + len(self._message)
             if recipient is None:
-                page.skip(header, body)
+                is_header = self._header.fullmatch(page.text, header, marked)
+                page.skip(header if is_header else marked, body)
                 position = self._skip_message(page, body)
                 continue
             try:
@@ -128,6 +133,15 @@ class GptOss(CallFormat):
                 page.put_calls([call], header, end)
             position = end
         self._read_rest(page, position)
+
+    def _header_start(self, page: Page, position: int, marked: int) -> int:
+        """Where the header of the message begins whose mark is there: at its start, or, cut off, at what is left."""
+        if (begun := page.text.rfind(self._start, position, marked)) >= 0:
+            return begun
+        channel = page.text.rfind(self._channel, position, marked)
+        recipient = self._recipient.search(page.text, position, marked)
+        places = [channel, recipient.start() if recipient else -1]
+        return min((place for place in places if place >= 0), default=marked)
 
     def _read_arguments(self, page: Page, name: str, body: int, lenient: bool) -> tuple[Call, int]:
         arguments, end = read_json(page.text, skip_space(page.text, body), lenient)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from fctune.data.conversation import Call
@@ -79,24 +79,44 @@ def align(expected: Sequence[Call], actual: Sequence[Call]) -> list[tuple[int, i
     left_by_key: dict[Hashable, list[int]] = defaultdict(list)
     for place in reversed(range(len(actual))):
         left_by_key[call_key(actual[place])].append(place)
-    waiting: dict[str, list[int]] = defaultdict(list)
+    waiting: list[int] = []
     for place, call in enumerate(expected):
         if same := left_by_key[call_key(call)]:
             pairs.append((place, same.pop()))
         else:
-            waiting[call.name].append(place)
+            waiting.append(place)
     taken = {place for _, place in pairs}
-    offered: dict[str, list[int]] = defaultdict(list)
-    for place, call in enumerate(actual):
-        if place not in taken:
-            offered[call.name].append(place)
-    for name, rows in waiting.items():
-        columns = offered[name]
-        if max(len(rows), len(columns)) > MAX_ASSIGNED:
+    offered = [place for place in range(len(actual)) if place not in taken]
+    more = assign(
+        [expected[place].name for place in waiting],
+        [actual[place].name for place in offered],
+        lambda row, column: count_equal_arguments(expected[waiting[row]], actual[offered[column]]),
+    )
+    return sorted([*pairs, *((waiting[row], offered[column]) for row, column in more)])
+
+
+def assign(expected: Sequence[str], actual: Sequence[str], gain: Callable[[int, int], int]) -> list[tuple[int, int]]:
+    """The pairs of places of one name with the greatest sum of gains, as many as can be.
+
+    Args:
+        expected: The names of the calls that are due.
+        actual: The names of the calls that were made.
+        gain: What pairing a place of ``expected`` with one of ``actual`` is worth, 0 or more.
+    """
+    rows_by_name: dict[str, list[int]] = defaultdict(list)
+    columns_by_name: dict[str, list[int]] = defaultdict(list)
+    for row, name in enumerate(expected):
+        rows_by_name[name].append(row)
+    for column, name in enumerate(actual):
+        columns_by_name[name].append(column)
+    pairs: list[tuple[int, int]] = []
+    for name, rows in rows_by_name.items():
+        columns = columns_by_name[name]
+        if max(len(rows), len(columns)) == 1 or max(len(rows), len(columns)) > MAX_ASSIGNED:
             pairs.extend(zip(rows, columns, strict=False))
-            continue
-        gains = [[count_equal_arguments(expected[row], actual[column]) for column in columns] for row in rows]
-        pairs.extend((rows[row], columns[column]) for row, column in _best_assignment(gains))
+        else:
+            gains = [[gain(row, column) for column in columns] for row in rows]
+            pairs.extend((rows[row], columns[column]) for row, column in _best_assignment(gains))
     return sorted(pairs)
 
 

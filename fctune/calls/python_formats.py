@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from fctune.calls.json_formats import dump_json, read_objects
+from fctune.calls.json_formats import dump_json, find_mark, read_objects
 from fctune.calls.json_text import UnreadableError
 from fctune.calls.python_text import PythonReader
 from fctune.calls.wire import CallFormat, Page
@@ -116,8 +116,8 @@ def read_python_calls(page: Page, start: int) -> None:
     reader = PythonReader(page.text[: page.end], is_lenient=True)
     position = start
     mark = next((mark for mark in _PYTHON_MARKS if page.find(mark, start) >= 0), "")
-    if mark:
-        opened = page.find(mark, start)
+    opened = find_mark(page, mark, start, _CALL_START, lambda place: reader.read_call(place)[1])
+    if opened >= 0:
         position = opened + len(mark)
         page.skip(opened, position)
     while (found := _CALL_START.search(page.text, position, page.end)) is not None:

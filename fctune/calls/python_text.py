@@ -31,6 +31,10 @@ _STRING = re.compile(
     r'"(?P<short2>[^"\\\n]*+(?:\\.[^"\\\n]*+)*+)")',
     re.DOTALL,
 )
+# What nine arguments of ten are, in one step: a text without escapes, a number, one of Python's words.
+_PLAIN_ARGUMENT = re.compile(
+    r"([^\W\d]\w*+)=(?:'([^'\\\n]*+)'|(-?(?:0|[1-9][0-9]{0,15}))(\.[0-9]{1,15})?|(True|False|None))(?=[,)])"
+)
 _ESCAPE = re.compile(r"\\(\n|[0-7]{1,3}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|N\{[^{}]{1,80}\}|.)", re.DOTALL)
 _ESCAPED = {
     "\n": "",
@@ -110,6 +114,10 @@ class PythonReader:
         arguments: dict[str, Any] = {}
         position = self.skip_space(position + 1)
         while not self.text.startswith(")", position):
+            if (plain := _PLAIN_ARGUMENT.match(self.text, position)) is not None and plain[1] not in arguments:
+                arguments[plain[1]] = _plain_value(plain)
+                position = self._after_item(plain.end(), ")")
+                continue
             if self.text.startswith("**", position):
                 given, end = self.read_value(self.skip_space(position + 2), depth)
                 if not isinstance(given, dict):
@@ -229,6 +237,15 @@ class PythonReader:
     def _expect(self, mark: str, position: int) -> None:
         if not self.text.startswith(mark, position):
             raise UnreadableError(f"no {mark!r} where one is due", position)
+
+
+def _plain_value(found: re.Match[str]) -> Any:
+    _, text, whole, fraction, word = found.groups()
+    if text is not None:
+        return text
+    if whole is None:
+        return _PYTHON_WORDS[word]
+    return int(whole) if fraction is None else float(whole + fraction)
 
 
 def _number(text: str, position: int) -> int | float:

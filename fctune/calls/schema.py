@@ -17,6 +17,7 @@ import referencing
 import referencing.exceptions
 
 from fctune.calls.json_text import UnreadableError, decode_json
+from fctune.calls.plain_schema import Check, compile_schema
 from fctune.calls.python_text import PythonReader
 from fctune.data.conversation import Call, Tool
 
@@ -46,26 +47,32 @@ def argument_types(schema: Any) -> frozenset[str]:
     if not isinstance(schema, Mapping):
         return _ALL_TYPES
     declared = schema.get("type")
-    types: set[str] = set()
-    if declared is not None:
-        for name in declared if isinstance(declared, list) else [declared]:
-            if (known := _TYPES.get(str(name).lower())) is None:
-                return _ALL_TYPES
-            types.add(known)
+    if declared is None:
+        types = _types_of_branches(schema)
     else:
-        branches = [branch for key in _BRANCHES for branch in schema.get(key) or ()]
-        for branch in branches:
-            types |= argument_types(branch)
-        if not types and "enum" not in schema and "const" not in schema:
-            return _ALL_TYPES
+        names = [_TYPES.get(str(name).lower()) for name in (declared if isinstance(declared, list) else (declared,))]
+        types = _ALL_TYPES if None in names else frozenset(name for name in names if name is not None)
+    if types == _ALL_TYPES:
+        return types
     if schema.get("nullable") is True:
-        types.add("null")
-    given = [schema[key] for key in ("default", "const") if key in schema]
+        types |= {"null"}
+    for key in ("default", "const"):
+        if key in schema and not isinstance(schema[key], str):
+            types |= {type_name(schema[key])}
+    if isinstance(enum := schema.get("enum"), list):
+        types |= {type_name(value) for value in enum if not isinstance(value, str)}
+    return types
+
+
+def _types_of_branches(schema: Mapping[str, Any]) -> frozenset[str]:
+    types: frozenset[str] = frozenset()
+    for branch in (branch for key in _BRANCHES for branch in schema.get(key) or ()):
+        types |= argument_types(branch)
+    if not types and "enum" not in schema and "const" not in schema:
+        return _ALL_TYPES
     enum = schema.get("enum")
-    given.extend(enum if isinstance(enum, list) else ())
-    return frozenset(types | {type_name(value) for value in given if not isinstance(value, str)}) | (
-        {"string"} if declared is None and any(isinstance(value, str) for value in given) else frozenset()
-    )
+    given = [*(enum if isinstance(enum, list) else ()), *(schema[key] for key in ("default", "const") if key in schema)]
+    return types | {"string"} if any(isinstance(value, str) for value in given) else types
 
 
 def type_name(value: Any) -> str:
@@ -144,33 +151,68 @@ def schema_errors(call: Call, tools: Sequence[Tool]) -> tuple[str, ...]:
     A tool that is not on offer and an argument that the schema does not name are wrong, unless the schema
     allows more arguments in so many words.
     """
-    tool = find_tool(tools, call.name)
-    if tool is None:
-        return (f"{call.name[:80]}: no such tool",)
-    validator = _validator(json.dumps(tool.parameters, sort_keys=True, default=str))
-    if validator is None:
-        return (f"{call.name}: its schema is not a schema",)
-    try:
-        found = list(itertools.islice(validator.iter_errors(call.arguments), MAX_ERRORS))
-    except (referencing.exceptions.Unresolvable, RecursionError) as error:
-        return (f"{call.name}: its schema cannot be followed ({type(error).__name__})",)
-    return tuple(f"{'.'.join(map(str, error.absolute_path)) or call.name}: {error.message[:200]}" for error in found)
+    return ToolSet(tools).errors(call)
+
+
+class ToolSet:
+    """Tools on offer, made ready to check many calls."""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self._tools = {tool.name: tool for tool in reversed(tools)}
+        self._checks: dict[str, Check | None] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._tools)
+
+    def obeys(self, call: Call) -> bool:
+        """Whether ``errors`` has nothing to say of a call."""
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return False
+        if call.name not in self._checks:
+            self._checks[call.name] = compile_schema(_arguments_schema(tool.parameters))
+        check = self._checks[call.name]
+        return check(call.arguments) if check is not None else not self.errors(call)
+
+    def errors(self, call: Call) -> tuple[str, ...]:
+        """As ``schema_errors`` says."""
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return (f"{call.name[:80]}: no such tool",)
+        validator = _validator(json.dumps(tool.parameters, sort_keys=True, default=str))
+        if validator is None:
+            return (f"{call.name}: its schema is not a schema",)
+        try:
+            found = list(itertools.islice(validator.iter_errors(call.arguments), MAX_ERRORS))
+        except (referencing.exceptions.Unresolvable, RecursionError) as error:
+            return (f"{call.name}: its schema cannot be followed ({type(error).__name__})",)
+        return tuple(
+            f"{'.'.join(map(str, error.absolute_path)) or call.name}: {error.message[:200]}" for error in found
+        )
 
 
 @functools.lru_cache(maxsize=4096)
 def _validator(parameters: str) -> jsonschema.Draft202012Validator | None:
-    schema = to_json_schema(json.loads(parameters))
-    if not isinstance(schema, dict):
+    schema = _arguments_schema(json.loads(parameters))
+    if schema is None:
         return None
-    schema = {"type": "object", "additionalProperties": False, **schema}
-    if not schema.get("properties") and "additionalProperties" not in json.loads(parameters):
-        schema["additionalProperties"] = any(key in schema for key in (*_BRANCHES, "$ref", "patternProperties"))
     try:
         jsonschema.Draft202012Validator.check_schema(schema)
     except jsonschema.SchemaError:
         return None
     # The default registry would fetch what a $ref names over the network.
     return jsonschema.Draft202012Validator(schema, registry=referencing.Registry())
+
+
+def _arguments_schema(parameters: Any) -> dict[str, Any] | None:
+    """The JSON Schema of a tool's arguments, which names all there may be unless it says otherwise."""
+    schema = to_json_schema(parameters)
+    if not isinstance(schema, dict):
+        return None
+    schema = {"type": "object", "additionalProperties": False, **schema}
+    if not schema.get("properties") and "additionalProperties" not in parameters:
+        schema["additionalProperties"] = any(key in schema for key in (*_BRANCHES, "$ref", "patternProperties"))
+    return schema
 
 
 def _read_python(text: str) -> Any:

@@ -15,13 +15,13 @@ from fctune.calls.json_formats import dump_json
 from fctune.calls.json_text import UnreadableError, decode_json
 from fctune.calls.match import is_equal
 from fctune.calls.schema import argument_schemas, read_typed_text
-from fctune.calls.wire import CallFormat, Page
+from fctune.calls.wire import CallFormat, Page, Parsed
 from fctune.data.conversation import Call, Tool
 from fctune.errors import DataError
 
 _ESCAPED = re.compile(r"<json>(.*)</json>", re.DOTALL)
 _NAME = re.compile(r"[^<>\s]+")
-_KEY = re.compile(r"[^<>\n]*[^<>\s][^<>\n]*")
+_KEY = re.compile(r"[^<>\n\S]*+[^<>\s][^<>\n]*+")
 
 
 def write_text(value: Any, text: str, schema: Any, is_typed: bool, marks: tuple[str, ...]) -> str:
@@ -111,6 +111,16 @@ class Qwen3Coder(_Tagged):
             text = write_text(value, text, schemas.get(key), bool(tools), marks)
             lines.extend((f"{self._parameter}{key}>", text, self._parameter_end))
         return "\n".join([*lines, self._function_end, self._close])
+
+    def _is_read_whole(self, text: str, strict: Parsed) -> bool:
+        # A tag inside of a value ends it in the lenient reading.
+        num_arguments = sum(len(call.arguments) for call in strict.calls)
+        has_tags_only = text.count(self._parameter) == num_arguments
+        return (
+            super()._is_read_whole(text, strict)
+            and has_tags_only
+            and text.count(self._function_end) == len(strict.calls)
+        )
 
     def _find_call(self, page: Page, position: int, lenient: bool) -> int:
         opened = page.find(self._open, position)

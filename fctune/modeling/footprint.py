@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import nn
 
+from fctune.config import ActivationCheckpointingConfig
 from fctune.modeling.build import CausalLM
+from fctune.modeling.frozen import NF4_BYTES, is_nf4
 from fctune.modeling.loss import MAX_LOGITS
 from fctune.modeling.precision import Formats
 
@@ -28,11 +30,11 @@ class Footprint:
     @property
     def total(self) -> int:
         """All of it."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(getattr(self, part.name) for part in fields(self))
 
     def __str__(self) -> str:
         unit, name = (GIB, "GiB") if self.total >= GIB else (1024**2, "MiB")
-        parts = [f"{field.name} {getattr(self, field.name) / unit:.1f}" for field in fields(self)]
+        parts = [f"{part.name} {getattr(self, part.name) / unit:.1f}" for part in fields(self)]
         return f"{self.total / unit:.1f} {name} ({', '.join(parts)})"
 
 
@@ -43,7 +45,7 @@ class Workload:
     formats: Formats
     optimizer: dict[str, Any]  # as in the config
     tokens: int  # of a micro-batch
-    checkpointed: float = 0.0  # share of the blocks that keep their input alone
+    checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     is_cpu_offloaded: bool = False
 
 
@@ -65,8 +67,12 @@ def estimate(model: CausalLM, work: Workload, num_shards: int) -> Footprint:
         gathered = 3 * block + rest  # the block that runs, the next, and the gradients of one
     a = model.architecture
     per_token = (10 * a.embed_dim + 4 * a.intermediate_dim) * width
-    kept = a.num_layers * (1 - work.checkpointed) * per_token + a.num_layers * work.checkpointed * a.embed_dim * width
-    recomputed = per_token if work.checkpointed else 0
+    per_checkpoint = a.embed_dim * width  # the block's input; and attention's output with half of the products'
+    if work.checkpointing.policy == "op":
+        per_checkpoint += int((2.5 * a.embed_dim + a.intermediate_dim) * width)
+    share = work.checkpointing.fraction
+    kept = a.num_layers * ((1 - share) * per_token + share * per_checkpoint)
+    recomputed = per_token if share else 0
     logits = min(MAX_LOGITS, work.tokens * a.vocab_size) * (width + 4 + 4)
     activations = int(work.tokens * (kept + recomputed)) + logits
     on_device = 0 if work.is_cpu_offloaded else 1
@@ -80,6 +86,8 @@ def estimate(model: CausalLM, work: Workload, num_shards: int) -> Footprint:
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
+    if is_nf4(tensor):
+        return int(tensor.numel() * NF4_BYTES)
     return tensor.numel() * tensor.element_size()
 
 

@@ -17,6 +17,8 @@ from fctune.errors import ConfigError
 FLOAT8 = torch.float8_e4m3fn
 _FLOAT8_MAX = torch.finfo(FLOAT8).max
 
+NF4_BYTES = 0.5 + 1 / 64 + 2 / (64 * 256)  # of a weight: its four bits, and its part of the scales and of theirs
+
 # Weights that share a scale in NF4, times the scales that share one of theirs: what a shard must be a multiple of.
 _NF4_BLOCK = 64 * 256
 

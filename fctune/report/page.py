@@ -10,7 +10,7 @@ import html
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any, Literal
@@ -50,6 +50,7 @@ class Page:
         self._title = title
         self._verdict = f'<p class="verdict {tone}">{escape(verdict)}</p>' if verdict else ""
         self._parts: list[str] = []
+        self._scripts: list[str] = []
         self._num_charts = 0
 
     def add_tiles(self, tiles: Iterable[tuple[str, str, Tone]]) -> None:
@@ -79,11 +80,33 @@ class Page:
             f'<details><summary class="muted">Numbers</summary>{make_table(columns, rows)}</details></div>'
         )
 
+    def make_cases(self, cases: Sequence[Mapping[str, Any]], facets: Mapping[str, str]) -> str:
+        """HTML of a list that the reader narrows down by what stands in each case, and by a word in it.
+
+        Args:
+            cases: each with ``title``, ``tags`` (shown beside it), ``facets`` (what it is narrowed by) and ``parts``
+                as (heading, text, kind), where a kind is ``text``, ``code`` or ``list`` (a line an item).
+            facets: keys of the cases' own ``facets``, and what each is called.
+        """
+        if "cases.js" not in self._scripts:
+            self._scripts.append("cases.js")
+        selects = "".join(
+            f'<label>{escape(name)} <select data-facet="{escape(key)}"></select></label>'
+            for key, name in facets.items()
+        )
+        return (
+            f'<div class="cases"><div class="filters">{selects}<label>Text <input type="search"></label>'
+            '<output class="muted"></output></div><div class="list"></div>'
+            '<button class="more" type="button" hidden>Show more</button>'
+            f'<script type="application/json" data-cases>{_to_script(list(cases))}</script></div>'
+        )
+
     def render(self, footer: str = "") -> str:
         """The whole page."""
         css, chart_js, page_js = (_ASSETS.joinpath(n).read_text("utf-8") for n in ("page.css", _CHART_JS, "page.js"))
+        scripts = "".join(_ASSETS.joinpath(name).read_text("utf-8") for name in self._scripts) + page_js
         # An end tag inside a script would end it; no asset has one, and a new one must not bring it in unseen.
-        assert "</script" not in chart_js + page_js
+        assert "</script" not in chart_js + scripts
         return (
             '<!doctype html>\n<html lang="en" data-theme="light">\n<head>\n<meta charset="utf-8">\n'
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
@@ -92,7 +115,7 @@ class Page:
             f"<body>\n<header><div><h1>{escape(self._title)}</h1>{self._verdict}</div>"
             '<button class="theme" type="button" hidden>Dark</button></header>\n'
             f"<main>\n{chr(10).join(self._parts)}\n</main>\n<footer>{escape(footer)}</footer>\n"
-            f"<script>\n{chart_js}\n</script>\n<script>\n{page_js}</script>\n</body>\n</html>\n"
+            f"<script>\n{chart_js}\n</script>\n<script>\n{scripts}</script>\n</body>\n</html>\n"
         )
 
     def write(self, path: str | os.PathLike[str], footer: str = "") -> None:

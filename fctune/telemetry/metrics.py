@@ -6,6 +6,7 @@ import math
 import resource
 import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,3 +97,24 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # kilobytes on Linux
+
+
+class SpikeFinder:
+    """Finds losses that stand out from those before them.
+
+    A spike is over the median of the last 50 by more than 8 times their median absolute deviation (Hampel's rule), and
+    by a tenth of that median at least. The first 20 steps have none.
+    """
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=50)
+
+    def is_spike(self, loss: float) -> bool:
+        """Whether the next loss stands out; it is remembered either way."""
+        found = False
+        if len(self._losses) >= 20:
+            middle = statistics.median(self._losses)
+            spread = statistics.median(abs(other - middle) for other in self._losses)
+            found = loss - middle > max(8 * spread, 0.1 * abs(middle))
+        self._losses.append(loss)
+        return found

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from fctune.errors import CheckpointError, ConfigError, DataError
@@ -62,7 +63,11 @@ def start_world() -> World:
         device = torch.device("cpu")
         backend = "gloo"
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=_TIMEOUT)
+        store, rank, world_size = next(rendezvous("env://", timeout=_TIMEOUT))
+        # torchrun keeps its store over a restart, where ranks would find the addresses of those that died and hang.
+        life = f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-of-{world_size}"
+        store = dist.PrefixStore(life, store)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     world_size = dist.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return World(dist.get_rank(), world_size, local_rank, device, ranks_per_node)

@@ -85,12 +85,12 @@ class Feeder:
         return data
 
     def _make(self, number: int) -> StepData:
-        step = self._loader.step_at(number)
-        world = self._world
+        step, world = self._loader.step_at(number), self._world
+        totals = self._loader.totals(step)
         batches = self._loader.micro_batches(step, world.rank, world.world_size, self._micro_batch_size)
         pins = world.device.type == "cuda"
         inputs = [make_inputs(b, self._kernel, seed=self._loader.seed, step=number, pins=pins) for b in batches]
-        return StepData(step, self._loader.totals(step), inputs)
+        return StepData(step, totals, inputs)
 
 
 def make_inputs(batch: Batch, kernel: Kernel, *, seed: int = 0, step: int = 0, pins: bool = False) -> Inputs:

@@ -17,7 +17,7 @@ from fctune.data.prepared import PreparedSet
 from fctune.errors import ConfigError, DataError
 from fctune.modeling.build import CausalLM
 from fctune.modeling.lora import is_adapter
-from fctune.telemetry.metrics import FlopCounter, StepClock, describe_skew, peak_memory_gib
+from fctune.telemetry.metrics import FlopCounter, SpikeFinder, StepClock, describe_skew, peak_memory_gib
 from fctune.telemetry.sinks import Sinks
 from fctune.training.distributed import World
 from fctune.training.feed import Feeder
@@ -97,7 +97,8 @@ def train(
     keeper = keeper or StepKeeper()
     loader = GlobalLoader(prepared, "train", config.global_batch_size, config.seed, pad_to=config.data.pad_to)
     state.model.train()
-    clock, flops = StepClock(world.device), count_flops(state.model)
+    clock, flops, spikes = StepClock(world.device), count_flops(state.model), SpikeFinder()
+    nonfinite_in_row = 0
     with Feeder(loader, world, config.micro_batch_size, state.model.kernel, num_steps) as feeder:
         while state.step < num_steps:
             started = time.perf_counter()
@@ -123,13 +124,13 @@ def train(
             metrics |= _describe_work(result, data.totals, flops, elapsed, world)
             if _is_validation_due(config, prepared, step.step, num_steps):
                 metrics["validation_loss"] = validation_loss(config, state.model, prepared, world)
+            if result.is_applied and spikes.is_spike(result.loss):
+                metrics["is_spike"] = True
             metrics |= keeper.measure(step.step, step.step == num_steps)
             sinks.write(metrics)
-            if not result.is_applied and config.on_nonfinite == "stop":
-                raise NonFiniteError(
-                    f"step {step.step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite, stopped "
-                    "before the update. Lower optimizer.lr, or set on_nonfinite=skip to leave such steps out."
-                )
+            nonfinite_in_row = 0 if result.is_applied else nonfinite_in_row + 1
+            if nonfinite_in_row:
+                _stop_at_nonfinite(config, step.step, result, nonfinite_in_row)
             if not keeper.after_step(step.step, step.step == num_steps):
                 break
 
@@ -145,6 +146,18 @@ def validation_loss(config: RunConfig, model: CausalLM, prepared: PreparedSet, w
 def _is_validation_due(config: RunConfig, prepared: PreparedSet, step: int, num_steps: int) -> bool:
     every = config.validation.every_n_steps
     return bool(every and prepared.num_packs("validation") and (step % every == 0 or step == num_steps))
+
+
+def _stop_at_nonfinite(config: RunConfig, step: int, result: StepResult, in_row: int) -> None:
+    if config.on_nonfinite == "skip" and in_row < config.max_nonfinite:
+        return
+    remedy = "set on_nonfinite=skip to leave such steps out"
+    if config.on_nonfinite == "skip":
+        remedy = f"look at the data: {in_row} steps in a row were so (max_nonfinite)"
+    raise NonFiniteError(
+        f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite, stopped before the update. "
+        f"Lower optimizer.lr, or {remedy}."
+    )
 
 
 def _describe_step(result: StepResult, lr: float, elapsed_s: float) -> dict[str, Any]:

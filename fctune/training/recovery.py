@@ -39,8 +39,8 @@ STATE = "trainer_state.json"
 # Keys of a config that a run may go on with changed: where and how it runs, how long, and what it leaves.
 _MAY_CHANGE = (
     *("output_dir", "resume", "checkpoint", "parallel", "micro_batch_size", "epochs", "max_steps", "log_every_n_steps"),
-    *("validation", "activation_checkpointing", "compile", "on_nonfinite", "telemetry", "profile", "eval", "success"),
-    *("data", "model", "step_timeout_s"),  # data and model are held to their fingerprints instead
+    *("validation", "eval", "activation_checkpointing", "compile", "on_nonfinite", "max_nonfinite", "step_timeout_s"),
+    *("data", "model"),  # these are held to their fingerprints instead
 )
 
 

@@ -82,7 +82,7 @@ def place_(model: CausalLM, config: RunConfig, model_dir: Path, world: World) ->
         model.formats,
         config.optimizer,
         config.micro_batch_size * config.data.seq_len,
-        checkpointed=config.activation_checkpointing.fraction,
+        config.activation_checkpointing,
         is_cpu_offloaded=config.parallel.cpu_offload,
     )
 

@@ -20,7 +20,7 @@ from fctune.modeling.lora import apply_lora_, init_adapters_
 from fctune.telemetry.sinks import Sinks
 from fctune.training.distributed import World
 from fctune.training.feed import Feeder
-from fctune.training.loop import StepKeeper, train
+from fctune.training.loop import NonFiniteError, StepKeeper, train
 from fctune.training.state import build_base, place_, start_state
 from tests.ranks import run_ranks
 from tests.training.test_ranks import make_config
@@ -102,6 +102,48 @@ def test_shards_scatter_large_gradients_at_once_but_sum_them_over_copies_once(
     assert found["calls"]["reduce_scatter_base"] == found["num_units"] * NUM_MICRO_BATCHES
     over_copies = found["num_units"]
     assert found["calls"]["allreduce"] <= over_copies + 2  # and the norm, over each axis of the mesh
+
+
+def train_until_not_finite(world: World, config: RunConfig, path: Path) -> bool:
+    """Whether the weights at the end are, bit for bit, those before the step that was not finite."""
+    model = build_base(config, Path(config.model.path), world)
+    apply_lora_(model, config.adapter)  # type: ignore[arg-type]
+    place_(model, config, Path(config.model.path), world)
+    init_adapters_(model, config.seed)
+    state = start_state(model, config, 8)
+    trained = state.optimizer.param_groups[0]["params"]
+    seen: list[list[Tensor]] = []
+
+    class Snapshots(StepKeeper):
+        def before_update(self) -> None:
+            seen.append([p.detach().clone() for p in trained])
+
+    with pytest.raises(NonFiniteError):
+        train(config, state, open_prepared(path), 8, world, Sinks(), Snapshots())
+    moments = [value for s in state.optimizer.state.values() for value in s.values() if value.dim()]
+    return (
+        1 < len(seen) == state.step < 8
+        and all(torch.equal(before, after) for before, after in zip(seen[-1], trained, strict=True))
+        and all(torch.isfinite(moment).all() for moment in moments)
+    )
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp"])
+def test_a_loss_that_is_not_finite_stops_before_the_update_on_all_ranks(
+    mode: str, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    parallel = {"mode": mode} | ({"replicate": 2} if mode == "hsdp" else {})
+    optimizer = {"_component_": "torch.optim.AdamW", "lr": 1e30}
+    config = make_config(
+        make_model(),
+        tmp_path,
+        precision="fp32",
+        parallel=parallel,
+        optimizer=optimizer,
+        validation={"every_n_steps": 0},
+    )
+    prepared = prepare(config.data, Path(config.model.path), tmp_path / "prepared")
+    assert run_ranks(train_until_not_finite, 2, config, prepared.path) == [True, True]
 
 
 def test_totals_of_a_step_are_those_of_its_batches(make_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -1,36 +1,21 @@
-"""The ``fctune`` command: thin over the library; what it prints, the library returns."""
+"""``fctune data``: datasets are checked, looked at, prepared, made."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from fctune.cli.files import write_file
 from fctune.config import load_config
-from fctune.errors import CheckpointError, ConfigError, DataError
+from fctune.errors import ConfigError
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 done, 1 a failed check, 2 wrong usage, config or input."""
-    arguments = _parser().parse_args(argv)
-    try:
-        code: int = arguments.run(arguments)
-    except (ConfigError, DataError, CheckpointError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader of our output has seen enough
-        return 0
-    return code
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fctune", description="Fine-tune chat models to call functions.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def add_commands(commands: Any) -> None:
+    """Add ``fctune data`` to the command."""
     data = commands.add_parser("data", help="datasets: check them, look at them, prepare them").add_subparsers(
         required=True, metavar="COMMAND"
     )
@@ -66,7 +51,6 @@ def _parser() -> argparse.ArgumentParser:
     synthetic.add_argument("--seed", type=int, default=42)
     synthetic.add_argument("--out", type=Path, required=True, help="JSONL")
     synthetic.set_defaults(run=_write_synthetic)
-    return parser
 
 
 def _check_data(arguments: argparse.Namespace) -> int:
@@ -99,11 +83,11 @@ def _check_data(arguments: argparse.Namespace) -> int:
         )
     console.print(report.render_text())
     if arguments.json is not None:
-        _write(arguments.json, "--json", lambda: json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
+        write_file(arguments.json, "--json", lambda: json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
     if arguments.html is not None:
         from fctune.report import write_html
 
-        _write(arguments.html, "--html", lambda: write_html(report, arguments.html))
+        write_file(arguments.html, "--html", lambda: write_html(report, arguments.html))
     return 0 if report.is_usable(arguments.on_invalid) else 1
 
 
@@ -151,21 +135,6 @@ def _write_synthetic(arguments: argparse.Namespace) -> int:
         rows = (case.to_json() for case in iter_cases(arguments.rows, arguments.seed))
     else:
         rows = (c.to_openai() for c in iter_conversations(arguments.split, arguments.rows, arguments.seed))
-    _write(arguments.out, "--out", lambda: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_file(arguments.out, "--out", lambda: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     Console().print(f"{arguments.rows:,} rows in {arguments.out}", soft_wrap=True)
     return 0
-
-
-def _write(path: Path, option: str, make: Callable[[], str | None]) -> None:
-    """Write what ``make`` returns, or let it write itself; folders are made as needed."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = make()
-        if text is not None:
-            path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written ({error.strerror}).") from None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,164 @@
+"""The strict typed match for the leaderboard's cases: as ``score`` judges, where each value has alternatives.
+
+Beside the benchmark's own verdict, which takes ``"New York"`` for ``"new-york"`` and pairs calls greedily.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fctune.calls.bfcl import language_of, read_source
+from fctune.calls.bfcl_data import BfclCase
+from fctune.calls.match import assign, is_equal, value_key
+from fctune.calls.schema import ToolSet
+from fctune.calls.score import Outcome, Verdict, classify
+from fctune.calls.wire import Parsed
+from fctune.data.conversation import Call
+
+# More than any call has arguments: a pair that fits in all of them comes before all pairs that do not.
+_WHOLE = 1_000_000
+
+
+# Few differ, and making one takes as long as finding it takes many times.
+_outcome = functools.lru_cache(maxsize=4096)(Outcome)
+
+
+class AnswerKey:
+    """The answer of a single-turn case, made ready to judge many predictions.
+
+    A value matches if it equals one of its alternatives as typed JSON, letter by letter. An argument that the answer
+    lets be left out counts as due where it was given. In Java and JavaScript the value that the source text stands for
+    is compared; calls are not held against a schema there, as all of them write text.
+    """
+
+    def __init__(self, case: BfclCase) -> None:
+        self._language = language_of(case.category)
+        self._needs_any_call = case.category == "live_relevance"
+        schemas = {f["name"]: f["parameters"].get("properties", {}) for f in case.functions}
+        self._answers = [
+            _Answer(name, {key: _Parameter.of(values) for key, values in parameters.items()}, schemas.get(name, {}))
+            for answer in case.answers
+            for name, parameters in answer.items()
+        ]
+        self._names = [answer.name for answer in self._answers]
+        self._tools = ToolSet(case.tools if self._language == "python" else ())
+
+    @property
+    def num_expected(self) -> int:
+        """How many calls are due; where any is, one."""
+        return len(self._answers) or int(self._needs_any_call)
+
+    def judge(self, parsed: Parsed) -> Outcome:
+        """The outcome of one prediction."""
+        calls = parsed.calls
+        num_schema_valid = sum(map(self._tools.obeys, calls)) if self._tools else None
+        if len(calls) == len(self._names) == 1 and calls[0].name == self._names[0] and not parsed.malformed:
+            fit = self._fit(self._answers[0], calls[0])
+            return _outcome(
+                "correct" if fit.is_whole else "wrong_arguments",
+                *(1, 1, 0, 1),
+                fit.num_due,
+                len(calls[0].arguments),
+                fit.num_matched,
+                num_schema_valid,
+            )
+        if self._needs_any_call:
+            verdict: Verdict = "malformed" if parsed.malformed else "correct" if calls else "missed_call"
+            return Outcome(verdict, 1, len(calls), len(parsed.malformed), num_schema_valid=num_schema_valid)
+        fits = {}
+
+        def gain(row: int, column: int) -> int:
+            fit = fits[row, column] = self._fit(self._answers[row], calls[column])
+            return fit.num_matched + (_WHOLE if fit.is_whole else 0)
+
+        pairs = assign(self._names, [call.name for call in calls], gain)
+        fitted = [fits.get(pair) or self._fit(self._answers[pair[0]], calls[pair[1]]) for pair in pairs]
+        is_correct = (
+            not parsed.malformed
+            and len(pairs) == len(self._names) == len(calls)
+            and all(fit.is_whole for fit in fitted)
+        )
+        return Outcome(
+            verdict="correct" if is_correct else classify(self._names, parsed),
+            num_expected=len(self._names),
+            num_called=len(calls),
+            num_malformed=len(parsed.malformed),
+            num_names_matched=len(pairs),
+            num_arguments_expected=sum(fit.num_due for fit in fitted),
+            num_arguments_called=sum(len(calls[column].arguments) for _, column in pairs),
+            num_arguments_matched=sum(fit.num_matched for fit in fitted),
+            num_schema_valid=num_schema_valid,
+        )
+
+    def _fit(self, answer: _Answer, call: Call) -> _Fit:
+        num_matched = num_due = 0
+        for key, parameter in answer.parameters.items():
+            if key in call.arguments:
+                num_due += 1
+                value = call.arguments[key]
+                if self._language != "python":
+                    value = self._read(value, answer.schemas.get(key))
+                num_matched += parameter.takes(value)
+            else:
+                num_due += not parameter.is_omittable
+        return _Fit(num_matched, num_due, num_matched == num_due == len(call.arguments))
+
+    def _read(self, value: Any, schema: Mapping[str, Any] | None) -> Any:
+        try:
+            return value if schema is None else read_source(value, schema, self._language)
+        except (KeyError, ValueError, NotImplementedError):
+            return value
+
+
+class _Fit(NamedTuple):
+    """How a call fits an answer: arguments that match, arguments that are due, and whether nothing is left over."""
+
+    num_matched: int
+    num_due: int
+    is_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """The alternatives of a parameter: keys of the values that hold no object, and those that do."""
+
+    keys: frozenset[Hashable]
+    objects: tuple[Any, ...]
+    is_omittable: bool
+
+    @staticmethod
+    def of(alternatives: Sequence[Any]) -> _Parameter:
+        objects = tuple(value for value in alternatives if _holds_object(value))
+        keys = frozenset(value_key(value) for value in alternatives if not _holds_object(value))
+        return _Parameter(keys, objects, "" in alternatives)
+
+    def takes(self, value: Any) -> bool:
+        # A text or whole number is its own key; nine arguments of ten are one.
+        key = value if type(value) is str or type(value) is int else value_key(value)
+        return key in self.keys or any(_fits_alternative(value, other) for other in self.objects)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    name: str
+    parameters: Mapping[str, _Parameter]
+    schemas: Mapping[str, Any]
+
+
+def _holds_object(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(map(_holds_object, value)))
+
+
+def _fits_alternative(value: Any, alternative: Any) -> bool:
+    """Whether a value is that of an answer in which an object holds a list of alternatives for each key."""
+    if isinstance(alternative, dict) and isinstance(value, dict):
+        return value.keys() <= alternative.keys() and all(
+            any(_fits_alternative(value[key], other) for other in others) if key in value else "" in others
+            for key, others in ((key, held if isinstance(held, list) else [held]) for key, held in alternative.items())
+        )
+    if isinstance(alternative, list) and isinstance(value, list):
+        return len(value) == len(alternative) and all(map(_fits_alternative, value, alternative))
+    return is_equal(value, alternative)

@@ -1,0 +1,88 @@
+"""A run of a suite over a model: what has no answer yet is asked, judged and put down, on one process or many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fctune import __version__
+from fctune.calls.wire import CallFormat
+from fctune.evaluation.reading import Row, judge_answer
+from fctune.evaluation.results import ResultsFile
+from fctune.evaluation.suites import Suite
+from fctune.generation.engine import Engine
+from fctune.training import distributed
+from fctune.training.distributed import World
+
+
+def describe_run(suite: Suite, engine: Engine, call_format: CallFormat | None, max_new_tokens: int) -> dict[str, Any]:
+    """What the answers and verdicts of a run depend on."""
+    return {
+        "suite": suite.name,
+        "num_cases": len(suite.cases),
+        "cases_digest": suite.digest(),
+        "format": "served" if call_format is None else call_format.name,
+        "max_new_tokens": max_new_tokens,
+        "fctune": __version__,
+        **engine.describe(),
+    }
+
+
+def run_suite(
+    suite: Suite,
+    engine: Engine,
+    call_format: CallFormat | None,
+    results: ResultsFile,
+    *,
+    max_new_tokens: int = 256,
+    is_fresh: bool = False,
+    world: World | None = None,
+    on_row: Callable[[Row, int, int], None] = lambda row, num_done, num_cases: None,
+) -> list[Row] | None:
+    """The rows of all cases in the suite's order, on the first process; None on the others.
+
+    Every process calls this; each asks its share of what is not answered yet.
+
+    Args:
+        suite: What is asked.
+        engine: Who answers.
+        call_format: How the answers are read; None: the server has read the calls.
+        results: Where rows go, and where those of an earlier run are.
+        max_new_tokens: The most that an answer may be.
+        is_fresh: Forget an earlier run.
+        world: This process among several; None: it is alone.
+        on_row: Called with each row that is new here, the count of cases of this process that have one, and of all.
+    """
+    settings = describe_run(suite, engine, call_format, max_new_tokens)
+
+    def start() -> list[str]:
+        return list(results.start(settings, is_fresh))
+
+    finished = set(start() if world is None else distributed.on_main(start))
+    left = [case for case in suite.cases if case.id not in finished]
+    # Longest first and dealt out, so that ranks have about the same to do.
+    left.sort(key=lambda case: -sum(len(message.content or "") for message in case.prompt.messages))
+    share = left if world is None else left[world.rank :: world.world_size]
+
+    def ask() -> None:
+        try:
+            if share:
+                answers = engine.answer([case.prompt for case in share], max_new_tokens)
+                for number, answer in enumerate(answers, start=1):
+                    row = judge_answer(suite, share[answer.index], answer, call_format)
+                    results.append(row)
+                    on_row(row, number, len(share))
+        finally:
+            results.close()
+
+    try:
+        if world is None:
+            ask()
+        else:
+            distributed.agree(ask)
+    except BaseException:
+        results.release()
+        raise
+    if world is not None and not world.is_main:
+        return None
+    return results.finish([case.id for case in suite.cases])

@@ -1,0 +1,108 @@
+"""What the name of a model stands for on disk, and a digest that tells one model from another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from fctune.errors import ConfigError
+from fctune.modeling.hub import resolve_model_dir
+
+_NUM_BLOCKS = 64
+_BLOCK_BYTES = 65_536
+_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
+
+
+class ModelFiles(NamedTuple):
+    """A Hugging Face directory, and a PEFT adapter on it or None."""
+
+    model_dir: Path
+    adapter_dir: Path | None = None
+
+
+def find_model(name: str, adapter: str | None = None) -> ModelFiles:
+    """The files of a model by what a user calls it.
+
+    Args:
+        name: a Hugging Face directory; the output directory of a run, of which the merged export is taken; the
+            directory of an adapter, which names its base itself; or ``hf:NAME[@REVISION]``.
+        adapter: an adapter to put on it.
+
+    Raises:
+        ConfigError: nothing of the kind is there.
+    """
+    if name.startswith("hf:"):
+        return ModelFiles(resolve_model_dir(name), _adapter_dir(adapter))
+    path = Path(name)
+    if not path.is_dir():
+        raise ConfigError(f"{name}: no such directory, so not a model directory. Pass one, a URL, or hf:NAME.")
+    for candidate in (path, path / "export" / "merged"):
+        if (candidate / "config.json").is_file():
+            return ModelFiles(candidate, _adapter_dir(adapter))
+    for candidate in (path, path / "export" / "adapter"):
+        if (candidate / "adapter_config.json").is_file():
+            if adapter is not None:
+                raise ConfigError(f"{name}: is an adapter itself; leave --adapter {adapter} out, or name its base.")
+            return ModelFiles(_base_of(candidate), candidate)
+    if (path / "run.json").is_file():
+        raise ConfigError(f"{name}: this run has left no export/merged or export/adapter. {_ending(path)}")
+    raise ConfigError(
+        f"{name}: not a model directory (no config.json), not an adapter (no adapter_config.json), not a run "
+        "(no export/). Pass a Hugging Face directory, or a run's output directory."
+    )
+
+
+def digest_model(model_dir: Path) -> str:
+    """Hex digest, 16 characters, of what is in a model directory.
+
+    Of a large file its size and 64 blocks spread over it are read, so that 16 GB take no minute; training changes whole
+    tensors, so it does not hide between the blocks. Times of files do not count: a copy is the same model.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted({file for pattern in _PATTERNS for file in model_dir.glob(pattern)}):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with open(path, "rb") as file:
+            if size <= _NUM_BLOCKS * _BLOCK_BYTES:
+                digest.update(file.read())
+                continue
+            for block in range(_NUM_BLOCKS):
+                file.seek(block * (size - _BLOCK_BYTES) // (_NUM_BLOCKS - 1))
+                digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def _adapter_dir(adapter: str | None) -> Path | None:
+    if adapter is None:
+        return None
+    if not (Path(adapter) / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"--adapter {adapter}: cannot be loaded, holds no adapter_config.json. Pass a PEFT directory."
+        )
+    return Path(adapter)
+
+
+def _base_of(adapter_dir: Path) -> Path:
+    try:
+        config = json.loads((adapter_dir / "adapter_config.json").read_text(encoding="utf-8"))
+        base = str(config["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{adapter_dir}/adapter_config.json: names no base model ({error}).") from None
+    if base.startswith("hf:"):
+        return resolve_model_dir(base)
+    if not (Path(base) / "config.json").is_file():
+        raise ConfigError(
+            f"{adapter_dir}: its base {base} is not here (relative paths start at {Path.cwd()}). "
+            f"Pass --model BASE --adapter {adapter_dir}."
+        )
+    return Path(base)
+
+
+def _ending(run_dir: Path) -> str:
+    try:
+        ended = json.loads((run_dir / "exit.json").read_text(encoding="utf-8"))
+        return f"It ended with: {ended['reason']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "It has not ended, or was killed."

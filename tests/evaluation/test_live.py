@@ -1,0 +1,129 @@
+"""Accuracy while training is that of the export, and measuring it changes nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fctune.config import EvalConfig, load_config
+from fctune.data.synthetic import iter_cases
+from fctune.errors import ConfigError
+from fctune.evaluation.live import LiveEvaluation
+from fctune.generation.in_process import InProcessEngine
+from fctune.training.distributed import World
+from tests.conftest import ROOT, TINY_BASE
+from tests.ranks import run_ranks
+from tests.recipes.test_lora_recipe import CONFIG, run_here
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("cases") / "cases.jsonl"
+    file.write_text("".join(json.dumps(case.to_json()) + "\n" for case in iter_cases(20, 77)))
+    return file
+
+
+def argv(output: Path, *overrides: str) -> list[str]:
+    return [
+        *("--config", CONFIG, f"output_dir={output}", "data.sources.0.path=synthetic:train:300:1", "max_steps=6"),
+        *("data.validation_share=0", "lr_scheduler.num_warmup_steps=0", "adapter.dropout=0.1", *overrides),
+    ]
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def every(cases: Path, n: int, *more: str) -> list[str]:
+    return [f"eval.every_n_steps={n}", f"eval.cases={cases}", "eval.max_share_of_time=1", *more]
+
+
+@pytest.mark.parametrize(("world_size", "mode"), [(1, "auto"), (2, "fsdp"), (3, "ddp"), (4, "hsdp")])
+def test_it_scores_what_the_export_scores_and_leaves_training_as_it_was(
+    world_size: int, mode: str, cases: Path, tmp_path: Path
+) -> None:
+    shape = [f"parallel.mode={mode}", *(["parallel.replicate=2"] if mode == "hsdp" else []), "global_batch_size=4"]
+    runs = {}
+    for name, overrides in (("without", []), ("with", every(cases, 2))):
+        results = run_ranks(run_here, world_size, argv(tmp_path / name, *shape, *overrides))
+        assert [result["code"] for result in results] == [0] * world_size, results
+        runs[name] = metrics_of(tmp_path / name)
+    keys = ("step", "loss", "grad_norm", "data_digest")
+    assert [[m[k] for k in keys] for m in runs["with"]] == [[m[k] for k in keys] for m in runs["without"]]
+    weights = [load_file(tmp_path / name / "export" / "merged" / "model.safetensors") for name in runs]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert [m["step"] for m in runs["with"] if "eval_accuracy" in m] == [2, 4, 6]
+
+    out = tmp_path / "results.jsonl"
+    model = str(tmp_path / "with" / "export" / "merged")
+    command = [sys.executable, "-m", "eval.tool_calls", "--model", model, "--cases", str(cases), "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    verdicts = [json.loads(line)["verdict"] for line in out.read_text().splitlines()]
+    last = runs["with"][-1]
+    assert last["eval_num_cases"] == len(verdicts) == 20
+    assert last["eval_accuracy"] == verdicts.count("correct") / 20
+    best = max(m["eval_accuracy"] for m in runs["with"] if "eval_accuracy" in m)
+    kept = (tmp_path / "with" / "checkpoints" / "best").resolve().name
+    first_best = next(m["step"] for m in runs["with"] if m.get("eval_accuracy") == best)
+    assert kept == f"elastic-checkpoint-{first_best}"
+
+
+def answers_of(world: World, config_argv: list[str], cases: Path) -> dict[str, list[str]]:
+    """Answers of a model whose adapters do something: out of training, and from its export."""
+    from fctune.calls.cases import read_cases
+    from fctune.modeling.export import export_merged
+    from fctune.modeling.lora import apply_lora_, init_adapters_
+    from fctune.training.state import build_base, place_
+
+    config = load_config(config_argv[1], config_argv[2:])
+    assert config.adapter is not None
+    model = build_base(config, TINY_BASE, world)
+    apply_lora_(model, config.adapter)
+    place_(model, config, TINY_BASE, world)
+    init_adapters_(model, 1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_b"):
+            torch.nn.init.constant_(parameter, 0.002)
+    export_merged(model, TINY_BASE, Path(config.output_dir), is_writer=world.is_main)
+    torch.distributed.barrier()
+    live = LiveEvaluation(EvalConfig(every_n_steps=1, cases=str(cases)), TINY_BASE, world)._engine(model)
+    prompts = [case.prompt for case in read_cases(cases)]
+    engines = {"live": live, "export": InProcessEngine(config.output_dir)}
+    return {name: [a.text for a in sorted(e.answer(prompts, 40), key=lambda a: a.index)] for name, e in engines.items()}
+
+
+def test_the_answers_are_those_of_the_export(cases: Path, tmp_path: Path) -> None:
+    for answers in run_ranks(answers_of, 2, argv(tmp_path / "out", "parallel.mode=fsdp"), cases):
+        assert answers["live"] == answers["export"]
+        assert len(set(answers["live"])) > 5
+
+
+def test_evaluation_that_would_cost_too_much_is_left_out_but_for_the_first_and_last(
+    cases: Path, tmp_path: Path
+) -> None:
+    run_ranks(run_here, 1, argv(tmp_path / "run", *every(cases, 1, "eval.max_share_of_time=0.0001")))
+    lines = metrics_of(tmp_path / "run")
+    assert [m["step"] for m in lines if "eval_accuracy" in m] == [1, 6]
+    assert [m["step"] for m in lines if "eval_skipped" in m] == [2, 3, 4, 5]
+
+
+def test_a_run_ends_early_where_accuracy_rises_no_more(cases: Path, tmp_path: Path) -> None:
+    overrides = every(cases, 1, "eval.early_stop=2", "eval.max_cases=5", "optimizer.lr=0.0")
+    result = run_ranks(run_here, 1, argv(tmp_path / "run", *overrides))[0]
+    assert result["code"] == 0, result
+    assert [m["step"] for m in metrics_of(tmp_path / "run")] == [1, 2, 3]
+    assert (tmp_path / "run" / "export" / "merged" / "model.safetensors").is_file()
+
+
+def test_evaluation_without_cases_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"eval\.cases: missing"):
+        load_config(CONFIG, ["eval.every_n_steps=5"])
+    with pytest.raises(ConfigError, match=r"eval\.cases=nowhere"):
+        load_config(CONFIG, ["eval.every_n_steps=5", "eval.cases=nowhere.jsonl"])

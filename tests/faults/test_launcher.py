@@ -1,0 +1,100 @@
+"""Under the real launcher: what it restarts goes on, what it is told to stop is saved."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.faults.harness import arguments_for, differences, make_inputs, read_metrics, run_group
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def reference(inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("reference") / "run"
+    assert run_group(arguments_for(run, *inputs), 1).codes == (0,)
+    return run
+
+
+def launch(
+    argv: list[str], *options: str, fault: tuple[str, ...] = ("never", "1", "kill", "0")
+) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *options]
+    command += ["-m", "tests.faults.worker", *fault, *argv]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if (run / "metrics.jsonl").is_file() and len(read_metrics(run)) >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{run}: did not reach step {step}")
+
+
+def test_a_rank_that_dies_is_brought_back_with_the_others(
+    inputs: tuple[Path, Path], reference: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = launch(arguments_for(run, *inputs), "--max-restarts", "2", fault=("step", "8", "kill", "1"))
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, output[-3000:]
+    assert len(json.loads((run / "run.json").read_text())["resumed"]) == 1
+    assert not differences(run, reference, 1e-9)
+
+
+def test_the_first_cause_is_what_the_launcher_reports(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    process = launch(arguments_for(tmp_path / "run", *inputs), fault=("step", "3", "raise", "1"))
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode != 0
+    assert "a fault that was put in" in output.split("Root Cause")[-1], output[-3000:]
+    assert "a fault that was put in" in json.loads((tmp_path / "run" / "exit.json").read_text())["reason"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(
+    number: signal.Signals, inputs: tuple[Path, Path], reference: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    argv = arguments_for(run, *inputs, "checkpoint.every_n_steps=0", "checkpoint.elastic_every_n_steps=0")
+    process = launch(argv, "--signals-to-handle", SIGNALS, fault=("step", "6", "slow:5", "0"))
+    wait_for_step(run, 5)
+    process.send_signal(number)
+    process.communicate(timeout=300)
+    why = json.loads((run / "exit.json").read_text())
+    assert why["code"] == 75
+    assert number.name in why["reason"]
+    assert why["checkpoint"] is not None
+    assert launch(argv).wait(timeout=300) == 0
+    assert not differences(run, reference, 1e-9)
+
+
+def test_a_save_that_the_launcher_cuts_leaves_the_last_good_one(
+    inputs: tuple[Path, Path], reference: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    argv = arguments_for(run, *inputs)
+    process = launch(argv, "--signals-to-handle", SIGNALS, fault=("write", "3", "slow:40", "1"))
+    wait_for_step(run, 5)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=300)
+    assert list(run.glob("checkpoints/.*.partial"))
+    assert launch(argv).wait(timeout=300) == 0
+    assert json.loads((run / "run.json").read_text())["resumed"]
+    assert not differences(run, reference, 1e-9)

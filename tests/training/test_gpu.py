@@ -1,0 +1,115 @@
+"""What only a CUDA device shows: that a step does not wait for it, and that offloading and compiling change nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fctune.config import RunConfig
+from fctune.data.prepared import open_prepared, prepare
+from fctune.modeling.lora import apply_lora_, init_adapters_
+from fctune.telemetry.sinks import Sinks
+from fctune.training.distributed import World
+from fctune.training.loop import StepKeeper, train
+from fctune.training.state import build_base, place_, start_state
+from tests.ranks import run_ranks
+from tests.training.test_ranks import Recorder, make_config
+
+pytestmark = pytest.mark.gpu
+
+
+class SyncCounter(StepKeeper):
+    """Counts the host's waits for the device within a step."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def step(self) -> Any:
+        counter = self
+
+        class Watch(warnings.catch_warnings):
+            def __enter__(self) -> Any:
+                self.seen: Any = super().__enter__()
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                return None
+
+            def __exit__(self, *error: object) -> None:
+                torch.cuda.set_sync_debug_mode("default")
+                counter.counts.append(sum("synchroniz" in str(w.message) for w in self.seen or []))
+                super().__exit__(*error)
+
+        return Watch(record=True)
+
+
+def run_steps(world: World, config: RunConfig, path: Path) -> dict[str, Any]:
+    """Losses and the host's waits of each step."""
+    model = build_base(config, Path(config.model.path), world)
+    if config.adapter is not None:
+        apply_lora_(model, config.adapter)
+    place_(model, config, Path(config.model.path), world)
+    init_adapters_(model, config.seed)
+    recorder, counter = Recorder(), SyncCounter()
+    train(config, start_state(model, config, 4), open_prepared(path), 4, world, Sinks(recorder), counter)
+    return {"losses": [m["loss"] for m in recorder.metrics], "waits": counter.counts, "kernel": model.kernel}
+
+
+@pytest.fixture
+def run(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    def start(**changes: Any) -> dict[str, Any]:
+        path = make_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+        settings = {
+            "data": {"packed": True},
+            "global_batch_size": 4,
+            "micro_batch_size": 2,
+            "max_steps": 4,
+            "epochs": 9,
+        }
+        settings |= {"validation": {"every_n_steps": 0}, "precision": "bf16"} | changes
+        config = make_config(path, tmp_path, **settings)
+        prepared = prepare(config.data, path, tmp_path / "prepared")
+        result: dict[str, Any] = run_ranks(run_steps, 1, config, prepared.path)[0]
+        return result
+
+    return start
+
+
+def test_the_host_waits_once_a_step(run: Callable[..., dict[str, Any]]) -> None:
+    result = run(optimizer={"fused": True})
+    assert result["kernel"] == "varlen"
+    assert result["waits"][1:] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compile": True},
+        {"activation_checkpointing": {"fraction": 1.0}},
+        {"activation_checkpointing": {"fraction": 1.0, "offload": True}},
+        {"activation_checkpointing": {"fraction": 0.5, "policy": "op"}, "compile": True},
+        {"adapter": {"base": "float8"}},
+        {"adapter": {"base": "nf4"}},
+        {"parallel": {"mode": "fsdp"}},
+        {"parallel": {"mode": "fsdp", "cpu_offload": True}},
+        {"precision": "fp32"},
+    ],
+    ids=str,
+)
+def test_ways_to_run_a_step_give_about_the_same_losses(
+    changes: dict[str, Any], run: Callable[..., dict[str, Any]]
+) -> None:
+    plain, changed = run(), run(**changes)
+    assert changed["losses"] == pytest.approx(plain["losses"], rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ["bf16_mixed", "float8", "float8_mixed"])
+def test_all_weights_train_in_every_precision(precision: str, run: Callable[..., dict[str, Any]]) -> None:
+    optimizer = {"lr": 1e-3, "fused": True}
+    plain = run(adapter=None, precision="fp32", optimizer=optimizer)
+    changed = run(adapter=None, precision=precision, optimizer=optimizer, compile=True)
+    assert changed["losses"] == pytest.approx(plain["losses"], rel=0.02)

@@ -1,0 +1,186 @@
+"""Twenty steps are those of a plain loop over transformers and peft, and of mixed precision written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fctune.config import RunConfig
+from fctune.data.loader import GlobalLoader
+from fctune.data.prepared import PreparedSet, open_prepared, prepare
+from fctune.modeling.lora import apply_lora_, init_adapters_
+from fctune.modeling.weights import load_base_, peft_name
+from fctune.telemetry.sinks import Sinks
+from fctune.training.distributed import World
+from fctune.training.feed import make_inputs
+from fctune.training.loop import StepKeeper, train
+from fctune.training.state import build_base, place_, start_state
+from tests.modeling.test_parity import reference
+from tests.ranks import run_ranks
+from tests.training.test_ranks import Recorder, make_config
+
+NUM_STEPS = 20
+LR = 2e-3
+CLIP = 0.5
+
+
+class FirstWeights(StepKeeper):
+    """Copies the weights that train before the first update."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.weights: dict[str, Any] = {}
+
+    def before_update(self) -> None:
+        if not self.weights:
+            trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+            self.weights = {n: p.detach().clone().numpy() for n, p in trained.items() if not hasattr(p, "full_tensor")}
+
+
+def train_ours(world: World, config: RunConfig, path: Path) -> tuple[list[float], list[float], dict[str, Any]]:
+    """Losses, gradient norms, and what the weights were at the start."""
+    model = build_base(config, Path(config.model.path), world)
+    if config.adapter is not None:
+        apply_lora_(model, config.adapter)
+    place_(model, config, Path(config.model.path), world)
+    init_adapters_(model, config.seed)
+    recorder, keeper = Recorder(), FirstWeights(model)
+    train(config, start_state(model, config, NUM_STEPS), open_prepared(path), NUM_STEPS, world, Sinks(recorder), keeper)
+    metrics = recorder.metrics
+    return [m["loss"] for m in metrics], [m["grad_norm"] for m in metrics], keeper.weights
+
+
+def plain_step(model: Any, optimizer: Any, prepared: PreparedSet, packs: tuple[int, ...]) -> tuple[float, float]:
+    """One step over the conversations of the packs, each alone, as one would write it down."""
+    optimizer.zero_grad()
+    losses: list[Tensor] = []
+    total = 0.0
+    for member in (m for pack in packs for m in prepared.members("train", pack)):
+        span = slice(*prepared.offsets[member : member + 2])
+        tokens = torch.from_numpy(prepared.tokens[span].astype(np.int64))
+        weights = torch.from_numpy(prepared.weights[prepared.codes[span]])[1:]
+        logits = model(tokens[None]).logits[0, :-1]
+        losses.append((cross_entropy(logits, tokens[1:], reduction="none") * weights).sum())
+        total += float(weights.sum())
+    loss = torch.stack(losses).sum() / total
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], CLIP)
+    optimizer.step()
+    return float(loss.detach()), float(norm)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "is_packed", "world_size"),
+    [
+        ("llama", "lora", False, 2),
+        ("llama", "full", True, 1),
+        ("qwen2", "lora", True, 1),
+        ("qwen2", "full", False, 2),
+    ],
+)
+def test_twenty_steps_are_those_of_transformers_and_peft(
+    family: str, kind: str, is_packed: bool, world_size: int, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = make_model(family)
+    adapter = {"rank": 4, "alpha": 8, "dropout": 0.0, "modules": ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]}
+    config = make_config(
+        path,
+        tmp_path,
+        adapter=adapter if kind == "lora" else None,
+        precision="fp32",
+        parallel={"mode": "ddp"},
+        data={"packed": is_packed, "call_weight": 2.0, "overlong": "drop"},
+        global_batch_size=1 if is_packed else 2,
+        micro_batch_size=1,
+        max_steps=NUM_STEPS,
+        epochs=9,
+        optimizer={"_component_": "torch.optim.AdamW", "lr": LR, "weight_decay": 0.01},
+        clip_grad_norm=CLIP,
+        validation={"every_n_steps": 0},
+    )
+    prepared = prepare(config.data, path, tmp_path / "prepared")
+    losses, norms, started = run_ranks(train_ours, world_size, config, prepared.path)[0]
+    assert losses[-1] < losses[0] - 0.1
+
+    theirs = reference(path).train()
+    if kind == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        theirs = get_peft_model(theirs, LoraConfig(r=4, lora_alpha=8, target_modules=adapter["modules"]))
+        parameters = dict(theirs.named_parameters())
+        for name, weight in started.items():
+            if name.endswith("lora_a"):
+                key = peft_name(name).replace(".weight", ".default.weight")
+                parameters[key].data.copy_(torch.from_numpy(weight))
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.01)
+    loader = GlobalLoader(prepared, "train", config.global_batch_size, config.seed)
+    for step in range(NUM_STEPS):
+        loss, norm = plain_step(theirs, optimizer, prepared, loader.step_at(step + 1).packs)
+        assert losses[step] == pytest.approx(loss, abs=1e-4), step
+        assert norms[step] == pytest.approx(norm, rel=2e-3), step
+
+
+def test_mixed_precision_is_float32_weights_multiplied_in_bfloat16(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = make_model("llama")
+    config = make_config(
+        path,
+        tmp_path,
+        adapter=None,
+        precision="bf16_mixed",
+        global_batch_size=3,
+        micro_batch_size=1,
+        max_steps=NUM_STEPS,
+        epochs=9,
+        optimizer={"_component_": "torch.optim.AdamW", "lr": LR, "weight_decay": 0.01},
+        clip_grad_norm=CLIP,
+        validation={"every_n_steps": 0},
+    )
+    prepared = prepare(config.data, path, tmp_path / "prepared")
+    losses, norms, _ = run_ranks(train_ours, 1, config, prepared.path)[0]
+
+    world = World(0, 1, 0, torch.device("cpu"))
+    config.precision = "bf16"
+    rounded, kept = (plain_model(config, path, precision) for precision in ("bf16", "fp32"))
+    optimizer = torch.optim.AdamW(kept.parameters(), lr=LR, weight_decay=0.01)
+    loader = GlobalLoader(prepared, "train", config.global_batch_size, config.seed)
+    for number in range(1, NUM_STEPS + 1):
+        step = loader.step_at(number)
+        for narrow, wide in zip(rounded.parameters(), kept.parameters(), strict=True):
+            narrow.data.copy_(wide.data)
+            wide.grad = torch.zeros_like(wide)
+        total = 0.0
+        for batch in loader.micro_batches(step, 0, 1, 1):
+            loss = rounded(**make_inputs(batch, "each").arguments(world.device))
+            (loss / loader.totals(step).weight_sum).backward()
+            total += float(loss.detach()) / loader.totals(step).weight_sum
+            for narrow, wide in zip(rounded.parameters(), kept.parameters(), strict=True):
+                assert wide.grad is not None
+                assert narrow.grad is not None
+                wide.grad += narrow.grad.float()
+                narrow.grad = None
+        norm = nn.utils.clip_grad_norm_(kept.parameters(), CLIP)
+        optimizer.step()
+        assert losses[number - 1] == pytest.approx(total, rel=1e-4), number
+        assert norms[number - 1] == pytest.approx(float(norm), rel=1e-3), number
+
+
+def plain_model(config: RunConfig, path: Path, precision: str) -> Any:
+    from fctune.modeling.architecture import read_architecture
+    from fctune.modeling.build import build_model, materialize_
+    from fctune.modeling.precision import choose_formats
+
+    formats = choose_formats(precision, False, "cpu")  # type: ignore[arg-type]
+    model = build_model(read_architecture(path), config.data.seq_len, formats.weights)
+    materialize_(model, torch.device("cpu"))
+    load_base_(model, path)
+    return model.train()
