@@ -30,7 +30,9 @@ from tests.ranks import _context as context
 
 Kind = Literal["kill", "raise", "hang", "enospc", "term"]
 
-# What the long run cuts, and how often at least: a kill while the run does this.
+LORA, FULL = "configs/tiny_lora.yaml", "configs/tiny_full.yaml"
+
+# What the long run cuts, about equally often: a kill while the run does this.
 PHASES = ("step", "update", "stage", "write", "publish", "mark", "prune", "read")
 
 
@@ -54,7 +56,7 @@ class Ended:
 
 
 def run_group(argv: list[str], world_size: int, fault: Fault | None = None, is_shifted: bool = False) -> Ended:
-    """Run the LoRA recipe on ranks of this machine until it ends or a rank dies."""
+    """Run the recipe of a config on ranks of this machine until it ends or a rank dies."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -99,8 +101,10 @@ def _rank(
     from fctune.checkpoint import phases
     from fctune.data.loader import GlobalLoader
     from fctune.training.entry import run_recipe
+    from recipes.full_fc_distributed import FullFunctionCallingRecipe
     from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 
+    recipe = FullFunctionCallingRecipe if FULL in argv else LoRAFunctionCallingRecipe
     torch.set_num_threads(1)
     if is_shifted:  # the control: a cursor that is off by one after a resume
         right = GlobalLoader.step_at
@@ -116,7 +120,7 @@ def _rank(
 
         phases.listen(listen)
     sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
-    code = run_recipe(LoRAFunctionCallingRecipe, argv)
+    code = run_recipe(recipe, argv)
     sys.stdout.flush()
     os._exit(code)
 
@@ -168,12 +172,13 @@ def differences(run: Path, reference: Path, tolerance: float) -> list[str]:
     return found
 
 
-def arguments_for(run: Path, model: Path, rows: Path, *overrides: str) -> list[str]:
+def arguments_for(run: Path, model: Path, rows: Path, *overrides: str, config: str = LORA) -> list[str]:
     """A run of 12 steps, in float64 so that any number of ranks computes the same to 1e-9."""
+    adapter = ("adapter.rank=2", "adapter.dropout=0.1") if config == LORA else ()
     return [
-        *("--config", "configs/tiny_lora.yaml", f"output_dir={run}", f"model.path={model}", "precision=fp64"),
+        *("--config", config, f"output_dir={run}", f"model.path={model}", "precision=fp64"),
         *(f"data.sources.0.path={rows}", "data.seq_len=512", "data.validation_share=0", "max_steps=12", "epochs=99"),
-        *("global_batch_size=4", "micro_batch_size=1", "adapter.rank=2", "adapter.dropout=0.1", "seed=3"),
+        *("global_batch_size=4", "micro_batch_size=1", "seed=3", *adapter),
         *("checkpoint.every_n_steps=2", "checkpoint.elastic_every_n_steps=5", "checkpoint.keep_last=2"),
         *overrides,
     ]

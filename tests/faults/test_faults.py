@@ -12,6 +12,8 @@ import torch
 
 from fctune.checkpoint.store import CheckpointStore
 from tests.faults.harness import (
+    FULL,
+    LORA,
     Fault,
     arguments_for,
     differences,
@@ -202,6 +204,33 @@ def test_a_finished_run_that_is_started_again_trains_nothing(start: Start, tmp_p
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert start("max_steps=3", ranks=1).codes == (0,)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("kind", ["sharded", "elastic"])
+@pytest.mark.parametrize("config", [LORA, FULL])
+def test_a_run_goes_on_in_another_mode_on_another_number_of_ranks(
+    config: str, kind: str, inputs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    saves = {"sharded": ("2", "0"), "elastic": ("0", "2")}[kind]
+    every = (f"checkpoint.every_n_steps={saves[0]}", f"checkpoint.elastic_every_n_steps={saves[1]}")
+    runs = {}
+    for name, lives in {
+        "straight": [(1, "auto", None)],
+        "changing": [
+            (2, "fsdp", Fault("kill", "step", 1, 5)),
+            (3, "ddp", Fault("kill", "step", 0, 4)),
+            (4, "hsdp", Fault("kill", "step", 3, 4)),
+            (3, "fsdp", None),
+        ],
+    }.items():
+        runs[name] = tmp_path / name
+        for ranks, mode, fault in lives:
+            argv = arguments_for(runs[name], *inputs, *every, f"parallel.mode={mode}", config=config)
+            argv += ["parallel.replicate=2"] if mode == "hsdp" else []
+            ended = run_group(argv, ranks, fault)
+            assert ended.fired or ended.codes == (0,) * ranks, ended.output
+    assert len(json.loads((runs["changing"] / "run.json").read_text())["resumed"]) == 3
+    assert not differences(runs["changing"], runs["straight"], 1e-9)
 
 
 def test_a_named_checkpoint_starts_another_run(start: Start, inputs: tuple[Path, Path], tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -97,4 +99,35 @@ def test_a_save_that_the_launcher_cuts_leaves_the_last_good_one(
     assert list(run.glob("checkpoints/.*.partial"))
     assert launch(argv).wait(timeout=300) == 0
     assert json.loads((run / "run.json").read_text())["resumed"]
+    assert not differences(run, reference, 1e-9)
+
+
+def test_when_a_node_is_lost_the_run_goes_on_with_those_that_are_left(
+    inputs: tuple[Path, Path], reference: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "run"]
+    command += ["--max-restarts", "3", "-m", "tests.faults.worker", "step", "8", "slow:5", "0"]
+    command += arguments_for(run, *inputs)
+
+    def start_node(name: str) -> subprocess.Popen[bytes]:
+        with open(tmp_path / name, "wb") as output:
+            return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+
+    nodes = [start_node("first")]
+    time.sleep(2)  # the first node keeps the meeting place, which must outlive the second
+    nodes.append(start_node("second"))
+    wait_for_step(run, 7)
+    assert json.loads((run / "run.json").read_text())["world_size"] == 2
+    children = subprocess.run(["pgrep", "-P", str(nodes[1].pid)], capture_output=True, text=True, check=True)
+    for pid in (nodes[1].pid, *map(int, children.stdout.split())):
+        os.kill(pid, signal.SIGKILL)
+    assert nodes[0].wait(timeout=300) == 0, (tmp_path / "first").read_text()[-3000:]
+    described = json.loads((run / "run.json").read_text())
+    assert described["world_size"] == 1
+    assert described["resumed"]
     assert not differences(run, reference, 1e-9)
