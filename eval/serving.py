@@ -4,14 +4,16 @@
     python -m eval.serving DIR --suite synthetic --results FILE     # answers that eval.tool_calls has written
 
 The parsers run in the Python that has them, without a GPU: a virtual environment each, since they pin other versions of
-torch and transformers than this project and than one another. Which does not start is said, with the reason. Run with
-vLLM 0.33.0 and SGLang 0.5.23, whose wheels were installed without their CUDA needs.
+torch and transformers than this project and than one another (FCTUNE_VLLM_PYTHON and FCTUNE_SGLANG_PYTHON name them
+too). Which does not start is said, with the reason. Run with vLLM 0.33.0 and SGLang 0.5.23, whose wheels were installed
+without their CUDA needs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,8 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--suite", "--cases", dest="suite", default="smoke", help="as eval.tool_calls has it")
     parser.add_argument("--results", help="results of eval.tool_calls for DIR; default: ask the model now")
     parser.add_argument("--format", help="wire format of calls; default: found from the template")
-    parser.add_argument("--vllm-python", default=sys.executable, help="Python that has vLLM")
-    parser.add_argument("--sglang-python", default=sys.executable, help="Python that has SGLang")
+    for server in SERVERS:
+        python = os.environ.get(f"FCTUNE_{server.upper()}_PYTHON") or sys.executable
+        parser.add_argument(f"--{server}-python", default=python, help=f"Python that has {server}; this is {python}")
     parser.add_argument("--vllm-parser", help="what --tool-call-parser is given there; default: by the format")
     parser.add_argument("--sglang-parser", help="what --tool-call-parser is given there; default: by the format")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write each case's verdicts")

@@ -20,7 +20,7 @@ from fctune.training.distributed import World
 from fctune.training.entry import run_recipe
 from fctune.training.loop import count_steps, train
 from fctune.training.run import Run, start_keeping
-from fctune.training.state import build_base, open_sinks, place_, prepare_data, start_state
+from fctune.training.state import build_base, lay_out_, open_sinks, place_, prepare_data, start_state
 
 
 class FullFunctionCallingRecipe(FTRecipeInterface):
@@ -43,6 +43,7 @@ class FullFunctionCallingRecipe(FTRecipeInterface):
         """The model's shape, which costs nothing; the data, where most runs that fail do; then weights into shards."""
         self.model_dir = distributed.on_main(lambda: resolve_model_dir(self.config.model.path))
         self.model = build_base(self.config, self.model_dir, self.world)
+        lay_out_(self.model, self.config, self.world)
         self.prepared = prepare_data(self.config, self.model_dir, self.world)
         self.num_steps = count_steps(self.config, self.prepared, self.world)
         if self.world.is_main:

@@ -21,11 +21,11 @@ from fctune.training.distributed import World
 from fctune.training.entry import run_recipe
 from fctune.training.loop import count_steps, train
 from fctune.training.run import Run, start_keeping
-from fctune.training.state import build_base, open_sinks, place_, prepare_data, start_state
+from fctune.training.state import build_base, lay_out_, open_sinks, place_, prepare_data, start_state
 
 
 class LoRAFunctionCallingRecipe(FTRecipeInterface):
-    """LoRA over FSDP2; the loop and the step are the library's."""
+    """Adapters over the ranks; the loop and the step are the library's."""
 
     def __init__(self, config: RunConfig, world: World, run: Run):
         if config.adapter is None:
@@ -43,6 +43,7 @@ class LoRAFunctionCallingRecipe(FTRecipeInterface):
         self.model_dir = distributed.on_main(lambda: resolve_model_dir(self.config.model.path))
         self.model = build_base(self.config, self.model_dir, self.world)
         apply_lora_(self.model, self.adapter)
+        lay_out_(self.model, self.config, self.world)
         self.prepared = prepare_data(self.config, self.model_dir, self.world)
         self.num_steps = count_steps(self.config, self.prepared, self.world)
         if self.world.is_main:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from fctune.cli import main
 from fctune.data.check import REPORT_SCHEMA
+from tests.calls.bfcl_wheel import data_dir, gold_calls, load_cases, needs_wheel
 from tests.conftest import REAL_DATA, ROOT
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
@@ -77,6 +80,64 @@ def test_synthetic_rows_and_cases_are_written_as_files(tmp_path: Path) -> None:
         assert len(out.read_text().splitlines()) == 5
 
 
+CASE = {
+    "id": "c0",
+    "kind": "single",
+    "messages": [{"role": "user", "content": "Weather?"}],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}],
+    "expected_calls": [{"name": "f", "arguments": {}}],
+}
+
+
+def test_score_calls_writes_a_verdict_a_row_and_prints_every_category_with_its_interval(
+    write_rows: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = write_rows(
+        [CASE, CASE | {"id": "c1"}, CASE | {"id": "c2", "kind": "none", "expected_calls": []}], "c.jsonl"
+    )
+    good = {"id": "c0", "calls": CASE["expected_calls"]}
+    predictions = write_rows([good, good, {"id": "c2", "text": "No.", "format": "hermes"}, {"id": "c9", "calls": []}])
+    out = tmp_path / "new" / "out.jsonl"
+    assert main(["score", "calls", "--cases", str(cases), "--predictions", str(predictions), "--out", str(out)]) == 0
+    assert [json.loads(line)["valid"] for line in out.read_text().splitlines()] == [True, True, True, False]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "none 1 100.0% (20.7% - 100.0%)" in shown
+    assert "single 3 66.7% (20.8% - 93.9%) 66.7% (20.8% - 93.9%) 1 no_answer" in shown
+    assert "1 case without a prediction, counted as wrong: c1" in shown
+    assert "1 prediction of no case, wrong and in no category: c9" in shown
+    assert "1 id more than once" in shown
+    # A suite's mix of categories is its own: nothing is said over all of them.
+    assert set(json.loads(out.with_suffix(".summary.json").read_text())["categories"]) == {"none", "single"}
+
+
+@needs_wheel
+def test_score_bfcl_judges_by_the_leaderboards_rules(
+    write_rows: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = load_cases("live_parallel")[0]
+    calls = [{"name": call.name, "arguments": call.arguments} for call in gold_calls(case)]
+    rows = [{"id": case.id, "calls": calls}, {"id": case.id, "calls": calls[:1]}, {"id": "irrelevance_0", "calls": []}]
+    command = ["score", "bfcl", "--data", str(data_dir()), "--predictions", str(write_rows(rows))]
+    assert main([*command, "--out", str(tmp_path / "out.jsonl"), "--categories", "multi_turn_base"]) == 0
+    out = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["category"], row["valid"], row["reason"]) for row in out] == [
+        (case.id, "live_parallel", True, ""),
+        (case.id, "live_parallel", False, f"1 calls instead of {len(calls)}"),
+        ("irrelevance_0", "irrelevance", True, ""),
+    ]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "live_parallel 17 5.9%" in shown
+    assert "multi_turn_base 200 0.0% (0.0% - 1.9%)" in shown
+
+
+def test_the_command_can_be_run_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fctune.cli", "score", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert "bfcl" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -88,6 +149,18 @@ def test_synthetic_rows_and_cases_are_written_as_files(tmp_path: Path) -> None:
         (["data", "prepare", "--config", "no/such.yaml"], "no such config file"),
         (["data", "synthetic", "train", "--rows", "0", "--out", "x"], "expected 1 or more"),
         (["data", "synthetic", "train", "--rows", "1", "--out", "/proc/nowhere/x"], "cannot be written"),
+        (["score", "calls", "--cases", "no/such", "--predictions", "x", "--out", "x"], "no such file"),
+        (["score", "bfcl", "--data", "no/such", "--predictions", "x", "--out", "x"], "no such directory"),
+        (["score", "bfcl", "--data", "configs", "--predictions", "no/such", "--out", "/tmp/x/y"], "cannot be read"),
+        (["score", "bfcl", "--data", "configs", "--predictions", "README.md", "--out", "/tmp/x/y"], "no predictions"),
+        (
+            ["score", "bfcl", "--data", "configs", "--categories", "simple", "--predictions", "x", "--out", "x"],
+            "no category of the leaderboard",
+        ),
+        (
+            ["score", "bfcl", "--data", "configs", "--categories", "multiple", "--predictions", "x", "--out", "x"],
+            "site-packages/bfcl_eval/data",
+        ),
     ],
 )
 def test_wrong_input_is_a_sentence(

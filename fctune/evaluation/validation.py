@@ -261,7 +261,7 @@ class Validator:
         return found
 
 
-def _probe_prompts(suite: Suite | None, num_prompts: int = 8) -> list[Conversation]:
+def _probe_prompts(suite: Suite | None, num_prompts: int = 4) -> list[Conversation]:
     from fctune.data.synthetic import iter_conversations
 
     if suite is not None:

@@ -27,7 +27,8 @@ def find_model(name: str, adapter: str | None = None) -> ModelFiles:
 
     Args:
         name: a Hugging Face directory; the output directory of a run, of which the merged export is taken; the
-            directory of an adapter, which names its base itself; or ``hf:NAME[@REVISION]``.
+            directory of an adapter, which names its base itself; an elastic checkpoint of a run, which is either; or
+            ``hf:NAME[@REVISION]``.
         adapter: an adapter to put on it.
 
     Raises:
@@ -48,6 +49,8 @@ def find_model(name: str, adapter: str | None = None) -> ModelFiles:
             return ModelFiles(_base_of(candidate), candidate)
     if (path / "run.json").is_file():
         raise ConfigError(f"{name}: this run has left no export/merged or export/adapter. {_ending(path)}")
+    if path.name.startswith("checkpoint-"):
+        raise ConfigError(f"{name}: a sharded checkpoint, which only its run can read.{_elastic(path.parent)}")
     raise ConfigError(
         f"{name}: not a model directory (no config.json), not an adapter (no adapter_config.json), not a run "
         "(no export/). Pass a Hugging Face directory, or a run's output directory."
@@ -103,6 +106,15 @@ def _base_of(adapter_dir: Path) -> Path:
 def _ending(run_dir: Path) -> str:
     try:
         ended = json.loads((run_dir / "exit.json").read_text(encoding="utf-8"))
-        return f"It ended with: {ended['reason']}"
+        said = f"It ended with: {ended['reason']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "It has not ended, or was killed."
+        said = "It has not ended, or was killed."
+    return said + _elastic(run_dir / "checkpoints")
+
+
+def _elastic(checkpoints: Path) -> str:
+    """The newest checkpoint that is a model, as a hint."""
+    steps = [
+        int(end) for path in checkpoints.glob("elastic-checkpoint-*") if (end := path.name.split("-")[-1]).isdigit()
+    ]
+    return f" Pass {checkpoints}/elastic-checkpoint-{max(steps)}, its newest portable one." if steps else ""

@@ -29,14 +29,13 @@ class CausalLM(nn.Module):
     """
 
     decoder: Any  # torchtune's TransformerDecoder, whose annotations a type checker cannot follow
-    layout: Any  # how it lies on the ranks, once it does: fctune.modeling.shard.Layout
-    formats: Formats  # of its numbers
 
     def __init__(self, decoder: nn.Module, architecture: Architecture):
         super().__init__()
         self.decoder = decoder
         self.architecture = architecture
         self.token_keys = TokenKeys()
+        self.layout: Any = None  # how it lies on the ranks, once that is chosen: fctune.modeling.shard.Layout
         self.holds_gradients = True  # whether gradients stay whole while they accumulate
         self.activations: AbstractContextManager[Any] = nullcontext()  # where those of the blocks wait for backward
         dtype = next(decoder.parameters()).dtype

@@ -59,7 +59,7 @@ def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:
     model.formats = formats
     if formats.has_float8_products:
         round_products_(model)
-        if not config.compile:
+        if not config.compile and world.is_main:
             logger.warning("precision=%s without compile=true is slower than bfloat16", config.precision)
     head_dim = model.architecture.head_dim
     model.kernel, described = choose_kernel(device.type, formats.compute, head_dim, capability)
@@ -67,37 +67,40 @@ def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:
     return model
 
 
-def place_(model: CausalLM, config: RunConfig, model_dir: Path, world: World) -> None:
-    """Shard a shaped model over the ranks and fill it with the base's weights; adapters are left unfilled.
+def lay_out_(model: CausalLM, config: RunConfig, world: World) -> None:
+    """Decide how a shaped model will lie on the ranks and how its blocks run, before anything takes time or memory.
 
     Raises:
         ConfigError: a layout that does not fit the ranks, or a model that does not fit their memory.
-        CheckpointError: weights that are not all there, or not those of the model.
     """
-    hardware = Hardware(
-        world.device.type, world.world_size, world.ranks_per_node, total_memory(world.device, world.ranks_per_node)
-    )
     has_adapter = config.adapter is not None
-    work = Workload(
-        model.formats,
-        config.optimizer,
-        config.micro_batch_size * config.data.seq_len,
-        config.activation_checkpointing,
-        is_cpu_offloaded=config.parallel.cpu_offload,
-    )
+    hardware = _describe_hardware(world)
+    need = functools.partial(estimate, model, _describe_work(model, config))
 
     def choose() -> Layout:
-        need = functools.partial(estimate, model, work)
         layout = choose_layout(config.parallel, hardware, has_adapter, need)
         check_shards(model, layout.shard)
         check_memory(hardware, layout, has_adapter, need, config.model.path)
+        checkpoint_blocks_(model, config.activation_checkpointing, world.device.type)
         return layout
 
-    layout = distributed.agree(choose)
-    checkpoint_blocks_(model, config.activation_checkpointing, world.device.type)
+    model.layout = distributed.agree(choose)
     if config.compile:
         compile_blocks_(model)
-    shard_(model, layout, config.parallel, model.formats, hardware)
+    logger.info("layout: %s", model.layout)
+    logger.info("memory by estimate, a rank: %s", need(model.layout.shard))
+
+
+def place_(model: CausalLM, config: RunConfig, model_dir: Path, world: World) -> None:
+    """Lay a shaped model over the ranks and fill it with the base's weights; adapters are left unfilled.
+
+    Raises:
+        ConfigError: as ``lay_out_``, which is called where it was not.
+        CheckpointError: weights that are not all there, or not those of the model.
+    """
+    if model.layout is None:
+        lay_out_(model, config, world)
+    shard_(model, model.layout, config.parallel, model.formats, _describe_hardware(world))
     materialize_(model, world.device)
     distributed.agree(lambda: load_base_(model, model_dir))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -111,8 +114,21 @@ def place_(model: CausalLM, config: RunConfig, model_dir: Path, world: World) ->
         describe_device(world.device),
         world.world_size,
     )
-    logger.info("layout: %s", layout)
-    logger.info("memory by estimate, a rank: %s", estimate(model, work, layout.shard))
+
+
+def _describe_hardware(world: World) -> Hardware:
+    memory = total_memory(world.device, world.ranks_per_node)
+    return Hardware(world.device.type, world.world_size, world.ranks_per_node, memory)
+
+
+def _describe_work(model: CausalLM, config: RunConfig) -> Workload:
+    return Workload(
+        model.formats,
+        config.optimizer,
+        config.micro_batch_size * config.data.seq_len,
+        config.activation_checkpointing,
+        is_cpu_offloaded=config.parallel.cpu_offload,
+    )
 
 
 def start_state(model: CausalLM, config: RunConfig, num_steps: int) -> TrainState:

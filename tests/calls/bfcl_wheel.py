@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import json
 import sys
 import types
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from fctune.calls.bfcl_data import BfclCase
 from fctune.data.conversation import Call, Tool
 
 PYTHON_CATEGORIES = (
@@ -125,3 +127,41 @@ def official_checker() -> Callable[[Case, list[Call]], bool | None]:
         return bool(verdict["valid"])
 
     return check
+
+
+@functools.cache
+def official_multi_turn_checker() -> Callable[[BfclCase, list[list[list[Call]]]], bool | None]:
+    """The wheel's verdict on the calls of a multi-turn case; None where its checker raises.
+
+    It gives calls to ``eval`` and keeps its instances in its module: each verdict gets a name of its own, and what was
+    kept under it is removed.
+    """
+    from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_checker, multi_turn_utils
+    from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils import is_empty_execute_response
+
+    numbers = itertools.count()
+
+    def check(case: BfclCase, turns: list[list[list[Call]]]) -> bool | None:
+        if len(turns) != len(case.answers):
+            return False  # as the wheel's runner does before it asks the checker
+        steps = [[[_as_source(call) for call in step] for step in turn] for turn in turns]
+        steps = [[step for step in turn if not is_empty_execute_response(step)] for turn in steps]
+        entry = {"id": case.id, "initial_config": case.initial_config, "involved_classes": list(case.classes)}
+        try:
+            verdict = multi_turn_checker.multi_turn_checker(
+                steps, [list(answer) for answer in case.answers], entry, case.category, f"run{next(numbers)}"
+            )
+        except Exception:
+            return None
+        finally:
+            kept = [name for name in vars(multi_turn_utils) if name.endswith("_instance")]
+            for name in kept:
+                delattr(multi_turn_utils, name)
+        return bool(verdict["valid"])
+
+    return check
+
+
+def _as_source(call: Call) -> str:
+    """The call as the wheel's handlers of function-calling models write it for its checker."""
+    return f"{call.name}({','.join(f'{key}={value!r}' for key, value in call.arguments.items())})"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from fctune.calls.bfcl import BfclVerdict, judge_bfcl
+from fctune.calls.bfcl import BfclJudge, BfclVerdict, judge_bfcl
 from fctune.calls.bfcl_source import JAVA_TYPES, JAVASCRIPT_TYPES, read_java, read_javascript
 from fctune.data.conversation import Call
 from tests.calls.bfcl_wheel import (
@@ -41,7 +41,10 @@ FUNCTION = {
 
 
 def verdict(case: Case, calls: Sequence[Call]) -> BfclVerdict:
-    return judge_bfcl(case.category, case.functions, case.answers, calls)
+    judge = BfclJudge(case.category, case.functions, case.answers)
+    found = judge_bfcl(case.category, case.functions, case.answers, calls)
+    assert judge.judge(calls) == judge.judge(calls) == found, (case.id, calls)
+    return found
 
 
 def count_disagreements(predictions: Sequence[tuple[Case, list[Call]]]) -> tuple[int, int, list[str]]:

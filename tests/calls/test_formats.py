@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import random
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from fctune.calls.formats import ALIASES, FORMATS, CallFormat, Parsed, detect_format, get_format
 from fctune.calls.match import is_equal
+from fctune.calls.wire import TURN_ENDS
 from fctune.data.conversation import Call, Tool
 from fctune.errors import ConfigError, DataError
 from tests.calls.bfcl_wheel import SOURCE_CATEGORIES, gold_calls, load_cases, needs_wheel, python_cases
@@ -242,6 +244,11 @@ F1 = (Call("f", {"a": 1}),)
          (Call("f", {"a": "xy", "b": -1500.0, "c": [True, None], "d": {"k": [1]}}),),
          (Call("f", {"a": "xy", "b": -1500.0, "c": [True, None], "d": {"k": [1]}}),)),
         ("pythonic", "[1, 2]", (), ()),
+        ("pythonic", "[f(a='<|python_tag|>')]", (Call("f", {"a": "<|python_tag|>"}),),
+         (Call("f", {"a": "<|python_tag|>"}),)),
+        ("pythonic", "f(a='<|python_tag|>')", (), (Call("f", {"a": "<|python_tag|>"}),)),
+        ("mistral_v3", '[{"name": "f", "arguments": {"a": "[TOOL_CALLS]"}}]', (), (Call("f", {"a": "[TOOL_CALLS]"}),)),
+        ("mistral_v3", 'So {"name": "g", "arguments": {}} [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]', F1, F1),
         ("mistral_v3", 'Hm.[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]</s>', F1, F1),
         ("mistral_v3", '[{"name": "f", "arguments": {"a": 1}}]', (), F1),
         ("mistral_v3", "[TOOL_CALLS] nothing", "no JSON", "no call behind"),
@@ -342,14 +349,43 @@ def test_no_text_is_lost_and_no_text_raises(call_format: CallFormat, lenient: bo
         for start, end in [*places, (len(text), len(text))]:
             rest.append(text[position:start])
             position = end
-        # Prose is the rest in order; only marks of the format itself may be left out of it.
-        assert _is_subsequence(parsed.prose, "".join(rest)), (text, parsed)
+        # Prose is the rest, letter by letter; only marks of the format itself are left out of it.
+        assert _without_marks(parsed.prose) == _without_marks("".join(rest)), (text, parsed)
         assert len(parsed.calls) == len(parsed.spans)
 
 
-def _is_subsequence(part: str, whole: str) -> bool:
-    letters = iter(whole)
-    return all(letter in letters for letter in part)
+def _without_marks(text: str) -> str:
+    return _MARKS.sub("", text)
+
+
+# Beside the ends of a turn: what stands before calls, headers of messages, an empty list of calls, what joins calls.
+_MARKS = re.compile(
+    "|".join([
+        *map(re.escape, TURN_ENDS),
+        r"<\|python_(?:tag|start|end)\|>", r"\[TOOL_CALLS\]", r"<\|tool_call\|>", "<｜tool▁calls▁(?:begin|end)｜>",
+        r"<\|tool_call_(?:start|end)\|>", r"<\|start\|>[\w.\-]*\s*<\|message\|>", r"<\|(?:message|start|end|call)\|>",
+        r"\[\]", ";", r"\s",
+    ])
+)  # fmt: skip
+
+
+@each_format
+def test_both_readings_in_one_are_both_readings(call_format: CallFormat) -> None:
+    """The lenient reading is left out only where it would be the same."""
+    rng = random.Random(call_format.name)
+    whole = [call_format.render(calls, [WEATHER]) for calls in ([PARIS], [PARIS, ROME], [Call("g", {})])]
+    num_left_out = 0
+    for _ in range(1500):
+        text = "".join(rng.choice([*whole, " ", "\n", "; ", ", "]) for _ in range(rng.randint(1, 3)))
+        for _ in range(rng.randint(0, 2)):
+            place = rng.randrange(len(text) + 1)
+            text = text[:place] + rng.choice(HOSTILE_PIECES) + text[place + rng.randint(0, 2) :]
+        strict, lenient = call_format.parse_both(text, [WEATHER])
+        assert strict == call_format.parse(text, [WEATHER]), text
+        expected = call_format.parse(text, [WEATHER], lenient=True)
+        assert (lenient.calls, lenient.malformed) == (expected.calls, expected.malformed), text
+        num_left_out += lenient is strict
+    assert num_left_out > 50
 
 
 HOSTILE_PIECES = [
@@ -398,6 +434,18 @@ def test_hostile_text_is_answered_in_time(unit: str, size: int) -> None:
 
 
 @each_format
+def test_a_call_with_anything_inside_is_answered_in_time(call_format: CallFormat) -> None:
+    """A call cut open at every mark, and the same piece put in ten thousand times."""
+    text = call_format.render([Call("f", {"a": "x y", "b": [1, {"k": None}], "c": 2.5})], [WEATHER])
+    for place in sorted({0, len(text), *(match.end() for match in re.finditer(r"\W+|\w+", text))}):
+        for piece in (" ", "\n", "a", "{", "[", '"', "\\", "<", ",", "1", "a: "):
+            hostile = text[:place] + piece * 10_000 + text[place:]
+            begun = time.process_time()
+            call_format.parse_both(hostile, [WEATHER])
+            assert time.process_time() - begun < 1, (place, piece)
+
+
+@each_format
 def test_5_mb_of_noise_are_answered_in_time(call_format: CallFormat) -> None:
     rng = random.Random(5)
     pieces = [piece for piece in HOSTILE_PIECES if "think" not in piece]
@@ -414,9 +462,13 @@ def test_a_call_that_a_format_cannot_write_is_refused() -> None:
     for call_format in FORMATS.values():
         with pytest.raises(DataError):
             call_format.render([Call("f", {"a": float("nan")})])
-    for name in ("qwen3_coder", "glm45", "pythonic"):
-        with pytest.raises(DataError, match="name"):
-            get_format(name).render([Call("no <name>", {})])
+    odd = Call("no <name> [ARGS]{", {"a": 1})
+    for name, call_format in FORMATS.items():
+        if name in ("hermes", "llama3_json", "mistral_v3", "mistral_v7", "xlam", "granite3", "glaive"):
+            assert call_format.parse(call_format.render([odd])).calls == (odd,), name
+        else:
+            with pytest.raises(DataError, match="name"):
+                call_format.render([odd])
 
 
 def test_no_calls_are_rendered_as_no_text() -> None:

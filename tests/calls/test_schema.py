@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from typing import Any
 
+import jsonschema
 import pytest
 
-from fctune.calls.schema import argument_types, schema_errors, to_json_schema
+from fctune.calls.plain_schema import compile_schema
+from fctune.calls.schema import ToolSet, argument_types, schema_errors, to_json_schema
 from fctune.data.conversation import Call, Tool
 from tests.calls.bfcl_wheel import gold_calls, needs_wheel, python_cases
+from tests.calls.mutations import mutate
 
 
 def tool(properties: Any, **more: Any) -> list[Tool]:
@@ -68,6 +72,80 @@ def test_a_reference_is_never_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", forbidden)
     errors = schema_errors(Call("f", {"a": 1}), tool({"a": {"$ref": "http://localhost:9/schema.json"}}))
     assert "cannot be followed" in errors[0]
+
+
+def test_a_compiled_schema_says_what_jsonschema_says() -> None:
+    rng = random.Random(6)
+    num_compiled = num_obeying = 0
+    for _ in range(4_000):
+        schema = invented_schema(rng)
+        check = compile_schema(schema)
+        try:
+            jsonschema.Draft202012Validator.check_schema(schema)
+        except jsonschema.SchemaError:
+            assert check is None, schema
+            continue
+        if check is None:
+            continue
+        validator = jsonschema.Draft202012Validator(schema)
+        num_compiled += 1
+        for _ in range(4):
+            value = invented_value(rng)
+            assert check(value) is validator.is_valid(value), (schema, value)
+            num_obeying += check(value)
+    assert num_compiled > 1_000
+    assert num_obeying > 1_000
+
+
+@needs_wheel
+def test_calls_obey_where_nothing_is_wrong_with_them() -> None:
+    rng = random.Random(7)
+    num_obeying = total = 0
+    for case in python_cases():
+        tools = ToolSet(case.tools)
+        for call in mutate(case, rng):
+            if rng.random() < 0.3:
+                assert tools.obeys(call) is (schema_errors(call, case.tools) == ()), (case.id, call)
+                num_obeying += tools.obeys(call)
+                total += 1
+    assert 0.3 < num_obeying / total < 0.9
+
+
+def invented_schema(rng: random.Random, depth: int = 0) -> Any:
+    """A schema of what is compiled and what is not, sometimes none at all."""
+    if rng.random() < 0.03:
+        return rng.choice([True, False, 5, None])
+    names = ["string", "integer", "number", "boolean", "array", "object", "null"]
+    types: list[Any] = [*names, rng.sample(names, 2), ["string", "string"], [], "unheard_of"]
+    schema: dict[str, Any] = {}
+    if rng.random() < 0.8:
+        schema["type"] = rng.choice(types[: 8 if rng.random() < 0.95 else None])
+    if rng.random() < 0.2:
+        schema["enum"] = rng.choice([["a", "b"], [1, 2], ["a", 1, None], [True], [1.5], [], "a"])
+    if rng.random() < 0.1:
+        schema |= rng.choice(
+            [{"description": "d"}, {"description": 5}, {"minimum": 1}, {"nullable": True}, {"default": 1},
+             {"title": []}, {"$ref": "#"}, {"format": "date"}, {"pattern": "a"}, {"examples": [1]},
+             {"anyOf": [{"type": "string"}]}]
+        )  # fmt: skip
+    if depth < 2 and rng.random() < 0.4:
+        schema["properties"] = {key: invented_schema(rng, depth + 1) for key in rng.sample("abc", rng.randint(0, 3))}
+        schema["required"] = rng.choice(
+            [[], ["a"], ["a", "b"], ["a", "a"], [1], "a"][: 3 if rng.random() < 0.9 else None]
+        )
+        if rng.random() < 0.5:
+            schema["additionalProperties"] = rng.choice([True, False, invented_schema(rng, depth + 1)])
+    if depth < 2 and rng.random() < 0.2:
+        schema["items"] = invented_schema(rng, depth + 1)
+    return schema
+
+
+def invented_value(rng: random.Random, depth: int = 0) -> Any:
+    if depth < 2 and rng.random() < 0.4:
+        if rng.random() < 0.6:
+            return {key: invented_value(rng, depth + 1) for key in rng.sample("abcd", rng.randint(0, 3))}
+        return [invented_value(rng, depth + 1) for _ in range(rng.randint(0, 2))]
+    return rng.choice(["a", "b", "", 0, 1, 2, 1.0, 1.5, True, False, None, 10**20, float("inf")])
 
 
 @pytest.mark.parametrize(

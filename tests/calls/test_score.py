@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from statistics import NormalDist
 from typing import Any
 
 import pytest
 
 from fctune.calls.formats import get_format
-from fctune.calls.score import VERDICTS, Outcome, judge, score, wilson_interval
+from fctune.calls.schema import ToolSet
+from fctune.calls.score import VERDICTS, Outcome, judge, judge_failure, score, wilson_interval
 from fctune.calls.wire import Malformed, Parsed
 from fctune.data.conversation import Call, Tool
 
@@ -66,6 +68,30 @@ def test_a_malformed_call_never_counts_as_abstaining() -> None:
     assert rates["false_call"]["rate"] == 0
     assert rates["well_formed"]["rate"] == 0
     assert rates["accuracy"] | {"low": 0, "high": 0} == {"rate": 0, "successes": 0, "n": 1, "low": 0, "high": 0}
+
+
+def test_an_answer_that_never_came_is_wrong_and_in_every_denominator() -> None:
+    cases = [judge_failure(0, "timed out"), judge_failure(2, "timed out"), judge([], parsed())]
+    assert {case.verdict for case in cases} == {"no_answer", "correct"}
+    assert cases[0].differences == ("no answer: timed out",)
+    rates = rates_of(*cases)
+    for name, counts in {
+        "accuracy": (1, 3), "well_formed": (1, 3), "tool_selection": (0, 1), "call_count": (0, 1),
+        "missed_call": (0, 1), "abstention": (1, 2), "false_call": (0, 2), "tool_recall": (0, 2),
+    }.items():  # fmt: skip
+        assert rates[name] == counts, name
+
+
+def test_counted_outcomes_score_as_a_list_of_them() -> None:
+    cases = [judge([ONE], parsed(ONE), TOOLS)] * 3 + [judge([ONE, TWO], parsed(TWO), TOOLS)] * 2
+    assert score({"all": cases}) == score({"all": Counter(cases)})
+
+
+def test_tools_may_be_made_ready_once() -> None:
+    tools = ToolSet(TOOLS)
+    for actual in (parsed(ONE), parsed(Call("f", {"a": "1"})), parsed(Call("h", {}))):
+        assert judge([ONE], actual, tools) == judge([ONE], actual, TOOLS)
+    assert judge([ONE], parsed(ONE), ToolSet(())).num_schema_valid is None
 
 
 def rates_of(*cases: Outcome) -> dict[str, Any]:

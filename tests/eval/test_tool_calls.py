@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from eval import compare, tool_calls
 from fctune.calls.cases import read_cases
-from fctune.data.conversation import Conversation, Message
+from fctune.calls.formats import FORMATS
 from fctune.data.synthetic import iter_cases
-from fctune.data.template import ChatTemplate
 from fctune.errors import DataError
-from fctune.generation.engine import InProcessEngine
+from fctune.evaluation.results import read_rows
+from fctune.evaluation.suites import load_suite
+from tests.calls.bfcl_wheel import needs_wheel
+from tests.conftest import ROOT
+from tests.generation.fault_server import Handler, serve
+
+KEY = "sk-secret-of-the-user"
 
 
 @pytest.fixture
@@ -30,40 +38,32 @@ def test_each_case_gets_a_verdict_and_the_summary_counts_them(cases: Path, tiny_
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["id"] for row in rows] == [case.id for case in read_cases(cases)]
     summary = json.loads(out.with_suffix(".summary.json").read_text())
-    overall = summary["scores"]["all"]
-    assert overall["n"] == 6
-    assert sum(overall["verdicts"].values()) == 6
-    rate = overall["rates"]["accuracy"]
-    assert rate["low"] <= rate["rate"] <= rate["high"]
+    for reading in ("scores", "lenient"):
+        overall = summary[reading]["all"]
+        assert overall["n"] == 6
+        assert sum(overall["verdicts"].values()) == 6
+        rate = overall["rates"]["accuracy"]
+        assert rate["low"] <= rate["rate"] <= rate["high"]
     assert tool_calls.main([*arguments, "--min-accuracy", "1.01"]) == 1
     assert compare.main([str(out), str(out)]) == 0
 
 
-def test_batched_answers_equal_those_one_at_a_time(tiny_base: Path, cases: Path) -> None:
-    prompts = [case.prompt for case in read_cases(cases)]
-    together = {a.index: a.text for a in InProcessEngine(tiny_base, batch_size=6).answer(prompts, 24)}
-    alone = {a.index: a.text for a in InProcessEngine(tiny_base, batch_size=1).answer(prompts, 24)}
-    assert together == alone
-
-
-def test_an_answer_is_the_greedy_continuation_of_the_prompt(tiny_base: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    prompt = Conversation((Message("user", "Say kalo menu."),))
-    answer = next(iter(InProcessEngine(tiny_base).answer([prompt], 12)))
-    template = ChatTemplate(tiny_base)
-    model = AutoModelForCausalLM.from_pretrained(tiny_base).eval()
-    tokens = template.encode_prompt(prompt)
-    said: list[int] = []
-    with torch.no_grad():
-        while len(said) < 12:
-            token = int(model(torch.tensor([tokens + said])).logits[0, -1].argmax())
-            if token in template.stop_ids:
-                break
-            said.append(token)
-    assert answer.text == template.tokenizer.decode(said)
-    assert answer.is_cut == (len(said) == 12)
+def test_the_same_command_again_asks_nothing_and_another_is_refused(
+    cases: Path, tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--model", str(tiny_base), "--cases", str(cases), "--max-new-tokens", "8"]
+    assert tool_calls.main(arguments) == 0
+    (out,) = (tmp_path / "runs" / "eval").rglob("cases.jsonl")
+    before = out.read_bytes()
+    monkeypatch.setattr(tool_calls.InProcessEngine, "answer", lambda *_: 1 / 0)
+    assert tool_calls.main(arguments) == 0
+    assert out.read_bytes() == before
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert tool_calls.main([*arguments, "--max-new-tokens", "9"]) == 2
+    assert "max_new_tokens: 8 there, 9 now" in capsys.readouterr().err
+    assert tool_calls.main([*arguments, "--max-new-tokens", "9", "--fresh"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,8 @@ def test_a_file_that_holds_no_cases_is_named(rows: str, words: str, tmp_path: Pa
 
 def test_an_answer_in_place_of_expected_calls_is_what_is_expected(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}], "tools": tools}
     path = tmp_path / "cases.jsonl"
     path.write_text(json.dumps(row))
     (case,) = read_cases(path)
@@ -99,19 +100,209 @@ def test_an_answer_in_place_of_expected_calls_is_what_is_expected(tmp_path: Path
     ("arguments", "words"),
     [
         (["--model", "no/such"], "not a model directory"),
+        (["--model", "http://127.0.0.1:9"], "Is the server up"),
         (["--cases", "no/such.jsonl"], "no such file"),
+        (["--suite", "smok"], "there are bfcl, smoke, synthetic"),
+        (["--suite", "smoke", "--categories", "singel"], "it has choice, no_call, parallel, single"),
         (["--format", "hermess"], "did you mean hermes?"),
         (["--adapter", "no/such"], "cannot be loaded"),
         (["--max-new-tokens", "999999"], "over the model's"),
         (["--out", "/proc/nowhere/x.jsonl"], "cannot be written"),
+        (["--html", "/proc/nowhere/x.html"], "cannot be written"),
+        (["--config", "no/such.yaml"], "cannot be read"),
     ],
 )
 def test_wrong_input_is_a_sentence(
-    arguments: list[str], words: str, cases: Path, tiny_base: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    words: str,
+    cases: Path,
+    tiny_base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     base = ["--model", str(tiny_base), "--cases", str(cases), "--max-new-tokens", "4"]
     assert tool_calls.main([*base, *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_model_without_a_template_is_a_sentence(
+    cases: Path, tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    model = tmp_path / "model"
+    shutil.copytree(tiny_base, model)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    assert tool_calls.main(["--model", str(model), "--cases", str(cases), "--out", str(tmp_path / "x.jsonl")]) == 2
+    assert "has no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [("[1]", "expected a mapping of options"), ("modl: x", "modl: no such option"), ("a: [", "cannot be read")],
+)
+def test_a_config_of_no_options_is_a_sentence(
+    config: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "eval.yaml"
+    path.write_text(config)
+    assert tool_calls.main(["--config", str(path)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_config_stands_for_its_options_and_the_command_line_wins(tmp_path: Path) -> None:
+    path = tmp_path / "eval.yaml"
+    path.write_text(
+        "model: m\nsuite: smoke\nmax_new_tokens: 8\nfresh: true\nlimit: null\ncategories: [single, choice]\n"
+        "request: {tool_choice: none}\n"
+    )
+    read = tool_calls.parse_arguments(["--config", str(path), "--max-new-tokens", "9"])
+    assert (read.model, read.suite, read.max_new_tokens, read.fresh, read.limit) == ("m", "smoke", 9, True, None)
+    assert (read.categories, read.request) == (["single", "choice"], {"tool_choice": "none"})
+
+
+def oracle(handler: Handler, number: int, body: dict[str, Any], is_native: bool, wrong: str = "") -> None:
+    """A server whose model is right, except for the case ``wrong``."""
+    suite = load_suite(ROOT / "eval" / "suites" / "smoke.yaml")
+    case = next(c for c in suite.cases if c.prompt.messages[-1].content == body["messages"][-1]["content"])
+    if not case.expected or case.id == wrong:
+        handler.say("No.")
+    elif is_native:
+        functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in case.expected]
+        handler.say(None, tool_calls=[{"id": "x", "type": "function", "function": f} for f in functions])
+    else:
+        handler.say(FORMATS["hermes"].render(case.expected))
+
+
+@pytest.mark.parametrize("is_native", [True, False], ids=["calls", "text"])
+def test_a_server_is_read_by_its_own_calls_or_by_its_text(is_native: bool, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with serve(lambda h, n, b: oracle(h, n, b, is_native, wrong="meeting")) as log:
+        how = [] if is_native else ["--format", "hermes"]
+        assert tool_calls.main(["--model", log.url, "--suite", "smoke", "--out", str(out), *how]) == 0
+    assert [row["verdict"] for row in read_rows(out)] == ["correct", "missed_call", "correct", "correct"]
+    summary = json.loads(out.with_suffix(".summary.json").read_text())
+    assert summary["settings"]["format"] == ("served" if is_native else "hermes")
+    assert summary["settings"]["served_model"] == "tiny"
+
+
+def test_calls_that_a_server_leaves_in_the_text_are_pointed_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serve(lambda h, n, b: oracle(h, n, b, is_native=False)) as log:
+        assert tool_calls.main(["--model", log.url, "--suite", "smoke", "--out", str(tmp_path / "o.jsonl")]) == 0
+    assert "reads as calls in hermes" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_the_key_comes_from_the_environment_and_is_in_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FCTUNE_API_KEY", KEY)
+
+    def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        assert handler.headers["Authorization"] == f"Bearer {KEY}"
+        if number == 0:
+            handler.send(400, f"your key {handler.headers['Authorization']} is fine, your prompt is not")
+        else:
+            oracle(handler, number, body, is_native=True)
+
+    with serve(behave) as log:
+        arguments = ["--model", log.url, "--suite", "smoke", "--out", str(tmp_path / "o.jsonl")]
+        assert tool_calls.main([*arguments, "--concurrency", "1", "--html", str(tmp_path / "o.html")]) == 1
+    printed = capsys.readouterr()
+    assert "1 of 4 cases have no answer and count as wrong" in printed.out
+    assert "your key Bearer *** is fine" in (tmp_path / "o.jsonl").read_text()
+    written = [file.read_text() for file in tmp_path.iterdir()] + [printed.out, printed.err]
+    assert len(written) == 6
+    assert not any(KEY in text for text in written)
+
+
+def test_a_refused_key_ends_the_run_with_what_to_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FCTUNE_API_KEY", raising=False)
+    with serve(lambda handler, *_: handler.send(401, '{"error": {"message": "no key"}}')) as log:
+        assert tool_calls.main(["--model", log.url, "--suite", "smoke", "--out", str(tmp_path / "o.jsonl")]) == 2
+    assert "HTTP 401: no key (it wants a key; set FCTUNE_API_KEY)" in capsys.readouterr().err
+
+
+def test_a_server_that_fails_in_the_middle_is_asked_for_the_rest_by_the_next_run(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    is_well = False
+
+    def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        if "Oslo" in body["messages"][-1]["content"] and not is_well:
+            handler.send(200, '{"choices": [{"mess', length=400)
+        else:
+            oracle(handler, number, body, is_native=True)
+
+    with serve(behave) as log:
+        command = ["--model", log.url, "--suite", "smoke", "--out", str(out), "--attempts", "2"]
+        assert tool_calls.main(command) == 1
+        assert [row["verdict"] for row in read_rows(out)] == ["correct", "correct", "no_answer", "correct"]
+        num_asked, is_well = len(log.bodies), True
+        assert tool_calls.main(command) == 0
+        assert len(log.bodies) == num_asked + 1
+    assert all(row["verdict"] == "correct" for row in read_rows(out))
+
+
+def test_failures_become_drafts_and_a_page(tmp_path: Path) -> None:
+    with serve(lambda h, n, b: oracle(h, n, b, is_native=True, wrong="meeting")) as log:
+        drafts, page = tmp_path / "new" / "drafts.jsonl", tmp_path / "new" / "page.html"
+        command = ["--model", log.url, "--suite", "smoke", "--out", str(tmp_path / "o.jsonl")]
+        assert tool_calls.main([*command, "--propose", str(drafts), "--html", str(page)]) == 0
+    (draft,) = [json.loads(line) for line in drafts.read_text().splitlines()]
+    assert (draft["case"], draft["error_class"], draft["reviewed"]) == ("meeting", "missed_call", False)
+    assert "schedule_meeting" in page.read_text()
+
+
+@needs_wheel
+def test_a_benchmark_is_no_source_of_drafts_and_has_no_total(
+    tmp_path: Path, tiny_base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--model", str(tiny_base), "--suite", "bfcl", "--categories", "simple_python", "--limit", "2"]
+    command += ["--out", str(tmp_path / "o.jsonl"), "--max-new-tokens", "4"]
+    assert tool_calls.main([*command, "--propose", str(tmp_path / "d.jsonl")]) == 2
+    assert "bfcl is a benchmark (BFCL v4)" in capsys.readouterr().err
+    assert not (tmp_path / "o.jsonl").exists()
+    assert tool_calls.main([*command, "--min-accuracy", "0.5"]) == 2
+    assert "has no accuracy over all" in capsys.readouterr().err
+    assert tool_calls.main(command) == 0
+    summary = json.loads((tmp_path / "o.summary.json").read_text())
+    assert summary["scores"].keys() == summary["official"].keys() == {"simple_python"}
+
+
+@needs_wheel
+def test_what_of_the_benchmark_is_not_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serve(lambda handler, *_: handler.say("No.")) as log:
+        command = ["--model", log.url, "--suite", "bfcl", "--categories", "live_relevance,multi_turn_base"]
+        assert tool_calls.main([*command, "--out", str(tmp_path / "o.jsonl")]) == 0
+    printed = capsys.readouterr().out
+    assert "not run: multi_turn_base" in printed
+    assert "0.0%" not in next(line for line in printed.splitlines() if "multi_turn_base" in line)
+
+
+@pytest.mark.slow
+def test_all_ranks_of_torchrun_and_tune_run_give_the_answers_of_one_process(tmp_path: Path, tiny_base: Path) -> None:
+    what = ["--model", str(tiny_base), "--suite", "synthetic", "--num-cases", "12", "--max-new-tokens", "24"]
+    outs = {name: tmp_path / f"{name}.jsonl" for name in ("one", "torchrun", "tune")}
+    assert tool_calls.main([*what, "--out", str(outs["one"])]) == 0
+    config = tmp_path / "eval.yaml"
+    config.write_text(f"model: {tiny_base}\nsuite: synthetic\nnum_cases: 12\nmax_new_tokens: 24\nout: {outs['tune']}\n")
+    scripts = Path(sys.executable).parent
+    torchrun = [scripts / "torchrun", "--standalone", "--nproc_per_node", "2", "-m", "eval.tool_calls", *what]
+    tune = [scripts / "tune", "run", "--nproc_per_node", "2", "eval/tool_calls", "--config", config]
+    for command in ([*torchrun, "--out", outs["torchrun"]], tune):
+        done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("tool-call accuracy") == 1
+    rows = {name: [{**row, "seconds": None} for row in read_rows(out)] for name, out in outs.items()}
+    assert rows["one"] == rows["torchrun"] == rows["tune"]
 
 
 def test_results_of_other_cases_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,3 +311,28 @@ def test_results_of_other_cases_are_not_compared(tmp_path: Path, capsys: pytest.
         (tmp_path / name).write_text(json.dumps(row))
     assert compare.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 2
     assert "same cases" in capsys.readouterr().err
+
+
+def test_results_on_other_terms_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, limit in (("a", 8), ("b", 9)):
+        row = {"id": "1", "category": "x", "verdict": "correct"}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+        (tmp_path / f"{name}.settings.json").write_text(json.dumps({"max_new_tokens": limit}))
+    assert compare.main([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]) == 2
+    assert "max_new_tokens is 8 in one and 9 in the other" in capsys.readouterr().err
+
+
+def test_a_comparison_says_which_cases_turned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, right in (("a", "12"), ("b", "134")):
+        rows = [{"id": i, "category": "x", "verdict": "correct" if i in right else "wrong_name"} for i in "123456"]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = tmp_path / "deep" / "compared.json"
+    assert compare.main([str(tmp_path / "a"), str(tmp_path / "b"), "--show", "1", "--json", str(found)]) == 0
+    printed = capsys.readouterr().out
+    assert "x, turned right: 3 and 1 more" in printed
+    assert "x, turned wrong: 2" in printed
+    compared = json.loads(found.read_text())["all"]
+    assert (compared["turned_right"], compared["turned_wrong"]) == (["3", "4"], ["2"])
+    assert compared["difference"] == pytest.approx(1 / 6)
+    assert compared["low"] < compared["difference"] < compared["high"]
+    assert compared["p_value"] == 1.0

@@ -22,7 +22,7 @@ needs_chromium = pytest.mark.skipif(BINARY is None, reason="no chromium here: ap
 _PROBE = """<script>
 addEventListener("securitypolicyviolation", (event) => probe.violations.push(event.blockedURI));
 const probe = { violations: [] };
-addEventListener("load", () => setTimeout(() => {
+addEventListener("load", () => setTimeout(() => { (() => { ACT })(); setTimeout(() => {
   const inked = (canvas) => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some(Boolean);
   probe.width = innerWidth;
   probe.scroll_width = document.documentElement.scrollWidth;
@@ -33,7 +33,7 @@ addEventListener("load", () => setTimeout(() => {
   probe.resources = performance.getEntriesByType("resource").map((entry) => entry.name);
   probe.text = document.querySelector("main").innerText;
   document.body.dataset.probe = JSON.stringify(probe);
-}, 300));
+}, 100); }, 300));
 </script>"""
 
 
@@ -45,13 +45,13 @@ class PageState:
     console: list[str] = field(default_factory=list)
 
 
-def open_page(page: Path, width: int = 1100, dark: bool = False) -> PageState:
-    """Opens the page in a frame of ``width`` and waits for its script.
+def open_page(page: Path, width: int = 1100, dark: bool = False, act: str = "") -> PageState:
+    """Opens the page in a frame of ``width``, does ``act`` (a script) when the page's own has run, and looks.
 
     The frame is an iframe, since a headless window cannot be narrower than 500 pixels.
     """
     copy = page.with_name(f"{page.stem}-probed.html")
-    copy.write_text(page.read_text("utf-8").replace("<body>", f"<body>{_PROBE}", 1), "utf-8")
+    copy.write_text(page.read_text("utf-8").replace("<body>", f"<body>{_PROBE.replace('ACT', act)}", 1), "utf-8")
     frame = page.with_name(f"{page.stem}-frame.html")
     frame.write_text(
         f'<!doctype html><body style="margin:0"><iframe id="f" src="{copy.name}" width="{width}" height="900" '

@@ -1,0 +1,295 @@
+"""All that is measured on a GPU, in one command: correctness first, then speed and memory, then where the time goes.
+
+    python -m benchmarks.gpu --out results.jsonl [--rows correctness,lora_8b,...] [--toy]
+
+Each row runs in processes of its own within its own time limit and appends one JSON line to ``--out`` as it ends; rows
+that are there already are left out, so the command can be cut up by ``--rows`` or run again. The models have the true
+shapes of Llama-3.1-8B and Llama-3.2-3B and random weights drawn on the device; the rows are this project's synthetic
+set in its own packs. ``--toy`` runs every row on a toy model, on the CPU where there is no GPU.
+
+Tokens are real ones, not padding. FLOPs a token are given as projects count them: 6N when all weights train and 4N over
+a frozen base (N with embeddings, without adapters), and the same with 12 x layers x width x seq_len for attention, as
+torchtitan adds it. Of function-calling rows a fifth is supervised, and this project computes logits for those alone;
+``lora_8b_dense`` has rows where nearly all is supervised, as the rows of other projects' published figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.job import Job, to_json
+from benchmarks.training import PACKAGES, ROOT, describe_machine, measure
+from benchmarks.workload import SHAPES, Shape, write_model, write_rows
+
+
+class Bench:
+    """The rows by name: what each runs, and how long it may take."""
+
+    def __init__(self, folder: Path, is_toy: bool):
+        self.folder, self.is_toy = folder, is_toy
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        if not is_toy and self.device == "cpu":
+            raise SystemExit("no CUDA device here; --toy runs every row on the CPU")
+
+    def rows(self) -> dict[str, tuple[float, Callable[[float], dict[str, Any]]]]:
+        """Name -> seconds and what is run in them."""
+        lora, full = self.lora(), self.full()
+        ours = {"compile": True}
+        none, every = {"checkpointed": 0.0}, {"checkpointed": 1.0}
+        fp8 = lora.but(**ours, base="float8")
+        tune = {"tool": "torchtune", "compile": True}
+        trl = {"tool": "trl", "liger": self.device == "cuda", "attention": "sdpa"}
+        return {
+            "correctness": (240, lambda limit: self.call(["-m", "benchmarks.gpu_correctness"], limit)),
+            "tests": (
+                400,
+                lambda limit: self.call(["-m", "pytest", "-m", "gpu", "-q", "tests"], limit, may_be_none=True),
+            ),
+            "lora_8b": (420, self.best([lora.but(**ours, micro_batch_size=n, rows_a_step=4) for n in (2, 4)])),
+            "lora_8b_dense": (240, self.best([lora.but(**ours, rows_dir=self.dense_dir())])),
+            "lora_8b_float8": (300, self.best([fp8])),
+            "lora_8b_nf4": (240, self.best([lora.but(**ours, base="nf4")])),
+            "lora_8b_torchtune": (480, self.best([lora.but(**tune, **part) for part in (none, every)])),
+            "lora_8b_torchtune_unpacked": (
+                240,
+                self.best([lora.but(**tune, packed=False, rows_a_step=32, micro_batch_size=8)]),
+            ),
+            "lora_8b_trl": (480, self.best([lora.but(**trl, **part) for part in (none, every)])),
+            "full_8b_bf16": (300, self.best([full.but(**ours)])),
+            "full_8b_float8": (300, self.best([full.but(**ours, dtype="float8")])),
+            "full_8b_master": (300, self.best([full.but(**ours, dtype="bf16_mixed")])),
+            "full_8b_torchtune": (300, self.best([full.but(**tune)])),
+            "full_8b_trl": (300, self.best([full.but(**trl)])),
+            "profile_lora_8b": (240, self.profile(lora.but(**ours))),
+            "profile_full_8b": (240, self.profile(full.but(**ours))),
+            "checkpoint_lora_8b": (360, self.stall(lora.but(**ours))),
+            "checkpoint_full_3b": (480, self.stall(full.but(**ours, model_dir=self.model_dir("3b")))),
+        }
+
+    # --- jobs ---
+
+    def lora(self) -> Job:
+        """Rank 16 on all linears, 4,096 tokens, packed, bfloat16."""
+        return self.job("8b", 4_096).but(micro_batch_size=2, rows_a_step=4)
+
+    def full(self) -> Job:
+        """8,192 tokens, packed, weights and optimizer bfloat16, every block recomputed."""
+        return self.job("8b", 8_192).but(adapter=False, checkpointed=1.0, micro_batch_size=1, rows_a_step=2)
+
+    def job(self, shape: str, seq_len: int) -> Job:
+        """What rows have in common."""
+        seq_len = seq_len // 8 if self.is_toy else seq_len
+        return Job(
+            tool="fctune",
+            model_dir=self.model_dir(shape),
+            rows_dir=self.rows_dir("synthetic"),
+            seq_len=seq_len,
+            rows_a_step=2,
+            dtype="bf16",
+            threads=1 if self.device == "cpu" else 4,
+            device=self.device,
+            has_weights=False,
+            warmup=1 if self.is_toy else 4,
+            steps=3 if self.is_toy else 14,
+        )
+
+    def shape(self, name: str) -> Shape:
+        """Of a model, or the toy in its place."""
+        return SHAPES["toy" if self.is_toy else name]
+
+    def model_dir(self, name: str) -> str:
+        """Config and tokenizer, without weights."""
+        folder = self.folder / name
+        if not (folder / "config.json").exists():
+            write_model(folder, self.shape(name), has_weights=False, num_texts=300 if self.is_toy else 1_000)
+        return str(folder)
+
+    def rows_dir(self, name: str) -> str:
+        """The synthetic set; ``dense``: the same text as long answers."""
+        from fctune.data.conversation import Conversation, Message
+        from fctune.data.synthetic import iter_conversations
+
+        folder = self.folder / name
+
+        def answers() -> Iterator[Conversation]:
+            for conversation in iter_conversations("train", 1_000, 2):
+                text = json.dumps(conversation.to_openai(), ensure_ascii=False)
+                yield Conversation((Message("user", content="Go on."), Message("assistant", content=text)))
+
+        if not (folder / "rows.jsonl").exists():
+            rows = answers() if name == "dense" else iter_conversations("train", 200 if self.is_toy else 2_000, 1)
+            write_rows(folder, Path(self.model_dir("8b")), rows, 512 if self.is_toy else 4_096)
+        return str(folder)
+
+    def dense_dir(self) -> str:
+        """Rows that are nearly all supervised."""
+        return self.rows_dir("dense")
+
+    # --- kinds of rows ---
+
+    def best(self, jobs: list[Job]) -> Callable[[float], dict[str, Any]]:
+        """The fastest of some settings; all are in the result."""
+
+        def run(limit: float) -> dict[str, Any]:
+            ends = time.monotonic() + limit
+            found = []
+            for job in jobs:
+                left = ends - time.monotonic()
+                one = measure(job, left) if left > 20 else {"error": "no time left"}
+                found.append({"settings": job.name, "job": json.loads(to_json(job))} | one)
+                found[-1].pop("supervised_by_step", None)
+            good = [one for one in found if "error" not in one]
+            if not good:
+                return {"ok": False, "tried": found}
+            fastest = max(good, key=lambda one: one["real_per_s"])
+            return {"ok": True} | self.describe(Job(**fastest["job"]), fastest) | {"tried": found}
+
+        return run
+
+    def describe(self, job: Job, found: dict[str, Any]) -> dict[str, Any]:
+        """Tokens, memory and FLOPs of a run."""
+        sizes = json.loads((Path(job.model_dir) / "config.json").read_text())
+        shape = self.shape(Path(job.model_dir).name)
+        factor = 4 if job.adapter else 6
+        weights = factor * shape.num_parameters
+        attention = 12 * sizes["num_hidden_layers"] * sizes["hidden_size"] * job.seq_len
+        rate = found["real_per_s"]
+        return {
+            "tokens_per_s": round(rate, 1),
+            "supervised_per_s": round(found["supervised_per_s"], 1),
+            "padding_share": round(found["padding_share"], 4),
+            "peak_gib": round(found["peak_mib"] / 1024, 2),
+            "losses": found["losses"],
+            f"tflops_{factor}N": round(weights * rate / 1e12, 3),
+            f"tflops_{factor}N_and_dense_attention": round((weights + attention) * rate / 1e12, 3),
+            "parameters": shape.num_parameters,
+        }
+
+    def profile(self, job: Job) -> Callable[[float], dict[str, Any]]:
+        """One step's kernels by the time they take."""
+
+        def run(limit: float) -> dict[str, Any]:
+            file = self.folder / "profile.txt"
+            found = measure(job.but(profile_to=str(file)), limit)
+            if "error" in found:
+                return {"ok": False, "error": found["error"]}
+            lines = file.read_text().splitlines()
+            return {"ok": True, "step_s": found["step_s"], "table": lines}
+
+        return run
+
+    def stall(self, job: Job) -> Callable[[float], dict[str, Any]]:
+        """What asynchronous saves add to a run, a save: its wall time with them, less that without."""
+
+        def run(limit: float) -> dict[str, Any]:
+            ends = time.monotonic() + limit
+            plain = measure(job, ends - time.monotonic())
+            saving = measure(job.but(save_every=max(1, job.warmup)), ends - time.monotonic())
+            for found in (plain, saving):
+                if "error" in found:
+                    return {"ok": False, "error": found["error"]}
+            num_saves = max(1, saving["num_saves"])
+            added = (saving["seconds"] - plain["seconds"]) / num_saves
+            mine = {key: saving[key] for key in ("stall_s", "num_saves", "save", "step_s")}
+            return {"ok": True, "added_s_a_save": round(added, 4), "plain_step_s": plain["step_s"]} | mine
+
+        return run
+
+    def call(self, command: list[str], limit: float, may_be_none: bool = False) -> dict[str, Any]:
+        """Another program: its last line as JSON where it is, else the end of what it printed."""
+        try:
+            done = subprocess.run(
+                [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=limit
+            )
+        except subprocess.TimeoutExpired:
+            return {"ok": False, "error": f"not done after {limit:.0f} s"}
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        found: dict[str, Any] = {"ok": done.returncode == 0 or (may_be_none and done.returncode == 5)}
+        with suppress(ValueError, IndexError):
+            return found | json.loads(done.stdout.strip().splitlines()[-1])
+        return found | {"output": lines[-25:]}
+
+
+def main() -> None:
+    """Run rows and print a line of each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", help="names, comma-separated; default: all that are not in --out yet")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines, appended to")
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--list", action="store_true", help="print the names and their limits in seconds")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), arguments.toy)
+        rows = bench.rows()
+        if arguments.list:
+            print("\n".join(f"{name:<28} {limit:>4.0f}" for name, (limit, _) in rows.items()))
+            return
+        done = _names_in(arguments.out)
+        names = arguments.rows.split(",") if arguments.rows else [name for name in rows if name not in done]
+        if unknown := [name for name in names if name not in rows]:
+            raise SystemExit(f"no such row: {', '.join(unknown)}; there are {', '.join(rows)}")
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            limit, row = rows[name]
+            started = time.perf_counter()
+            found = row(limit)
+            line = {"row": name, "toy": arguments.toy} | found
+            line |= {
+                "row_s": round(time.perf_counter() - started, 1),
+                "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
+            }
+            line |= {"device": describe_gpu(), "versions": _versions()}
+            with open(arguments.out, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            print(tell(line), flush=True)
+
+
+def tell(line: dict[str, Any]) -> str:
+    """A row in a line, for the terminal."""
+    if not line["ok"]:
+        tried = line.get("tried") or [line]
+        why = str(tried[-1].get("error") or tried[-1].get("output") or tried[-1]).strip().splitlines()[-1][:160]
+        return f"{line['row']:<28} FAILED in {line['row_s']:.0f} s: {why}"
+    shown = {k: v for k, v in line.items() if k.startswith(("tokens_per", "peak", "tflops", "added", "stall"))}
+    return f"{line['row']:<28} {line['row_s']:>5.0f} s  " + "  ".join(f"{k} {v:,}" for k, v in shown.items())
+
+
+def describe_gpu() -> dict[str, Any]:
+    """What the numbers are of."""
+    if not torch.cuda.is_available():
+        return describe_machine()
+    properties = torch.cuda.get_device_properties(0)
+    gib = round(properties.total_memory / 2**30, 1)
+    return {"gpu": properties.name, "gib": gib, "cuda": torch.version.cuda, "host": describe_machine()}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in (*PACKAGES, "triton", "liger-kernel"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _names_in(file: Path) -> set[str]:
+    if not file.exists():
+        return set()
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return {line["row"] for line in lines if line["ok"]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Whether the GPU computes what the CPU does in float64: losses and gradients of a small model, by attention kernel.
+
+    python -m benchmarks.gpu_correctness
+
+Prints one JSON object; exits 1 where a check fails. On a machine without a GPU the same checks run on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.workload import Shape, write_model
+from fctune.modeling.activations import checkpoint_blocks_, compile_blocks_
+from fctune.modeling.architecture import read_architecture
+from fctune.modeling.attention import Kernel, choose_kernel, make_bounds
+from fctune.modeling.build import CausalLM, build_model, materialize_
+from fctune.modeling.weights import load_base_
+
+# Head size 32: what every kernel takes.
+SHAPE = Shape(vocab=512, layers=2, width=128, heads=4, kv_heads=2, hidden=256)
+LENGTHS = ((70, 40, 18), (128,), (9, 100, 19))
+
+# Largest relative error, ||found - true|| / ||true||, that rounding explains; float32 products may be TF32.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-3, torch.bfloat16: 4e-2}
+
+
+def build(model_dir: Path, dtype: torch.dtype, device: torch.device, kernel: Kernel) -> CausalLM:
+    """A model with the directory's weights."""
+    model = build_model(read_architecture(model_dir), 256, dtype)
+    model.kernel = kernel
+    materialize_(model, device)
+    load_base_(model, model_dir)
+    return model
+
+
+def draw_batch() -> dict[str, Tensor]:
+    """Rows of several conversations; a fifth of the places is supervised."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (len(LENGTHS), sum(LENGTHS[0]))
+    tokens = torch.randint(SHAPE.vocab, shape, generator=generator)
+    is_taught = torch.rand(shape, generator=generator) < 0.2
+    labels = torch.where(is_taught, torch.randint(SHAPE.vocab, shape, generator=generator), -100)
+    positions = torch.cat([torch.cat([torch.arange(n) for n in row])[None] for row in LENGTHS])
+    return {"tokens": tokens, "labels": labels, "positions": positions}
+
+
+def losses_and_gradients(model: CausalLM, device: torch.device, is_packed: bool = True) -> tuple[float, Tensor]:
+    """Of the batch in packed rows, or of each conversation in a row of its own."""
+    model.zero_grad()
+    batch = {name: tensor.to(device) for name, tensor in draw_batch().items()}
+    total = 0.0
+    if is_packed:
+        loss = model(**batch, bounds=make_bounds(LENGTHS, model.kernel).to(device))
+        loss.backward()
+        total = float(loss)
+    else:
+        for row, lengths in enumerate(LENGTHS):
+            for start, stop in zip(
+                [0, *torch.tensor(lengths).cumsum(0).tolist()], torch.tensor(lengths).cumsum(0), strict=False
+            ):
+                part = {name: tensor[row : row + 1, start:stop] for name, tensor in batch.items()}
+                loss = model(tokens=part["tokens"], labels=part["labels"])
+                loss.backward()
+                total += float(loss)
+    return total, torch.cat([p.grad.flatten().double().cpu() for p in model.parameters() if p.grad is not None])
+
+
+def relative(found: Tensor, true: Tensor) -> float:
+    """Relative error; not a number stays one and so passes nothing."""
+    return float((found - true).norm() / true.norm())
+
+
+def check(model_dir: Path, device: torch.device) -> dict[str, Any]:
+    """Every check by name: loss error, gradient error, tolerance."""
+    cpu = torch.device("cpu")
+    true = losses_and_gradients(build(model_dir, torch.float64, cpu, "each"), cpu, is_packed=False)
+    capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
+    results: dict[str, Any] = {}
+
+    def compare(name: str, model: CausalLM, dtype: torch.dtype, is_packed: bool = True) -> None:
+        loss, gradient = losses_and_gradients(model, device, is_packed)
+        errors = [abs(loss - true[0]) / abs(true[0]), relative(gradient, true[1])]
+        tolerance = TOLERANCES[dtype]
+        results[name] = {"errors": errors, "tolerance": tolerance, "ok": all(e <= tolerance for e in errors)}
+
+    for dtype in TOLERANCES:
+        kernel, _ = choose_kernel(device.type, dtype, SHAPE.width // SHAPE.heads, capability)
+        kind = str(dtype).removeprefix("torch.")
+        compare(f"{kind} unpacked", build(model_dir, dtype, device, kernel), dtype, is_packed=False)
+        compare(f"{kind} packed by {kernel}", build(model_dir, dtype, device, kernel), dtype)
+        if dtype is torch.bfloat16 and device.type == "cuda":
+            compare(f"{kind} packed by flex", build(model_dir, dtype, device, "flex"), dtype)
+        model = build(model_dir, dtype, device, kernel)
+        from fctune.config import ActivationCheckpointingConfig
+
+        checkpoint_blocks_(model, ActivationCheckpointingConfig(fraction=1.0, policy="op"), device.type)
+        compile_blocks_(model)
+        compare(f"{kind} packed by {kernel}, compiled and checkpointed", model, dtype)
+    return results
+
+
+def main() -> int:
+    """Check and print."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), SHAPE, has_weights=True, num_texts=200)
+        results = check(Path(folder), device)
+    ok = all(one["ok"] for one in results.values())
+    print(json.dumps({"ok": ok, "device": str(device), "checks": results}))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""A run of this project for the benchmarks: the recipe's own setup and loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.job import ALPHA, CLIP, LEARNING_RATE, MODULES, RANK, WEIGHT_DECAY, Job, Recorder
+
+
+def fctune_config(job: Job, out: Path) -> dict[str, Any]:
+    """The run as its YAML would say it."""
+    config: dict[str, Any] = {
+        "output_dir": str(out),
+        "model": {"path": job.model_dir},
+        "data": {
+            "sources": [{"path": str(Path(job.rows_dir) / "rows.jsonl")}],
+            "validation_share": 0.0,
+            "seq_len": job.seq_len,
+            "packed": job.packed,
+        },
+        "precision": job.dtype,
+        "global_batch_size": job.rows_a_step,
+        "micro_batch_size": job.micro_batch_size,
+        "epochs": 1_000,
+        "max_steps": job.steps,
+        "optimizer": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "fused": True},
+        "lr_scheduler": {"name": "constant"},
+        "clip_grad_norm": CLIP,
+        "activation_checkpointing": {"fraction": job.checkpointed},
+        "compile": job.compile,
+        "checkpoint": {"every_n_steps": job.save_every, "elastic_every_n_steps": 0, "keep_last": 1},
+        "validation": {"every_n_steps": 0},
+        "resume": "never",
+    }
+    if job.adapter:
+        config["adapter"] = {"rank": RANK, "alpha": ALPHA, "modules": MODULES, "base": job.base}
+    return config
+
+
+def train(job: Job, recorder: Recorder) -> None:
+    """The recipe's own setup and loop; what it writes at a run's end is left out."""
+    from fctune.config import RunConfig, parse_config
+    from fctune.telemetry.sinks import JsonlSink, Sinks
+    from fctune.training import distributed
+    from fctune.training.preemption import StopRequest
+    from fctune.training.run import open_run
+    from recipes.full_fc_distributed import FullFunctionCallingRecipe
+    from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
+
+    if not job.has_weights:
+        _draw_weights_of_fctune()
+    problems: list[str] = []
+    parsed = parse_config(fctune_config(job, Path(job.rows_dir) / "out" / "fctune"), problems)
+    assert not problems, problems
+    config: RunConfig = parsed  # type: ignore[assignment]
+    world = distributed.start_world()
+    run = open_run(config, world, lambda _: StopRequest(None, lambda _: None))
+    recipe = (LoRAFunctionCallingRecipe if job.adapter else FullFunctionCallingRecipe)(config, world, run)
+    recipe.setup()
+    profiler = _Profiler(job)
+    times = {"steps": [0]}
+
+    class Listener:
+        def write(self, metrics: dict[str, Any]) -> None:
+            real, supervised = metrics["tokens_total"], metrics["tokens_supervised"]
+            recorder.count(real + metrics["tokens_padding"], real, supervised)
+            recorder.losses.append(metrics["loss"])
+            recorder.end_step()
+            times["steps"][0] += 1
+            profiler.after(times["steps"][0])
+
+        def close(self) -> None:
+            profiler.close()
+
+    if world.is_main:
+        recipe.sinks = Sinks(JsonlSink(run.directory.metrics), Listener())
+    recorder.begin()
+    recipe.train()
+    layout, kernel = recipe.model.layout, recipe.model.kernel
+    recorder.extra |= {"layout": str(layout), "attention": kernel, "stall_s": recipe.keeper.cost.stall_s}
+    recorder.extra |= {"num_saves": recipe.keeper.cost.num_saves}
+    if not world.is_main:  # the main rank's counts are of all ranks
+        recorder.ends = [0.0] * job.steps
+        recorder.counts, recorder.counts_at = [(0, 0, 0, 0)] * job.steps, list(range(1, job.steps + 1))
+    if job.save_every:
+        last = recipe.keeper.saver.finish()
+        recorder.extra["save"] = None if last is None else {"bytes": last.num_bytes, "seconds": last.seconds}
+        if last is not None and last.error is not None:
+            raise RuntimeError(last.error)
+    recipe.cleanup()
+    distributed.stop_world()
+
+
+def _draw_weights_of_fctune() -> None:
+    """Put random weights where a checkpoint would be read; a block's tensor at a time, rounded as the run holds it."""
+    from fctune.modeling.build import CausalLM
+    from fctune.modeling.frozen import fill_rows_, is_scale, rows_to_fill
+    from fctune.modeling.lora import is_adapter
+    from fctune.training import run, state
+
+    def draw_base_(model: CausalLM, model_dir: object) -> None:
+        device = next(p.device for p in model.parameters() if p.device.type != "meta")
+        for name, parameter in list(model.named_parameters()):
+            if is_adapter(name) or is_scale(name):
+                continue
+            rows = rows_to_fill(parameter)
+            shape = (rows.stop - rows.start, *parameter.shape[1:])
+            is_norm = len(shape) == 1
+            drawn = torch.ones(shape, device=device) if is_norm else torch.randn(shape, device=device) * 0.02
+            fill_rows_(model, name, drawn)
+
+    state.load_base_ = draw_base_
+    run.fingerprint_base = lambda _: "random"
+
+
+class _Profiler:
+    """Profiles the last step of a run, where one is asked for."""
+
+    def __init__(self, job: Job):
+        self._job, self._profiler = job, None
+
+    def after(self, step: int) -> None:
+        """A step ended."""
+        from torch.profiler import ProfilerActivity, profile
+
+        if self._job.profile_to is None:
+            return
+        is_cuda = self._job.device == "cuda"
+        if step == self._job.steps - 1:
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_cuda
+            self._profiler = profile(activities=activities)
+            self._profiler.__enter__()
+        elif self._profiler is not None:
+            self._profiler.__exit__(None, None, None)
+            key = "self_device_time_total" if is_cuda else "self_cpu_time_total"
+            table = self._profiler.key_averages().table(sort_by=key, row_limit=40, max_name_column_width=70)
+            Path(self._job.profile_to).write_text(table)
+            self._profiler = None
+
+    def close(self) -> None:
+        """The run is over."""

@@ -1,0 +1,225 @@
+"""What the training benchmarks run on: a model of a given shape with random weights, and the same rows for every tool.
+
+A tokenizer is trained on the synthetic texts, split as Llama 3 splits, and written twice: as ``tokenizer.json`` with
+the demo model's chat template, and as the rank file that torchtune reads. The model's vocabulary is larger than the
+tokenizer's where the texts hold too few words: what costs time is the width of the logits.
+
+torchtune 0.6.1 cannot read tool calls, so every row is also written as plain messages that hold the same text. It
+refuses two user turns in a row and has no turn for tool results, so those stand as one user turn; rows that it would
+still refuse, and rows over ``seq_len``, are left out for every tool alike.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fctune.data.conversation import Conversation
+from fctune.data.synthetic import iter_conversations
+from fctune.data.template import ChatTemplate
+
+ROOT = Path(__file__).resolve().parents[1]
+TEMPLATE = ROOT / "fctune" / "assets" / "tiny_base_template.jinja"
+
+# As torchtune's (tiktoken's cl100k) and Llama 3's own tokenizer.json have it.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPECIAL = (
+    "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id step_id "
+    "start_header_id end_header_id eom_id eot_id python_tag image"
+)
+SPECIAL = [f"<|{name}|>" for name in _SPECIAL.split()]
+
+_TURN = re.compile(r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\n\n(.*?)<\|eot_id\|>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a Llama 3.1 decoder with untied embeddings."""
+
+    vocab: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Without adapters."""
+        return sum(rows * columns for rows, columns in self.tensors().values())
+
+    def tensors(self) -> dict[str, tuple[int, int]]:
+        """Shapes by the names of Hugging Face checkpoints; of norms, the second size is 1."""
+        kv = self.width // self.heads * self.kv_heads
+        of_block = {
+            "self_attn.q_proj": (self.width, self.width),
+            "self_attn.k_proj": (kv, self.width),
+            "self_attn.v_proj": (kv, self.width),
+            "self_attn.o_proj": (self.width, self.width),
+            "mlp.gate_proj": (self.hidden, self.width),
+            "mlp.up_proj": (self.hidden, self.width),
+            "mlp.down_proj": (self.width, self.hidden),
+            "input_layernorm": (self.width, 1),
+            "post_attention_layernorm": (self.width, 1),
+        }
+        named = {"model.embed_tokens": (self.vocab, self.width), "model.norm": (self.width, 1)}
+        named["lm_head"] = (self.vocab, self.width)
+        for layer in range(self.layers):
+            named |= {f"model.layers.{layer}.{name}": sizes for name, sizes in of_block.items()}
+        return {f"{name}.weight": sizes for name, sizes in named.items()}
+
+
+SHAPES = {
+    "toy": Shape(2_048, 2, 128, 4, 4, 256),  # the smallest linears that NF4 takes
+    "50m": Shape(32_000, 6, 512, 8, 4, 1_408),
+    "3b": Shape(128_256, 28, 3_072, 24, 8, 8_192),  # Llama-3.2-3B's blocks, its head untied
+    "8b": Shape(128_256, 32, 4_096, 32, 8, 14_336),  # Llama-3.1-8B
+}
+
+
+def write_model(folder: Path, shape: Shape, *, has_weights: bool, num_texts: int = 4_000) -> None:
+    """A model directory: config, tokenizer in both forms, and float32 weights from a seed where they are wanted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    num_tokens = _write_tokenizer(folder, shape.vocab, num_texts)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab,
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.width,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.width // shape.heads,
+        "intermediate_size": shape.hidden,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": False,
+        "bos_token_id": num_tokens - len(SPECIAL),
+        "eos_token_id": num_tokens - len(SPECIAL) + SPECIAL.index("<|eot_id|>"),
+        "rope_parameters": {
+            "rope_theta": 500_000.0,
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8_192,
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if has_weights:
+        from safetensors.torch import save_file
+
+        generator = torch.Generator().manual_seed(0)
+        weights = {
+            name: torch.ones(rows) if columns == 1 else torch.randn(rows, columns, generator=generator) * 0.02
+            for name, (rows, columns) in shape.tensors().items()
+        }
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_tokenizer(folder: Path, vocab: int, num_texts: int) -> int:
+    """Both forms; returns how many tokens there are."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(_SPLIT), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = (
+        json.dumps(conversation.to_openai(), ensure_ascii=False) + "\n\n"
+        for kind in ("pretrain", "train")
+        for conversation in iter_conversations(kind, num_texts // 2, 0)  # type: ignore[arg-type]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab - len(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    ranks = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    to_byte = _bytes_by_letter()
+    lines = [f"{base64.b64encode(bytes(to_byte[c] for c in token)).decode()} {rank}" for token, rank in ranks]
+    (folder / "tokenizer.model").write_text("\n".join(lines) + "\n")
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "pad_token": "<|finetune_right_pad_id|>"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE.read_text(), **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return len(ranks) + len(SPECIAL)
+
+
+def _bytes_by_letter() -> dict[str, int]:
+    """The letters that byte-level BPE writes bytes as (https://github.com/openai/gpt-2, encoder.py)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """What was written; tokens and supervised ones as this project's template counts them."""
+
+    rows: int
+    left_out: int
+    tokens: int
+    supervised: int
+    longest: int
+
+
+def write_rows(folder: Path, model_dir: Path, conversations: Iterable[Conversation], seq_len: int) -> RowCounts:
+    """``rows.jsonl`` in OpenAI's shape for this project, ``turns.jsonl`` with the same text a turn, ``plain.jsonl``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    template = ChatTemplate(model_dir)
+    lengths: list[int] = []
+    supervised = left_out = 0
+    with (
+        open(folder / "rows.jsonl", "w", encoding="utf-8") as rows,
+        open(folder / "turns.jsonl", "w", encoding="utf-8") as turns,
+        open(folder / "plain.jsonl", "w", encoding="utf-8") as plain,
+    ):
+        for conversation in conversations:
+            said = [{"role": role, "content": text} for role, text in _TURN.findall(template.render(conversation))]
+            merged = _merge_turns(said)
+            encoded = template.encode(conversation)
+            # torchtune ends a row with a token more.
+            if len(encoded.tokens) >= seq_len or not _is_alternating(merged):
+                left_out += 1
+                continue
+            rows.write(json.dumps(conversation.to_openai()) + "\n")
+            turns.write(json.dumps({"messages": said}) + "\n")
+            plain.write(json.dumps({"messages": merged}) + "\n")
+            lengths.append(len(encoded.tokens))
+            supervised += encoded.num_supervised
+    counts = RowCounts(len(lengths), left_out, sum(lengths), supervised, max(lengths))
+    (folder / "counts.json").write_text(json.dumps(asdict(counts)))
+    return counts
+
+
+def _merge_turns(turns: list[dict[str, str]]) -> list[dict[str, Any]]:
+    merged: list[dict[str, Any]] = []
+    for turn in turns:
+        role = "user" if turn["role"] == "tool" else turn["role"]
+        if merged and role == "user" and merged[-1]["role"] == "user":
+            merged[-1]["content"] += "\n" + turn["content"]
+        else:
+            merged.append({"role": role, "content": turn["content"]})
+    return merged
+
+
+def _is_alternating(turns: list[dict[str, Any]]) -> bool:
+    """Whether torchtune takes it: user and assistant by turns after at most one system message, none empty."""
+    spoken = [turn["role"] for turn in turns if turn["role"] != "system"]
+    expected = ["user", "assistant"] * (len(spoken) // 2)
+    return bool(spoken) and spoken == expected and all(turn["content"].strip() for turn in turns)

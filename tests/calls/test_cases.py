@@ -1,0 +1,78 @@
+"""Cases of your own: what a row may say, and what is wrong with one that is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.calls.cases import read_cases
+from fctune.data.conversation import Call
+from fctune.errors import DataError
+
+WriteRows = Callable[..., Path]
+ASKED: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Weather?"}],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}],
+}
+CALL = {"name": "f", "arguments": {"a": 1}}
+
+
+def test_expected_calls_stand_by_themselves_or_in_the_last_message(write_rows: WriteRows) -> None:
+    answer = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]}
+    first, second, third = read_cases(
+        write_rows(
+            [
+                {**ASKED, "expected_calls": [CALL], "id": "x", "kind": "single"},
+                {**ASKED, "messages": [*ASKED["messages"], answer], "id": 7},
+                {**ASKED, "expected_calls": [], "id": None},
+            ]
+        )
+    )
+    assert first.expected == second.expected == (Call("f", {"a": 1}),)
+    assert [case.prompt.messages for case in (first, second, third)] == [first.prompt.messages] * 3
+    assert [(case.id, case.category) for case in (first, second, third)] == [
+        ("x", "single"),
+        ("7", "all"),
+        ("3", "all"),
+    ]
+    assert third.expected == ()
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (ASKED, "no expected_calls"),
+        ({**ASKED, "expected_calls": {}}, "expected a list of calls, got dict"),
+        ({**ASKED, "expected_calls": [{"name": "g", "arguments": {}}]}, "which is not on offer (tools: f)"),
+        ({"messages": ASKED["messages"], "expected_calls": [CALL]}, "which is not on offer (tools: none)"),
+        ({**ASKED, "expected_calls": [{"arguments": {}}]}, "function.name"),
+        ({**ASKED, "expected_calls": [{"name": "f"}]}, "arguments"),
+        ({"expected_calls": []}, "expected an object with messages"),
+        ([], "expected an object with messages"),
+    ],
+)
+def test_a_row_that_is_no_case_is_named_with_its_line(write_rows: WriteRows, row: Any, words: str) -> None:
+    path = write_rows([{**ASKED, "expected_calls": []}, row])
+    with pytest.raises(DataError) as error:
+        read_cases(path)
+    assert f"{path}:2: " in str(error.value)
+    assert words in str(error.value)
+
+
+def test_ids_differ(write_rows: WriteRows) -> None:
+    row = {**ASKED, "expected_calls": [], "id": "x"}
+    with pytest.raises(DataError, match="2 cases have the id 'x'"):
+        read_cases(write_rows([row, row]))
+
+
+def test_no_file_no_rows_and_no_json_are_said(write_rows: WriteRows, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        read_cases(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match="holds no cases"):
+        read_cases(write_rows([]))
+    (tmp_path / "broken.jsonl").write_text("{")
+    with pytest.raises(DataError, match="not JSON"):
+        read_cases(tmp_path / "broken.jsonl")

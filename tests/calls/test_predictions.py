@@ -1,0 +1,159 @@
+"""Rows of predictions: what is taken, what is a fault of the model, and what is a fault of the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.calls.predictions import Prediction, read_predictions
+from fctune.data.conversation import Call, Tool
+from fctune.errors import ConfigError, DataError
+
+WriteRows = Callable[..., Path]
+CALL = {"name": "f", "arguments": {"a": 1}}
+TOOLS = [Tool({"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}})]
+
+
+def read_one(write_rows: WriteRows, row: Any, default_format: str | None = None) -> Prediction:
+    (prediction,) = read_predictions(write_rows([row]), default_format)
+    return prediction
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        CALL,
+        {"name": "f", "arguments": '{"a": 1}'},
+        {"id": "c1", "type": "function", "function": CALL},
+        {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
+    ],
+)
+def test_calls_are_taken_as_endpoints_give_them(write_rows: WriteRows, call: Any) -> None:
+    strict, lenient = read_one(write_rows, {"id": "x", "calls": [call]}).read([]) or (None, None)
+    assert strict is lenient
+    assert strict is not None
+    assert (strict.calls, strict.malformed) == ((Call("f", {"a": 1}),), ())
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"calls": [{"arguments": {}}]}, "without a name"),
+        ({"calls": [{"name": "", "arguments": {}}]}, "without a name"),
+        ({"calls": [{"name": "f"}]}, "no object but NoneType"),
+        ({"calls": [{"name": "f", "arguments": [1]}]}, "no object but list"),
+        ({"calls": [{"name": "f", "arguments": "{"}]}, "no JSON"),
+        ({"calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}, "twice"),
+        ({"calls": ["f"]}, "no object but str"),
+        ({"calls": "f()"}, "no list but str"),
+        ({"calls": {"f": {}}}, "no list but dict"),
+        ({"calls": [], "malformed": ["not closed"]}, "not closed"),
+    ],
+)
+def test_what_a_model_got_wrong_is_malformed(write_rows: WriteRows, row: Any, reason: str) -> None:
+    strict, _ = read_one(write_rows, {"id": "x", **row}).read([]) or (None, None)
+    assert strict is not None
+    assert reason in strict.malformed[0].reason
+    assert not strict.calls
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", '{"a": 1, "a": 2}', "[" * 100 + "]" * 100])
+def test_values_that_are_no_json_are_malformed_and_not_a_fault_of_the_file(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": "x", "calls": [{"name": "f", "arguments": {"a": ' + value + "}}]}\n")
+    (prediction,) = read_predictions(path)
+    assert prediction.calls is not None
+    assert prediction.calls.malformed
+
+
+def test_a_text_is_read_in_both_readings(write_rows: WriteRows) -> None:
+    row = {"id": "x", "text": "Sure: f(a=1)", "format": "bfcl"}
+    strict, lenient = read_one(write_rows, row).read(TOOLS) or (None, None)
+    assert strict is not None
+    assert lenient is not None
+    assert (strict.calls, strict.prose) == ((), "Sure: f(a=1)")
+    assert lenient.calls == (Call("f", {"a": 1}),)
+
+
+def test_the_format_of_a_text_may_be_given_once_for_all(write_rows: WriteRows) -> None:
+    assert read_one(write_rows, {"id": "x", "text": "[f(a=1)]"}, "pythonic").read(TOOLS) is not None
+    row = {"id": "x", "text": "[f(a=1)]", "format": "hermes"}
+    strict, _ = read_one(write_rows, row, "pythonic").read(TOOLS) or (None, None)
+    assert strict is not None
+    assert not strict.calls
+    with pytest.raises(ConfigError, match="no such call format"):
+        list(read_predictions(write_rows([row]), "no such"))
+
+
+def test_turns_hold_steps_of_calls_or_text(write_rows: WriteRows) -> None:
+    row = {"id": "x", "turns": [[[CALL, CALL], "[f(a=2)]"], []], "format": "pythonic"}
+    turns = read_one(write_rows, row).read_turns(TOOLS)
+    assert turns is not None
+    assert [[step[0].calls for step in turn] for turn in turns] == [
+        [(Call("f", {"a": 1}), Call("f", {"a": 1})), (Call("f", {"a": 2}),)],
+        [],
+    ]
+
+
+@pytest.mark.parametrize(
+    "row", [{}, {"error": "timed out"}, {"calls": None}, {"text": None}, {"text": 5}, {"turns": [1]}]
+)
+def test_a_row_without_an_answer_is_a_failure(write_rows: WriteRows, row: Any) -> None:
+    prediction = read_one(write_rows, {"id": "x", **row})
+    assert prediction.read([]) is None
+    assert prediction.read_turns([]) is None
+    assert prediction.failure == row.get("error", "the row holds no calls, text or turns")
+
+
+def test_all_faults_of_a_file_are_in_one_report_with_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        '{"id": "x", "calls": []}',
+        "{oops",
+        "[1]",
+        '{"calls": []}',
+        '{"id": null, "calls": []}',
+        '{"id": "x", "text": "t"}',
+        '{"id": "x", "text": "t", "format": "hermez"}',
+        '{"id": "x", "turns": [["t"]]}',
+        "",
+        '{"id": "x", "calls": ' + "[" * 100_000,
+    ]
+    path.write_text("\n".join(rows))
+    with pytest.raises(DataError) as error:
+        list(read_predictions(path))
+    lines = str(error.value).split("\n")
+    assert lines[0] == f"{path}: 8 rows are no predictions"
+    for number, words in [
+        (2, "no key in double quotes"),
+        (3, "not list"),
+        (4, "no id"),
+        (5, "no id"),
+        (6, "pass --format"),
+        (7, "did you mean hermes"),
+        (8, "pass --format"),
+        (10, "not JSON"),
+    ]:
+        assert any(line.startswith(f"  {path}:{number}: ") and words in line for line in lines), (number, words)
+
+
+def test_ids_may_be_numbers_and_bytes_may_be_none_of_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(
+        json.dumps({"id": 5, "calls": [CALL]}).encode() + b'\n{"id": "\xff", "text": "\xfe", "format": "xlam"}\n'
+    )
+    first, second = read_predictions(path)
+    assert first.id == "5"
+    assert second.read([]) is not None
+
+
+def test_no_file_and_no_rows_are_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read"):
+        list(read_predictions(tmp_path / "none.jsonl"))
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(DataError, match="holds no predictions"):
+        list(read_predictions(tmp_path / "empty.jsonl"))

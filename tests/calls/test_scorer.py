@@ -1,0 +1,367 @@
+"""Files of predictions judged whole: a row out for each row in, agreement with the leaderboard, honest denominators."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.calls.bfcl_data import CATEGORIES, MULTI_TURN, BfclCase, read_bfcl
+from fctune.calls.bfcl_suite import BfclSuite, to_source_tool
+from fctune.calls.cases import read_cases
+from fctune.calls.formats import FORMATS
+from fctune.calls.score import wilson_interval
+from fctune.calls.scorer import CaseSuite, score_file
+from fctune.data.conversation import Call, Tool
+from fctune.errors import ConfigError, DataError
+from tests.calls.bfcl_wheel import (
+    PYTHON_CATEGORIES,
+    SOURCE_CATEGORIES,
+    Case,
+    data_dir,
+    gold_calls,
+    load_cases,
+    needs_wheel,
+    official_checker,
+    official_multi_turn_checker,
+)
+from tests.calls.mutations import mutate, mutate_source
+from tests.calls.test_bfcl_multi_turn import gold_turns
+from tests.calls.test_bfcl_multi_turn import mutate as mutate_turns
+
+WriteRows = Callable[..., Path]
+
+
+def to_json(calls: list[Call]) -> list[dict[str, Any]]:
+    return [{"name": call.name, "arguments": call.arguments} for call in calls]
+
+
+def score_bfcl(
+    predictions: Path, *categories: str, default_format: str | None = None, dots_as_underscores: bool = False
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    out = predictions.with_name("out.jsonl")
+    summary = score_file(BfclSuite(data_dir(), categories, dots_as_underscores), predictions, out, default_format)
+    assert json.loads(out.with_suffix(".summary.json").read_text()) == summary
+    return [json.loads(line) for line in out.read_text().splitlines()], summary
+
+
+@needs_wheel
+def test_a_row_comes_out_for_each_that_goes_in_with_the_official_verdict(write_rows: WriteRows) -> None:
+    rng = random.Random(21)
+    check = official_checker()
+    rows, official = [], []
+    for category in (*PYTHON_CATEGORIES, *SOURCE_CATEGORIES):
+        cases = load_cases(category)
+        for case in (rng.choice(cases) for _ in range(300)):
+            calls = mutate_source(case, rng) if category in SOURCE_CATEGORIES else mutate(case, rng)
+            with contextlib.redirect_stdout(io.StringIO()):
+                official.append(check(case, calls) is True)
+            rows.append({"id": case.id, "calls": to_json(calls)})
+    out, summary = score_bfcl(write_rows(rows))
+    assert [row["id"] for row in out] == [row["id"] for row in rows]
+    assert [row["valid"] for row in out] == official
+    assert all(bool(row["reason"]) != row["valid"] for row in out)
+    assert all(row["category"] == row["id"].rpartition("_")[0] for row in out)
+    for category, scores in summary["categories"].items():
+        mine = [row for row in out if row["category"] == category]
+        assert len(mine) == 300
+        num_valid = sum(row["valid"] for row in mine)
+        assert scores["n"] == 300 + scores["num_missing"]
+        assert (scores["valid"]["successes"], scores["valid"]["n"]) == (num_valid, scores["n"])
+        assert (scores["valid"]["low"], scores["valid"]["high"]) == wilson_interval(num_valid, scores["n"])
+        assert scores["rates"]["accuracy"]["successes"] == sum(row["verdict"] == "correct" for row in mine)
+
+
+@needs_wheel
+def test_multi_turn_rows_get_the_official_verdict(write_rows: WriteRows) -> None:
+    rng = random.Random(22)
+    check = official_multi_turn_checker()
+    rows, official = [], []
+    for case in (case for category in MULTI_TURN for case in rng.choices(read_bfcl(data_dir(), category), k=40)):
+        turns = mutate_turns(case, gold_turns(case), rng) if rng.random() < 0.7 else gold_turns(case)
+        official.append(check(case, turns) is True)
+        rows.append({"id": case.id, "turns": [[to_json(step) for step in turn] for turn in turns]})
+    out, summary = score_bfcl(write_rows(rows))
+    assert [row["valid"] for row in out] == official
+    assert 0 < sum(official) < len(official)
+    assert set(summary["categories"]) == set(MULTI_TURN)
+    for category, scores in summary["categories"].items():
+        # Cases of which there is no prediction are in the denominator.
+        assert scores["n"] == 40 + scores["num_missing"] >= 200
+        assert scores["valid"]["n"] == scores["n"], category
+
+
+@needs_wheel
+@pytest.mark.parametrize("name", ["hermes", "pythonic", "qwen3_coder"])
+def test_gold_as_text_gets_the_verdict_of_gold_as_calls(name: str, write_rows: WriteRows) -> None:
+    cases = [*load_cases("simple_python"), *load_cases("parallel_multiple"), *load_cases("simple_java")]
+    calls = {case.id: _source(case.id, gold_calls(case)) for case in cases}
+    texts = [{"id": case.id, "text": FORMATS[name].render(calls[case.id], _tools(case))} for case in cases]
+    by_text, summary = score_bfcl(write_rows(texts), default_format=name)
+    by_calls, _ = score_bfcl(write_rows([{"id": case.id, "calls": to_json(calls[case.id])} for case in cases]))
+    assert [row["valid"] for row in by_text] == [row["valid"] for row in by_calls]
+    assert [row["valid_lenient"] for row in by_text] == [row["valid"] for row in by_calls]
+    assert all(row["calls"] == to_json(calls[row["id"]]) for row in by_text)
+    assert summary["categories"]["simple_python"]["valid"]["successes"] == 400
+
+
+def _tools(case: Case) -> tuple[Tool, ...]:
+    return tuple(map(to_source_tool, case.tools)) if case.category == "simple_java" else case.tools
+
+
+def _source(case_id: str, calls: list[Call]) -> list[Call]:
+    if not case_id.startswith("simple_java"):
+        return calls
+    return [Call(call.name, {key: str(value) for key, value in call.arguments.items()}) for call in calls]
+
+
+@needs_wheel
+def test_both_readings_are_reported(write_rows: WriteRows) -> None:
+    case = load_cases("simple_python")[0]
+    calls = gold_calls(case)
+    text = "Let me see: " + FORMATS["pythonic"].render(calls)
+    (row,), summary = score_bfcl(write_rows([{"id": case.id, "text": text, "format": "bfcl"}]))
+    assert (row["valid"], row["reason"], row["verdict"]) == (False, "0 calls instead of 1", "missed_call")
+    assert (row["valid_lenient"], row["reason_lenient"]) == (True, "")
+    scores = summary["categories"]["simple_python"]
+    assert (scores["valid"]["successes"], scores["valid_lenient"]["successes"], scores["n"]) == (0, 1, 400)
+
+
+@needs_wheel
+def test_a_malformed_call_is_never_taken_for_abstaining(write_rows: WriteRows) -> None:
+    rows = [
+        {"id": "irrelevance_0", "text": '<tool_call>{"name": "f"', "format": "hermes"},
+        {"id": "irrelevance_1", "calls": ["f"]},
+        {"id": "irrelevance_2", "text": "I cannot.", "format": "hermes"},
+        {"id": "irrelevance_3", "calls": []},
+        {"id": "irrelevance_4", "error": "timed out"},
+        {"id": "irrelevance_5", "calls": [{"name": "f", "arguments": {}}]},
+        {"id": "live_relevance_0-0-0", "calls": [{"name": "f", "arguments": {}}]},
+        {"id": "live_relevance_1-1-0", "calls": []},
+        {"id": "live_relevance_2-2-0", "text": '<tool_call>{"name": "f"', "format": "hermes"},
+    ]
+    out, summary = score_bfcl(write_rows(rows))
+    assert [row["valid"] for row in out] == [False, False, True, True, False, False, True, False, False]
+    assert [row["verdict"] for row in out] == [
+        "malformed", "malformed", "correct", "correct", "no_answer", "false_call",
+        "correct", "missed_call", "malformed",
+    ]  # fmt: skip
+    assert out[0]["reason"].startswith("malformed at 0-23: not closed")
+    assert out[0]["malformed"] == [{"start": 0, "end": 23, "reason": "not closed by </tool_call>"}]
+    assert out[4]["reason"] == "timed out"
+    rates = summary["categories"]["irrelevance"]["rates"]
+    assert {name: rates[name]["successes"] for name in ("abstention", "false_call", "well_formed")} == {
+        "abstention": 2, "false_call": 1, "well_formed": 3,
+    }  # fmt: skip
+    assert rates["abstention"]["n"] == 240
+    assert set(summary["categories"]["live_relevance"]["rates"]) == {
+        "accuracy", "well_formed", "missed_call", "schema_valid",
+    }  # fmt: skip
+
+
+@needs_wheel
+def test_missing_unknown_and_repeated_ids_are_counted_and_said(write_rows: WriteRows) -> None:
+    gold = {case.id: to_json(gold_calls(case)) for case in load_cases("live_parallel")}
+    ids = [*list(gold)[:10], *list(gold)[:2], "live_parallel_999-0-0", "no_such_0", "memory_0-customer-0", "x", ""]
+    out, summary = score_bfcl(write_rows([{"id": i, "calls": gold.get(i, [])} for i in ids]))
+    assert [row["id"] for row in out] == ids
+    assert [row["valid"] for row in out] == [True] * 12 + [False] * 5
+    assert {(row["category"], row["reason"]) for row in out[12:]} == {(None, "no such case")}
+    assert summary["missing_ids"] == list(gold)[10:]
+    assert summary["unknown_ids"] == dict.fromkeys(ids[12:], 1)
+    assert summary["num_repeated_ids"] == 2
+    scores = summary["categories"]["live_parallel"]
+    assert (scores["n"], scores["num_missing"], scores["valid"]["successes"]) == (18, 6, 12)
+    assert scores["verdicts"]["no_answer"] == 6
+    assert list(summary["categories"]) == ["live_parallel"]
+
+
+@needs_wheel
+def test_a_named_category_is_scored_without_any_prediction(write_rows: WriteRows) -> None:
+    case = load_cases("multiple")[0]
+    rows = [{"id": case.id, "calls": to_json(gold_calls(case))}]
+    _, summary = score_bfcl(write_rows(rows), "live_relevance", "multi_turn_base")
+    assert {name: (scores["n"], scores["num_missing"]) for name, scores in summary["categories"].items()} == {
+        "live_relevance": (16, 16), "multi_turn_base": (200, 200), "multiple": (200, 199),
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="no category"):
+        score_bfcl(write_rows(rows), "memory")
+
+
+@needs_wheel
+def test_an_answer_of_the_wrong_shape_is_wrong(write_rows: WriteRows) -> None:
+    case = load_cases("multiple")[0]
+    rows = [{"id": case.id, "turns": [[[]]]}, {"id": "multi_turn_base_0", "calls": []}]
+    out, _ = score_bfcl(write_rows(rows))
+    assert [(row["valid"], row["reason"]) for row in out] == [
+        (False, "a case of one turn needs calls or text"),
+        (False, "a multi-turn case needs turns"),
+    ]
+
+
+@needs_wheel
+def test_steps_of_a_turn_may_be_text(write_rows: WriteRows) -> None:
+    case = read_bfcl(data_dir(), "multi_turn_base")[0]
+    write = FORMATS["hermes"].render
+    turns: list[list[str]] = [[write(step) for step in turn] + ["Done."] for turn in gold_turns(case)]
+    broken = [[*turns[0][:-1], "<tool_call>{"], *turns[1:]]
+    loose = [[turns[0][0].replace("arguments", "parameters"), *turns[0][1:]], *turns[1:]]
+    rows = [{"id": case.id, "turns": given, "format": "hermes"} for given in (turns, broken, loose)]
+    out, summary = score_bfcl(write_rows(rows))
+    assert [row["valid"] for row in out] == [True, False, False]
+    assert [row["valid_lenient"] for row in out] == [True, False, True]
+    assert out[1]["reason"].startswith("turn 1: malformed")
+    assert summary["categories"]["multi_turn_base"]["valid_lenient"]["successes"] == 2
+
+
+@needs_wheel
+def test_multi_turn_is_not_run_without_the_wheel(write_rows: WriteRows, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise ConfigError("multi-turn categories need the wheel\n  Install it")
+
+    monkeypatch.setattr("fctune.calls.bfcl_suite.load_simulators", absent)
+    (row,), summary = score_bfcl(write_rows([{"id": "multi_turn_base_0", "turns": []}]))
+    assert (row["valid"], row["reason"]) == (None, "multi-turn categories need the wheel")
+    assert summary["categories"] == {"multi_turn_base": {"n": 200, "not_run": "multi-turn categories need the wheel"}}
+
+
+@needs_wheel
+def test_dots_may_be_expected_as_underscores(write_rows: WriteRows) -> None:
+    case = next(case for case in load_cases("parallel_multiple") if "." in case.functions[0]["name"])
+    calls = [Call(call.name.replace(".", "_"), call.arguments) for call in gold_calls(case)]
+    rows = write_rows([{"id": case.id, "calls": to_json(calls)}])
+    (row,), _ = score_bfcl(rows)
+    assert (row["valid"], row["verdict"]) == (False, "wrong_name")
+    (row,), summary = score_bfcl(rows, dots_as_underscores=True)
+    assert (row["valid"], row["verdict"]) == (True, "correct")
+    assert summary["categories"]["parallel_multiple"]["rates"]["schema_valid"]["successes"] == len(calls)
+
+
+@needs_wheel
+@pytest.mark.slow
+def test_30000_rows_of_a_file_are_judged_in_a_second_on_one_core(write_rows: WriteRows) -> None:
+    rows = [{"id": case.id, "calls": to_json(gold_calls(case))} for category in PYTHON_CATEGORIES
+            for case in load_cases(category)] * 10  # fmt: skip
+    predictions = write_rows(rows)
+    suite = BfclSuite(data_dir(), PYTHON_CATEGORIES)
+    rates = []
+    for _ in range(5):
+        begun = time.process_time()
+        score_file(suite, predictions, predictions.with_name("out.jsonl"))
+        rates.append(len(rows) / (time.process_time() - begun))
+    assert max(rates) >= 30_000
+
+
+CASES: list[dict[str, Any]] = [
+    {
+        "id": f"c{number}",
+        "kind": kind,
+        "messages": [{"role": "user", "content": "Weather?"}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {
+            "a": {"type": "integer"}}, "required": ["a"]}}}],
+        "expected_calls": calls,
+    }
+    for number, (kind, calls) in enumerate([
+        ("single", [{"name": "f", "arguments": {"a": 1}}]),
+        ("single", [{"name": "f", "arguments": {"a": 2}}]),
+        ("none", []),
+    ])
+]  # fmt: skip
+
+
+def test_cases_of_your_own_are_scored_the_same_way(write_rows: WriteRows) -> None:
+    cases = write_rows(CASES, "cases.jsonl")
+    predictions = write_rows(
+        [
+            {"id": "c0", "calls": [{"name": "f", "arguments": {"a": 1}}]},
+            {"id": "c0", "calls": [{"name": "f", "arguments": {"a": "1"}}]},
+            {
+                "id": "c0",
+                "text": 'Sure <tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>',
+                "format": "hermes",
+            },
+            {"id": "c2", "text": "No.", "format": "hermes"},
+            {"id": "c2", "error": "refused"},
+            {"id": "c9", "calls": []},
+        ]
+    )
+    out = predictions.with_name("out.jsonl")
+    summary = score_file(CaseSuite(read_cases(cases)), predictions, out)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["id"], row["category"], row["valid"], row["reason"]) for row in rows] == [
+        ("c0", "single", True, ""),
+        ("c0", "single", False, "f.a: '1', expected 1"),
+        ("c0", "single", False, "malformed: unknown key 'parameters'"),
+        ("c2", "none", True, ""),
+        ("c2", "none", False, "refused"),
+        ("c9", None, False, "no such case"),
+    ]
+    assert rows[2]["valid_lenient"] is True
+    assert rows[1]["differences"] == ["f.a: '1', expected 1", "schema: a: '1' is not of type 'integer'"]
+    assert (summary["missing_ids"], summary["unknown_ids"]) == (["c1"], {"c9": 1})
+    single, none = summary["categories"]["single"], summary["categories"]["none"]
+    assert (single["n"], single["valid"]["successes"], single["valid_lenient"]["successes"]) == (4, 1, 2)
+    assert (none["n"], none["valid"]["successes"]) == (2, 1)
+    assert single["rates"]["schema_valid"] | {"low": 0, "high": 0, "rate": 0} == {
+        "rate": 0, "successes": 1, "n": 2, "low": 0, "high": 0,
+    }  # fmt: skip
+
+
+def test_the_out_file_is_whole_or_not_there(write_rows: WriteRows, tmp_path: Path) -> None:
+    suite = CaseSuite(read_cases(write_rows(CASES, "cases.jsonl")))
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(DataError, match="1 row is no prediction"):
+        score_file(suite, write_rows([{"id": "c0", "calls": []}, {"calls": []}]), out)
+    assert {path.name for path in tmp_path.iterdir()} == {"cases.jsonl", "rows.jsonl"}
+    predictions = write_rows([{"id": "c0", "calls": []}])
+    with pytest.raises(ConfigError, match="name another"):
+        score_file(suite, predictions, predictions)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        score_file(suite, predictions, "/proc/nowhere/out.jsonl")
+    for other in (tmp_path, "/dev/null"):
+        with pytest.raises(ConfigError, match="is no file"):
+            score_file(suite, predictions, other)
+    score_file(suite, predictions, out)
+    score_file(suite, predictions, out)
+    assert len(out.read_text().splitlines()) == 1
+
+
+def test_what_utf8_cannot_say_comes_out_as_json_says_it(write_rows: WriteRows, tmp_path: Path) -> None:
+    suite = CaseSuite(read_cases(write_rows(CASES, "cases.jsonl")))
+    rows = [{"id": "\ud800", "calls": []}, {"id": "c0", "calls": [{"name": "\udfff", "arguments": {"\ud83d": "é"}}]}]
+    score_file(suite, write_rows(rows), tmp_path / "out.jsonl")
+    out = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["id"] for row in out] == ["\ud800", "c0"]
+    assert "\udfff" in "".join(out[1]["differences"])
+
+
+def test_a_directory_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="bfcl_eval/data"):
+        BfclSuite(tmp_path / "none")
+
+
+@needs_wheel
+def test_every_category_of_the_leaderboard_can_be_scored(write_rows: WriteRows) -> None:
+    first = {category: read_bfcl(data_dir(), category)[0] for category in CATEGORIES}
+    rows = [_answer(case) for case in first.values()]
+    out, summary = score_bfcl(write_rows(rows))
+    assert set(summary["categories"]) == set(CATEGORIES)
+    assert {row["category"] for row in out if not row["valid"]} <= {"simple_java", "simple_javascript"}
+
+
+def _answer(case: BfclCase) -> dict[str, Any]:
+    if case.category in MULTI_TURN:
+        return {"id": case.id, "turns": [[to_json(step) for step in turn] for turn in gold_turns(case)]}
+    if case.category == "live_relevance":
+        return {"id": case.id, "calls": [{"name": "any", "arguments": {}}]}
+    calls = (
+        gold_calls(next(found for found in load_cases(case.category) if found.id == case.id)) if case.answers else []
+    )
+    return {"id": case.id, "calls": to_json(calls)}

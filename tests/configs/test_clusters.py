@@ -1,0 +1,145 @@
+"""Every config of a large model builds, is laid out over the ranks it names, and fits; on the meta device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fctune.config import RunConfig, load_config, resolve_component
+from fctune.modeling.activations import checkpoint_blocks_
+from fctune.modeling.architecture import read_architecture
+from fctune.modeling.build import CausalLM, build_model
+from fctune.modeling.footprint import GIB, Workload, estimate
+from fctune.modeling.lora import apply_lora_
+from fctune.modeling.precision import choose_formats
+from fctune.modeling.shard import Hardware, Layout, check_memory, choose_layout, shard_
+from tests.conftest import ROOT
+
+# Shapes as the models' own config.json give them.
+LLAMA_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_ROPE |= {"factor": 8.0, "original_max_position_embeddings": 8192}
+LLAMA = {"model_type": "llama", "vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+LLAMA |= {"max_position_embeddings": 131072, "rope_scaling": LLAMA_ROPE, "num_key_value_heads": 8}
+QWEN = {"model_type": "qwen2", "vocab_size": 152064, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0}
+QWEN |= {"max_position_embeddings": 32768}
+
+
+def sizes(layers: int, hidden: int, intermediate: int, heads: int) -> dict[str, int]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config, the shape of its model, and where it is to run."""
+
+    model: dict[str, Any]
+    num_parameters: int  # of the base, as its model card says
+    num_trained: int
+    nodes: int
+    ranks_per_node: int
+    layout: tuple[str, int, int]
+
+
+LLAMA_8B = LLAMA | sizes(32, 4096, 14336, 32)
+CASES = {
+    "llama3_1_8b_lora": Case(LLAMA_8B, 8_030_261_248, 167_772_160, 2, 8, ("ddp", 16, 1)),
+    "llama3_1_8b_full": Case(LLAMA_8B, 8_030_261_248, 8_030_261_248, 2, 8, ("hsdp", 2, 8)),
+    "qwen2_7b_lora": Case(
+        QWEN | sizes(28, 3584, 18944, 28) | {"num_key_value_heads": 4},
+        *(7_615_616_512, 161_480_704, 1, 8, ("ddp", 8, 1)),
+    ),
+    "qwen2_5_72b_full": Case(
+        QWEN | sizes(80, 8192, 29568, 64) | {"num_key_value_heads": 8},
+        *(72_706_203_648, 72_706_203_648, 8, 8, ("hsdp", 2, 32)),
+    ),
+    "llama3_3_70b_lora": Case(LLAMA | sizes(80, 8192, 28672, 64), 70_553_706_496, 828_375_040, 2, 8, ("hsdp", 2, 8)),
+}
+
+
+@pytest.fixture
+def world() -> Iterator[Any]:
+    """Starts a process group of any size that sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def start(world_size: int) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=world_size - 1, world_size=world_size)
+
+    yield start
+    dist.destroy_process_group()
+
+
+def shape(config: RunConfig, model: dict[str, Any], folder: Path) -> CausalLM:
+    """The model as the recipes shape it for CUDA, on the meta device."""
+    (folder / "config.json").write_text(json.dumps(model))
+    formats = choose_formats(config.precision, config.adapter is not None, "cuda")
+    shaped = build_model(read_architecture(folder), config.data.seq_len, formats.weights)
+    shaped.formats = formats
+    if config.adapter is not None:
+        apply_lora_(shaped, config.adapter)
+    checkpoint_blocks_(shaped, config.activation_checkpointing, "cuda")
+    return shaped
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_cluster_config_holds_and_its_model_fits(name: str, tmp_path: Path, world: Any) -> None:
+    case = CASES[name]
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    model = shape(config, case.model, tmp_path)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in model.parameters())
+    assert trained == case.num_trained
+    assert total - (trained if config.adapter is not None else 0) == case.num_parameters
+
+    num_ranks = case.nodes * case.ranks_per_node
+    assert config.global_batch_size % (config.micro_batch_size * num_ranks) == 0, "ranks that idle in every step"
+    hardware = Hardware("cuda", num_ranks, case.ranks_per_node, 80 * GIB)
+    tokens = config.micro_batch_size * config.data.seq_len
+    work = Workload(model.formats, config.optimizer, tokens, config.activation_checkpointing)
+    need = partial(estimate, model, work)
+    layout = choose_layout(config.parallel, hardware, config.adapter is not None, need)
+    assert (layout.mode, layout.replicate, layout.shard) == case.layout
+    check_memory(hardware, layout, config.adapter is not None, need, config.model.path)
+
+    world(num_ranks)
+    mesh_hardware = Hardware("cpu", num_ranks, case.ranks_per_node, 80 * GIB)
+    shard_(model, layout, config.parallel, model.formats, mesh_hardware)
+    held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
+    assert held == pytest.approx(total / layout.shard, rel=1e-3)
+    component, arguments = resolve_component(config.optimizer)
+    component([p for p in model.parameters() if p.requires_grad], **arguments)
+
+
+def test_every_config_is_one_of_the_tested_or_a_tiny_one() -> None:
+    names = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
+    assert names == CASES.keys() | {"tiny_lora", "tiny_full"}
+
+
+def test_the_table_of_configs_names_each_of_them() -> None:
+    table = (ROOT / "configs" / "README.md").read_text()
+    for path in (ROOT / "configs").glob("*.yaml"):
+        assert f"`{path.name}`" in table, path.name
+
+
+def test_a_model_that_one_rank_cannot_hold_is_laid_out_over_more(tmp_path: Path) -> None:
+    config = load_config(ROOT / "configs" / "llama3_3_70b_lora.yaml")
+    model = shape(config, CASES["llama3_3_70b_lora"].model, tmp_path)
+    work = Workload(model.formats, config.optimizer, 4096, config.activation_checkpointing)
+    layouts: list[Layout] = []
+    for world_size, memory in ((16, 80), (16, 192), (8, 80)):
+        hardware = Hardware("cuda", world_size, 8, memory * GIB)
+        layouts.append(choose_layout(config.parallel, hardware, True, partial(estimate, model, work)))
+    assert [layout.mode for layout in layouts] == ["hsdp", "ddp", "fsdp"]
+    assert [layout.shard for layout in layouts] == [8, 1, 8]

@@ -1,0 +1,206 @@
+"""Suites: what is in them, what of them is refused, and BFCL's prompts held against the wheel's own."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fctune.calls.bfcl_data import RELEVANCE, SINGLE_TURN, read_bfcl
+from fctune.calls.formats import FORMATS, get_format
+from fctune.calls.wire import Parsed
+from fctune.data.conversation import Call
+from fctune.errors import ConfigError, DataError
+from fctune.evaluation.bfcl import open_bfcl, to_tool
+from fctune.evaluation.reading import judge_answer
+from fctune.evaluation.suites import benchmark_of, load_suite
+from fctune.generation.engine import Answer
+from tests.calls.bfcl_wheel import data_dir, needs_wheel
+from tests.conftest import ROOT
+
+SUITES = ROOT / "eval" / "suites"
+
+
+def test_the_smoke_suite_is_two_tools_and_four_prompts() -> None:
+    suite = load_suite(SUITES / "smoke.yaml")
+    assert len(suite.cases) == 4
+    assert {tool.name for case in suite.cases for tool in case.prompt.tools} == {"get_weather", "schedule_meeting"}
+    assert sorted(len(case.expected) for case in suite.cases) == [0, 1, 1, 2]
+    assert benchmark_of(suite) is None
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_expected_calls_of_the_smoke_suite_are_right_in_every_format(name: str) -> None:
+    suite, call_format = load_suite(SUITES / "smoke.yaml"), get_format(name)
+    for case in suite.cases:
+        text = call_format.render(case.expected, case.prompt.tools) if case.expected else "You are welcome."
+        assert judge_answer(suite, case, Answer(0, text), call_format)["verdict"] == "correct"
+
+
+def test_a_seed_makes_the_synthetic_suite_again() -> None:
+    suite = load_suite(SUITES / "synthetic.yaml")
+    assert len(suite.cases) == 300
+    assert suite.digest() == load_suite(SUITES / "synthetic.yaml", seed=42).digest()
+    assert suite.digest() != load_suite(SUITES / "synthetic.yaml", seed=43).digest()
+    assert len(load_suite(SUITES / "synthetic.yaml", num_cases=10).cases) == 10
+
+
+def test_a_digest_knows_the_question_and_the_answer(tmp_path: Path) -> None:
+    spec = yaml.safe_load((SUITES / "smoke.yaml").read_text())
+    digests = {load_suite(SUITES / "smoke.yaml").digest()}
+    for path in (("messages", 0, "content"), ("expected_calls", 0, "arguments", "city")):
+        changed: Any = copy.deepcopy(spec)
+        place = changed["cases"][0]
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] += "!"
+        (tmp_path / "s.yaml").write_text(yaml.safe_dump(changed))
+        digests.add(load_suite(tmp_path / "s.yaml").digest())
+    assert len(digests) == 3
+
+
+TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+ASKED = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("- 1", "expected a mapping"),
+        ("a: [", "not YAML"),
+        ({"description": "x"}, "expected one of cases, synthetic and bfcl"),
+        ({"description": "x", "synthetic": {"num_cases": 3}, "bfcl": {"categories": ["live"]}}, "expected one of"),
+        ({"description": "x", "synthetik": {"num_cases": 3}}, "did you mean synthetic"),
+        ({"cases": [{"messages": ASKED, "expected_calls": []}]}, "description: missing"),
+        ({"description": "x", "cases": [{"messages": ASKED}]}, "expected messages and expected_calls"),
+        ({"description": "x", "cases": [{"expected_calls": []}]}, "expected messages and expected_calls"),
+        (
+            {"description": "x", "cases": [{"id": 1, "messages": ASKED, "expected_calls": []}] * 2},
+            "2 cases have the id",
+        ),
+        (
+            {"description": "x", "tools": [TOOL], "cases": [{"messages": ASKED, "expected_calls": [{"name": "g"}]}]},
+            "1 case cannot be asked",
+        ),
+        (
+            {
+                "description": "x",
+                "tools": [TOOL],
+                "cases": [{"id": "q", "messages": ASKED, "expected_calls": [{"name": "g", "arguments": {}}]}],
+            },
+            r"case q: expects a call of g, which is not on offer \(tools: f\)",
+        ),
+    ],
+)
+def test_a_suite_that_cannot_be_asked_is_a_sentence(spec: Any, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "suite.yaml"
+    path.write_text(spec if isinstance(spec, str) else yaml.safe_dump(spec))
+    with pytest.raises((ConfigError, DataError), match=words):
+        load_suite(path)
+
+
+def test_cases_of_your_own_are_a_suite_and_unknown_tools_are_named(tmp_path: Path) -> None:
+    row = {"messages": ASKED, "tools": [{"type": "function", "function": TOOL}], "kind": "mine"}
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({**row, "expected_calls": [{"name": "f", "arguments": {"a": 1}}]}))
+    assert load_suite(path).cases[0].category == "mine"
+    with pytest.raises(ConfigError, match="it has mine"):
+        load_suite(path, categories=["yours"])
+    path.write_text(json.dumps({**row, "expected_calls": [{"name": "g", "arguments": {"a": 1}}]}))
+    with pytest.raises(DataError, match="a call of g, which is not on offer"):
+        load_suite(path)
+
+
+def test_a_limit_is_of_each_category() -> None:
+    suite = load_suite(SUITES / "synthetic.yaml").select(limit=2)
+    assert set(Counter(case.category for case in suite.cases).values()) == {2}
+
+
+@needs_wheel
+def test_bfcl_asks_every_single_turn_case_and_says_what_it_leaves_out() -> None:
+    suite = load_suite(SUITES / "bfcl.yaml")
+    counts = Counter(case.category for case in suite.cases)
+    assert counts == Counter({name: len(read_bfcl(data_dir(), name)) for name in SINGLE_TURN})
+    assert sum(counts.values()) == 3641
+    assert {"multi_turn_base", "memory_kv", "web_search_base", "format_sensitivity"} <= suite.not_run.keys()
+    assert benchmark_of(suite) == "BFCL v4"
+    assert not load_suite(SUITES / "bfcl.yaml", categories=["live"]).not_run
+
+
+@needs_wheel
+def test_bfcl_gold_is_right_but_for_the_seven_that_the_benchmark_refuses_itself() -> None:
+    suite = load_suite(SUITES / "bfcl.yaml")
+    asked = [case for case in suite.cases if case.expected and not case.category.startswith("simple_java")]
+    wrong = [case.id for case in asked if not suite.judge(case, Parsed(case.expected))[0].is_correct]
+    assert len(asked) == 2351
+    assert len(wrong) == 7
+
+
+@needs_wheel
+def test_malformed_is_never_right_and_what_the_benchmark_says_is_kept() -> None:
+    suite = load_suite(SUITES / "bfcl.yaml", categories=list(RELEVANCE))
+    for category, abstains in (("irrelevance", True), ("live_irrelevance", True), ("live_relevance", False)):
+        case = next(case for case in suite.cases if case.category == category)
+        rows = [judge_answer(suite, case, Answer(0, text), FORMATS["hermes"]) for text in ("No.", "<tool_call>{")]
+        assert rows[0]["verdict"] == ("correct" if abstains else "missed_call")
+        assert rows[1]["verdict"] == "malformed"
+        assert [row["bfcl"]["valid"] for row in rows] == [abstains, abstains]
+
+
+def official_convert_to_tool() -> Any:
+    """The wheel's own functions, cut out of a module that imports what is not installed."""
+    import bfcl_eval.constants.type_mappings as mappings
+    from bfcl_eval.constants.enums import ModelStyle
+
+    source = (data_dir().parent / "model_handler" / "utils.py").read_text()
+    wanted = [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name in ("_cast_to_openai_type", "convert_to_tool")
+    ]
+    names: dict[str, Any] = {"copy": copy, "re": re, "json": json, "ModelStyle": ModelStyle}
+    names["GORILLA_TO_OPENAPI"] = mappings.GORILLA_TO_OPENAPI
+    exec(compile(ast.Module(wanted, []), "utils.py", "exec"), names)
+    return lambda functions: names["convert_to_tool"](functions, mappings.GORILLA_TO_OPENAPI, ModelStyle.OSSMODEL)
+
+
+@needs_wheel
+@pytest.mark.parametrize("category", SINGLE_TURN)
+def test_tools_are_shown_as_the_benchmark_shows_them(category: str) -> None:
+    from bfcl_eval.utils import _func_doc_language_specific_pre_processing as add_hints
+
+    convert = official_convert_to_tool()
+    for case in read_bfcl(data_dir(), category):
+        official = convert(add_hints(copy.deepcopy(list(case.functions)), category))
+        ours = [to_tool(function, category).function for function in case.functions]
+        for tool in ours:
+            tool["name"] = tool["name"].replace(".", "_")
+        assert ours == official, case.id
+
+
+@needs_wheel
+def test_names_without_dots_are_expected_where_they_are_offered() -> None:
+    opened = open_bfcl(None, ["multiple", "simple_python"], has_plain_names=True)
+    dotted = open_bfcl(None, ["multiple", "simple_python"], has_plain_names=False)
+    assert any("." in tool.name for case in dotted.cases for tool in case.prompt.tools)
+    for case in opened.cases:
+        assert not any("." in tool.name for tool in case.prompt.tools)
+        assert opened.judge(case, Parsed(case.expected))[0].is_correct
+    case = next(case for case in dotted.cases if "." in case.expected[0].name)
+    plain = Call(case.expected[0].name.replace(".", "_"), case.expected[0].arguments)
+    assert not dotted.judge(case, Parsed((plain,)))[0].is_correct
+
+
+@pytest.mark.parametrize(
+    ("names", "words"), [(["simple_pyton"], "did you mean simple_python"), (["liv"], "did you mean live")]
+)
+def test_a_category_that_is_none_is_a_sentence(names: list[str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        open_bfcl(tmp_path, names, False)

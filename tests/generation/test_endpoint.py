@@ -1,0 +1,309 @@
+"""Endpoints that work, and endpoints that do not."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.errors import ConfigError
+from fctune.generation.endpoint import EndpointEngine, to_messages
+from fctune.generation.engine import Answer, Sampling
+from fctune.generation.http_client import Patience
+from tests.generation.fault_server import Handler, Log, say_user, serve
+
+QUICK = Patience(max_attempts=4, timeout_s=0.4, first_wait_s=0.02, max_wait_s=0.1, max_retry_after_s=1.5)
+KEY = "sk-secret-of-the-user"
+TOOL = Tool({"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}})
+
+
+def ask(log: Log, words: list[str], **options: Any) -> list[Answer]:
+    engine = EndpointEngine(log.url, **{"patience": QUICK, "concurrency": 4, **options})
+    prompts = [Conversation((Message("user", word),)) for word in words]
+    answers = list(engine.answer(prompts, 8))
+    assert sorted(answer.index for answer in answers) == list(range(len(words))), "every prompt gets one answer"
+    return sorted(answers, key=lambda answer: answer.index)
+
+
+def test_answers_come_back_to_their_prompts_in_whatever_order_they_finish() -> None:
+    def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        time.sleep(0.03 * (number % 3 == 0))
+        say_user(handler, number, body)
+
+    with serve(behave) as log:
+        answers = ask(log, [f"word {i}" for i in range(12)])
+        assert [answer.text for answer in answers] == [f"word {i}" for i in range(12)]
+        assert all(answer.error is None and answer.seconds for answer in answers)
+        assert 1 < log.max_open <= 4
+
+
+def test_the_request_is_the_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve(say_user) as log:
+        engine = EndpointEngine(log.url, sampling=Sampling(0.5, 7), request={"tool_choice": "none"}, patience=QUICK)
+        list(engine.answer([Conversation((Message("user", "Hi"),), (TOOL,))], 33))
+        body = log.bodies[0]
+        assert body["model"] == "tiny"
+        assert body["messages"] == [{"role": "user", "content": "Hi"}]
+        assert body["tools"] == [{"type": "function", "function": TOOL.function}]
+        assert (body["max_tokens"], body["temperature"], body["seed"], body["tool_choice"]) == (33, 0.5, 7, "none")
+
+
+def test_history_names_each_result_after_its_call() -> None:
+    messages = (
+        Message("user", "Add and find."),
+        Message("assistant", None, (Call("add", {"a": 1}), Call("find", {"who": "Zoë"}))),
+        Message("tool", "found", name="find"),
+        Message("tool", "2"),
+        Message("assistant", "Done."),
+        Message("assistant", None, (Call("add", {"a": 2}, id="mine"),)),
+        Message("tool", "3", call_id="mine"),
+    )
+    sent = to_messages(messages)
+    calls = sent[1]["tool_calls"]
+    assert calls[1]["function"]["arguments"] == '{"who": "Zoë"}'
+    assert [row["tool_call_id"] for row in sent if row["role"] == "tool"] == [calls[1]["id"], calls[0]["id"], "mine"]
+
+
+def test_calls_that_the_server_read_are_kept_as_it_sent_them() -> None:
+    sent = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    with serve(lambda handler, *_: handler.say(None, tool_calls=[sent])) as log:
+        (answer,) = ask(log, ["Hi"])
+    assert answer.tool_calls == (sent,)
+    assert answer.text == ""
+
+
+def fail_once(fault: Any) -> Any:
+    def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        fault(handler) if number == 0 else say_user(handler, number, body)
+
+    return behave
+
+
+FAULTS = {
+    "busy": lambda h: h.send(429, '{"error": {"message": "slow down"}}'),
+    "broken": lambda h: h.send(500, "Internal Server Error"),
+    "not ready": lambda h: h.send(503, ""),
+    "not JSON": lambda h: h.send(200, "<html>busy</html>"),
+    "JSON of no completion": lambda h: h.send(200, '{"choices": []}'),
+    "nested beyond reading": lambda h: h.send(200, "[" * 100_000),
+    "content of a wrong type": lambda h: h.say({"a": 1}),  # type: ignore[arg-type]
+    "half a body": lambda h: h.send(200, '{"choices": [{"mess', length=500),
+    "no body": lambda h: h.send(200, ""),
+    "hanging up": lambda h: h.connection.shutdown(socket.SHUT_RDWR),
+    "slow": lambda h: time.sleep(1.0),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_a_fault_that_passes_costs_an_attempt_and_no_answer(fault: Any) -> None:
+    with serve(fail_once(fault)) as log:
+        (answer,) = ask(log, ["Hi"])
+        assert (answer.text, answer.error) == ("Hi", None)
+        assert len(log.bodies) == 2
+
+
+REASONS = {
+    "busy": "HTTP 429: slow down (4 attempts)",
+    "not JSON": "answer makes no sense: not JSON",
+    "half a body": "IncompleteRead",
+    "hanging up": "without response",
+    "slow": "no answer within 0.4 s (4 attempts)",
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_fault_that_stays_is_named_and_leaves_the_other_answers(name: str) -> None:
+    def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        FAULTS[name](handler) if body["messages"][0]["content"] == "word 1" else say_user(handler, number, body)
+
+    with serve(behave) as log:
+        answers = ask(log, ["word 0", "word 1", "word 2"])
+    assert [answer.text for answer in answers] == ["word 0", "", "word 2"]
+    assert REASONS[name] in (answers[1].error or "")
+
+
+def test_a_body_that_drips_is_cut_off_at_the_deadline() -> None:
+    def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        handler.send(200, "{", length=1000)
+        for _ in range(100):
+            time.sleep(0.05)
+            handler.wfile.write(b" ")
+
+    with serve(behave) as log:
+        start = time.monotonic()
+        (answer,) = ask(log, ["Hi"], patience=Patience(max_attempts=1, timeout_s=0.4))
+        assert time.monotonic() - start < 2
+    assert "no answer within 0.4 s" in (answer.error or "")
+
+
+def test_a_bad_request_is_not_repeated() -> None:
+    with serve(lambda handler, *_: handler.send(400, '{"detail": "context too long"}')) as log:
+        (answer,) = ask(log, ["Hi"])
+        assert answer.error == "HTTP 400: context too long"
+        assert len(log.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(401, "FCTUNE_API_KEY"), (403, "FCTUNE_API_KEY"), (404, "--served-model"), (307, "HTTP 307 to http://elsewhere")],
+)
+def test_what_every_request_would_meet_stops_the_run(status: int, words: str) -> None:
+    headers = {"Location": "http://elsewhere/"} if status == 307 else {}
+    with serve(lambda handler, *_: handler.send(status, "", headers)) as log, pytest.raises(ConfigError, match=words):
+        ask(log, ["Hi"] * 40)
+
+
+@pytest.mark.parametrize("as_date", [False, True])
+def test_retry_after_is_waited_for(as_date: bool) -> None:
+    value = email.utils.formatdate(time.time() + 2, usegmt=True) if as_date else "0.6"
+    with serve(fail_once(lambda handler: handler.send(429, "", {"Retry-After": value}))) as log:
+        (answer,) = ask(log, ["Hi"], patience=Patience(timeout_s=2, first_wait_s=0.01, max_retry_after_s=3))
+        assert answer.error is None
+        assert log.times[1] - log.times[0] >= 0.55
+
+
+def test_a_server_that_asks_for_more_patience_than_there_is_gets_none() -> None:
+    with serve(lambda handler, *_: handler.send(429, "later", {"Retry-After": "3600"})) as log:
+        (answer,) = ask(log, ["Hi"])
+        assert answer.error == "HTTP 429: later"
+        assert len(log.bodies) == 1
+
+
+def test_waits_double_and_are_jittered() -> None:
+    patience = Patience(max_attempts=5, timeout_s=1, first_wait_s=0.08, max_wait_s=0.32)
+    with serve(lambda handler, *_: handler.send(503, "")) as log:
+        ask(log, ["Hi"], patience=patience)
+        gaps = [b - a for a, b in zip(log.times, log.times[1:], strict=False)]
+    for gap, longest in zip(gaps, (0.08, 0.16, 0.32, 0.32), strict=True):
+        assert longest / 2 <= gap <= longest + 0.1
+    assert len({round(gap / longest, 3) for gap, longest in zip(gaps, (0.08, 0.16, 0.32, 0.32), strict=True)}) > 1
+
+
+def test_a_server_that_has_gone_is_not_asked_to_the_end() -> None:
+    alive = threading.Event()
+    alive.set()
+
+    def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        if number >= 20:
+            alive.clear()
+        say_user(handler, number, body) if alive.is_set() else handler.connection.shutdown(socket.SHUT_RDWR)
+
+    with serve(behave) as log:
+        answers = ask(log, [f"word {i}" for i in range(400)])
+        assert len(log.bodies) < 20 + 4 * 40
+    kept = [answer for answer in answers if answer.error is None]
+    dropped = [answer for answer in answers if (answer.error or "").startswith("not asked: 8 requests in a row")]
+    assert 15 <= len(kept) <= 20
+    assert len(dropped) > 300
+
+
+def test_a_server_that_refuses_the_first_of_all_is_not_asked_to_the_end() -> None:
+    with serve(lambda handler, *_: handler.send(400, "no tools here")) as log:
+        answers = ask(log, ["Hi"] * 200)
+        assert len(log.bodies) < 40
+    assert all("no tools here" in (answer.error or "") for answer in answers)
+
+
+def test_the_key_is_sent_and_never_repeated(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login other password wrong\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        handler.send(400, json.dumps({"error": {"message": f"you sent {handler.headers['Authorization']}"}}))
+
+    with serve(behave) as log:
+        (answer,) = ask(log, ["Hi"], api_key=KEY)
+        assert log.headers[0]["Authorization"] == f"Bearer {KEY}"
+        assert answer.error == "HTTP 400: you sent Bearer ***"
+        assert KEY not in str(EndpointEngine(log.url, api_key=KEY).describe())
+        ask(log, ["Hi"])
+        assert "Authorization" not in log.headers[1]
+
+
+def test_a_server_that_is_not_there_is_a_sentence() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(ConfigError, match=r"Connection refused.*Is the server up"):
+        EndpointEngine(f"http://127.0.0.1:{port}", patience=QUICK)
+
+
+@pytest.mark.parametrize(
+    ("models", "words"),
+    [
+        (b'{"data": [{"id": "a"}, {"id": "b"}]}', "it has a, b. Name it: --served-model"),
+        (b'{"data": []}', "does not say which"),
+        (b"oops", "does not say which"),
+    ],
+)
+def test_a_server_of_no_one_model_must_be_told_which(models: bytes, words: str) -> None:
+    with serve(say_user, models) as log:
+        with pytest.raises(ConfigError, match=words):
+            EndpointEngine(log.url, patience=QUICK)
+        assert EndpointEngine(log.url, "b", patience=QUICK).model == "b"
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "https://user:pass@host", "localhost:8000"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        EndpointEngine(url)
+
+
+def test_an_address_is_understood_with_and_without_its_path() -> None:
+    with serve(say_user) as log:
+        for tail in ("", "/", "/v1", "/v1/", "/v1/chat/completions"):
+            assert EndpointEngine(log.url + tail, patience=QUICK).url == f"{log.url}/v1"
+
+
+def event(text: str, **choice: Any) -> str:
+    return json.dumps({"choices": [{"delta": {"content": text}, **choice}]})
+
+
+ENDINGS = {
+    "done": ["[DONE]"],
+    "reason": [event("", finish_reason="stop")],
+    "usage": ['{"usage": {"completion_tokens": 9}}'],
+}
+
+
+@pytest.mark.parametrize(("ending", "num_tokens"), [(["done"], 3), (["reason"], 3), (["reason", "usage", "done"], 9)])
+def test_a_stream_is_timed_to_its_first_token(ending: list[str], num_tokens: int) -> None:
+    ending = [piece for name in ending for piece in ENDINGS[name]]
+
+    def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        assert body["stream"] is True
+        time.sleep(0.1)
+        handler.stream(event(""), event("a"), event("b"), event("c"), *ending, pause_s=0.05)
+
+    with serve(behave) as log:
+        timing = EndpointEngine(log.url, patience=Patience()).time_answer(Conversation((Message("user", "Hi"),)), 8)
+    assert timing.num_tokens == num_tokens
+    assert 0.1 <= timing.first_s <= timing.total_s - 0.08
+
+
+def test_a_server_that_knows_no_ignore_eos_is_timed_without() -> None:
+    def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        handler.send(422, "unexpected field") if "ignore_eos" in body else handler.stream(event("a"), "[DONE]")
+
+    with serve(behave) as log:
+        engine = EndpointEngine(log.url, patience=QUICK)
+        for _ in range(2):
+            assert engine.time_answer(Conversation((Message("user", "Hi"),)), 8).num_tokens == 1
+        assert len(log.bodies) == 3
+
+
+@pytest.mark.parametrize("pieces", [[event("a")], [event("a"), "{"], []], ids=["cut", "cut within an event", "empty"])
+def test_half_a_stream_is_asked_for_again(pieces: list[str]) -> None:
+    def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        handler.stream(*pieces) if number == 0 else handler.stream(event("a"), event("b"), "[DONE]")
+
+    with serve(behave) as log:
+        timing = EndpointEngine(log.url, patience=QUICK).time_answer(Conversation((Message("user", "Hi"),)), 8)
+        assert timing.num_tokens == 2
+        assert len(log.bodies) == 2

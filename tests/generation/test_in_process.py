@@ -1,0 +1,164 @@
+"""Generation in this process: greedy and sampled, cut and resumed, and what cannot be answered."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fctune.data.conversation import Conversation, Message
+from fctune.data.synthetic import iter_cases
+from fctune.data.template import ChatTemplate
+from fctune.errors import ConfigError, DataError
+from fctune.generation.engine import Sampling
+from fctune.generation.in_process import InProcessEngine
+from fctune.generation.model_files import digest_model, find_model
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Conversation]:
+    return [Conversation(case.messages, case.tools, case.id) for case in iter_cases(6, 3)]
+
+
+def texts(engine: InProcessEngine, prompts: list[Conversation], max_new_tokens: int = 16) -> list[str]:
+    return [a.text for a in sorted(engine.answer(prompts, max_new_tokens), key=lambda answer: answer.index)]
+
+
+def test_batched_answers_equal_those_one_at_a_time(tiny_base: Path, prompts: list[Conversation]) -> None:
+    together = texts(InProcessEngine(tiny_base, batch_size=6), prompts, 24)
+    assert together == texts(InProcessEngine(tiny_base, batch_size=1), prompts, 24)
+
+
+def test_an_answer_is_the_greedy_continuation_of_the_prompt(tiny_base: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    prompt = Conversation((Message("user", "Say kalo menu."),))
+    answer = next(iter(InProcessEngine(tiny_base).answer([prompt], 12)))
+    template = ChatTemplate(tiny_base)
+    model = AutoModelForCausalLM.from_pretrained(tiny_base).eval()
+    tokens = template.encode_prompt(prompt)
+    said: list[int] = []
+    with torch.no_grad():
+        while len(said) < 12:
+            token = int(model(torch.tensor([tokens + said])).logits[0, -1].argmax())
+            if token in template.stop_ids:
+                break
+            said.append(token)
+    assert answer.text == template.tokenizer.decode(said)
+    assert answer.is_cut == (len(said) == 12)
+
+
+def test_draws_depend_on_the_seed_and_the_prompt_alone(tiny_base: Path, prompts: list[Conversation]) -> None:
+    def sampled(batch_size: int, seed: int, asked: list[Conversation]) -> list[str]:
+        return texts(InProcessEngine(tiny_base, batch_size=batch_size, sampling=Sampling(2.0, seed)), asked)
+
+    first = sampled(6, 1, prompts)
+    assert first == sampled(1, 1, prompts)
+    assert first[3:] == sampled(6, 1, prompts[3:])
+    assert first != sampled(6, 2, prompts)
+    assert first != texts(InProcessEngine(tiny_base), prompts)
+
+
+def test_tokens_are_drawn_in_their_proportions(tiny_base: Path) -> None:
+    """Noise plus the likeliest is a draw from the softmax: held against the probabilities themselves."""
+    temperature, num_draws = 1.5, 400
+    greedy = InProcessEngine(tiny_base)
+    tokens = greedy.template.encode_prompt(Conversation((Message("user", "Say kalo menu."),)))
+    with torch.no_grad():
+        logits = greedy.model(torch.tensor([tokens])).logits[0, -1].double()
+    probabilities = (logits / temperature).softmax(-1)
+    from fctune.generation.in_process import _GumbelNoise
+
+    draws: Counter[int] = Counter()
+    noise = _GumbelNoise(temperature, list(range(num_draws)))
+    draws.update(noise(torch.empty(0), logits.expand(num_draws, -1)).argmax(-1).tolist())
+    for token in probabilities.topk(3).indices.tolist():
+        expected = float(probabilities[token]) * num_draws
+        assert abs(draws[token] - expected) < 4 * max(1.0, expected * (1 - expected / num_draws)) ** 0.5
+
+
+def test_a_batch_that_memory_does_not_hold_is_halved(
+    tiny_base: Path, prompts: list[Conversation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = InProcessEngine(tiny_base, batch_size=6)
+    whole = texts(engine, prompts)
+    generate, sizes = engine.model.generate, []
+
+    def short_of_memory(input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        sizes.append(len(input_ids))
+        if len(input_ids) > 2:
+            raise torch.OutOfMemoryError("no memory")
+        return generate(input_ids=input_ids, **options)
+
+    monkeypatch.setattr(engine.model, "generate", short_of_memory)
+    assert texts(engine, prompts) == whole
+    assert sizes == [6, 3, 1, 1, 1, 1, 1, 1]
+
+
+def test_a_prompt_that_cannot_be_answered_leaves_the_others(make_model: Callable[..., Path]) -> None:
+    engine = InProcessEngine(make_model("llama", max_position_embeddings=64))
+    prompts = [Conversation((Message("user", words),)) for words in ("Hi", "kalo " * 100, "Hello")]
+    answers = sorted(engine.answer(prompts, 16), key=lambda answer: answer.index)
+    assert [answer.error is None for answer in answers] == [True, False, True]
+    assert "over the model's 64 positions" in (answers[1].error or "")
+    with pytest.raises(DataError, match="none of 1 prompts can be answered"):
+        list(engine.answer(prompts[1:2], 16))
+
+
+def test_a_model_is_found_by_what_a_user_calls_it(tmp_path: Path, tiny_base: Path) -> None:
+    run = tmp_path / "run"
+    (run / "export").mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"no export/merged.*was killed"):
+        find_model(str(run))
+    (run / "exit.json").write_text('{"reason": "loss is NaN"}')
+    with pytest.raises(ConfigError, match="ended with: loss is NaN"):
+        find_model(str(run))
+    for step in (9, 10):
+        (run / "checkpoints" / f"elastic-checkpoint-{step}").mkdir(parents=True)
+    (run / "checkpoints" / "checkpoint-12").mkdir()
+    for name in (run, run / "checkpoints" / "checkpoint-12"):
+        with pytest.raises(ConfigError, match=r"Pass .*/elastic-checkpoint-10, its newest"):
+            find_model(str(name))
+    adapter = run / "export" / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tiny_base)}))
+    for name in (run, adapter):
+        assert find_model(str(name)) == (tiny_base, adapter)
+    shutil.copytree(tiny_base, run / "export" / "merged")
+    assert find_model(str(run)) == (run / "export" / "merged", None)
+    assert find_model(str(tiny_base), str(adapter)) == (tiny_base, adapter)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"), [('{"base_model_name_or_path": "no/base"}', "Pass --model BASE"), ("{", "names no base model")]
+)
+def test_an_adapter_without_its_base_is_a_sentence(config: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(config)
+    with pytest.raises(ConfigError, match=words):
+        find_model(str(tmp_path))
+
+
+def test_what_is_no_model_is_a_sentence(tmp_path: Path, tiny_base: Path) -> None:
+    for name, adapter in (("no/such", None), (str(tmp_path), None), (str(tiny_base), str(tmp_path))):
+        with pytest.raises(ConfigError):
+            find_model(name, adapter)
+
+
+def test_a_copy_has_the_same_digest_and_another_model_has_not(tmp_path: Path) -> None:
+    size = 40 * 1024**2
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        data = bytearray(size)
+        if name == "c":  # a trained tensor of 1 MiB in the middle
+            data[size // 2 : size // 2 + 1024**2] = b"x" * 1024**2
+        (tmp_path / name / "model.safetensors").write_bytes(data)
+    digests = [digest_model(tmp_path / name) for name in ("a", "b", "c")]
+    assert digests[0] == digests[1] != digests[2]

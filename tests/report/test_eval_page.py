@@ -1,0 +1,192 @@
+"""The page of an evaluation, as a browser shows it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.calls.formats import FORMATS
+from fctune.evaluation.reading import judge_answer
+from fctune.evaluation.suites import Suite, load_suite
+from fctune.evaluation.summary import summarise
+from fctune.generation.engine import Answer
+from fctune.report.eval_page import write_eval_html
+from tests.calls.bfcl_wheel import needs_wheel
+from tests.conftest import ROOT
+from tests.report.browser import needs_chromium, open_page, take_screenshot
+
+HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror=alert(1)>&amp;\ud800'
+LENIENT = '<tool_call>{"name": "get_weather", "parameters": {"city": "Paris", "unit": "celsius"}}</tool_call>'
+
+
+def answers_of(suite: Suite) -> list[str]:
+    """Right answers, except one of each kind of error."""
+    texts = [FORMATS["hermes"].render(case.expected) or "You are welcome." for case in suite.cases]
+    wrong = [text.replace("Ana", "Eve") for text in texts[1:2]]
+    return [LENIENT, *wrong, HOSTILE, texts[0]]
+
+
+def make_page(path: Path, suite: Suite, texts: list[str], **settings: Any) -> list[dict[str, Any]]:
+    rows = []
+    for case, text in zip(suite.cases, texts, strict=True):
+        answer = Answer(0, text, error=None if text else "no connection within 10 s", is_cut=len(text) > 5000)
+        rows.append(judge_answer(suite, case, answer, FORMATS["hermes"]))
+    summary = {"model": "runs/x", **summarise(suite, rows, {"format": "hermes", **settings})}
+    write_eval_html(summary, rows, path)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def smoke() -> Suite:
+    return load_suite(ROOT / "eval" / "suites" / "smoke.yaml")
+
+
+@pytest.fixture(scope="module")
+def page(smoke: Suite, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "eval.html"
+    make_page(path, smoke, answers_of(smoke))
+    return path
+
+
+def failures_in(page: Path) -> list[dict[str, Any]]:
+    text = page.read_text("utf-8")
+    start = text.index("data-cases>") + len("data-cases>")
+    found: list[dict[str, Any]] = json.loads(text[start : text.index("</script>", start)])
+    return found
+
+
+def test_every_failure_is_on_the_page_with_prompt_expected_got_and_what_differs(page: Path, smoke: Suite) -> None:
+    failures = failures_in(page)
+    assert [failure["title"].split(":")[0] for failure in failures] == [case.id for case in smoke.cases]
+    assert [failure["tags"][0] for failure in failures] == ["malformed", "wrong_arguments", "missed_call", "false_call"]
+    assert failures[0]["tags"][1] == "lenient: correct"
+    parts = {part["heading"]: part for part in failures[1]["parts"]}
+    assert "attendees: ['Eve', 'Luis'], expected ['Ana', 'Luis']" in parts["What differs"]["text"]
+    assert 'attendees: ["Ana", "Luis"]' in parts["Expected"]["text"] == parts["Got"]["other"]
+    assert 'attendees: ["Eve", "Luis"]' in parts["Got"]["text"] == parts["Expected"]["other"]
+    assert "user: Schedule a meeting" in parts["Prompt"]["text"]
+    assert "get_weather(city: string, unit?: string)" in parts["Tools on offer"]["text"]
+
+
+def test_rates_stand_with_their_intervals(page: Path) -> None:
+    text = page.read_text("utf-8")
+    assert "0.0% of 4 cases right (95 % interval 0.0% - 49.0%)." in text
+    assert text.count('<svg class="interval"') == 5
+    assert 'aria-label="0.0%, 0.0% - 79.3%; lenient 100.0%"' in text
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1100, 390])
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_page_fits_in_light_and_dark_down_to_a_phone(page: Path, width: int, dark: bool) -> None:
+    state = open_page(page, width, dark, "document.querySelectorAll('.case').forEach((d) => { d.open = true; });")
+    assert state.console == []
+    assert state.probe["violations"] == state.probe["resources"] == []
+    assert state.probe["scroll_width"] <= width
+    assert state.probe["background"] == ("rgb(20, 22, 26)" if dark else "rgb(247, 247, 245)")
+    assert state.probe["text"].count("onerror=alert(1)") == 1
+    assert "Eve" in state.probe["text"]
+
+
+def shown(state: Any) -> tuple[str, list[str]]:
+    """What the counter says, and the ids of the cases in the list."""
+    lines = [line.strip() for line in state.probe["text"].splitlines()]
+    count = next(line for line in lines if line.endswith(" of 4"))
+    ids = ("weather: ", "meeting: ", "two_cities: ", "thanks: ")
+    return count, [i.strip(": ") for i in ids if any(i in line for line in lines)]
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    ("act", "due"),
+    [
+        ("", ("4 of 4", ["weather", "meeting", "two_cities", "thanks"])),
+        ("pick('verdict', 'false_call')", ("1 of 4", ["thanks"])),
+        ("pick('tool', 'get_weather')", ("2 of 4", ["weather", "two_cities"])),
+        ("pick('tool', 'none')", ("1 of 4", ["thanks"])),
+        ("pick('tool', 'get_weather'); pick('category', 'single')", ("1 of 4", ["weather"])),
+        ("type('EVE')", ("1 of 4", ["meeting"])),
+        ("type('no such words')", ("0 of 4", [])),
+        (
+            "pick('verdict', 'malformed'); pick('verdict', '')",
+            ("4 of 4", ["weather", "meeting", "two_cities", "thanks"]),
+        ),
+    ],
+)
+def test_failures_are_narrowed_down_by_class_category_tool_and_words(
+    act: str, due: tuple[str, list[str]], page: Path
+) -> None:
+    script = """
+    const pick = (facet, value) => {
+      const select = document.querySelector(`select[data-facet=${facet}]`);
+      select.value = value;
+      if (select.value !== value) throw new Error(`no option ${value}`);
+      select.dispatchEvent(new Event("change"));
+    };
+    const type = (words) => {
+      const input = document.querySelector(".filters input");
+      input.value = words;
+      input.dispatchEvent(new Event("input"));
+    };
+    """
+    state = open_page(page, act=script + act)
+    assert state.console == []
+    assert shown(state) == due
+
+
+@needs_chromium
+def test_lines_that_differ_are_marked_and_the_others_are_not(page: Path) -> None:
+    act = """
+    const opened = [...document.querySelectorAll(".case")].find((d) => d.textContent.includes("meeting: "));
+    opened.open = true;
+    opened.addEventListener("toggle", () => setTimeout(() => {
+      const marked = [...opened.querySelectorAll(".differs")].map((line) => line.textContent.trim());
+      document.querySelector("main").prepend(`marked: ${marked.join(" | ")}`);
+    }));
+    """
+    state = open_page(page, act=act)
+    assert 'marked: attendees: ["Ana", "Luis"] | attendees: ["Eve", "Luis"]' in state.probe["text"]
+
+
+@needs_chromium
+def test_a_long_list_grows_as_it_is_asked_to(tmp_path: Path) -> None:
+    suite = load_suite(ROOT / "eval" / "suites" / "synthetic.yaml", num_cases=60)
+    path = tmp_path / "long.html"
+    make_page(path, suite, ["<tool_call>{" + "x" * 6000] * 60)
+    assert "letters more" in failures_in(path)[0]["parts"][3]["text"]
+    count = 'document.querySelector("main").prepend(`listed: ${document.querySelectorAll(".case").length}.`);'
+    assert "listed: 25." in open_page(path, act=count).probe["text"]
+    more = 'document.querySelector("button.more").click();'
+    assert "listed: 60." in open_page(path, act=more + more + count).probe["text"]
+
+
+def test_a_run_without_failures_and_one_without_answers_are_pages_too(smoke: Suite, tmp_path: Path) -> None:
+    right = [FORMATS["hermes"].render(case.expected) or "Bye." for case in smoke.cases]
+    make_page(tmp_path / "right.html", smoke, right)
+    assert "<p>None.</p>" in (tmp_path / "right.html").read_text()
+    make_page(tmp_path / "lost.html", smoke, [""] * 4, request={"tool_choice": "none"})
+    text = (tmp_path / "lost.html").read_text()
+    assert "no connection within 10 s" in text
+    assert ">4</b><span>without an answer" in text
+
+
+@needs_wheel
+def test_a_benchmarks_page_has_no_total_and_says_what_was_not_run(tmp_path: Path) -> None:
+    suite = load_suite(ROOT / "eval" / "suites" / "bfcl.yaml", categories=["simple_python", "multi_turn_base"])
+    suite = suite.select(limit=3)
+    make_page(tmp_path / "bfcl.html", suite, ["<tool_call>{", "No.", "Hello."])
+    text = (tmp_path / "bfcl.html").read_text()
+    assert "3 of 3 cases went wrong; rates are by category." in text
+    assert "multi_turn_base" in text
+    assert "<td>all</td>" not in text
+
+
+@needs_chromium
+def test_a_screenshot_shows_the_page(page: Path, tmp_path: Path) -> None:
+    image = tmp_path / "page.png"
+    take_screenshot(page, image)
+    assert image.read_bytes().startswith(b"\x89PNG")
+    assert image.stat().st_size > 20_000
