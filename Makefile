@@ -21,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test test-slow faults lint tiny-base clean
+.PHONY: setup demo test test-slow faults bench bench-gpu lint tiny-base clean
 
 setup: $(READY)
 
@@ -60,6 +60,14 @@ test-slow: setup
 # Cut runs at random, N times, and hold each to an uninterrupted one: some 3 seconds a cut.
 faults: setup
 	$(BIN)/python -m tests.faults.harness --num-kills $(N) --seed $(SEED)
+
+# This project beside torchtune and TRL on the CPU, which must be quiet: about 25 minutes. ROWS=FILE adds real rows.
+bench: setup
+	$(BIN)/python -m benchmarks.training $(if $(ROWS),--rows $(ROWS))
+
+# All that awaits a GPU, a JSON line a row; rows that are done already are left out.
+bench-gpu: setup
+	$(BIN)/python -m benchmarks.gpu --out benchmarks/results/gpu_$$(date +%F).jsonl
 
 lint: setup
 	$(BIN)/ruff check .

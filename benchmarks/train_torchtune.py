@@ -109,7 +109,7 @@ def torchtune_config(job: Job, out: Path) -> dict[str, Any]:
     }
     if not job.has_weights:
         checkpointer = {"_component_": "benchmarks.train_torchtune.DrawnCheckpoint", "model": model, "dtype": job.dtype}
-        checkpointer["device"] = job.device
+        checkpointer |= {"device": job.device, "model_type": "LLAMA3"}
     return {
         "output_dir": str(out),
         "seed": 42,

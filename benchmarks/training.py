@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -91,13 +92,15 @@ def _join(parts: list[dict[str, Any]], supervised_share: float) -> dict[str, Any
     their share in all rows; the counts themselves are kept.
     """
     joined = dict(parts[0])
-    for key in ("places", "real", "supervised", "trained", "peak_mib", "start_mib", "cpu_s"):
+    for key in ("places", "real", "supervised", "trained", "peak_mib", "start_mib"):
         joined[key] = sum(part[key] for part in parts)
     columns = zip(*(part["supervised_by_step"] for part in parts), strict=True)
     joined["supervised_by_step"] = [sum(column) for column in columns]
     seconds = joined["seconds"]
     joined["real_per_s"] = joined["real"] / seconds
     joined["supervised_per_s"] = joined["real_per_s"] * supervised_share
+    if len(parts) > 1:
+        joined["cpu_s"] = None  # not listened to on every rank
     joined["padding_share"] = 1 - joined["real"] / joined["places"]
     return joined
 
@@ -259,15 +262,15 @@ def main() -> None:
     out = arguments.out or RESULTS / f"training_{datetime.date.today():%Y-%m-%d}.json"
     if arguments.quick and arguments.out is None:
         out = Path(tempfile.gettempdir()) / "training_quick.json"
-    with tempfile.TemporaryDirectory() as temporary:
-        report = benchmark(arguments, arguments.folder or Path(temporary))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as temporary:
+        for report in benchmark(arguments, arguments.folder or Path(temporary)):
+            out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"\n{report['minutes']} minutes; {out}")
 
 
-def benchmark(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Everything that is written to the result file."""
+def benchmark(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """What is written to the result file: after the synthetic rows, and again after the real ones."""
     from benchmarks.workload import SHAPES, write_model, write_rows
     from fctune.data.sources.reader import read_conversations
     from fctune.data.synthetic import iter_conversations
@@ -294,7 +297,9 @@ def benchmark(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "parameters": shape.num_parameters,
         "sweep": cells,
         "synthetic": found | {"rows": str(counts), "ratios": print_table("synthetic rows", found)},
+        "minutes": round((time.perf_counter() - started) / 60, 1),
     }
+    yield report
     if arguments.rows is not None:
         seq_len = 2_048
         conversations = read_conversations([str(arguments.rows)], "skip")
@@ -303,8 +308,8 @@ def benchmark(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         jobs = {name: fit_to_rows(job, folder / "real", seq_len, real.tokens / real.rows) for name, job in best.items()}
         found = compare({name: job.but(steps=steps) for name, job in jobs.items()}, repeats)
         report["real"] = found | {"rows": str(real), "ratios": print_table("real rows", found)}
-    report["minutes"] = round((time.perf_counter() - started) / 60, 1)
-    return report
+        report["minutes"] = round((time.perf_counter() - started) / 60, 1)
+        yield report
 
 
 def fit_to_rows(job: Job, rows_dir: Path, seq_len: int, mean_tokens: float) -> Job:

@@ -88,7 +88,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     server.add_argument("--concurrency", type=int, default=16)
     server.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="of one attempt")
     server.add_argument("--attempts", type=int, default=5)
-    server.add_argument("--request", type=json.loads, metavar="JSON", help='into each request: {"tool_choice": "none"}')
+    server.add_argument("--request", type=_to_object, metavar="JSON", help='into each request: {"tool_choice": "none"}')
     out = parser.add_argument_group("what is written")
     out.add_argument("--out", help="each case (JSONL), a summary beside it; default: runs/eval/MODEL/SUITE.jsonl")
     out.add_argument("--fresh", action="store_true", help="ask everything again, replacing results that are there")
@@ -102,6 +102,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if missing := [name for name in ("model", "suite") if getattr(arguments, name) is None]:
         parser.error(f"the following arguments are required: {', '.join(f'--{name}' for name in missing)}")
     return arguments
+
+
+def _to_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
 
 
 def _read_config(path: str, parser: argparse.ArgumentParser) -> list[str]:
@@ -232,8 +239,9 @@ def _report(
     summary: dict[str, Any],
     results: ResultsFile,
 ) -> None:
-    for category, reason in suite.not_run.items():
-        console.print(f"not run: {category} ({reason})", soft_wrap=True)
+    for reason in dict.fromkeys(suite.not_run.values()):
+        names = [category for category, why in suite.not_run.items() if why == reason]
+        console.print(f"not run: {', '.join(names)} ({reason})", soft_wrap=True, highlight=False)
     console.print(f"each case: {results.path}", soft_wrap=True)
     if arguments.html is not None:
         from fctune.report.eval_page import write_eval_html

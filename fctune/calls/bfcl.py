@@ -71,7 +71,8 @@ def judge_bfcl(
         calls: What the model called. In the categories of Java and JavaScript each value is a string of source text.
         dots_as_underscores: Expect ``a_b`` where a function is called ``a.b``, for models that cannot write dots.
     """
-    return _judge(_check(language_of(category), dots_as_underscores), category, functions, answers, calls)
+    check = _check(language_of(category), dots_as_underscores)
+    return _judge(check, category, lambda answer: _find_function(category, functions, answer), answers, calls)
 
 
 class BfclJudge:
@@ -80,12 +81,13 @@ class BfclJudge:
     def __init__(self, category: str, functions: Sequence[Mapping[str, Any]], answers: Sequence[Answer]) -> None:
         language = language_of(category)
         known: dict[int, dict[str, _Known]] = {}
-        if language == "python" and "relevance" not in category:
+        found = {id(answer): _find_function(category, functions, answer) for answer in answers}
+        if language == "python":
             for answer in answers:
-                schemas = _find_function(functions, answer).get("parameters", {}).get("properties", {})
+                schemas = found[id(answer)].get("parameters", {}).get("properties", {})
                 known[id(answer)] = _know(schemas, next(iter(answer.values())))
         self._check = _Check(language, False, known)
-        self._case = (category, functions, answers)
+        self._case = (category, lambda answer: found[id(answer)], answers)
 
     def judge(self, calls: Sequence[Call]) -> BfclVerdict:
         """The verdict on one prediction."""
@@ -95,24 +97,23 @@ class BfclJudge:
 def _judge(
     check: _Check,
     category: str,
-    functions: Sequence[Mapping[str, Any]],
+    find_function: Callable[[Answer], Mapping[str, Any]],
     answers: Sequence[Answer],
     calls: Sequence[Call],
 ) -> BfclVerdict:
     if "relevance" in category:
         return _judge_relevance("irrelevance" not in category, calls)
-    is_parallel, is_multiple = "parallel" in category, "multiple" in category
-    num_due = len(answers) if is_parallel or is_multiple else 1
+    is_parallel = "parallel" in category
+    num_due = len(answers) if is_parallel or "multiple" in category else 1
     if len(calls) != num_due:
         return BfclVerdict(False, f"{len(calls)} calls instead of {num_due}")
     try:
         if not is_parallel:
-            function = _find_function(functions, answers[0]) if is_multiple else functions[0]
-            check.require(function, calls[0], answers[0])
+            check.require(find_function(answers[0]), calls[0], answers[0])
             return _VALID
         left = list(calls)
         for answer in answers:
-            taken = _first_fitting(check, _find_function(functions, answer), left, answer)
+            taken = _first_fitting(check, find_function(answer), left, answer)
             if taken is None:
                 return BfclVerdict(False, f"no call fits the expected {next(iter(answer))}")
             del left[taken]
@@ -149,7 +150,10 @@ def _judge_relevance(is_due: bool, calls: Sequence[Call]) -> BfclVerdict:
     return BfclVerdict(False, "no call where one was due" if is_due else "a call where none was due")
 
 
-def _find_function(functions: Sequence[Mapping[str, Any]], answer: Answer) -> Mapping[str, Any]:
+def _find_function(category: str, functions: Sequence[Mapping[str, Any]], answer: Answer) -> Mapping[str, Any]:
+    """The function that an answer calls; in the simple categories the only one, whatever its name."""
+    if "multiple" not in category and "parallel" not in category:
+        return functions[0]
     name = next(iter(answer))
     for function in functions:
         if not function or function["name"] == name:

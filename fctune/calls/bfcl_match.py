@@ -95,16 +95,21 @@ class AnswerKey:
 
     def _fit(self, answer: _Answer, call: Call) -> _Fit:
         num_matched = num_due = 0
+        arguments = call.arguments
         for key, parameter in answer.parameters.items():
-            if key in call.arguments:
-                num_due += 1
-                value = call.arguments[key]
-                if self._language != "python":
-                    value = self._read(value, answer.schemas.get(key))
-                num_matched += parameter.takes(value)
-            else:
+            if key not in arguments:
                 num_due += not parameter.is_omittable
-        return _Fit(num_matched, num_due, num_matched == num_due == len(call.arguments))
+                continue
+            num_due += 1
+            value = arguments[key]
+            if self._language != "python":
+                value = self._read(value, answer.schemas.get(key))
+            # A text or whole number is its own key; nine arguments of ten are one.
+            value_type = type(value)
+            key_of_value = value if value_type is str or value_type is int else value_key(value)
+            if key_of_value in parameter.keys or (parameter.objects and parameter.takes_object(value)):
+                num_matched += 1
+        return _Fit(num_matched, num_due, num_matched == num_due == len(arguments))
 
     def _read(self, value: Any, schema: Mapping[str, Any] | None) -> Any:
         try:
@@ -135,10 +140,8 @@ class _Parameter:
         keys = frozenset(value_key(value) for value in alternatives if not _holds_object(value))
         return _Parameter(keys, objects, "" in alternatives)
 
-    def takes(self, value: Any) -> bool:
-        # A text or whole number is its own key; nine arguments of ten are one.
-        key = value if type(value) is str or type(value) is int else value_key(value)
-        return key in self.keys or any(_fits_alternative(value, other) for other in self.objects)
+    def takes_object(self, value: Any) -> bool:
+        return any(_fits_alternative(value, other) for other in self.objects)
 
 
 @dataclass(frozen=True, slots=True)

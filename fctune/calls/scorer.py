@@ -165,7 +165,9 @@ class _Count:
         }
 
     def _tally(self, category: str) -> _Tally:
-        return self.tallies.setdefault(category, _Tally())
+        if category not in self.tallies:
+            self.tallies[category] = _Tally()
+        return self.tallies[category]
 
 
 @dataclass(slots=True)

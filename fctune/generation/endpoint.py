@@ -139,7 +139,8 @@ class EndpointEngine:
         names = [str(row["id"]) for row in rows or [] if isinstance(row, dict) and "id" in row]
         if len(names) == 1:
             return names[0]
-        known = f"it has {', '.join(names[:10])}" if names else "it does not say which it has"
+        unsaid = "it does not say which it has (of transformers serve, name the directory it was given)"
+        known = f"it has {', '.join(names[:10])}" if names else unsaid
         raise ConfigError(f"{self.url}: which model? {known}. Name it: --served-model NAME.")
 
     def _ask(self, index: int, prompt: Conversation, max_new_tokens: int) -> tuple[Answer, bool]:

@@ -119,10 +119,15 @@ def build_model(architecture: Architecture, max_seq_len: int, dtype: torch.dtype
     return CausalLM(decoder, architecture)
 
 
-def materialize_(model: CausalLM, device: torch.device) -> None:
-    """Give every parameter uninitialised memory on ``device`` and fill the buffers: RoPE tables, salts of dropout."""
-    model.to_empty(device=device)
+def materialize_(model: CausalLM, device: torch.device, is_offloaded: bool = False) -> None:
+    """Give every parameter uninitialised memory and fill the buffers: RoPE tables, keys of dropout.
+
+    Parameters are on ``device``, or on the host where they are offloaded to it; buffers are where they are used.
+    """
+    model.to_empty(device=torch.device("cpu") if is_offloaded else device)
     for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, buffer.to(device), persistent=False)
         init_buffers = getattr(module, "init_buffers_", None)
         if init_buffers is not None:
             init_buffers()

@@ -28,6 +28,11 @@ class Footprint:
     activations: int
 
     @property
+    def state(self) -> int:
+        """What is there whatever the batch."""
+        return self.total - self.activations
+
+    @property
     def total(self) -> int:
         """All of it."""
         return sum(getattr(self, part.name) for part in fields(self))

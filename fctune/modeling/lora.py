@@ -67,6 +67,7 @@ class LoRALinear(FrozenLinear):
 
     def forward(self, x: Tensor, token_keys: Tensor | None = None) -> Tensor:
         """Project ``[..., in]`` to ``[..., out]``; ``token_keys`` of the leading shape where x is not all the rows."""
+        base = self.project(x) if self.magnitude is None else self.multiply(x)
         inner = x
         if self.dropout and self.training:
             token_keys = self._keys.value if token_keys is None else token_keys
@@ -74,11 +75,11 @@ class LoRALinear(FrozenLinear):
             inner = keyed_dropout(x, self.dropout, token_keys, self.channel_keys)
         low_rank = self.scaling * linear(linear(inner, self.lora_a.to(x.dtype)), self.lora_b.to(x.dtype))
         if self.magnitude is None:
-            return self.project(x) + low_rank
+            return base + low_rank
         with torch.no_grad():
             lengths = row_lengths(self.widened(), self.lora_a, self.lora_b, self.scaling)
         scale = (self.magnitude / lengths).to(x.dtype)
-        out = (self.multiply(x) + low_rank) * scale
+        out = (base + low_rank) * scale
         return out if self.bias is None else out + self.bias
 
 

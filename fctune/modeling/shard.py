@@ -21,6 +21,8 @@ from fctune.modeling.precision import Formats
 # Share of a device's memory that an estimate may fill, since the estimate leaves some uses out.
 _USABLE = 0.9
 
+_MOST_SHARDS = 8192
+
 # Whole gradients of what trains may take this share of a device while they accumulate.
 _HELD_GRADIENTS = 0.1
 
@@ -125,37 +127,37 @@ def _count_copies(config: ParallelConfig, hardware: Hardware) -> int:
 
 def check_memory(
     hardware: Hardware, layout: Layout, has_adapter: bool, estimate: Callable[[int], Footprint], path: str
-) -> None:
-    """Stop before a model is loaded that a rank cannot hold.
+) -> str | None:
+    """A warning where a run will probably not fit; None where it will.
 
     Raises:
-        ConfigError: with how much is missing and what would fit.
+        ConfigError: when it cannot fit, whatever the batch: with how much is missing and what would fit.
     """
-    need = estimate(layout.shard)
-    if hardware.holds(need):
-        return
-    assert hardware.memory_bytes is not None
-    usable = _USABLE * hardware.memory_bytes
+    need, memory = estimate(layout.shard), hardware.memory_bytes
+    if memory is None or hardware.holds(need):
+        return None
+    usable = _USABLE * memory
     remedies: list[str] = []
-    if layout.shard < hardware.world_size and hardware.holds(estimate(hardware.world_size)):
-        remedies.append("parallel.mode=fsdp, which fits on these ranks")
+    shards = layout.shard
+    while shards < hardware.world_size and not hardware.holds(estimate(shards)):
+        shards *= 2
+    if shards > layout.shard and hardware.holds(estimate(shards)):
+        remedies.append("parallel.mode=fsdp" if shards == hardware.world_size else f"shards over {shards} ranks (hsdp)")
     else:
-        shards = layout.shard
-        while shards < 8192 and not hardware.holds(estimate(shards)):
+        while shards < _MOST_SHARDS and not hardware.holds(estimate(shards)):
             shards *= 2
         if hardware.holds(estimate(shards)):
             remedies.append(f"parallel.mode=fsdp on {shards} such devices")
-    fixed = need.gathered + need.activations
-    if fixed > usable / 2:
+    if need.activations > usable / 4:
         remedies.append("a lower micro_batch_size or data.seq_len, or activation_checkpointing.fraction=1.0")
-    if not has_adapter:
-        remedies.append("an adapter in place of all weights, or an 8-bit optimizer (torchao.optim.AdamW8bit)")
-    else:
-        remedies.append("adapter.base=nf4")
-    raise ConfigError(
+    remedies.append("adapter.base=nf4" if has_adapter else "an adapter in place of all weights, or an 8-bit optimizer")
+    report = (
         f"model.path={path}: a rank needs about {need}, {(need.total - usable) / GIB:.1f} GiB more than the "
         f"{usable / GIB:.1f} GiB it can use. What would fit: {'; '.join(remedies)}."
     )
+    if need.state > memory:
+        raise ConfigError(report)
+    return report
 
 
 def shard_(model: CausalLM, layout: Layout, config: ParallelConfig, formats: Formats, hardware: Hardware) -> None:
@@ -170,7 +172,7 @@ def shard_(model: CausalLM, layout: Layout, config: ParallelConfig, formats: For
     elif layout.mode == "ddp":
         # Every rank loads the same weights, so none need be sent at the start.
         replicate(model, init_sync=False, gradient_as_bucket_view=True)
-    model.holds_gradients = layout.mode == "ddp" or _can_hold_gradients(model, formats, hardware)
+    model.holds_gradients = not isinstance(model, FSDPModule) or _can_hold_gradients(model, formats, hardware)
 
 
 def _fully_shard_(model: CausalLM, layout: Layout, config: ParallelConfig, formats: Formats, device_type: str) -> None:
@@ -207,13 +209,13 @@ def _can_hold_gradients(model: CausalLM, formats: Formats, hardware: Hardware) -
 def defer_reduce(model: CausalLM, is_deferred: bool) -> None:
     """Leave gradients unreduced over ranks in the backwards that follow, or reduce them again: for accumulation.
 
-    Gradients that fit are held whole and nothing is sent. Others are still scattered into shards, and under HSDP the
-    sum over copies alone is left to the last backward.
+    Gradients that fit are held whole and nothing is sent. Others are still scattered into shards, and where there are
+    several copies the sum over them alone is left to the last backward.
     """
     synchronise: Any = getattr(model, "set_requires_gradient_sync", None)  # of DDP and of FSDP, by one name
     if model.holds_gradients and synchronise is not None:
         synchronise(not is_deferred)
-    elif isinstance(model, FSDPModule) and model.layout.mode == "hsdp":
+    elif isinstance(model, FSDPModule) and model.layout.replicate > 1:
         model.set_requires_all_reduce(not is_deferred)
 
 

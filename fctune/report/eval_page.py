@@ -106,14 +106,16 @@ def _add_accuracy(page: Page, summary: Mapping[str, Any]) -> None:
 
 
 def _draw_interval(rate: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    low, high, middle = (2 + 196 * rate[key] for key in ("low", "high", "rate"))
+    low, high, middle, lenient = (
+        f"{6 + 188 * share:.1f}" for share in (rate["low"], rate["high"], rate["rate"], other["rate"])
+    )
     label = f"{_percent(rate)}, {_bounds(rate)}; lenient {_percent(other)}"
     return (
         f'<svg class="interval" viewBox="0 0 200 16" role="img" aria-label="{escape(label)}">'
-        '<line class="track" x1="2" x2="198" y1="8" y2="8"/>'
-        f'<line class="range" x1="{low:.1f}" x2="{high:.1f}" y1="8" y2="8"/>'
-        f'<circle class="other" cx="{2 + 196 * other["rate"]:.1f}" cy="8" r="5"/>'
-        f'<circle class="point" cx="{middle:.1f}" cy="8" r="3"/></svg>'
+        '<line class="track" x1="6" x2="194" y1="8" y2="8"/>'
+        f'<line class="range" x1="{low}" x2="{high}" y1="8" y2="8"/>'
+        f'<circle class="other" cx="{lenient}" cy="8" r="5"/>'
+        f'<circle class="point" cx="{middle}" cy="8" r="3"/></svg>'
     )
 
 

@@ -77,18 +77,20 @@ def lay_out_(model: CausalLM, config: RunConfig, world: World) -> None:
     hardware = _describe_hardware(world)
     need = functools.partial(estimate, model, _describe_work(model, config))
 
-    def choose() -> Layout:
+    def choose() -> tuple[Layout, str | None]:
         layout = choose_layout(config.parallel, hardware, has_adapter, need)
         check_shards(model, layout.shard)
-        check_memory(hardware, layout, has_adapter, need, config.model.path)
+        warning = check_memory(hardware, layout, has_adapter, need, config.model.path)
         checkpoint_blocks_(model, config.activation_checkpointing, world.device.type)
-        return layout
+        return layout, warning
 
-    model.layout = distributed.agree(choose)
+    model.layout, warning = distributed.agree(choose)
     if config.compile:
         compile_blocks_(model)
     logger.info("layout: %s", model.layout)
     logger.info("memory by estimate, a rank: %s", need(model.layout.shard))
+    if warning is not None and world.is_main:
+        logger.warning("memory: %s", warning)
 
 
 def place_(model: CausalLM, config: RunConfig, model_dir: Path, world: World) -> None:
@@ -101,7 +103,7 @@ def place_(model: CausalLM, config: RunConfig, model_dir: Path, world: World) ->
     if model.layout is None:
         lay_out_(model, config, world)
     shard_(model, model.layout, config.parallel, model.formats, _describe_hardware(world))
-    materialize_(model, world.device)
+    materialize_(model, world.device, config.parallel.cpu_offload)
     distributed.agree(lambda: load_base_(model, model_dir))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())

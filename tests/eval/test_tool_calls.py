@@ -166,6 +166,13 @@ def test_a_config_stands_for_its_options_and_the_command_line_wins(tmp_path: Pat
     assert (read.categories, read.request) == (["single", "choice"], {"tool_choice": "none"})
 
 
+@pytest.mark.parametrize("request_body", ["[1]", "{"])
+def test_a_request_that_is_no_object_is_wrong_usage(request_body: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        tool_calls.main(["--model", "m", "--suite", "smoke", "--request", request_body])
+    assert "argument --request: invalid" in capsys.readouterr().err
+
+
 def oracle(handler: Handler, number: int, body: dict[str, Any], is_native: bool, wrong: str = "") -> None:
     """A server whose model is right, except for the case ``wrong``."""
     suite = load_suite(ROOT / "eval" / "suites" / "smoke.yaml")

@@ -84,7 +84,7 @@ def test_a_layout_that_does_not_fit_the_ranks_is_refused(asked: dict[str, Any], 
 @pytest.mark.parametrize(
     ("mode", "gib", "world_size", "has_adapter", "words"),
     [
-        ("ddp", 200.0, 8, True, "about 200.0 GiB .*128.0 GiB more than the 72.0 GiB .*parallel.mode=fsdp, which fits"),
+        ("ddp", 200.0, 8, True, "about 200.0 GiB .*128.0 GiB more than the 72.0 GiB .*shards over 4 ranks"),
         ("fsdp", 1100.0, 8, False, "137.5 GiB.*65.5 GiB more.*fsdp on 16 such devices.*an adapter"),
         ("ddp", 100.0, 1, True, "28.0 GiB more.*fsdp on 2 such devices.*adapter.base=nf4"),
     ],
@@ -96,6 +96,18 @@ def test_a_model_too_large_says_by_how_much_and_what_would_fit(
     layout = choose_layout(ParallelConfig(mode=mode), hardware, has_adapter, needs(gib))
     with pytest.raises(ConfigError, match=f"(?s)model.path=some/model: .*{words}"):
         check_memory(hardware, layout, has_adapter, needs(gib), "some/model")
+
+
+def test_a_run_that_may_not_fit_is_warned_of_and_not_refused() -> None:
+    hardware = Hardware("cuda", 8, 8, 80 * GIB)
+    layout = choose_layout(ParallelConfig(mode="fsdp"), hardware, False, needs(8.0))
+    assert check_memory(hardware, layout, False, needs(8.0), "some/model") is None
+    warning = check_memory(
+        hardware, layout, False, lambda _: Footprint(60 * GIB, 0, 0, 0, activations=30 * GIB), "some/model"
+    )
+    assert warning is not None
+    assert "18.0 GiB more than the 72.0 GiB" in warning
+    assert "a lower micro_batch_size" in warning
 
 
 def test_the_estimate_counts_what_the_shapes_say(make_model: Callable[..., Path]) -> None:

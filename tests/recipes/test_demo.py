@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def accuracy(model: Path, cases: Path) -> float:
-    out = cases.with_name("answers.jsonl")
+    out = cases.with_name(f"{model.parent.name}-{model.name}.jsonl")
     command = [sys.executable, "-m", "eval.tool_calls", "--model", str(model), "--cases", str(cases), "--out", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     summary = json.loads(out.with_suffix(".summary.json").read_text())

@@ -225,6 +225,7 @@ def test_mixed_precision_is_the_same_on_any_layout(
     changes: dict[str, Any] = {"adapter": None, "precision": "bf16_mixed", "micro_batch_size": 1, "optimizer": sgd}
     one, four = runs(1, **changes), runs(4, parallel=parallel, **changes)
     assert all(weight.dtype.name == "float32" for weight in four["weights"].values())
+    compare(one, runs(4, parallel=parallel, held_gradients=0.0, **changes), rtol=1e-4, atol=1e-5)
     compare(one, four, rtol=1e-4, atol=1e-5)
 
 

@@ -31,6 +31,7 @@ DEFECT_KINDS: dict[str, str] = {
     "type_unknown": "a parameter type that JSON Schema cannot say",
     "unknown_role": "a role or speaker that no reader knows",
     "unknown_shape": "keys of no known row shape",
+    "unreviewed": "a draft that says of itself that nobody has reviewed it",
 }
 """Every kind of defect, with what it means."""
 

@@ -60,6 +60,8 @@ def read_row(row: Any, format: str, context: ReadContext, source: str = "") -> P
     """
     if not isinstance(row, dict):
         raise RowError("", "unknown_shape", f"expected an object, got {describe_value(row)}")
+    if row.get("reviewed") is False:
+        raise RowError("reviewed", "unreviewed", "a draft; set it to true once a person has put the row right")
     name = detect_format(row) if format == "auto" else format
     if name is None:
         raise RowError("", "unknown_shape", describe_shapes(row))
