@@ -21,8 +21,15 @@ from fctune.data.sources import Defect, describe_defects, read_source
 from fctune.data.template import ChatTemplate, Encoded, Policy
 from fctune.errors import DataError
 
-# Starting worker processes takes some 5 s; below this many conversations one process is done sooner.
+# Starting worker processes takes some 3 s; below this many conversations one process is done sooner.
 _MIN_PARALLEL = 10_000
+# What loading a tokenizer imports, once for all workers.
+_PRELOADED = (
+    "fctune.data.template",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_utils_tokenizers",
+    "transformers.utils.chat_template_utils",
+)
 _CHUNK = 256  # conversations handed to a worker at a time
 _AHEAD = 4  # chunks in flight for each worker, which bounds memory
 
@@ -175,6 +182,7 @@ def _encode_apart(items: Iterator[Item], config: DataConfig, model_dir: Path, wo
     """As ``_encode_here``, by processes; the order is that of the items."""
     RowEncoder(config, model_dir)  # a template that is refused is refused here, in one sentence
     context = multiprocessing.get_context("forkserver")  # fork would copy the threads' locks of a process group
+    context.set_forkserver_preload(list(_PRELOADED))
     pool = ProcessPoolExecutor(workers, context, _start_worker, (config, model_dir))
     pending: deque[Future[list[Outcome]]] = deque()
     try:

@@ -11,6 +11,7 @@ from rich.console import Console
 from fctune.config import RunConfig, resolve_component
 from fctune.data.encode import Counts
 from fctune.data.prepared import PreparedSet, describe_counts, open_prepared, prepare, prepared_root
+from fctune.errors import ConfigError
 from fctune.modeling.activations import checkpoint_blocks_, compile_blocks_, round_products_
 from fctune.modeling.architecture import read_architecture
 from fctune.modeling.attention import choose_kernel
@@ -80,6 +81,11 @@ def lay_out_(model: CausalLM, config: RunConfig, world: World) -> None:
     def choose() -> tuple[Layout, str | None]:
         layout = choose_layout(config.parallel, hardware, has_adapter, need)
         check_shards(model, layout.shard)
+        if config.optimizer.get("bf16_stochastic_round") and layout.mode in ("fsdp", "hsdp"):
+            raise ConfigError(
+                f"optimizer.bf16_stochastic_round: torchao cannot round so in shards, and this run is {layout}; "
+                "set parallel.mode=ddp, or leave it out."
+            )
         warning = check_memory(hardware, layout, has_adapter, need, config.model.path)
         checkpoint_blocks_(model, config.activation_checkpointing, world.device.type)
         return layout, warning

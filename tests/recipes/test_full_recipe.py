@@ -127,6 +127,11 @@ def check_report(kind: str, tmp_path: Path, overrides: list[str], words: str, me
         ),
         ("lora", ["precision=bf16_mixed"], "with adapters use bf16"),
         ("lora", ["adapter.base=nf4"], "adapter.base=nf4: a linear of [64, 128] is not a multiple"),
+        (
+            "full",
+            ["optimizer={_component_: torchao.optim._AdamW, lr: 1e-3, bf16_stochastic_round: true}"],
+            "optimizer.bf16_stochastic_round: torchao cannot round so in shards",
+        ),
         ("lora", ["adapter.base=int3"], "adapter.base='int3': expected one of bf16, nf4, float8"),
     ],
     ids=lambda value: str(value)[:50],
