@@ -61,7 +61,10 @@ def test_a_draft_is_a_row_that_teaches_the_expected_calls(suite: Suite) -> None:
             with pytest.raises(RowError):
                 read_row(draft, "openai", ReadContext(), "draft")
             continue
-        conversation = read_row(draft, "openai", ReadContext(), "draft").conversation
+        with pytest.raises(RowError, match="a draft"):
+            read_row(draft, "openai", ReadContext(), "draft")
+        reviewed = {**draft, "reviewed": True}
+        conversation = read_row(reviewed, "openai", ReadContext(), "draft").conversation
         assert conversation.messages[:-1] == case.prompt.messages
         assert [(c.name, c.arguments) for c in conversation.messages[-1].calls] == [
             (c.name, c.arguments) for c in case.expected

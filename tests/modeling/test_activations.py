@@ -127,6 +127,24 @@ def test_compiled_blocks_give_the_same_loss_and_gradients(
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nf4", "float8", "dora", "float8 products"])
+def test_blocks_of_few_bits_compile_whole(kind: str, make_model: Callable[..., Path]) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    path = make_model("llama", hidden_size=256, intermediate_size=512, num_key_value_heads=4)
+    base = {"base": kind} if kind in ("nf4", "float8") else {}
+    adapter = AdapterConfig(rank=4, alpha=8, dropout=0.1, dora=kind == "dora", **base)  # type: ignore[arg-type]
+    eager, compiled = (load(path, None if kind == "float8 products" else adapter, torch.bfloat16) for _ in range(2))
+    for model in (eager, compiled):
+        if kind == "float8 products":
+            round_products_(model)
+    compile_blocks_(compiled)
+    ours, theirs = run(compiled), run(eager)
+    torch.testing.assert_close(ours["loss"], theirs["loss"], rtol=2e-3, atol=0)
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
 def test_float8_products_stay_near(make_model: Callable[..., Path]) -> None:
     path = make_model("llama", hidden_size=128, intermediate_size=256)
     plain, rounded = (load(path, dtype=torch.bfloat16) for _ in range(2))
