@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import shutil
 import threading
 import time
@@ -128,7 +129,7 @@ class Saver:
         self, kind: Kind, step: int, staged: dict[str, Tensor], state: dict[str, Any], write: Write
     ) -> tuple[int, str | None, Checkpoint | None]:
         """Bytes over all ranks, why it failed, what was published; equal on all ranks."""
-        num_bytes = sum(distributed.gather_objects(sum(map(_local_bytes, staged.values())), self._group))
+        num_bytes = sum(distributed.gather_objects(self._count_bytes(staged), self._group))
         folder = self.store.hidden(kind, step)
         records: list[FileRecord] = []
 
@@ -154,6 +155,19 @@ class Saver:
                 self.store.discard(kind, step) if error else self.store.prune()
         return num_bytes, error, None if error else Checkpoint(self.store.path(kind, step), kind, step)
 
+    def _count_bytes(self, tensors: dict[str, Tensor]) -> int:
+        """This rank's part of what is written: whole tensors are one rank's, and of replicas one is."""
+        num_bytes = 0
+        for tensor in tensors.values():
+            if isinstance(tensor, DTensor):
+                local = tensor.to_local()
+                sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+                num_copies = math.prod(size for size, placement in sizes if placement.is_replicate())
+                num_bytes += local.numel() * local.element_size() // num_copies
+            elif self.world.is_main:
+                num_bytes += tensor.numel() * tensor.element_size()
+        return num_bytes
+
     def _start(self, kind: Kind, step: int, num_bytes: int) -> None:
         self.store.start(kind, step)
         free = shutil.disk_usage(self.store.root).free
@@ -170,11 +184,6 @@ class Saver:
         except OSError as caught:
             error = caught.strerror or str(caught)
         return next((e for e in distributed.gather_objects(error, self._group) if e), None)
-
-
-def _local_bytes(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel() * local.element_size()
 
 
 def _report(result: SaveResult) -> None:
