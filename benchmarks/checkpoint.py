@@ -4,8 +4,8 @@
 
 A model of the given million parameters (float32, AdamW: 12 bytes a parameter on the disk) takes steps of some seconds.
 The stall of a save is the wall time of a run with saves, less that of a run without, divided by the saves: it counts
-the steps that writing makes slower. Every file is flushed (fsync); torchtune's checkpointer does not flush its files, so
-they are flushed after it, within its time. Runs take turns, and medians are reported.
+the steps that writing makes slower. Every file is flushed (fsync); torchtune's checkpointer does not flush its files,
+so they are flushed after it, within its time. Runs take turns, and medians are reported.
 """
 
 from __future__ import annotations
