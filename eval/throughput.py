@@ -21,6 +21,7 @@ import torch
 
 from eval import tool_calls
 from eval.tables import make_console, make_table
+from fctune.cli.files import write_file
 from fctune.data.conversation import Conversation
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.evaluation.throughput import Speed, measure_endpoint, measure_in_process, measure_rounds
@@ -114,11 +115,7 @@ def _write_json(path: Path, named: list[tuple[str, int]], speeds: list[Speed]) -
         {"model": model, **asdict(speed), "tokens_per_s": speed.tokens_per_s}
         for (model, _), speed in zip(named, speeds, strict=True)
     ]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written ({error.strerror}).") from None
+    write_file(path, "--json", lambda: json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from rich.markup import escape
 
 from eval import tool_calls
 from eval.tables import make_console
+from fctune.cli.files import write_file
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.evaluation.validation import Check, Validator
 from fctune.generation.model_files import ModelFiles, find_model
@@ -75,11 +76,7 @@ def _find(arguments: argparse.Namespace) -> tuple[Path, ModelFiles | None]:
 
 def _write_json(path: Path, checks: list[Check]) -> None:
     rows = [{"name": check.name, "status": check.status, "detail": check.detail} for check in checks]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written ({error.strerror}).") from None
+    write_file(path, "--json", lambda: json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -19,33 +20,33 @@ from fctune.modeling.lora import copy_full_
 from fctune.modeling.weights import from_hf_layout, peft_name, to_hf_layout, to_hf_name
 
 
-class Portable(Protocol):
-    """The weights that train, in a form that other tools read."""
+class Portable(ABC):
+    """The weights that train, as a directory that other tools read."""
 
-    def write(self, folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> list[FileRecord]:
-        """Write staged weights, by our names; the files of this rank. Every rank calls it."""
-
-    def read_(self, folder: Path, model: nn.Module) -> None:
-        """Fill the weights that train from what was written, in place, nothing communicated."""
-
-
-class PortableModel:
-    """All weights, as a Hugging Face model directory."""
+    stem: str  # of the files' names
 
     def __init__(self, architecture: Architecture, base_dir: Path):
         self.architecture = architecture
         self.base_dir = base_dir
 
+    @abstractmethod
+    def name(self, name: str) -> str:
+        """The name in the directory of one of our parameters."""
+
+    @abstractmethod
+    def write_config(self, folder: Path, dtype: torch.dtype) -> None:
+        """Write what describes weights of this dtype to those tools."""
+
     def write(self, folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> list[FileRecord]:
-        """Write staged weights, by our names; the files of this rank."""
-        names = {to_hf_name(name): name for name in tensors}
-        by_name = {hf_name: tensors[name] for hf_name, name in names.items()}
+        """Write staged weights, by our names; the files of this rank. Every rank calls it."""
+        names = {self.name(name): name for name in tensors}
+        by_name = {theirs: tensors[name] for theirs, name in names.items()}
         records = write_files(
-            folder, "model", by_name, group, lambda name, whole: to_hf_layout(names[name], whole, self.architecture)
+            folder, self.stem, by_name, group, lambda name, whole: to_hf_layout(names[name], whole, self.architecture)
         )
         if dist.get_rank(group) == 0:
             before = set(folder.iterdir())
-            write_model_config(folder, self.base_dir, next(iter(tensors.values())).dtype)
+            self.write_config(folder, next(iter(tensors.values())).dtype)
             copy_companions(self.base_dir, folder)
             records += flush_files(sorted(set(folder.iterdir()) - before))
         return records
@@ -56,47 +57,42 @@ class PortableModel:
         Raises:
             CheckpointError: a tensor is missing or of another shape.
         """
-        files = locate(folder, "model")
+        files = locate(folder, self.stem)
         for name, parameter in named_trained(model).items():
-            _copy_(parameter, folder, files, to_hf_name(name), name, self.architecture)
+            _copy_(parameter, folder, files, self.name(name), name, self.architecture)
 
 
-class PortableAdapter:
+class PortableModel(Portable):
+    """All weights, as a Hugging Face model directory."""
+
+    stem = "model"
+
+    def name(self, name: str) -> str:
+        """Hugging Face's."""
+        return to_hf_name(name)
+
+    def write_config(self, folder: Path, dtype: torch.dtype) -> None:
+        """``config.json``."""
+        write_model_config(folder, self.base_dir, dtype)
+
+
+class PortableAdapter(Portable):
     """The adapters alone, as PEFT's directory; arguments as in ``export_adapter``."""
 
+    stem = "adapter_model"
+
     def __init__(self, architecture: Architecture, config: AdapterConfig, base: str, base_dir: Path):
-        self.architecture = architecture
+        super().__init__(architecture, base_dir)
         self.config = config
         self.base = base
-        self.base_dir = base_dir
 
-    def write(self, folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> list[FileRecord]:
-        """Write staged adapters, by our names; the files of this rank."""
-        names = {peft_name(name): name for name in tensors}
-        by_name = {theirs: tensors[name] for theirs, name in names.items()}
-        records = write_files(
-            folder,
-            "adapter_model",
-            by_name,
-            group,
-            lambda name, whole: to_hf_layout(names[name], whole, self.architecture),
-        )
-        if dist.get_rank(group) == 0:
-            before = set(folder.iterdir())
-            write_adapter_config(folder, self.config, self.base)
-            copy_companions(self.base_dir, folder)
-            records += flush_files(sorted(set(folder.iterdir()) - before))
-        return records
+    def name(self, name: str) -> str:
+        """PEFT's."""
+        return peft_name(name)
 
-    def read_(self, folder: Path, model: nn.Module) -> None:
-        """Fill the adapters from such a directory, in place, nothing communicated.
-
-        Raises:
-            CheckpointError: a tensor is missing or of another shape.
-        """
-        files = locate(folder, "adapter_model")
-        for name, parameter in named_trained(model).items():
-            _copy_(parameter, folder, files, peft_name(name), name, self.architecture)
+    def write_config(self, folder: Path, dtype: torch.dtype) -> None:
+        """``adapter_config.json``, which says nothing of the dtype."""
+        write_adapter_config(folder, self.config, self.base)
 
 
 def _copy_(

@@ -84,11 +84,6 @@ class Saver:
         if self._thread is not None:
             self._staged.wait()
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a save runs on this rank."""
-        return self._thread is not None and self._thread.is_alive()
-
     def finish(self) -> SaveResult | None:
         """Wait for the running save, if there is one; how the last one ended."""
         if self._thread is not None:

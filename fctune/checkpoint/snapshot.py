@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fctune.training.schedule import set_lr_
+
 # What wrappers put into the names of the parameters within them.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -46,13 +48,13 @@ def init_optimizer_state_(optimizer: Optimizer) -> None:
     rates = []
     for group in optimizer.param_groups:
         rates.append(float(group["lr"]))
-        _set_lr(group, 0.0)
+        set_lr_(group, 0.0)
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     # Not through ``optimizer.step``, which a learning-rate schedule has wrapped to count.
     type(optimizer).step(optimizer)
     for group, lr in zip(optimizer.param_groups, rates, strict=True):
-        _set_lr(group, lr)
+        set_lr_(group, lr)
     optimizer.zero_grad(set_to_none=True)
 
 
@@ -93,17 +95,9 @@ def restore_rng(states: dict[str, Tensor], rank: int) -> None:
         torch.cuda.set_rng_state(cuda)
 
 
-def _set_lr(group: dict[str, Any], lr: float) -> None:
-    if isinstance(group["lr"], Tensor):  # torchao's optimizers hold it in a tensor and refuse a number
-        group["lr"].fill_(lr)
-    else:
-        group["lr"] = lr
-
-
 def _is_quantised(value: Tensor) -> bool:
-    return hasattr(
-        value.to_local() if isinstance(value, DTensor) else value, "codes"
-    )  # torchao's 8-bit and 4-bit states
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return hasattr(local, "codes")  # torchao's 8-bit and 4-bit states
 
 
 def _dequantised(value: Tensor) -> Tensor:

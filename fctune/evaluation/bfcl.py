@@ -83,7 +83,7 @@ def open_bfcl(data_dir: str | Path | None, names: Sequence[str], has_plain_names
     run = [category for category in SINGLE_TURN if category in wanted]
     questions = [question for category in run for question in read_bfcl(directory, category)]
     if has_plain_names:
-        questions = list(map(_without_dots, questions))
+        questions = [question.without_dots() for question in questions]
     cases = tuple(map(_to_case, questions))
     judges = {question.id: _Judge(question) for question in questions}
     left_out = {name: _NOT_RUN[name] for name in _NOT_RUN if name in wanted}
@@ -138,12 +138,6 @@ def _to_json_schema(properties: dict[str, dict[str, Any]]) -> None:
                 break
             nested = nested["items"]
             nested["type"] = _JSON_TYPES.get(nested.get("type", "string"), "string")
-
-
-def _without_dots(question: BfclCase) -> BfclCase:
-    functions = tuple({**function, "name": function["name"].replace(".", "_")} for function in question.functions)
-    answers = tuple({name.replace(".", "_"): value for name, value in answer.items()} for answer in question.answers)
-    return replace(question, functions=functions, answers=answers)
 
 
 def _to_case(question: BfclCase) -> Case:

@@ -92,21 +92,23 @@ def start_keeping(
     """
     loader = GlobalLoader(prepared, "train", config.global_batch_size, config.seed)
     base = distributed.on_main(lambda: fingerprint_base(model_dir))
+    plain_config, installed = config.to_dict(), versions()
 
     def describe(step: int) -> dict[str, Any]:
+        cursor = loader.state_at(step)
         return {
             "version": 1,
             "step": step,
-            "epoch": loader.state_at(step)["epoch"],
-            "loader": loader.state_at(step),
+            "epoch": cursor["epoch"],
+            "loader": cursor,
             "num_steps": num_steps,
             "tokens_total": state.num_tokens,
             "best": keeper.best,
             "world_size": world.world_size,
-            "parallel": config.to_dict()["parallel"],
-            "config": config.to_dict(),
+            "parallel": plain_config["parallel"],
+            "config": plain_config,
             "base_fingerprint": base,
-            "versions": versions(),
+            "versions": installed,
         }
 
     resume = run.resume

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -44,8 +45,13 @@ def move_schedule_(scheduler: LambdaLR, step: int) -> None:
     scheduler.last_epoch = step
     rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     for group, lr in zip(scheduler.optimizer.param_groups, rates, strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
+        set_lr_(group, lr)
     scheduler._last_lr = rates
+
+
+def set_lr_(group: dict[str, Any], lr: float | Tensor) -> None:
+    """Set the rate of an optimizer's group, in place."""
+    if isinstance(group["lr"], Tensor):  # torchao's optimizers hold it in a tensor and refuse a number
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
