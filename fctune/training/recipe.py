@@ -1,0 +1,101 @@
+"""The order of a fine-tuning run, once; what differs between recipes is theirs to fill in."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from fctune.checkpoint.portable import Portable
+from fctune.config import RunConfig
+from fctune.data.prepared import PreparedSet
+from fctune.modeling.build import CausalLM
+from fctune.modeling.hub import resolve_model_dir
+from fctune.telemetry.sinks import Sinks
+from fctune.training import distributed
+from fctune.training.distributed import World
+from fctune.training.keeper import Keeper
+from fctune.training.loop import TrainState, count_steps, train
+from fctune.training.run import Run, start_keeping
+from fctune.training.state import build_base, lay_out_, open_sinks, place_, prepare_data, start_state
+
+
+class FineTuning(ABC):
+    """A run of a recipe: torchtune's recipe interface over the library's loop."""
+
+    model_dir: Path
+    model: CausalLM
+    prepared: PreparedSet
+    num_steps: int
+    sinks: Sinks
+
+    def __init__(self, config: RunConfig, world: World, run: Run):
+        self.config, self.world, self.run = config, world, run
+        self.state: TrainState | None = None
+        self.keeper: Keeper | None = None
+
+    @abstractmethod
+    def choose_trained_(self) -> None:
+        """Decide which parameters of the shaped model train, in place."""
+
+    @abstractmethod
+    def init_trained_(self) -> None:
+        """Give values to what trains and is not of the base, in place."""
+
+    @abstractmethod
+    def portable(self) -> Portable:
+        """The form of what trains in an elastic checkpoint."""
+
+    @abstractmethod
+    def export(self) -> None:
+        """Write what is left for others at the end."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return 0 if self.state is None else self.state.step
+
+    def setup(self) -> None:
+        """The model's shape, which costs nothing; the data, where most runs that fail do; then weights into shards."""
+        self.model_dir = distributed.on_main(lambda: resolve_model_dir(self.config.model.path))
+        self.model = build_base(self.config, self.model_dir, self.world)
+        self.choose_trained_()
+        lay_out_(self.model, self.config, self.world)
+        self.prepared = prepare_data(self.config, self.model_dir, self.world)
+        self.num_steps = count_steps(self.config, self.prepared, self.world)
+        if self.world.is_main:
+            self.run.directory.describe(num_steps=self.num_steps, data=self.prepared.describe())
+        self.load_checkpoint()
+        self.state = start_state(self.model, self.config, self.num_steps)
+        self.keeper = start_keeping(
+            self.config,
+            self.run,
+            self.state,
+            self.prepared,
+            self.model_dir,
+            self.num_steps,
+            self.portable(),
+            self.world,
+        )
+        self.sinks = open_sinks(self.config, self.run.directory, self.num_steps, self.world)
+
+    def load_checkpoint(self) -> None:
+        """The base's weights into the shards, and what trains beside them."""
+        place_(self.model, self.config, self.model_dir, self.world)
+        self.init_trained_()
+
+    def train(self) -> None:
+        """All steps of the run."""
+        assert self.state is not None
+        with self.sinks:
+            train(self.config, self.state, self.prepared, self.num_steps, self.world, self.sinks, self.keeper)
+
+    def save_checkpoint(self) -> None:
+        """The last checkpoint, and what is left for others."""
+        assert self.keeper is not None
+        self.keeper.finish(self.step)
+        self.export()
+
+    def cleanup(self) -> None:
+        """Wait for a save that still runs."""
+        if self.keeper is not None:
+            self.keeper.close()
