@@ -11,6 +11,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+_COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -99,5 +101,5 @@ class Conversation:
     def digest(self) -> str:
         """Hex digest of what is said, 16 characters; the same for equal rows wherever they stand."""
         weights = [message.weight for message in self.messages]
-        text = json.dumps([self.to_openai(), weights], ensure_ascii=False, separators=(",", ":"))
+        text = _COMPACT.encode([self.to_openai(), weights])
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

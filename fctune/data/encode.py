@@ -5,35 +5,34 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, fields
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fctune.config import DataConfig
 from fctune.data.conversation import Conversation
-from fctune.data.sources import Defect, describe_defects, read_source
-from fctune.data.template import ChatTemplate, Encoded, Policy
+from fctune.data.masks import ConversationEncoder, Encoded, Policy
+from fctune.data.sources import Defect, RowReader, UnreadRow, describe_defects, scan_source
+from fctune.data.template import ChatTemplate
 from fctune.errors import DataError
 
-# Starting worker processes takes some 3 s; below this many conversations one process is done sooner.
-_MIN_PARALLEL = 10_000
-# What loading a tokenizer imports, once for all workers.
-_PRELOADED = (
-    "fctune.data.template",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.tokenization_utils_tokenizers",
-    "transformers.utils.chat_template_utils",
-)
-_CHUNK = 256  # conversations handed to a worker at a time
-_AHEAD = 4  # chunks in flight for each worker, which bounds memory
-
-Fate = Literal["kept", "cut", "overlong", "unsupervised", "thinned", "defect"]
+_CHUNK = 64  # rows handed to a process at a time
+_AHEAD = 3  # chunks in flight for each process, which bounds memory
+# Other processes are ready after about a second: with fewer chunks than the first one process is done as soon, and the
+# second is what this one encodes until then.
+_MIN_PARALLEL, _BEFORE_SHARING = 64, 20
+_MAX_PROCESSES = 16  # each holds what the launching script imports; more than these outrun the one that writes
+# What decoding a row imports, once for all processes.
+_PRELOADED = ("fctune.data.encode", "transformers.utils.chat_template_utils")
 
 
 @dataclass(slots=True)
@@ -49,67 +48,118 @@ class Counts:
     tokens: int = 0
     supervised: int = 0
 
+    def add(self, other: Counts) -> None:
+        """Count another part's rows too."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
-@dataclass(frozen=True, slots=True)
-class EncodedRow:
-    """A conversation as tokens (int32) with their loss weights (float32), and how often it appears an epoch."""
 
-    digest: str
+class Chunk(NamedTuple):
+    """Consecutive rows of one source, which is given by its place in the config."""
+
+    source: int
+    rows: list[UnreadRow]
+
+
+@dataclass(slots=True)
+class EncodedChunk:
+    """What became of a chunk's rows; of those kept, n conversations with t tokens in all, in order.
+
+    ``tokens`` [t] int32 and ``weights`` [t] float32, the loss weight of each, are flat; ``lengths`` [n], ``digests``
+    [n] uint64 and ``repeats`` [n], how often it appears an epoch, are by conversation.
+    """
+
     tokens: NDArray[np.int32]
     weights: NDArray[np.float32]
-    repeats: int
+    lengths: NDArray[np.int64]
+    digests: NDArray[np.uint64]
+    repeats: NDArray[np.int64]
+    counts: Counts
+    defects: list[Defect]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one row."""
+@dataclass(slots=True)
+class _Kept:
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    weights: array[float] = field(default_factory=lambda: array("f"))
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    digests: array[int] = field(default_factory=lambda: array("Q"))
+    repeats: array[int] = field(default_factory=lambda: array("q"))
 
-    fate: Fate
-    row: EncodedRow | None = None
-    defect: Defect | None = None
 
+class ChunkEncoder:
+    """Reads and encodes rows under a data config; sent to another process, it loads nothing there."""
 
-class RowEncoder:
-    """Encodes conversations under a data config."""
-
-    def __init__(self, config: DataConfig, model_dir: Path):
+    def __init__(self, config: DataConfig, encoder: ConversationEncoder):
         self.config = config
-        self.template = ChatTemplate(model_dir, Policy(config.train_on, config.call_weight, config.parallel_calls))
+        self.encoder = encoder
+        self._readers = [RowReader(source.format) for source in config.sources]
 
-    def encode(self, conversation: Conversation, weight: float) -> Outcome:
-        """The row's tokens or what kept it out; ``weight`` is its source's."""
-        digest = conversation.digest()
-        repeats = count_repeats(digest, weight)
-        if not repeats:
-            return Outcome("thinned")
-        fate: Fate = "kept"
-        try:
-            encoded = self.template.encode(conversation)
-            if len(encoded.tokens) > self.config.seq_len:
-                if self.config.overlong == "fail":
-                    raise DataError(
-                        f"{len(encoded.tokens):,} tokens, over data.seq_len={self.config.seq_len}; raise it, or set "
-                        "data.overlong to drop or cut"
-                    )
-                shorter = self._cut(conversation) if self.config.overlong == "cut" else None
-                if shorter is None:
-                    return Outcome("overlong")
-                encoded, fate = shorter, "cut"
-        except DataError as error:
-            file, _, line = conversation.source.rpartition(":")
-            number = int(line) if line.isdigit() else 0
-            return Outcome("defect", defect=Defect(file, number, "messages", "not_renderable", str(error)))
-        if not encoded.num_supervised:
-            return Outcome("unsupervised")
-        tokens = np.asarray(encoded.tokens, dtype=np.int32)
-        return Outcome(fate, EncodedRow(digest, tokens, np.asarray(encoded.weights, dtype=np.float32), repeats))
+    def __reduce__(self) -> tuple[type[ChunkEncoder], tuple[DataConfig, ConversationEncoder]]:
+        return ChunkEncoder, (self.config, self.encoder)  # a reader is of one process
+
+    def encode(self, chunk: Chunk) -> EncodedChunk:
+        """The rows' tokens, and what kept rows out."""
+        reader, source_weight = self._readers[chunk.source], self.config.sources[chunk.source].weight
+        kept, counts, defects = _Kept(), Counts(rows=len(chunk.rows)), []
+        for row in chunk.rows:
+            parsed = reader.read(row)
+            if isinstance(parsed, Defect):
+                defects.append(parsed)
+                continue
+            digest = parsed.conversation.digest()
+            repeats = count_repeats(digest, source_weight)
+            if not repeats:
+                continue
+            try:
+                encoded = self._encode_within(parsed.conversation, counts)
+            except DataError as error:
+                defects.append(Defect(row.file, row.line, "messages", "not_renderable", str(error)))
+                continue
+            if encoded is None:
+                continue
+            if not any(encoded.weights):
+                counts.unsupervised += 1
+                continue
+            kept.tokens.extend(encoded.tokens)
+            kept.weights.extend(encoded.weights)
+            kept.lengths.append(len(encoded.tokens))
+            kept.digests.append(int(digest, 16))
+            kept.repeats.append(repeats)
+        weights = np.frombuffer(kept.weights, np.float32)
+        counts.conversations, counts.tokens = len(kept.lengths), len(weights)
+        counts.supervised, counts.invalid = int(np.count_nonzero(weights)), len(defects)
+        return EncodedChunk(
+            np.frombuffer(kept.tokens, np.int32),
+            weights,
+            np.frombuffer(kept.lengths, np.int64),
+            np.frombuffer(kept.digests, np.uint64),
+            np.frombuffer(kept.repeats, np.int64),
+            counts,
+            defects,
+        )
+
+    def _encode_within(self, conversation: Conversation, counts: Counts) -> Encoded | None:
+        """The conversation within seq_len tokens; None where it is dropped."""
+        encoded = self.encoder.encode(conversation)
+        if len(encoded.tokens) <= self.config.seq_len:
+            return encoded
+        if self.config.overlong == "fail":
+            raise DataError(
+                f"{len(encoded.tokens):,} tokens, over data.seq_len={self.config.seq_len}; raise it, or set "
+                "data.overlong to drop or cut"
+            )
+        shorter = self._cut(conversation) if self.config.overlong == "cut" else None
+        counts.cut += shorter is not None
+        counts.overlong += shorter is None
+        return shorter
 
     def _cut(self, conversation: Conversation) -> Encoded | None:
         """The longest beginning that fits and ends with an assistant's turn; None where none does."""
         messages = conversation.messages
         ends = [i + 1 for i, message in enumerate(messages) if message.role == "assistant"]
         for end in reversed(ends[:-1]):
-            shorter = self.template.encode(Conversation(messages[:end], conversation.tools, conversation.source))
+            shorter = self.encoder.encode(Conversation(messages[:end], conversation.tools, conversation.source))
             if len(shorter.tokens) <= self.config.seq_len:
                 return shorter
         return None
@@ -121,91 +171,82 @@ def count_repeats(digest: str, weight: float) -> int:
     return whole + (int(digest[8:16], 16) < (weight - whole) * 2**32)
 
 
-def encode_rows(
-    config: DataConfig, model_dir: Path, counts: Counts, num_workers: int | None = None
-) -> Iterator[EncodedRow]:
-    """The kept rows of all sources in order; ``counts`` is kept up to date.
+def encode_sources(
+    config: DataConfig, model_dir: Path, counts: Counts, num_processes: int | None = None
+) -> Iterator[EncodedChunk]:
+    """The kept rows of all sources in order, some at a time; ``counts`` is kept up to date.
 
     Args:
         config: sources and policies.
         model_dir: tokenizer and template.
         counts: of the rows so far; changed in place.
-        num_workers: processes that encode; None is one a core, and one in all for a small set.
+        num_processes: how many encode, this one included; None is one a core up to 16, and one in all for a small
+            set.
 
     Raises:
         DataError: at the end, with all defects, where ``on_invalid`` is fail.
     """
+    chunks = _scan_chunks(config)
+    if num_processes is None:
+        first = list(itertools.islice(chunks, _MIN_PARALLEL))
+        cores = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
+        num_processes = cores if len(first) == _MIN_PARALLEL else 1
+        chunks = itertools.chain(first, chunks)
+    if num_processes > 1:  # it imports while we load and begin
+        forkserver.set_forkserver_preload(list(_PRELOADED))
+        forkserver.ensure_running()
+    template = ChatTemplate(model_dir, Policy(config.train_on, config.call_weight, config.parallel_calls))
+    encoder = ChunkEncoder(config, template.encoder)
     defects: list[Defect] = []
-    items = _read_items(config)
-    workers = len(os.sched_getaffinity(0)) if num_workers is None else num_workers
-    first = list(itertools.islice(items, _MIN_PARALLEL)) if num_workers is None else []
-    is_small = num_workers is None and len(first) < _MIN_PARALLEL
-    items = itertools.chain(first, items)
-    outcomes = (
-        _encode_here(items, config, model_dir)
-        if is_small or workers < 2
-        else _encode_apart(items, config, model_dir, workers)
-    )
-    for outcome in outcomes:
-        counts.rows += 1
-        if outcome.defect is not None:
-            defects.append(outcome.defect)
-        counts.cut += outcome.fate == "cut"
-        counts.overlong += outcome.fate == "overlong"
-        counts.unsupervised += outcome.fate == "unsupervised"
-        if outcome.row is not None:
-            counts.conversations += 1
-            counts.tokens += len(outcome.row.tokens)
-            counts.supervised += int(np.count_nonzero(outcome.row.weights))
-            yield outcome.row
-    counts.invalid = len(defects)
+    for part in map(encoder.encode, chunks) if num_processes < 2 else _share(encoder, chunks, num_processes - 1):
+        counts.add(part.counts)
+        defects += part.defects
+        yield part
     if defects and (config.on_invalid == "fail" or not counts.conversations):
         raise DataError(describe_defects(defects, counts.rows))
 
 
-Item = tuple[Conversation | Defect, float]
+def _scan_chunks(config: DataConfig) -> Iterator[Chunk]:
+    for place, source in enumerate(config.sources):
+        rows = itertools.islice(scan_source(source.path, source.format), config.max_samples)
+        while some := list(itertools.islice(rows, _CHUNK)):
+            yield Chunk(place, some)
 
 
-def _read_items(config: DataConfig) -> Iterator[Item]:
-    for source in config.sources:
-        for item in read_source(source.path, source.format, config.max_samples):
-            yield item, source.weight
-
-
-def _encode_here(items: Iterable[Item], config: DataConfig, model_dir: Path) -> Iterator[Outcome]:
-    encoder = RowEncoder(config, model_dir)
-    for item, weight in items:
-        yield Outcome("defect", defect=item) if isinstance(item, Defect) else encoder.encode(item, weight)
-
-
-def _encode_apart(items: Iterator[Item], config: DataConfig, model_dir: Path, workers: int) -> Iterator[Outcome]:
-    """As ``_encode_here``, by processes; the order is that of the items."""
-    RowEncoder(config, model_dir)  # a template that is refused is refused here, in one sentence
-    context = multiprocessing.get_context("forkserver")  # fork would copy the threads' locks of a process group
-    context.set_forkserver_preload(list(_PRELOADED))
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (config, model_dir))
-    pending: deque[Future[list[Outcome]]] = deque()
+def _share(encoder: ChunkEncoder, chunks: Iterator[Chunk], num_others: int) -> Iterator[EncodedChunk]:
+    """As ``map(encoder.encode, chunks)``, with other processes; this one encodes what they have no room for."""
+    # Not fork, which would copy the locks of a process group's threads.
+    pool = ProcessPoolExecutor(num_others, multiprocessing.get_context("forkserver"), _receive, (encoder,))
+    parts: deque[Future[EncodedChunk] | EncodedChunk] = deque()
     try:
-        while chunk := list(itertools.islice(items, _CHUNK)):
-            pending.append(pool.submit(_encode_chunk, chunk))
-            if len(pending) >= workers * _AHEAD:
-                yield from pending.popleft().result()
-        while pending:
-            yield from pending.popleft().result()
+        yield from map(encoder.encode, itertools.islice(chunks, _BEFORE_SHARING))
+        for chunk in chunks:
+            waiting = sum(isinstance(part, Future) and not part.done() for part in parts)
+            parts.append(pool.submit(_encode, chunk) if waiting < num_others * _AHEAD else encoder.encode(chunk))
+            while parts and (not isinstance(parts[0], Future) or parts[0].done()):
+                yield _get(parts.popleft())
+        while parts:
+            yield _get(parts.popleft())
+    except BrokenProcessPool:
+        raise DataError(
+            "a process that encodes rows was killed: most often the memory is full. Free some, or prepare the set "
+            "elsewhere with `fctune data prepare`."
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-_encoder: RowEncoder  # of a worker process
+def _get(part: Future[EncodedChunk] | EncodedChunk) -> EncodedChunk:
+    return part.result() if isinstance(part, Future) else part
 
 
-def _start_worker(config: DataConfig, model_dir: Path) -> None:
-    global _encoder
-    _encoder = RowEncoder(config, model_dir)
+_received: ChunkEncoder  # of another process
 
 
-def _encode_chunk(chunk: list[Item]) -> list[Outcome]:
-    return [
-        Outcome("defect", defect=item) if isinstance(item, Defect) else _encoder.encode(item, weight)
-        for item, weight in chunk
-    ]
+def _receive(encoder: ChunkEncoder) -> None:
+    global _received
+    _received = encoder
+
+
+def _encode(chunk: Chunk) -> EncodedChunk:
+    return _received.encode(chunk)

@@ -21,17 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fctune.config import DataConfig, RunConfig
-from fctune.data.encode import Counts, encode_rows
+from fctune.data.encode import Counts, encode_sources
 from fctune.data.pack import pack_best_fit
-from fctune.data.sources.fingerprint import fingerprint_source
+from fctune.data.sources.fingerprint import FileDigests, fingerprint_source
 from fctune.errors import DataError
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
 # Part of every fingerprint: raise it when the meaning of the files or the making of tokens changes.
-_VERSION = 1
+_VERSION = 2
 
+_MAX_WEIGHTS = 256  # as codes are bytes
 _ARRAYS: dict[str, Any] = {"tokens": np.int32, "codes": np.uint8, "offsets": np.int64, "digests": np.uint64}
 
 
@@ -81,19 +82,22 @@ class PreparedSet:
         return [int(i) for i in flat[offsets[pack] : offsets[pack + 1]]]
 
 
-def fingerprint_inputs(config: DataConfig, model_dir: Path) -> tuple[str, dict[str, Any]]:
+def fingerprint_inputs(
+    config: DataConfig, model_dir: Path, digests: FileDigests | None = None
+) -> tuple[str, dict[str, Any]]:
     """Name of the set that these inputs make, and the inputs by name (what a mismatch is explained with).
 
     Rows, tokenizer and template enter by content, so a file edited in place is another input.
     """
+    digests = digests or FileDigests()
     inputs: dict[str, Any] = {
         "version": _VERSION,
         "sources": [
-            {"path": s.path, "format": s.format, "weight": s.weight, "content": fingerprint_source(s.path)}
+            {"path": s.path, "format": s.format, "weight": s.weight, "content": fingerprint_source(s.path, digests)}
             for s in config.sources
         ],
         "tokenizer": {
-            name: hashlib.blake2b((model_dir / name).read_bytes(), digest_size=16).hexdigest()
+            name: digests.digest(model_dir / name)
             for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
             if (model_dir / name).is_file()
         },
@@ -121,7 +125,8 @@ def prepare(
     Raises:
         DataError: rows that cannot be used (with ``on_invalid: fail``), nothing left to train on, no room to write.
     """
-    name, inputs = fingerprint_inputs(config, model_dir)
+    digests = FileDigests(root / "file_digests.json")
+    name, inputs = fingerprint_inputs(config, model_dir, digests)
     path = root / name
     if not (path / "meta.json").is_file():
         partial = root / f".{name}.{os.getpid()}"
@@ -137,6 +142,7 @@ def prepare(
             ) from None
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+    digests.keep()
     return open_prepared(path)
 
 
@@ -200,9 +206,10 @@ def describe_counts(prepared: PreparedSet) -> list[str]:
     return lines
 
 
-def is_validation(digest: str, share: float) -> bool:
-    """Whether a conversation is in the validation split: by its hash, so that equal rows never fall on both sides."""
-    return int(digest[:8], 16) < share * 2**32
+def is_validation(digests: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
+    """Which conversations are in the validation split: by their hash, so that equal rows never fall on both sides."""
+    is_held_out: NDArray[np.bool_] = digests >> np.uint64(32) < share * 2**32
+    return is_held_out
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
@@ -218,33 +225,33 @@ def _write(
 ) -> None:
     counts = Counts()
     weights = np.zeros(1, dtype=np.float32)  # the distinct loss weights; the first is 0.0
-    offsets, digests = array("q", [0]), array("Q")
+    lengths, digests = array("q"), array("Q")
     members: dict[Split, array[int]] = {"train": array("q"), "validation": array("q")}
     with open(path / "tokens.bin", "wb") as tokens_file, open(path / "codes.bin", "wb") as codes_file:
-        for row in encode_rows(config, model_dir, counts):
-            row.tokens.tofile(tokens_file)
-            weights = np.concatenate([weights, np.setdiff1d(row.weights, weights)])
-            order = np.argsort(weights)
-            order[np.searchsorted(weights, row.weights, sorter=order)].astype(np.uint8).tofile(codes_file)
-            split: Split = "validation" if is_validation(row.digest, config.validation_share) else "train"
-            members[split].extend([len(digests)] * (row.repeats if split == "train" else 1))
-            offsets.append(offsets[-1] + len(row.tokens))
-            digests.append(int(row.digest, 16))
-            if on_progress is not None and counts.rows % 500 == 0:
+        for part in encode_sources(config, model_dir, counts):
+            part.tokens.tofile(tokens_file)
+            weights, codes = _code(part.weights, weights)
+            codes.tofile(codes_file)
+            numbers = np.arange(len(lengths), len(lengths) + len(part.lengths))
+            is_held_out = is_validation(part.digests, config.validation_share)
+            members["train"].frombytes(np.repeat(numbers, part.repeats * ~is_held_out).tobytes())
+            members["validation"].frombytes(numbers[is_held_out].tobytes())
+            lengths.frombytes(part.lengths.tobytes())
+            digests.frombytes(part.digests.tobytes())
+            if on_progress is not None:
                 on_progress(counts)
         for file in (tokens_file, codes_file):
             file.flush()
             os.fsync(file.fileno())
     if not members["train"]:
         raise DataError(_explain_nothing_left(counts, config))
-    sizes = {"tokens": offsets[-1], "codes": offsets[-1]}
     arrays: dict[str, NDArray[Any]] = {
-        "offsets": np.asarray(offsets, dtype=np.int64),
+        "offsets": np.cumsum([0, *lengths], dtype=np.int64),
         "digests": np.asarray(digests, dtype=np.uint64),
     }
-    lengths = np.diff(arrays["offsets"])
+    sizes = dict.fromkeys(("tokens", "codes"), int(arrays["offsets"][-1]))
     for split, indices in members.items():
-        flat, ends = _lay_out_packs(np.asarray(indices, dtype=np.int64), lengths, config)
+        flat, ends = _lay_out_packs(np.asarray(indices, dtype=np.int64), np.asarray(lengths), config)
         arrays[f"{split}_packs"], arrays[f"{split}_ends"] = flat, ends
     for array_name, values in arrays.items():
         values.tofile(path / f"{array_name}.bin")
@@ -257,6 +264,18 @@ def _write(
         "sizes": sizes,
     }
     (path / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+
+
+def _code(values: NDArray[np.float32], known: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+    """The known weights with those of ``values`` that are new after them, and each value's place among them."""
+    known = np.concatenate([known, np.setdiff1d(values, known)])
+    if len(known) > _MAX_WEIGHTS:
+        raise DataError(
+            f"over {_MAX_WEIGHTS} different loss weights (message weights times data.call_weight). "
+            "Round the weights in the rows, to 0.01 or so."
+        )
+    order = np.argsort(known)
+    return known, order[np.searchsorted(known, values, sorter=order)].astype(np.uint8)
 
 
 def _lay_out_packs(

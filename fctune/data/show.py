@@ -9,8 +9,9 @@ from typing import Literal
 from rich.text import Text
 
 from fctune.data.conversation import Conversation
+from fctune.data.masks import Policy, TrainOn
 from fctune.data.sources import Defect, read_source
-from fctune.data.template import ChatTemplate, Policy, TrainOn
+from fctune.data.template import ChatTemplate
 from fctune.errors import DataError
 
 

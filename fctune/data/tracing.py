@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -48,10 +50,13 @@ class TracedTemplate:
     """
 
     def __init__(self, source: str, variables: dict[str, Any]):
-        self._variables = variables
+        self._source, self._variables = source, variables
         self._nonce = secrets.token_hex(8)
         self._marker = re.compile(rf"\[{self._nonce}:(\d+):(\d*)\]")
         self._template = self._instrument(source)
+
+    def __reduce__(self) -> tuple[type[TracedTemplate], tuple[str, dict[str, Any]]]:
+        return TracedTemplate, (self._source, self._variables)  # compiled templates do not pickle
 
     def render(
         self, conversation: Conversation, add_generation_prompt: bool = False, **variables: Any
@@ -73,7 +78,7 @@ class TracedTemplate:
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **{**self._variables, **variables},
+                **{**self._variables, **variables, _OPENED: set()},
             )
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template refuses it: {error}") from None
@@ -86,7 +91,10 @@ class TracedTemplate:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         try:
-            environment: jinja2.Environment = _compile_jinja_template(source).environment
+            # A copy: transformers keeps its environment for its own renderings.
+            environment: jinja2.Environment = _compile_jinja_template(source).environment.overlay()
+            environment.getattr = partial(_get_attribute, environment, environment.getattr)  # type: ignore[method-assign]
+            environment.filters = environment.filters | {"fctune_turn": self._mark_turn, "fctune_end": self._mark_end}
             tree = environment.parse(source)
         except jinja2.TemplateError as error:
             raise DataError(f"its chat template is not valid Jinja ({error}).") from None
@@ -95,18 +103,27 @@ class TracedTemplate:
             (body, n) for body in bodies for n in body if isinstance(n, nodes.For) and isinstance(n.target, nodes.Name)
         ]
         for number, (body, loop) in enumerate(loops):
-            # A flag per loop: loops over anything but messages must print nothing, as macros trim and compare text.
-            name, flag = loop.target.name, f"fctune_loop_{number}"  # type: ignore[attr-defined]
-            before = f"{{% set {flag} = namespace(opened=false) %}}"
-            head = (
-                f"{{% if {name}.place is defined %}}{{% set {flag}.opened = true %}}"
-                f"{{{{ '[{self._nonce}:{number}:' ~ {name}.place ~ ']' }}}}{{% endif %}}"
-            )
-            after = f"{{% if {flag}.opened %}}[{self._nonce}:{number}:]{{% endif %}}"
-            loop.body[:0] = environment.parse(head).body
+            name = loop.target.name  # type: ignore[attr-defined]
+            loop.body[:0] = environment.parse(f"{{{{ {name} | fctune_turn({number}) }}}}").body
             place = next(i for i, statement in enumerate(body) if statement is loop)
-            body[place : place + 1] = [*environment.parse(before).body, loop, *environment.parse(after).body]
+            body[place + 1 : place + 1] = environment.parse(f"{{{{ {number} | fctune_end }}}}").body
         return environment.from_string(tree)
+
+    @jinja2.pass_context
+    def _mark_turn(self, context: jinja2.runtime.Context, item: Any, loop: int) -> str:
+        """What a loop prints as it turns to an item: nothing if that is no message, as macros trim and compare text."""
+        if type(item) is not _Tagged:
+            return ""
+        context.parent[_OPENED].add(loop)
+        return f"[{self._nonce}:{loop}:{item.place}]"
+
+    @jinja2.pass_context
+    def _mark_end(self, context: jinja2.runtime.Context, loop: int) -> str:
+        opened = context.parent[_OPENED]
+        if loop not in opened:
+            return ""
+        opened.remove(loop)
+        return f"[{self._nonce}:{loop}:]"
 
     def _take_markers(self, marked: str) -> tuple[str, list[Span]]:
         parts = self._marker.split(marked)
@@ -129,6 +146,17 @@ class TracedTemplate:
             if place:
                 stack.append((number, int(place), length))
         return plain, sorted(spans, key=lambda span: (span.start, -span.stop))
+
+
+_OPENED = "fctune_opened"  # the variable of a rendering that holds the loops which are at a message
+_NOT_KEYS = frozenset({*dir(dict), "place"})
+
+
+def _get_attribute(environment: jinja2.Environment, fall_back: Callable[[Any, str], Any], value: Any, name: str) -> Any:
+    """``value.name`` in a template; most are keys of a message or tool, for which the sandbox has no question."""
+    if type(value) in (dict, _Tagged) and name not in _NOT_KEYS:
+        return value[name] if name in value else environment.undefined(obj=value, name=name)
+    return fall_back(value, name)
 
 
 def _bodies(node: nodes.Node) -> list[list[nodes.Node]]:

@@ -31,12 +31,17 @@ from fctune.training.schedule import build_scheduler
 
 logger = logging.getLogger("fctune")
 
+_PROGRESS_ROWS = 5_000
+
 
 def prepare_data(config: RunConfig, model_dir: Path, world: World) -> PreparedSet:
     """The prepared set, written by rank 0 where it is not there yet and mapped by every rank."""
+    shown = 0
 
     def show(counts: Counts) -> None:
-        if counts.rows % 5000 == 0:
+        nonlocal shown
+        if counts.rows - shown >= _PROGRESS_ROWS:
+            shown = counts.rows
             logger.info("preparing data: %s rows read", f"{counts.rows:,}")
 
     path = distributed.on_main(lambda: prepare(config.data, model_dir, prepared_root(config), show).path)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fctune.config import DataConfig, SourceConfig
-from fctune.data.encode import Counts, encode_rows
+from fctune.data.encode import Counts, encode_sources
 from fctune.data.loader import IGNORE, GlobalLoader
 from fctune.data.pack import pack_best_fit
 from fctune.data.prepared import PreparedSet, fingerprint_inputs, is_validation, open_prepared, prepare
@@ -139,7 +139,7 @@ def test_a_second_start_opens_the_same_set(tiny_base: Path, tmp_path: Path) -> N
     stamp = (first.path / "tokens.bin").stat().st_mtime_ns
     assert prepare(data_config(), tiny_base, tmp_path).path == first.path
     assert (first.path / "tokens.bin").stat().st_mtime_ns == stamp
-    assert [p.name for p in tmp_path.iterdir()] == [first.path.name]
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == [first.path.name]
 
 
 def test_any_input_changes_the_fingerprint(tiny_base: Path, make_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -171,10 +171,10 @@ def test_any_input_changes_the_fingerprint(tiny_base: Path, make_model: Callable
 
 
 def test_the_validation_split_holds_when_rows_are_added() -> None:
-    digests = [f"{i * 2654435761 % 2**32:08x}00000000" for i in range(10_000)]
-    share = sum(is_validation(d, 0.1) for d in digests) / len(digests)
-    assert abs(share - 0.1) < 0.01
-    assert not any(is_validation(d, 0.0) for d in digests)
+    digests = np.array([(i * 2654435761 % 2**32) << 32 for i in range(10_000)], dtype=np.uint64)
+    assert abs(is_validation(digests, 0.1).mean() - 0.1) < 0.01
+    assert not is_validation(digests, 0.0).any()
+    assert is_validation(digests, 1.0).all()
 
 
 def test_no_conversation_is_on_both_sides(prepared: PreparedSet) -> None:
@@ -263,13 +263,14 @@ def test_several_processes_write_the_set_that_one_writes(
     made = []
     for workers in (1, 2):
         counts = Counts()
-        kept = list(encode_rows(config, tiny_base, counts, num_workers=workers))
-        made.append((counts, [(r.digest, r.tokens.tolist(), r.weights.tolist(), r.repeats) for r in kept]))
+        parts = list(encode_sources(config, tiny_base, counts, num_processes=workers))
+        names = ("tokens", "weights", "lengths", "digests", "repeats")
+        made.append((counts, [np.concatenate([getattr(part, name) for part in parts]).tolist() for name in names]))
     assert made[0] == made[1]
     assert made[0][0].rows == 701
     assert made[0][0].invalid == 1
     with pytest.raises(DataError, match=r"rows\.jsonl:301"):
-        list(encode_rows(data_config(path, overlong="drop"), tiny_base, Counts(), num_workers=2))
+        list(encode_sources(data_config(path, overlong="drop"), tiny_base, Counts(), num_processes=2))
 
 
 @given(step=st.integers(0, 200), batch=st.integers(1, 40))

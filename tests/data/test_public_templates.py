@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from fctune.data.template import ChatTemplate, Policy
+from fctune.data.masks import Policy
+from fctune.data.template import ChatTemplate
 from fctune.errors import DataError
 
 _spec = importlib.util.find_spec("trl")
@@ -154,7 +155,7 @@ def check_mask(template: ChatTemplate, conversation: Conversation, tokens: list[
     ends = [i for i, w in enumerate(weights) if w > 0 and (i + 1 == len(weights) or weights[i + 1] == 0)]
     num_answers = sum(m.role == "assistant" for m in conversation.messages)
     assert len(ends) <= num_answers or "gptoss" in str(template.model_dir)
-    assert all(tokens[end] in template._special_ids for end in ends)
+    assert all(tokens[end] in template.encoder.special_ids for end in ends)
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "qwen2_5"])

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.data.masks import Policy, split_parallel_calls
 from fctune.data.sources import Defect, read_source
 from fctune.data.synthetic import iter_conversations
-from fctune.data.template import ChatTemplate, Policy, split_parallel_calls
+from fctune.data.template import ChatTemplate
 from fctune.errors import ConfigError, DataError
 from tests.conftest import REAL_DATA
 

@@ -2,7 +2,15 @@
 
 from fctune.data.sources.build import NOTE_KINDS, ParsedRow, RowWarning
 from fctune.data.sources.defects import DEFECT_KINDS, Defect
-from fctune.data.sources.reader import describe_defects, parse_source, read_conversations, read_source
+from fctune.data.sources.reader import (
+    RowReader,
+    UnreadRow,
+    describe_defects,
+    parse_source,
+    read_conversations,
+    read_source,
+    scan_source,
+)
 from fctune.data.sources.shapes import READERS
 
 __all__ = [
@@ -11,9 +19,12 @@ __all__ = [
     "READERS",
     "Defect",
     "ParsedRow",
+    "RowReader",
     "RowWarning",
+    "UnreadRow",
     "describe_defects",
     "parse_source",
     "read_conversations",
     "read_source",
+    "scan_source",
 ]

@@ -2,13 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import os
+import time
 from pathlib import Path
+from typing import Any
 
 from fctune.data.sources.reader import list_files
 
+# A file changed so short a time ago could change again without its times telling; file systems round them.
+_SETTLED_NS = 3 * 10**9
 
-def fingerprint_source(path: str) -> str:
+
+class FileDigests:
+    """Digests of files' content, kept in a file beside the prepared sets so that a second start reads nothing.
+
+    A kept digest holds as long as the file's size, times and inode do; its change time moves with every write and
+    cannot be set back.
+    """
+
+    def __init__(self, kept_in: Path | None = None):
+        self._path = kept_in
+        self._kept: dict[str, list[Any]] = {}
+        self._is_changed = False
+        if kept_in is not None:
+            with contextlib.suppress(OSError, ValueError, TypeError):  # it saves time, no more
+                self._kept = dict(json.loads(kept_in.read_text(encoding="utf-8")))
+
+    def digest(self, path: str | Path) -> str:
+        """Digest of a file's content, 32 hex digits."""
+        place, facts = os.path.abspath(path), _stat(path)
+        kept = self._kept.get(place)
+        if kept is not None and kept[:-1] == facts:
+            return str(kept[-1])
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        if facts == _stat(path) and time.time_ns() - max(facts[1:3]) > _SETTLED_NS:
+            self._kept[place] = [*facts, digest]
+            self._is_changed = True
+        return digest
+
+    def keep(self) -> None:
+        """Write what is new, where there is a place for it."""
+        if self._path is None or not self._is_changed:
+            return
+        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):
+            partial.write_text(json.dumps(self._kept), encoding="utf-8")
+            partial.replace(self._path)
+
+
+def fingerprint_source(path: str, digests: FileDigests) -> str:
     """Digest of the content of a source's files; of the generator's code for ``synthetic:``; the name for ``hf:``.
 
     A dataset of the hub is told apart by its name and revision alone, so name a revision (``hf:NAME@REVISION``) where
@@ -16,16 +62,17 @@ def fingerprint_source(path: str) -> str:
     """
     if path.startswith("hf:"):
         return path
-    digest = hashlib.blake2b(digest_size=16)
     if path.startswith("synthetic:"):
         import fctune.data.synthetic
 
         files = sorted(str(p) for p in Path(fctune.data.synthetic.__file__).parent.glob("*.py"))
     else:
         files = list_files(path)
-    for file in files:
-        digest.update(Path(file).name.encode())
-        with open(file, "rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
+    names_and_contents = [[Path(file).name, digests.digest(file)] for file in files]
+    return hashlib.blake2b(json.dumps(names_and_contents).encode(), digest_size=16).hexdigest()
+
+
+def _stat(path: str | Path) -> list[int]:
+    """Size, times of content and of change in ns, inode and device."""
+    of = os.stat(path)
+    return [of.st_size, of.st_mtime_ns, of.st_ctime_ns, of.st_ino, of.st_dev]

@@ -86,9 +86,14 @@ def _refuse_constant(text: str) -> float:
 
 def check_depth(value: Any, pointer: str, limit: int = MAX_DEPTH) -> None:
     """Refuses a value nested deeper than ``limit``, since it breaks templates and validators later."""
-    if limit < 0:
-        raise RowError(pointer, "too_deep", f"nested deeper than {MAX_DEPTH} levels")
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for child in children:
-        if isinstance(child, (dict, list)):
-            check_depth(child, pointer, limit - 1)
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return
+    raise RowError(pointer, "too_deep", f"nested deeper than {MAX_DEPTH} levels")

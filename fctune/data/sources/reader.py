@@ -7,12 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from fctune.data.conversation import Conversation
 from fctune.data.sources.build import ParsedRow, ReadContext
 from fctune.data.sources.defects import Defect, RowError
-from fctune.data.sources.files import MAX_ROW_BYTES, RawRow, open_rows
+from fctune.data.sources.files import MAX_ROW_BYTES, open_rows
 from fctune.data.sources.shapes import READERS, describe_shapes, detect_format, read_row
 from fctune.errors import DataError
 
@@ -41,15 +41,59 @@ def read_source(path: str, format: str = "auto", max_samples: int | None = None)
 
 def parse_source(path: str, format: str = "auto") -> Iterator[ParsedRow | Defect]:
     """As ``read_source``, with where each message stood and what was read in another way than as it stood."""
+    reader = RowReader(format)
+    for row in scan_source(path, format):
+        yield reader.read(row)
+
+
+class UnreadRow(NamedTuple):
+    """A row as its source holds it, and its place there.
+
+    ``value`` is the row's bytes in a file, its value in a table, the conversation where it was made and not read, or
+    the defect that is all there is of it.
+    """
+
+    file: str
+    line: int
+    value: Any
+
+
+def scan_source(path: str, format: str = "auto") -> Iterator[UnreadRow]:
+    """The rows of a source, in order, as cheaply as they can be told apart: ``RowReader`` reads them, where it will.
+
+    Raises:
+        DataError: As ``read_source``.
+    """
     if format != "auto" and format not in READERS:
         raise DataError(f"{path}: format={format}: no such row shape. Expected auto, {', '.join(READERS)}.")
-    rows = _iter_synthetic(path) if path.startswith("synthetic:") else _iter_parsed(path, format)
+    rows = _scan_synthetic(path) if path.startswith("synthetic:") else _scan_files(path, format)
     is_empty = True
     for row in rows:
         is_empty = False
         yield row
     if is_empty:
         raise DataError(f"{path}: no rows. Expected at least one.")
+
+
+class RowReader:
+    """Reads the rows of one source, all of them or any part."""
+
+    def __init__(self, format: str = "auto"):
+        self.format = format
+        self._context = ReadContext()
+
+    def read(self, row: UnreadRow) -> ParsedRow | Defect:
+        """The conversation of a row, or the defect that keeps it out."""
+        file, line, value = row
+        if isinstance(value, Defect):
+            return value
+        if isinstance(value, Conversation):
+            pointers = [f"messages[{i}]" for i in range(len(value.messages))]
+            return ParsedRow(value, pointers, "tools", ".function", format="synthetic")
+        try:
+            return read_row(_decode(value, self._context), self.format, self._context, f"{file}:{line}")
+        except RowError as error:
+            return Defect(file, line, error.pointer, error.kind, error.reason)
 
 
 def read_conversations(paths: Iterable[str], on_invalid: str = "fail", format: str = "auto") -> list[Conversation]:
@@ -105,40 +149,43 @@ def list_files(path: str) -> list[str]:
     return [path]
 
 
-def _iter_parsed(path: str, format: str) -> Iterator[ParsedRow | Defect]:
+def _scan_files(path: str, format: str) -> Iterator[UnreadRow]:
     context = ReadContext()
     for file in [path] if path.startswith("hf:") else list_files(path):
         is_known = format != "auto"
-        for line, value in _iter_values(file, context):
+        for line, value in _scan_file(file, context):
+            if not is_known:
+                is_known = _is_of_known_shape(file, line, value, context)
             if isinstance(value, RowError):
-                yield Defect(file, line, value.pointer, value.kind, value.reason)
-                continue
-            if not is_known and isinstance(value, dict):
-                if detect_format(value) is None:
-                    shapes = describe_shapes(value)
-                    raise DataError(f"{file}:{line}: rows of unknown shape. {shapes}. Convert them to one of these.")
-                is_known = True
-            try:
-                yield read_row(value, format, context, f"{file}:{line}")
-            except RowError as error:
-                yield Defect(file, line, error.pointer, error.kind, error.reason)
+                value = Defect(file, line, value.pointer, value.kind, value.reason)
+            yield UnreadRow(file, line, value)
 
 
-def _iter_values(file: str, context: ReadContext) -> Iterator[tuple[int, Any]]:
+def _scan_file(file: str, context: ReadContext) -> Iterator[tuple[int, Any]]:
     """Line and value of each row; the value is a ``RowError`` where the row holds none."""
     if file.startswith("hf:") or _is_parquet(file):
         from fctune.data.sources.arrow import iter_hub, iter_parquet
 
-        context.has_escaped_surrogate = True  # maybe, in JSON inside a string; there are no bytes to look at
         yield from (iter_hub if file.startswith("hf:") else iter_parquet)(file, context.json)
         return
     for raw in open_rows(file):
-        try:
-            value = _decode(raw, context)
-        except RowError as error:
-            yield raw.line, error
+        if raw.data is None:
+            yield raw.line, RowError("", "row_too_large", f"the row has more than {MAX_ROW_BYTES // 2**20} MiB")
         else:
-            yield raw.line, value
+            yield raw.line, raw.data
+
+
+def _is_of_known_shape(file: str, line: int, value: Any, context: ReadContext) -> bool:
+    """Whether the first object of a file has a shape that is known; False where the row holds no object."""
+    try:
+        row = value if isinstance(value, RowError) else _decode(value, context)
+    except RowError:
+        return False
+    if not isinstance(row, dict):
+        return False
+    if detect_format(row) is None:
+        raise DataError(f"{file}:{line}: rows of unknown shape. {describe_shapes(row)}. Convert them to one of these.")
+    return True
 
 
 def _is_parquet(file: str) -> bool:
@@ -146,21 +193,23 @@ def _is_parquet(file: str) -> bool:
         return stream.read(4) == b"PAR1"
 
 
-def _decode(raw: RawRow, context: ReadContext) -> Any:
-    if raw.data is None:
-        raise RowError("", "row_too_large", f"the row has more than {MAX_ROW_BYTES // 2**20} MiB")
+def _decode(value: Any, context: ReadContext) -> Any:
+    """The JSON value of a row: of its bytes, or what a table held."""
+    if not isinstance(value, bytes):
+        context.has_escaped_surrogate = True  # maybe, in JSON inside a string; there are no bytes to look at
+        return value
     try:
-        text = raw.data.decode("utf-8")
+        text = value.decode("utf-8")
     except UnicodeDecodeError as error:
-        byte = raw.data[error.start]
+        byte = value[error.start]
         raise RowError(
             "", "invalid_utf8", f"not UTF-8 (byte 0x{byte:02x} at offset {error.start} of the row)"
         ) from None
-    context.has_escaped_surrogate = _SURROGATE.search(raw.data) is not None
+    context.has_escaped_surrogate = _SURROGATE.search(value) is not None
     return context.json.decode(text)
 
 
-def _iter_synthetic(path: str) -> Iterator[ParsedRow]:
+def _scan_synthetic(path: str) -> Iterator[UnreadRow]:
     from fctune.data.synthetic import iter_conversations
 
     split, *numbers = path.split(":")[1:]
@@ -170,6 +219,4 @@ def _iter_synthetic(path: str) -> Iterator[ParsedRow]:
     seed = int(numbers[1]) if len(numbers) == 2 else 0
     named = cast(Literal["pretrain", "train", "shuffled"], split)
     for i, conversation in enumerate(iter_conversations(named, int(numbers[0]), seed), start=1):
-        conversation = Conversation(conversation.messages, conversation.tools, f"{path}:{i}")
-        pointers = [f"messages[{j}]" for j in range(len(conversation.messages))]
-        yield ParsedRow(conversation, pointers, "tools", ".function", format="synthetic")
+        yield UnreadRow(path, i, Conversation(conversation.messages, conversation.tools, f"{path}:{i}"))
