@@ -229,9 +229,9 @@ def _write(
     members: dict[Split, array[int]] = {"train": array("q"), "validation": array("q")}
     with open(path / "tokens.bin", "wb") as tokens_file, open(path / "codes.bin", "wb") as codes_file:
         for part in encode_sources(config, model_dir, counts):
-            part.tokens.tofile(tokens_file)
+            tokens_file.write(part.tokens.data)  # numpy's tofile does not say why it fails
             weights, codes = _code(part.weights, weights)
-            codes.tofile(codes_file)
+            codes_file.write(codes.data)
             numbers = np.arange(len(lengths), len(lengths) + len(part.lengths))
             is_held_out = is_validation(part.digests, config.validation_share)
             members["train"].frombytes(np.repeat(numbers, part.repeats * ~is_held_out).tobytes())
@@ -254,7 +254,7 @@ def _write(
         flat, ends = _lay_out_packs(np.asarray(indices, dtype=np.int64), np.asarray(lengths), config)
         arrays[f"{split}_packs"], arrays[f"{split}_ends"] = flat, ends
     for array_name, values in arrays.items():
-        values.tofile(path / f"{array_name}.bin")
+        (path / f"{array_name}.bin").write_bytes(values.data)
         sizes[array_name] = len(values)
     meta = {
         "fingerprint": name,
