@@ -7,7 +7,8 @@
 MODEL is a Hugging Face directory, a run's output directory, an adapter's, hf:NAME, or the address of a server that
 speaks OpenAI's chat completions (its key in FCTUNE_API_KEY). Answers are read in the wire format of the model's chat
 template, strictly and as serving engines read, and compared with the expected calls: names and typed arguments,
-order-free. Nothing that a model wrote is ever run.
+order-free. BFCL's multi-turn cases are played: the calls are made on the benchmark's simulated classes, by name from an
+allow-list, until the model calls no more. Nothing that a model wrote is ever run.
 
 Every case is written to --out as it finishes; the same command again goes on where it was stopped.
 """
@@ -30,11 +31,11 @@ from rich.progress import Progress
 from eval.tables import make_console, make_score_table
 from fctune.calls.formats import FORMATS, CallFormat, detect_format, get_format
 from fctune.errors import CheckpointError, ConfigError, DataError
+from fctune.evaluation.dialogue import summarise_run
 from fctune.evaluation.proposals import write_proposals
 from fctune.evaluation.results import ResultsFile, Row
 from fctune.evaluation.run import describe_run, run_suite
 from fctune.evaluation.suites import Suite, benchmark_of, load_suite
-from fctune.evaluation.summary import summarise
 from fctune.generation.endpoint import EndpointEngine
 from fctune.generation.engine import Engine, Sampling
 from fctune.generation.http_client import Patience
@@ -133,7 +134,7 @@ def _read_config(path: str, parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _run(arguments: argparse.Namespace, world: World | None) -> int:
-    suite = open_suite(arguments)
+    suite = open_suite(arguments, has_multi_turn=True)
     if arguments.propose is not None and (name := benchmark_of(suite)) is not None:
         raise ConfigError(
             f"--propose: {suite.name} is a benchmark ({name}). Rows made from its failures would be trained on, and it "
@@ -142,7 +143,7 @@ def _run(arguments: argparse.Namespace, world: World | None) -> int:
     rows, settings, results = ask(arguments, suite, world)
     if rows is None:
         return 0
-    summary = {"model": arguments.model, "adapter": arguments.adapter, **summarise(suite, rows, settings)}
+    summary = {"model": arguments.model, "adapter": arguments.adapter, **summarise_run(suite, rows, settings)}
     results.write_summary(summary)
     console = make_console()
     console.print(make_score_table(arguments.model, summary))
@@ -162,13 +163,15 @@ def ask(
     console = make_console()
     show = console.is_terminal and place[0] == 0
     with Progress(console=console, transient=True) if show else nullcontext() as progress:
-        task = progress.add_task(f"{len(suite.cases):,} cases") if progress else None
+        task = progress.add_task(f"{len(suite.all_cases):,} cases") if progress else None
         rows = run_suite(
             suite,
             engine,
             call_format,
             results,
             max_new_tokens=arguments.max_new_tokens,
+            # So that a server has others to answer while a step waits for its slowest.
+            num_at_once=4 * arguments.concurrency if _is_server(arguments) else arguments.batch_size,
             is_fresh=arguments.fresh,
             world=world,
             on_row=lambda row, done, total: progress.update(task, completed=done, total=total) if progress else None,
@@ -180,7 +183,7 @@ def _is_server(arguments: argparse.Namespace) -> bool:
     return bool(arguments.model.startswith(("http://", "https://")))
 
 
-def open_suite(arguments: argparse.Namespace) -> Suite:
+def open_suite(arguments: argparse.Namespace, has_multi_turn: bool = False) -> Suite:
     """The suite that is named, by its name among those beside this file or by its path."""
     built_in = {path.stem: path for path in SUITES.glob("*.yaml")}
     path = built_in.get(arguments.suite, Path(arguments.suite))
@@ -194,6 +197,7 @@ def open_suite(arguments: argparse.Namespace) -> Suite:
         categories=arguments.categories,
         bfcl_data=arguments.bfcl_data,
         has_plain_names=_is_server(arguments) and arguments.format is None,
+        has_multi_turn=has_multi_turn,
     ).select(limit=arguments.limit)
     if arguments.min_accuracy is not None and suite.benchmark is not None:
         raise ConfigError(f"--min-accuracy: {suite.benchmark} has no accuracy over all its categories.")

@@ -50,7 +50,7 @@ class BfclCase:
     ``turns`` holds the messages of each turn in OpenAI shape; single-turn cases have one. ``answers`` are the expected
     calls with their alternatives, in multi-turn cases per turn a list of calls as Python writes them; relevance and
     irrelevance have none. ``classes`` and ``initial_config`` say which simulated classes a multi-turn case is played
-    on, and from what state.
+    on, and from what state; ``held_out`` which of its functions come only in a later turn, by the turn's place.
     """
 
     id: str
@@ -60,6 +60,7 @@ class BfclCase:
     answers: tuple[Any, ...] = ()
     classes: tuple[str, ...] = ()
     initial_config: dict[str, Any] = field(default_factory=dict)
+    held_out: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def tools(self) -> tuple[Tool, ...]:
@@ -119,8 +120,8 @@ def _case(
     question: dict[str, Any], answers: list[Any], category: str, functions: dict[str, list[dict[str, Any]]]
 ) -> BfclCase:
     classes = tuple(question["involved_classes"]) if category in MULTI_TURN else ()
-    excluded = question.get("excluded_function", ())
-    offered = [function for name in classes for function in functions[name] if function["name"] not in excluded]
+    # The wheel offers what the data names as ``excluded_function``, too: it never reads that key.
+    offered = [function for name in classes for function in functions[name]]
     return BfclCase(
         id=question["id"],
         category=category,
@@ -129,6 +130,7 @@ def _case(
         answers=tuple(answers),
         classes=classes,
         initial_config=question["initial_config"] if classes else {},
+        held_out={int(place): tuple(names) for place, names in question.get("missed_function", {}).items()},
     )
 
 

@@ -93,7 +93,7 @@ def judge_multi_turn(case: BfclCase, turns: Sequence[Sequence[Sequence[Call]]], 
 
 
 def _judge_turns(case: BfclCase, turns: Sequence[Sequence[Sequence[Call]]], simulators: Simulators) -> BfclVerdict:
-    model, expected = _World(case, simulators, "model"), _World(case, simulators, "expected")
+    model, expected = World(case, simulators, "model"), World(case, simulators, "expected")
     results: Counter[str] = Counter()
     for number, (steps, answer) in enumerate(zip(turns, case.answers, strict=True), start=1):
         made = [model.make(call) for step in steps for call in step]
@@ -110,8 +110,14 @@ def _judge_turns(case: BfclCase, turns: Sequence[Sequence[Sequence[Call]]], simu
     return BfclVerdict(True)
 
 
-class _World:
-    """Fresh instances of a case's simulated classes, and the tools they offer."""
+class World:
+    """Fresh instances of a case's simulated classes, and the tools they offer.
+
+    Args:
+        case: A case of a multi-turn category.
+        simulators: What ``load_simulators`` gives.
+        side: Goes into the names of the instances, which a result may show.
+    """
 
     def __init__(self, case: BfclCase, simulators: Simulators, side: str) -> None:
         self._instances: dict[str, Any] = {}
@@ -127,6 +133,18 @@ class _World:
                 if inspect.isfunction(function) and not tool.startswith("_"):
                     self._tools[tool] = functools.partial(function, instance)
                     self._owners[tool] = re.sub(r"[-./:]", "_", f"{side}_{case.id}_{name}_instance")
+
+    def play(self, calls: Sequence[Call]) -> list[str]:
+        """What each call gives, or what went wrong with it, as text.
+
+        Raises:
+            TimeoutError: They take longer than a whole case may; the state is not to be used any more.
+        """
+        try:
+            with _numbers_kept(), _time_limited(MAX_TIME_S):
+                return [self.make(call) for call in calls]
+        except _TooLongError:
+            raise TimeoutError(f"its calls take more than {MAX_TIME_S:g} s") from None
 
     def make(self, call: Call) -> str:
         """Make the call; its result, or what went wrong, as text."""
@@ -150,7 +168,7 @@ class _World:
             others = PythonReader(f"{name}({text[end:].lstrip(' ,')}").read_call(0)[0].arguments
             return Call(name, {next(iter(inspect.signature(self._tools[name]).parameters)): value, **others})
 
-    def find_difference(self, expected: _World) -> str | None:
+    def find_difference(self, expected: World) -> str | None:
         """The first public attribute that is not equal in both."""
         for name, instance in expected._instances.items():
             mine = vars(self._instances[name])

@@ -1,8 +1,9 @@
-"""The single-turn categories of the Berkeley Function Calling Leaderboard as a suite.
+"""The categories of the Berkeley Function Calling Leaderboard as a suite.
 
 Each question goes to the model as its messages with its functions as tools, as the leaderboard asks models with tool
 calling of their own ("FC"). What it changes in the functions first is changed here too, and held against its own code
 in the tests: types as JSON Schema has them, a word on the language, Java's and JavaScript's values as strings.
+Multi-turn questions are made in ``fctune.evaluation.multi_turn``.
 """
 
 from __future__ import annotations
@@ -24,15 +25,14 @@ from fctune.calls.score import Outcome, Verdict
 from fctune.calls.wire import Parsed
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.errors import ConfigError
+from fctune.evaluation.multi_turn import MultiTurnCase, open_multi_turn
 from fctune.schema import suggest
 
 BFCL = "BFCL v4"
 
 _AGENTIC = ("memory_kv", "memory_vector", "memory_rec_sum", "web_search_base", "web_search_no_snippet")
 _NOT_RUN = {
-    **dict.fromkeys(
-        MULTI_TURN, "asks a model in several turns with tools that answer; fctune score bfcl judges replies"
-    ),
+    **dict.fromkeys(MULTI_TURN, "asks a model in several turns, which eval.tool_calls alone does"),
     **dict.fromkeys(_AGENTIC, "needs a memory or the network between turns"),
     "format_sensitivity": "asks for other formats than the model's own",
 }
@@ -55,20 +55,24 @@ _JSON_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class OpenedBfcl:
-    """What was opened: the cases, how to judge them, and what is left out for which reason."""
+    """What was opened: the cases, how to judge those of one turn, and what is left out for which reason."""
 
     cases: tuple[Case, ...]
+    multi_turn: tuple[MultiTurnCase, ...]
     judge: Callable[[Case, Parsed], tuple[Outcome, dict[str, Any]]]
     not_run: dict[str, str]
 
 
-def open_bfcl(data_dir: str | Path | None, names: Sequence[str], has_plain_names: bool) -> OpenedBfcl:
+def open_bfcl(
+    data_dir: str | Path | None, names: Sequence[str], has_plain_names: bool, has_multi_turn: bool = False
+) -> OpenedBfcl:
     """The cases of categories or groups of them.
 
     Args:
         data_dir: The wheel's data directory; None: where it is installed.
         names: Categories, or ``single_turn``, ``live``, ``non_live``, ``multi_turn``, ``agentic``.
         has_plain_names: Write underscores for the dots in functions' names.
+        has_multi_turn: Open the multi-turn categories, too, where the wheel that plays them is installed.
 
     Raises:
         ConfigError: No such category, or no wheel.
@@ -87,14 +91,20 @@ def open_bfcl(data_dir: str | Path | None, names: Sequence[str], has_plain_names
     cases = tuple(map(_to_case, questions))
     judges = {question.id: _Judge(question) for question in questions}
     left_out = {name: _NOT_RUN[name] for name in _NOT_RUN if name in wanted}
-    return OpenedBfcl(cases, lambda case, parsed: judges[case.id](case, parsed), left_out)
+    multi_turn: tuple[MultiTurnCase, ...] = ()
+    if has_multi_turn:
+        played = [name for name in MULTI_TURN if name in wanted]
+        multi_turn, reasons = open_multi_turn(directory, played, to_tool)
+        left_out = {name: reasons.get(name, why) for name, why in left_out.items() if name not in played or reasons}
+    return OpenedBfcl(cases, multi_turn, lambda case, parsed: judges[case.id](case, parsed), left_out)
 
 
-def to_tool(function: dict[str, Any], category: str) -> Tool:
+def to_tool(function: dict[str, Any], category: str, has_hint: bool = True) -> Tool:
     """A function of the benchmark as it is shown to a model: in JSON Schema, with the word on its language."""
     function = copy.deepcopy(function)
     language = language_of(category)
-    function["description"] += f" Note that the provided function is in {_LANGUAGES[language]} syntax."
+    if has_hint:
+        function["description"] += f" Note that the provided function is in {_LANGUAGES[language]} syntax."
     properties = function["parameters"]["properties"]
     if language != "python":
         for schema in properties.values():

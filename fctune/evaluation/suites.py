@@ -16,12 +16,14 @@ from fctune.calls.bfcl_data import CATEGORIES
 from fctune.calls.cases import Case, read_cases
 from fctune.calls.score import Outcome, judge
 from fctune.calls.wire import Parsed
+from fctune.data.conversation import Conversation
 from fctune.data.sources.build import ReadContext
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.shapes import read_row
 from fctune.data.synthetic import iter_cases
 from fctune.errors import ConfigError, DataError
 from fctune.evaluation.bfcl import BFCL, open_bfcl
+from fctune.evaluation.multi_turn import MultiTurnCase
 from fctune.schema import parse_dataclass
 
 Judge = Callable[[Case, Parsed], tuple[Outcome, dict[str, Any]]]
@@ -35,7 +37,8 @@ class Suite:
 
     ``judge`` gives the outcome of a case and what else is to be kept of the verdict. ``benchmark`` names the public
     benchmark that the cases are of, of which nothing may be trained on; its categories are not summed up. ``not_run``
-    says of categories that were asked for why they are left out.
+    says of categories that were asked for why they are left out. ``multi_turn`` are cases that one answer does not
+    settle; they judge themselves.
     """
 
     name: str
@@ -43,13 +46,24 @@ class Suite:
     benchmark: str | None = None
     not_run: dict[str, str] = field(default_factory=dict)
     judge: Judge = field(default=lambda case, parsed: (judge(case.expected, parsed, case.prompt.tools), {}))
+    multi_turn: tuple[MultiTurnCase, ...] = ()
+
+    @property
+    def all_cases(self) -> list[Case | MultiTurnCase]:
+        """Those of one turn and of several, in order."""
+        return [*self.cases, *self.multi_turn]
 
     def digest(self) -> str:
         """Hex digest, 16 characters, of the cases: ids, what is asked and what is expected."""
         digest = hashlib.blake2b(digest_size=8)
         for case in self.cases:
             expected = [[call.name, call.arguments] for call in case.expected]
-            row = [case.id, case.category, case.prompt.digest(), expected]
+            row: list[Any] = [case.id, case.category, case.prompt.digest(), expected]
+            digest.update(json.dumps(row, sort_keys=True).encode("utf-8", "surrogatepass") + b"\n")
+        for talk in self.multi_turn:
+            turns = [Conversation(turn.messages, turn.tools).digest() for turn in talk.turns]
+            question = [talk.question.answers, talk.question.initial_config, talk.question.classes]
+            row = [talk.id, talk.category, turns, question, talk.max_steps]
             digest.update(json.dumps(row, sort_keys=True).encode("utf-8", "surrogatepass") + b"\n")
         return digest.hexdigest()
 
@@ -59,18 +73,19 @@ class Suite:
         Raises:
             ConfigError: a category that no case has.
         """
-        known = {case.category for case in self.cases} | self.not_run.keys()
+        known = {case.category for case in self.all_cases} | self.not_run.keys()
         if unknown := [name for name in categories if name not in known]:
             raise ConfigError(
                 f"--categories {unknown[0]}: {self.name} has none of it; it has {', '.join(sorted(known))}."
             )
         seen: Counter[str] = Counter()
-        kept = []
-        for case in self.cases:
+
+        def is_kept(case: Case | MultiTurnCase) -> bool:
             seen[case.category] += 1
-            if (not categories or case.category in categories) and (limit is None or seen[case.category] <= limit):
-                kept.append(case)
-        return replace(self, cases=tuple(kept))
+            return (not categories or case.category in categories) and (limit is None or seen[case.category] <= limit)
+
+        cases, multi_turn = tuple(filter(is_kept, self.cases)), tuple(filter(is_kept, self.multi_turn))
+        return replace(self, cases=cases, multi_turn=multi_turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +120,7 @@ def load_suite(
     categories: Sequence[str] = (),
     bfcl_data: str | None = None,
     has_plain_names: bool = False,
+    has_multi_turn: bool = False,
 ) -> Suite:
     """The suite of a YAML file, or of a JSONL file of cases as ``fctune.calls.cases`` reads them.
 
@@ -115,6 +131,7 @@ def load_suite(
         categories: which to ask; empty: all that the file names.
         bfcl_data: the benchmark's data directory; None: that of the installed wheel.
         has_plain_names: whether names of tools may hold no dots, as servers' own protocols ask.
+        has_multi_turn: whether the benchmark's multi-turn categories are opened or left out.
 
     Raises:
         ConfigError: no such file, not a suite, or categories that it has not.
@@ -126,8 +143,9 @@ def load_suite(
     spec = _read_spec(path)
     if spec.bfcl is not None:
         names = list(categories) or spec.bfcl.categories
-        opened = open_bfcl(bfcl_data or spec.bfcl.data, names, has_plain_names)
-        return Suite(path.stem, opened.cases, spec.benchmark or BFCL, opened.not_run, opened.judge)
+        opened = open_bfcl(bfcl_data or spec.bfcl.data, names, has_plain_names, has_multi_turn)
+        benchmark = spec.benchmark or BFCL
+        return Suite(path.stem, opened.cases, benchmark, opened.not_run, opened.judge, opened.multi_turn)
     if spec.synthetic is not None:
         made = iter_cases(num_cases or spec.synthetic.num_cases, spec.synthetic.seed if seed is None else seed)
         rows = [case.to_json() for case in made]
@@ -144,7 +162,7 @@ def benchmark_of(suite: Suite) -> str | None:
     if suite.benchmark is not None:
         return suite.benchmark
     prefixes = tuple(f"{category}_" for category in CATEGORIES)
-    return BFCL if any(case.id.startswith(prefixes) for case in suite.cases) else None
+    return BFCL if any(case.id.startswith(prefixes) for case in suite.all_cases) else None
 
 
 def _read_spec(path: Path) -> _SuiteFile:

@@ -17,7 +17,7 @@ from fctune.data.synthetic import iter_cases
 from fctune.errors import DataError
 from fctune.evaluation.results import read_rows
 from fctune.evaluation.suites import load_suite
-from tests.calls.bfcl_wheel import needs_wheel
+from tests.calls.bfcl_wheel import data_dir, needs_wheel
 from tests.conftest import ROOT
 from tests.generation.fault_server import Handler, serve
 
@@ -287,11 +287,57 @@ def test_a_benchmark_is_no_source_of_drafts_and_has_no_total(
 @needs_wheel
 def test_what_of_the_benchmark_is_not_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serve(lambda handler, *_: handler.say("No.")) as log:
-        command = ["--model", log.url, "--suite", "bfcl", "--categories", "live_relevance,multi_turn_base"]
+        command = ["--model", log.url, "--suite", "bfcl", "--categories", "live_relevance,memory_kv"]
         assert tool_calls.main([*command, "--out", str(tmp_path / "o.jsonl")]) == 0
     printed = capsys.readouterr().out
-    assert "not run: multi_turn_base" in printed
-    assert "0.0%" not in next(line for line in printed.splitlines() if "multi_turn_base" in line)
+    assert "not run: memory_kv" in printed
+    assert "0.0%" not in next(line for line in printed.splitlines() if "memory_kv" in line)
+
+
+@needs_wheel
+def test_cases_of_several_turns_come_to_a_verdict_and_are_no_source_of_drafts(
+    tmp_path: Path, tiny_base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command, with the model itself, on two cases whose tools are few."""
+    data = tmp_path / "data"
+    (data / "possible_answer").mkdir(parents=True)
+    (data / "multi_turn_func_doc").symlink_to(data_dir() / "multi_turn_func_doc")
+    ids = ("multi_turn_base_50", "multi_turn_base_100")
+    for name in ("BFCL_v4_multi_turn_base.json", "possible_answer/BFCL_v4_multi_turn_base.json"):
+        rows = [line for line in (data_dir() / name).read_text().splitlines() if json.loads(line)["id"] in ids]
+        (data / name).write_text("\n".join(rows))
+    out = tmp_path / "o.jsonl"
+    command = ["--model", str(tiny_base), "--suite", "bfcl", "--categories", "multi_turn_base"]
+    command += [
+        "--bfcl-data",
+        str(data),
+        "--out",
+        str(out),
+        "--max-new-tokens",
+        "4",
+        "--html",
+        str(tmp_path / "o.html"),
+    ]
+    assert tool_calls.main([*command, "--propose", str(tmp_path / "d.jsonl")]) == 2
+    assert "bfcl is a benchmark (BFCL v4)" in capsys.readouterr().err
+    assert not out.exists()
+    assert tool_calls.main(command) == 0
+    printed = capsys.readouterr().out
+    assert "not run" not in printed
+    rows = read_rows(out)
+    assert [(row["id"], row["verdict"], len(row["turns"])) for row in rows] == [
+        (ids[0], "missed_call", 1),
+        (ids[1], "missed_call", 2),
+    ]
+    assert all(len(row["messages"]) == 2 * len(row["turns"]) for row in rows)
+    summary = json.loads(out.with_suffix(".summary.json").read_text())
+    assert summary["scores"]["multi_turn_base"]["n"] == summary["num_cases"] == summary["settings"]["num_cases"] == 2
+    assert summary["official"]["multi_turn_base"]["successes"] == 0
+    assert "multi_turn_base_100" in (tmp_path / "o.html").read_text()
+    assert compare.main([str(out), str(out)]) == 0
+    before = out.read_bytes()
+    assert tool_calls.main(command) == 0
+    assert out.read_bytes() == before
 
 
 @pytest.mark.slow
