@@ -1,11 +1,13 @@
 """What a save costs training: this project's asynchronous and synchronous saves, and torchtune's, of the same state.
 
-    python benchmarks/checkpoint.py [--parameters 500] [--steps 16] [--saves 4] [--out FILE]
+    python benchmarks/checkpoint.py [--parameters 500] [--steps 6] [--pairs 5] [--threads 1] [--out FILE]
 
 A model of the given million parameters (float32, AdamW: 12 bytes a parameter on the disk) takes steps of some seconds.
-The stall of a save is the wall time of a run with saves, less that of a run without, divided by the saves: it counts
-the steps that writing makes slower. Every file is flushed (fsync); torchtune's checkpointer does not flush its files,
-so they are flushed after it, within its time. Runs take turns, and medians are reported.
+In each process so many steps without a save and as many with one take turns; the stall of a save is how much longer
+the latter took, which counts the steps that writing makes slower, and the median of the pairs is reported. So slow
+drifts of the machine cancel. Steps compute on ``--threads`` cores; one less than there are is the default, since where
+a GPU computes the CPU is not full. Every file is flushed (fsync); torchtune's checkpointer does not flush its files, so
+they are flushed after it, within its time.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
-WAYS = ("none", "async", "sync", "torchtune")
+WAYS = ("async", "sync", "torchtune")
 
 
 class Layers(nn.Module):
@@ -48,8 +50,8 @@ class Layers(nn.Module):
         return x
 
 
-def run(way: str, num_millions: int, num_steps: int, num_saves: int, folder: Path) -> dict[str, Any]:
-    """One run in this process."""
+def run(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The pairs of one way, in this process."""
     from fctune.checkpoint.saver import Saver
     from fctune.checkpoint.sharded import read_shards_, write_shards
     from fctune.checkpoint.snapshot import collect_tensors
@@ -57,43 +59,49 @@ def run(way: str, num_millions: int, num_steps: int, num_saves: int, folder: Pat
     from fctune.training.distributed import start_world, stop_world
 
     world = start_world()
+    torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    model = Layers(num_millions)
+    model = Layers(arguments.parameters)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    x = torch.randn(512, 4096)
-    store = CheckpointStore(folder, keep_last=1)
+    x = torch.randn(arguments.rows, 4096)
+    store = CheckpointStore(arguments.folder, keep_last=1)
     saver = Saver(store, world, is_async=way == "async")
-    every = num_steps // num_saves
 
-    def step() -> None:
-        model(x).pow(2).mean().backward()
-        saver.wait_staged()
-        optimizer.step()
-        optimizer.zero_grad()
+    def save(number: int) -> None:
+        if way == "torchtune":
+            _save_torchtune(model, optimizer, arguments.folder, number)
+        else:
+            tensors = collect_tensors(model, optimizer)
+            saver.start("sharded", number, tensors, {}, lambda f, t, _, g: write_shards(f, t, g))
 
-    step()
-    if way in ("async", "sync"):  # the buffers are made once a run
-        saver.start("sharded", 0, collect_tensors(model, optimizer), {}, lambda f, t, _, g: write_shards(f, t, g))
+    def take_steps(number: int | None = None) -> float:
+        """Seconds of the steps, after a save where it has a number; one that still runs at their end is waited for."""
+        started = time.perf_counter()
+        if number is not None:
+            save(number)
+        for _ in range(arguments.steps):
+            model(x).pow(2).mean().backward()
+            saver.wait_staged()
+            optimizer.step()
+            optimizer.zero_grad()
+        stepped = time.perf_counter() - started
         saver.finish()
+        late_s.append(time.perf_counter() - started - stepped)
+        return time.perf_counter() - started
+
+    late_s: list[float] = []
+    take_steps()
     before = _peak_mib()
-    started = time.perf_counter()
-    save_s: list[float] = []
-    for number in range(1, num_steps + 1):
-        step()
-        if number % every == 0 and way != "none":
-            began = time.perf_counter()
-            if way == "torchtune":
-                _save_torchtune(model, optimizer, folder, number)
-            else:
-                tensors = collect_tensors(model, optimizer)
-                saver.start("sharded", number, tensors, {}, lambda f, t, _, g: write_shards(f, t, g))
-            save_s.append(time.perf_counter() - began)
-    wall = time.perf_counter() - started
+    take_steps(0)  # the buffers are made once a run
+    growth = _peak_mib() - before
+    pairs = [(take_steps(), take_steps(number)) for number in range(1, arguments.pairs + 1)]
+    found: dict[str, Any] = {"pairs_s": pairs, "stall_s": [with_save - without for without, with_save in pairs]}
+    found |= {"step_s": statistics.median(without for without, _ in pairs) / arguments.steps}
+    found |= {"not_done_within_the_steps_s": max(late_s[2:]), "peak_growth_mib": growth}
     result = saver.finish()
-    found: dict[str, Any] = {"wall_s": wall, "call_s": statistics.median(save_s) if save_s else 0.0}
-    found["peak_growth_mib"] = _peak_mib() - before
     if result is not None and result.checkpoint is not None:
         found |= {"write_s": result.seconds, "bytes": result.num_bytes}
+        found["write_gb_per_s"] = result.num_bytes / result.seconds / 1e9
         tensors = collect_tensors(model, optimizer)
         began = time.perf_counter()
         read_shards_(result.checkpoint.path, tensors)
@@ -161,43 +169,38 @@ def _peak_mib() -> float:
 
 
 def main() -> None:
-    """Take turns and print a table."""
+    """Each way in a process of its own, and a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--parameters", type=int, default=500, help="millions")
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--saves", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6, help="of each half of a pair")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=32, help="of the batch: how long a step computes")
+    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1), help="of the steps")
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; default: a temporary directory")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        found = run(arguments.one, arguments.parameters, arguments.steps, arguments.saves, arguments.folder)
-        print(json.dumps(found))
+        print(json.dumps(run(arguments.one, arguments)))
         return
-    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    for _ in range(arguments.repeats):
-        for way in WAYS:
-            with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-                command = [sys.executable, __file__, "--one", way, "--folder", folder]
-                command += [f"--{key}={getattr(arguments, key)}" for key in ("parameters", "steps", "saves")]
-                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-                if done.returncode:
-                    raise SystemExit(f"{way} failed:\n{done.stderr[-3000:]}")
-                runs[way].append(json.loads(done.stdout.strip().splitlines()[-1]))
-                print(way, done.stdout.strip().splitlines()[-1], flush=True)
-    base = statistics.median(r["wall_s"] for r in runs["none"])
-    stalls = {
-        way: statistics.median((r["wall_s"] - base) / arguments.saves for r in runs[way])
-        for way in WAYS
-        if way != "none"
-    }
+    options = {key: getattr(arguments, key) for key in ("parameters", "steps", "pairs", "rows", "threads")}
+    runs: dict[str, dict[str, Any]] = {}
+    for way in WAYS:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            command = [sys.executable, __file__, "--one", way, "--folder", folder]
+            command += [f"--{key}={value}" for key, value in options.items()]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(f"{way} failed:\n{done.stderr[-3000:]}")
+            runs[way] = json.loads(done.stdout.strip().splitlines()[-1])
+            print(way, json.dumps(runs[way]), flush=True)
+    stalls = {way: statistics.median(found["stall_s"]) for way, found in runs.items()}
     report = {
         "stall_s": {way: round(stall, 3) for way, stall in stalls.items()},
         "async_of_sync": round(stalls["async"] / stalls["sync"], 3),
         "async_of_torchtune": round(stalls["async"] / stalls["torchtune"], 3),
         "runs": runs,
-        "arguments": {k: getattr(arguments, k) for k in ("parameters", "steps", "saves", "repeats")},
+        "arguments": options,
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         "versions": {name: version(name) for name in ("torch", "torchtune", "safetensors")},
     }

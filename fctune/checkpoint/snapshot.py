@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fctune.checkpoint.quantised import StateTensor
 from fctune.training.schedule import set_lr_
 
 # What wrappers put into the names of the parameters within them.
@@ -32,15 +32,20 @@ def clean_name(name: str) -> str:
 def collect_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """The live tensors that training changes: ``model.NAME`` and ``optimizer.NAME.KEY``; sharded ones are DTensors.
 
-    A quantised optimizer state is given in float, since its blocks are cut by the shards of this world size.
+    A quantised state ends in ``.codes`` and ``.scale`` where it is stored in blocks: see ``StateTensor``.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in named_trained(model).items()}
+    for state in state_tensors(model, optimizer):
+        tensors |= state.to_store()
+    return tensors
+
+
+def state_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[StateTensor]:
+    """The tensors of an optimizer's state."""
     for name, parameter in named_trained(model).items():
-        tensors[f"model.{name}"] = parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                tensors[f"optimizer.{name}.{key}"] = _dequantised(value.detach())
-    return tensors
+                yield StateTensor(f"optimizer.{name}.{key}", key, value.detach(), optimizer)
 
 
 def init_optimizer_state_(optimizer: Optimizer) -> None:
@@ -56,14 +61,6 @@ def init_optimizer_state_(optimizer: Optimizer) -> None:
     for group, lr in zip(optimizer.param_groups, rates, strict=True):
         set_lr_(group, lr)
     optimizer.zero_grad(set_to_none=True)
-
-
-def restore_quantised_(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put back into quantised optimizer states what was read into their float copies, in place."""
-    for name, parameter in named_trained(model).items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and _is_quantised(value):
-                value.copy_(tensors[f"optimizer.{name}.{key}"])
 
 
 def collect_rng(rank: int) -> dict[str, Tensor]:
@@ -93,21 +90,3 @@ def restore_rng(states: dict[str, Tensor], rank: int) -> None:
     np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
     if (cuda := states.get(f"rng.{rank}.cuda")) is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(cuda)
-
-
-def _is_quantised(value: Tensor) -> bool:
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return hasattr(local, "codes")  # torchao's 8-bit and 4-bit states
-
-
-def _dequantised(value: Tensor) -> Tensor:
-    if not _is_quantised(value):
-        return value
-    if isinstance(value, DTensor):
-        local: Any = value.to_local()
-        return DTensor.from_local(
-            local.dequantize(), value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
-        )
-    quantised: Any = value
-    plain: Tensor = quantised.dequantize()
-    return plain

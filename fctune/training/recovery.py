@@ -17,10 +17,10 @@ from fctune.checkpoint.phases import reached
 from fctune.checkpoint.sharded import names_in, read_shards_
 from fctune.checkpoint.snapshot import (
     collect_rng,
-    collect_tensors,
     init_optimizer_state_,
-    restore_quantised_,
+    named_trained,
     restore_rng,
+    state_tensors,
 )
 from fctune.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint, verify
 from fctune.config import RunConfig
@@ -126,18 +126,22 @@ def restore_(resume: Resume, state: TrainState, world: World, load_portable_: Ca
     folder, step = resume.checkpoint.path, resume.checkpoint.step
     reached("read", folder.name)
     init_optimizer_state_(state.optimizer)
-    tensors = collect_tensors(state.model, state.optimizer)
+    states = list(state_tensors(state.model, state.optimizer))
+    is_sharded = resume.checkpoint.kind == "sharded"
+    stored = distributed.agree(lambda: names_in(folder) if is_sharded else set(locate(folder, "optimizer")))
+    optimizer = {name: tensor for one in states for name, tensor in one.to_read(stored).items()}
     has_rng = resume.state["world_size"] == world.world_size
     rng = collect_rng(world.rank) if has_rng else {}
-    if resume.checkpoint.kind == "sharded":
-        distributed.agree(lambda: _check_names(folder, set(tensors), names_in(folder)))
+    if is_sharded:
+        tensors = optimizer | {f"model.{name}": p.detach() for name, p in named_trained(state.model).items()}
+        distributed.agree(lambda: _check_names(folder, set(tensors), stored))
         read_shards_(folder, tensors | rng)
     else:
         distributed.agree(lambda: load_portable_(folder))
-        optimizer = {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer.")}
         distributed.agree(lambda: _read_portable_(folder, optimizer))
         rng = {name: read_tensor(folder / f"rng-{world.rank}.safetensors", name) for name in rng}
-    restore_quantised_(state.model, state.optimizer, tensors)
+    for one in states:
+        one.take_(optimizer)
     if has_rng:
         restore_rng(rng, world.rank)
     move_schedule_(state.scheduler, step)

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from rich.console import Console
+from torch._functorch import config as functorch
 
 from fctune.config import RunConfig, resolve_component
 from fctune.data.encode import Counts
@@ -147,6 +148,9 @@ def _describe_work(model: CausalLM, config: RunConfig) -> Workload:
 def start_state(model: CausalLM, config: RunConfig, num_steps: int) -> TrainState:
     """The state before the first step: optimizer over what trains, schedule over the run's steps."""
     component, arguments = resolve_component(config.optimizer)
+    if component.__module__.startswith("torchao."):
+        # They compile their step, and torch 2.13's cache of such takes that of one shape or optimizer for another's.
+        functorch.enable_autograd_cache = False
     optimizer = component([p for p in model.parameters() if p.requires_grad], **arguments)
     return TrainState(model, optimizer, build_scheduler(optimizer, config.lr_scheduler, num_steps))
 

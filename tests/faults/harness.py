@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from multiprocessing.process import BaseProcess
@@ -28,7 +29,7 @@ from typing import Any, Literal
 
 from tests.ranks import _context as context
 
-Kind = Literal["kill", "raise", "hang", "enospc", "term"]
+Kind = Literal["kill", "raise", "hang", "enospc", "term", "term_soon"]
 
 LORA, FULL = "configs/tiny_lora.yaml", "configs/tiny_full.yaml"
 
@@ -134,6 +135,9 @@ def _do(fault: Fault) -> None:
         time.sleep(1000)
     if fault.kind == "enospc":
         raise OSError(errno.ENOSPC, "No space left on device")
+    if fault.kind == "term_soon":
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return
     os.kill(os.getpid(), signal.SIGTERM)
 
 

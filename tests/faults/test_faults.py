@@ -108,6 +108,42 @@ def test_a_signal_before_the_first_step_leaves_at_once(start: Start, tmp_path: P
     assert "before the first step" in exit_of(tmp_path / "run")["reason"]
 
 
+@pytest.mark.slow
+def test_a_signal_while_the_step_compiles_is_heeded_after_it(start: Start, reference: Path, tmp_path: Path) -> None:
+    ended = start("compile=true", fault=Fault("term_soon", "step", 1, 1))
+    assert ended.codes == (75, 75), ended.output
+    assert exit_of(tmp_path / "run")["step"] == 1
+    assert start("compile=true").codes == (0, 0)
+    assert not differences(tmp_path / "run", reference, 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "mode", "kind"),
+    [
+        ("AdamW8bit", "ddp", "sharded"),
+        ("AdamW8bit", "fsdp", "sharded"),
+        ("AdamW8bit", "fsdp", "elastic"),
+        ("AdamW4bit", "fsdp", "sharded"),
+        ("AdamWFp8", "fsdp", "sharded"),
+    ],
+)
+def test_a_quantised_optimizer_goes_on_to_the_bit(
+    optimizer: str, mode: str, kind: str, inputs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    chosen = f"optimizer={{_component_: torchao.optim.{optimizer}, lr: 1e-3}}"
+    saves = {"sharded": ("2", "0"), "elastic": ("0", "2")}[kind]
+    every = (f"checkpoint.every_n_steps={saves[0]}", f"checkpoint.elastic_every_n_steps={saves[1]}")
+    options = ("precision=bf16_mixed", chosen, f"parallel.mode={mode}", *every)
+    for name, faults in {"straight": [None], "cut": [Fault("kill", "step", 1, 8), None]}.items():
+        for fault in faults:
+            argv = arguments_for(tmp_path / name, *inputs, *options, config=FULL)
+            ended = run_group(argv, 2, fault)
+            assert ended.fired or ended.codes == (0, 0), ended.output
+    assert json.loads((tmp_path / "cut" / "run.json").read_text())["resumed"]
+    assert_same_bits(tmp_path / "cut", tmp_path / "straight")
+
+
 def test_a_stop_file_stops_the_run_and_is_taken_away(start: Start, reference: Path, tmp_path: Path) -> None:
     start(fault=Fault("kill", "step", 0, 8))
     (tmp_path / "run" / "stop").touch()

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fctune.config import RunConfig
 from fctune.data.prepared import prepare
-from fctune.training.distributed import World
 from tests.ranks import run_ranks
 from tests.training.test_ranks import compare, make_config, run_training
-
-
-def run_uncached(world: World, config: RunConfig, path: Path, cache: Path) -> dict[str, Any]:
-    """Train with a compilation cache of its own: torch 2.13 takes the step of one torchao optimizer for another's."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    return run_training(world, config, path)
 
 
 @pytest.fixture
@@ -30,7 +21,7 @@ def losses(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., dic
             path, tmp_path, adapter=None, optimizer=optimizer, max_steps=8, epochs=9, global_batch_size=4, **changes
         )
         prepared = prepare(config.data, path, tmp_path / "prepared")
-        result: dict[str, Any] = run_ranks(run_uncached, world_size, config, prepared.path, tmp_path / "compiled")[0]
+        result: dict[str, Any] = run_ranks(run_training, world_size, config, prepared.path)[0]
         return result
 
     return run
