@@ -20,6 +20,8 @@ from fctune.generation.in_process import InProcessEngine
 from fctune.training.distributed import World
 from tests.conftest import ROOT, TINY_BASE
 from tests.ranks import run_ranks
+from tests.recipes.test_full_recipe import RECIPES
+from tests.recipes.test_full_recipe import run_here as run_kind
 from tests.recipes.test_lora_recipe import CONFIG, run_here
 
 
@@ -30,10 +32,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def argv(output: Path, *overrides: str) -> list[str]:
+def argv(output: Path, *overrides: str, kind: str = "lora") -> list[str]:
+    dropout = ["adapter.dropout=0.1"] if kind == "lora" else []
     return [
-        *("--config", CONFIG, f"output_dir={output}", "data.sources.0.path=synthetic:train:300:1", "max_steps=6"),
-        *("data.validation_share=0", "lr_scheduler.num_warmup_steps=0", "adapter.dropout=0.1", *overrides),
+        *("--config", f"configs/{RECIPES[kind][1]}.yaml", f"output_dir={output}"),
+        *("data.sources.0.path=synthetic:train:300:1", "max_steps=6", "data.validation_share=0"),
+        *("lr_scheduler.num_warmup_steps=0", *dropout, *overrides),
     ]
 
 
@@ -45,14 +49,21 @@ def every(cases: Path, n: int, *more: str) -> list[str]:
     return [f"eval.every_n_steps={n}", f"eval.cases={cases}", "eval.max_share_of_time=1", *more]
 
 
-@pytest.mark.parametrize(("world_size", "mode"), [(1, "auto"), (2, "fsdp"), (3, "ddp"), (4, "hsdp")])
+@pytest.mark.parametrize(
+    ("kind", "world_size", "mode"),
+    [
+        *(("lora", 1, "auto"), ("lora", 2, "fsdp"), ("lora", 3, "ddp"), ("lora", 4, "hsdp")),
+        *(("full", 2, "fsdp"), ("full", 4, "hsdp")),
+        *(pytest.param("full", *how, marks=pytest.mark.slow) for how in ((1, "auto"), (3, "ddp"))),
+    ],
+)
 def test_it_scores_what_the_export_scores_and_leaves_training_as_it_was(
-    world_size: int, mode: str, cases: Path, tmp_path: Path
+    kind: str, world_size: int, mode: str, cases: Path, tmp_path: Path
 ) -> None:
     shape = [f"parallel.mode={mode}", *(["parallel.replicate=2"] if mode == "hsdp" else []), "global_batch_size=4"]
     runs = {}
     for name, overrides in (("without", []), ("with", every(cases, 2))):
-        results = run_ranks(run_here, world_size, argv(tmp_path / name, *shape, *overrides))
+        results = run_ranks(run_kind, world_size, kind, argv(tmp_path / name, *shape, *overrides, kind=kind), None)
         assert [result["code"] for result in results] == [0] * world_size, results
         runs[name] = metrics_of(tmp_path / name)
     keys = ("step", "loss", "grad_norm", "data_digest")
