@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from fctune.training.distributed import World
 from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
@@ -79,6 +80,14 @@ def test_a_second_run_that_is_to_start_over_keeps_the_first(tmp_path: Path) -> N
     assert second["code"] == 0
     assert "held an earlier run" in second["out"]
     assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == first
+
+
+def test_a_checkpoint_holds_adapters_and_their_optimizer_and_little_else(tmp_path: Path) -> None:
+    assert run_ranks(run_here, 2, small(tmp_path, "checkpoint.every_n_steps=1"))[0]["code"] == 0
+    adapter = load_file(tmp_path / "run" / "export" / "adapter" / "adapter_model.safetensors")
+    needed = sum(tensor.numel() for tensor in adapter.values()) * 4 * 3  # float32: weights and AdamW's two moments
+    folder = tmp_path / "run" / "checkpoints" / "checkpoint-1"
+    assert needed < sum(file.stat().st_size for file in folder.iterdir()) <= 1.05 * needed
 
 
 @pytest.mark.real_data
