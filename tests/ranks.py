@@ -15,18 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torchtune.modules", "transformers", "fctune.training.state", "peft"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torchtune.modules", "transformers", "fctune.training.state", "peft"])
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 240) -> list[Any]:
     """What ``function(world, *arguments)`` returned on each rank; the first rank's error is raised."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_port()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            _context.Process(target=_run, args=(function, rank, world_size, port, folder, arguments))
+            context.Process(target=_run, args=(function, rank, world_size, port, folder, arguments))
             for rank in range(world_size)
         ]
         for process in processes:
@@ -48,9 +46,16 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
         return results
 
 
-def _run(
-    function: Callable[..., Any], rank: int, world_size: int, port: int, folder: str, arguments: tuple[Any, ...]
-) -> None:
+def find_port() -> int:
+    """A port of this machine that is free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def be_rank(rank: int, world_size: int, port: int) -> None:
+    """Make this process what a launcher would have made it."""
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
@@ -58,6 +63,12 @@ def _run(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+
+
+def _run(
+    function: Callable[..., Any], rank: int, world_size: int, port: int, folder: str, arguments: tuple[Any, ...]
+) -> None:
+    be_rank(rank, world_size, port)
     import torch
 
     from fctune.training.distributed import start_world, stop_world

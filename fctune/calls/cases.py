@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,19 +42,28 @@ def read_cases(path: str | Path) -> list[Case]:
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file. Pass a JSONL file of cases with messages, tools and expected_calls.")
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        return make_cases(path, _decode_lines(path, lines))
+
+
+def make_cases(path: Path, rows: Iterable[tuple[str, int, Any]]) -> list[Case]:
+    """The cases of rows, as ``read_cases`` takes them.
+
+    Args:
+        path: of the file that they are from, for messages.
+        rows: where each stands, its number, and the row, or the ``RowError`` that it is.
+
+    Raises:
+        DataError: no rows, or rows that are no cases, all of them in one report.
+    """
     cases: list[Case] = []
     problems: list[str] = []
     context = ReadContext()
-    with open(path, encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                cases.append(_read_case(json.loads(line), f"{path}:{number}", number, context))
-            except RowError as error:
-                problems.append(f"{path}:{number}: {error.pointer + ': ' if error.pointer else ''}{error.reason}")
-            except ValueError as error:
-                problems.append(f"{path}:{number}: not JSON ({error})")
+    for where, number, row in rows:
+        try:
+            cases.append(_read_case(row, where, number, context))
+        except RowError as error:
+            problems.append(f"{where}: {error.pointer + ': ' if error.pointer else ''}{error.reason}")
     problems += [f"{path}: {n} cases have the id {i!r}; ids must differ" for i, n in _repeated_ids(cases)]
     if problems:
         shown = "\n".join(f"  {problem}" for problem in problems[:_NUM_SHOWN])
@@ -64,7 +74,20 @@ def read_cases(path: str | Path) -> list[Case]:
     return cases
 
 
+def _decode_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, int, Any]]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            row: Any
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                row = RowError("", "not_json", f"not JSON ({error})")
+            yield f"{path}:{number}", number, row
+
+
 def _read_case(row: Any, where: str, number: int, context: ReadContext) -> Case:
+    if isinstance(row, RowError):
+        raise row
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
         raise RowError("", "unknown_shape", "expected an object with messages, tools and expected_calls")
     expected = row.get("expected_calls")

@@ -13,22 +13,17 @@ from typing import Any
 import yaml
 
 from fctune.calls.bfcl_data import CATEGORIES
-from fctune.calls.cases import Case, read_cases
+from fctune.calls.cases import Case, make_cases, read_cases
 from fctune.calls.score import Outcome, judge
 from fctune.calls.wire import Parsed
 from fctune.data.conversation import Conversation
-from fctune.data.sources.build import ReadContext
-from fctune.data.sources.defects import RowError
-from fctune.data.sources.shapes import read_row
 from fctune.data.synthetic import iter_cases
-from fctune.errors import ConfigError, DataError
+from fctune.errors import ConfigError
 from fctune.evaluation.bfcl import BFCL, open_bfcl
 from fctune.evaluation.multi_turn import MultiTurnCase
 from fctune.schema import parse_dataclass
 
 Judge = Callable[[Case, Parsed], tuple[Outcome, dict[str, Any]]]
-
-_NUM_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +147,8 @@ def load_suite(
     else:
         tools = [{"type": "function", "function": tool} for tool in spec.tools]
         rows = [{**({"tools": tools} if tools else {}), **row} for row in spec.cases]
-    suite = Suite(path.stem, _read_cases(rows, path), spec.benchmark)
-    _check_tools(path, suite.cases)
-    return suite.select(categories)
+    named = ((f"{path}: case {row.get('id', number)}", number, row) for number, row in enumerate(rows, start=1))
+    return Suite(path.stem, tuple(make_cases(path, named)), spec.benchmark).select(categories)
 
 
 def benchmark_of(suite: Suite) -> str | None:
@@ -181,53 +175,3 @@ def _read_spec(path: Path) -> _SuiteFile:
         raise ConfigError(f"{path}: {noun}\n" + "\n".join(f"  {problem}" for problem in problems))
     found: _SuiteFile = spec
     return found
-
-
-def _read_cases(rows: Sequence[dict[str, Any]], path: Path) -> tuple[Case, ...]:
-    context = ReadContext()
-    cases: list[Case] = []
-    problems: list[str] = []
-    for number, row in enumerate(rows, start=1):
-        where = f"case {row.get('id', number)}"
-        try:
-            cases.append(_read_case(row, f"{path} {where}", number, context))
-        except RowError as error:
-            problems.append(f"{where}: {error.pointer + ': ' if error.pointer else ''}{error.reason}")
-    counts = Counter(case.id for case in cases)
-    problems += [f"{n} cases have the id {i!r}; ids must differ" for i, n in counts.items() if n > 1]
-    _raise(path, problems)
-    return tuple(cases)
-
-
-def _read_case(row: dict[str, Any], where: str, number: int, context: ReadContext) -> Case:
-    expected = row.get("expected_calls")
-    if not isinstance(row.get("messages"), list) or not isinstance(expected, list):
-        raise RowError("", "unknown_shape", "expected messages and expected_calls, each a list")
-    calls = [{"type": "function", "function": call} for call in expected]
-    answer = {"role": "assistant", "content": None if calls else "No call.", **({"tool_calls": calls} if calls else {})}
-    whole = {**row, "messages": [*row["messages"], answer]}
-    conversation = read_row(whole, "openai", context, where).conversation
-    *prompt, last = conversation.messages
-    return Case(
-        id=str(row.get("id", number)),
-        category=str(row.get("kind", row.get("category", "all"))),
-        prompt=replace(conversation, messages=tuple(prompt), source=where),
-        expected=last.calls,
-    )
-
-
-def _check_tools(path: Path, cases: Sequence[Case]) -> None:
-    problems = []
-    for case in cases:
-        offered = {tool.name for tool in case.prompt.tools}
-        if missing := [call.name for call in case.expected if call.name not in offered]:
-            known = ", ".join(sorted(offered)) or "none"
-            problems.append(f"case {case.id}: expects a call of {missing[0]}, which is not on offer (tools: {known})")
-    _raise(path, problems)
-
-
-def _raise(path: Path, problems: Sequence[str]) -> None:
-    if problems:
-        shown = "\n".join(f"  {problem}" for problem in problems[:_NUM_SHOWN])
-        count = "1 case cannot" if len(problems) == 1 else f"{len(problems):,} cases cannot"
-        raise DataError(f"{path}: {count} be asked\n{shown}\nFix what is named, or take it out.")

@@ -79,15 +79,15 @@ ASKED = [{"role": "user", "content": "Hi"}]
         ({"description": "x", "synthetic": {"num_cases": 3}, "bfcl": {"categories": ["live"]}}, "expected one of"),
         ({"description": "x", "synthetik": {"num_cases": 3}}, "did you mean synthetic"),
         ({"cases": [{"messages": ASKED, "expected_calls": []}]}, "description: missing"),
-        ({"description": "x", "cases": [{"messages": ASKED}]}, "expected messages and expected_calls"),
-        ({"description": "x", "cases": [{"expected_calls": []}]}, "expected messages and expected_calls"),
+        ({"description": "x", "cases": [{"messages": ASKED}]}, "no expected_calls, and the last message is not"),
+        ({"description": "x", "cases": [{"expected_calls": []}]}, "expected an object with messages"),
         (
             {"description": "x", "cases": [{"id": 1, "messages": ASKED, "expected_calls": []}] * 2},
             "2 cases have the id",
         ),
         (
             {"description": "x", "tools": [TOOL], "cases": [{"messages": ASKED, "expected_calls": [{"name": "g"}]}]},
-            "1 case cannot be asked",
+            "1 row is no case",
         ),
         (
             {
@@ -95,7 +95,7 @@ ASKED = [{"role": "user", "content": "Hi"}]
                 "tools": [TOOL],
                 "cases": [{"id": "q", "messages": ASKED, "expected_calls": [{"name": "g", "arguments": {}}]}],
             },
-            r"case q: expects a call of g, which is not on offer \(tools: f\)",
+            r"case q: expected_calls: expects a call of g, which is not on offer \(tools: f\)",
         ),
     ],
 )

@@ -17,7 +17,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -27,7 +26,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.ranks import _context as context
+from tests.ranks import be_rank, context, find_port
 
 Kind = Literal["kill", "raise", "hang", "enospc", "term", "term_soon"]
 
@@ -58,9 +57,7 @@ class Ended:
 
 def run_group(argv: list[str], world_size: int, fault: Fault | None = None, is_shifted: bool = False) -> Ended:
     """Run the recipe of a config on ranks of this machine until it ends or a rank dies."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_port()
     with tempfile.TemporaryDirectory() as folder:
         processes: list[BaseProcess] = [
             context.Process(target=_rank, args=(argv, rank, world_size, port, folder, fault, is_shifted))
@@ -87,13 +84,7 @@ def run_group(argv: list[str], world_size: int, fault: Fault | None = None, is_s
 def _rank(
     argv: list[str], rank: int, world_size: int, port: int, folder: str, fault: Fault | None, is_shifted: bool
 ) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(rank),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    be_rank(rank, world_size, port)
     output = os.open(f"{folder}/{rank}.out", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -18,7 +18,6 @@ from tests.faults.harness import (
     arguments_for,
     differences,
     final_weights,
-    make_inputs,
     read_metrics,
     run_group,
     soak,
@@ -27,11 +26,6 @@ from tests.faults.harness import (
 pytestmark = pytest.mark.timeout(600)
 
 Start = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")

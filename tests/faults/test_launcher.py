@@ -14,16 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.faults.harness import arguments_for, differences, make_inputs, read_metrics, run_group
+from tests.faults.harness import arguments_for, differences, read_metrics, run_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,13 @@ from tests.ranks import run_ranks
 from tests.training.test_ranks import Recorder, make_config
 
 NUM_STEPS = 20
+TWENTY_STEPS: dict[str, Any] = {
+    "max_steps": NUM_STEPS,
+    "epochs": 9,
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": LR, "weight_decay": 0.01},
+    "clip_grad_norm": CLIP,
+    "validation": {"every_n_steps": 0},
+}
 LR = 2e-3
 CLIP = 0.5
 
@@ -99,11 +106,7 @@ def test_twenty_steps_are_those_of_transformers_and_peft(
         data={"packed": is_packed, "call_weight": 2.0, "overlong": "drop"},
         global_batch_size=1 if is_packed else 2,
         micro_batch_size=1,
-        max_steps=NUM_STEPS,
-        epochs=9,
-        optimizer={"_component_": "torch.optim.AdamW", "lr": LR, "weight_decay": 0.01},
-        clip_grad_norm=CLIP,
-        validation={"every_n_steps": 0},
+        **TWENTY_STEPS,
     )
     prepared = prepare(config.data, path, tmp_path / "prepared")
     losses, norms, started = run_ranks(train_ours, world_size, config, prepared.path)[0]
@@ -139,11 +142,7 @@ def test_mixed_precision_is_float32_weights_multiplied_in_bfloat16(
         precision="bf16_mixed",
         global_batch_size=3,
         micro_batch_size=1,
-        max_steps=NUM_STEPS,
-        epochs=9,
-        optimizer={"_component_": "torch.optim.AdamW", "lr": LR, "weight_decay": 0.01},
-        clip_grad_norm=CLIP,
-        validation={"every_n_steps": 0},
+        **TWENTY_STEPS,
     )
     prepared = prepare(config.data, path, tmp_path / "prepared")
     losses, norms, _ = run_ranks(train_ours, 1, config, prepared.path)[0]
