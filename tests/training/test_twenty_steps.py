@@ -27,6 +27,8 @@ from tests.ranks import run_ranks
 from tests.training.test_ranks import Recorder, make_config
 
 NUM_STEPS = 20
+LR = 2e-3
+CLIP = 0.5
 TWENTY_STEPS: dict[str, Any] = {
     "max_steps": NUM_STEPS,
     "epochs": 9,
@@ -34,8 +36,6 @@ TWENTY_STEPS: dict[str, Any] = {
     "clip_grad_norm": CLIP,
     "validation": {"every_n_steps": 0},
 }
-LR = 2e-3
-CLIP = 0.5
 
 
 class FirstWeights(StepKeeper):
