@@ -7,6 +7,7 @@ model. The order of a run is in ``fctune/training/recipe.py``.
 """
 
 import sys
+from collections.abc import Callable
 
 from torchtune.recipe_interfaces import FTRecipeInterface
 
@@ -40,9 +41,10 @@ class FullFunctionCallingRecipe(FineTuning, FTRecipeInterface):
         """The model, as Hugging Face has it."""
         return PortableModel(self.model.architecture, self.model_dir)
 
-    def export(self) -> None:
+    def exports(self) -> list[Callable[[], None]]:
         """The model for whoever serves it, where the LoRA recipe leaves its merged one."""
-        export_merged(self.model, self.model_dir, self.run.directory.export / "merged", self.world.is_main)
+        out = self.run.directory.export / "merged"
+        return [lambda: export_merged(self.model, self.model_dir, out, self.world.is_main)]
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ base's weights must all be there, and what is kept is the merged model and the a
 """
 
 import sys
+from collections.abc import Callable
 
 from torchtune.recipe_interfaces import FTRecipeInterface
 
@@ -43,11 +44,13 @@ class LoRAFunctionCallingRecipe(FineTuning, FTRecipeInterface):
         """The adapter, as PEFT has it."""
         return PortableAdapter(self.model.architecture, self.adapter, self.config.model.path, self.model_dir)
 
-    def export(self) -> None:
+    def exports(self) -> list[Callable[[], None]]:
         """The merged model for whoever serves it, the adapter for whoever has the base."""
-        writes, out = self.world.is_main, self.run.directory.export
-        export_merged(self.model, self.model_dir, out / "merged", writes)
-        export_adapter(self.model, self.adapter, self.config.model.path, self.model_dir, out / "adapter", writes)
+        writes, out, base = self.world.is_main, self.run.directory.export, self.config.model.path
+        return [
+            lambda: export_merged(self.model, self.model_dir, out / "merged", writes),
+            lambda: export_adapter(self.model, self.adapter, base, self.model_dir, out / "adapter", writes),
+        ]
 
 
 def main() -> int:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fctune.config import AdapterConfig
+from fctune.errors import CheckpointError
 from fctune.modeling.build import CausalLM
 from fctune.modeling.frozen import FrozenLinear, is_scale
 from fctune.modeling.lora import LoRALinear, is_adapter, merge
@@ -40,27 +43,20 @@ def export_merged(model: CausalLM, base_dir: Path, out: Path, is_writer: bool) -
         base_dir: directory it was loaded from, for config and tokenizer.
         out: directory to make; replaced if it exists.
         is_writer: whether this rank writes.
+
+    Raises:
+        CheckpointError: the disk is full, gone or read-only; on the writer, when all is gathered.
     """
-    staging = _start_directory(out) if is_writer else None
-    weight_map: dict[str, str] = {}
-    files: list[dict[str, Tensor]] = [{}]
-    num_bytes = total_bytes = 0
-    for name, tensor in iter_merged(model):
-        if staging is None:
-            continue
-        size = tensor.numel() * tensor.element_size()
-        if num_bytes + size > _MAX_FILE_BYTES and files[-1]:
-            _write_shard(staging, files, weight_map)
-            num_bytes = 0
-        files[-1][name] = tensor
-        num_bytes, total_bytes = num_bytes + size, total_bytes + size
-    if staging is None:
-        return
-    _write_shard(staging, files, weight_map)
-    _name_shards(staging, len(files) - 1, weight_map, total_bytes)
-    copy_companions(base_dir, staging)
-    write_model_config(staging, base_dir, model.formats.compute)
-    _publish(staging, out)
+    tensors = iter_merged(model)
+    try:
+        if is_writer:
+            with _new_directory(out) as staging:
+                _write_weights(staging, tensors)
+                copy_companions(base_dir, staging)
+                write_model_config(staging, base_dir, model.formats.compute)
+    finally:
+        for _ in tensors:  # the other ranks are sending, also what can be written no more
+            pass
 
 
 def export_adapter(
@@ -78,11 +74,10 @@ def export_adapter(
                 tensors[peft_name(name)] = full.cpu()
     if not is_writer:
         return
-    staging = _start_directory(out)
-    save_file(tensors, staging / "adapter_model.safetensors", metadata={"format": "pt"})
-    write_adapter_config(staging, config, base)
-    copy_companions(base_dir, staging)
-    _publish(staging, out)
+    with _new_directory(out) as staging:
+        save_file(tensors, staging / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_adapter_config(staging, config, base)
+        copy_companions(base_dir, staging)
 
 
 @torch.no_grad()
@@ -108,6 +103,21 @@ def iter_merged(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
 def _gather(parameter: Tensor) -> Tensor:
     tensor = parameter.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _write_weights(staging: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    weight_map: dict[str, str] = {}
+    files: list[dict[str, Tensor]] = [{}]
+    num_bytes = total_bytes = 0
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if num_bytes + size > _MAX_FILE_BYTES and files[-1]:
+            _write_shard(staging, files, weight_map)
+            num_bytes = 0
+        files[-1][name] = tensor
+        num_bytes, total_bytes = num_bytes + size, total_bytes + size
+    _write_shard(staging, files, weight_map)
+    _name_shards(staging, len(files) - 1, weight_map, total_bytes)
 
 
 def _write_shard(staging: Path, files: list[dict[str, Tensor]], weight_map: dict[str, str]) -> None:
@@ -164,14 +174,24 @@ def copy_companions(base_dir: Path, out: Path) -> None:
                 shutil.copyfile(file, out / file.name)
 
 
-def _start_directory(out: Path) -> Path:
+@contextmanager
+def _new_directory(out: Path) -> Iterator[Path]:
+    """A directory to write into, which takes the place of any older one when it is whole, and goes if it is not.
+
+    Raises:
+        CheckpointError: the disk is full, gone or read-only.
+    """
     staging = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    return staging
-
-
-def _publish(staging: Path, out: Path) -> None:
-    """Put a finished directory in place of any older one, so that a reader never finds half of it."""
-    shutil.rmtree(out, ignore_errors=True)
-    staging.rename(out)
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+        shutil.rmtree(out, ignore_errors=True)
+        staging.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{out}: cannot be written ({getattr(error, 'strerror', None) or error}). What was trained is in the last "
+            "checkpoint: make room and run the same command again."
+        ) from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

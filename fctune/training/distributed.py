@@ -44,8 +44,22 @@ class World:
         return self.rank == 0
 
 
-def start_world() -> World:
-    """Join the process group that the launcher describes in the environment; without a launcher, make one of one rank.
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a launcher says of this process, before any rank has met another."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    ranks_per_node: int
+    address: str  # where the ranks meet
+    port: int
+    has_agent: bool  # whether the launcher keeps the meeting point; else rank 0 does
+    restart: str
+
+
+def read_launch() -> Launch:
+    """What the launcher wrote into the environment; without a launcher, one rank by itself.
 
     The bare ``tune run recipes/x`` starts a recipe in its own process, without RANK.
     """
@@ -54,6 +68,22 @@ def start_world() -> World:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    world_size = int(os.environ["WORLD_SIZE"])
+    return Launch(
+        rank=int(os.environ["RANK"]),
+        world_size=world_size,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        address=os.environ["MASTER_ADDR"],
+        port=int(os.environ["MASTER_PORT"]),
+        has_agent=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        restart=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
+
+
+def start_world() -> World:
+    """Join the process group that the launcher describes; without a launcher, make one of one rank."""
+    read_launch()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -102,7 +132,7 @@ def barrier() -> None:
 def agree(action: Callable[[], T]) -> T:
     """Run ``action`` on every rank; where any rank meets a user's error, the first rank's is raised on all.
 
-    ``action`` must not make collectives, or ranks that fail would leave the others waiting in one.
+    ``action`` must not fail before the last of its collectives, or it would leave the other ranks waiting in one.
     """
     error: Exception | None = None
     result: T | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fctune.checkpoint.portable import Portable
@@ -46,8 +47,8 @@ class FineTuning(ABC):
         """The form of what trains in an elastic checkpoint."""
 
     @abstractmethod
-    def export(self) -> None:
-        """Write what is left for others at the end."""
+    def exports(self) -> Sequence[Callable[[], None]]:
+        """What writes each thing that is left for others at the end; all ranks call them in turn."""
 
     @property
     def step(self) -> int:
@@ -93,7 +94,8 @@ class FineTuning(ABC):
         """The last checkpoint, and what is left for others."""
         assert self.keeper is not None
         self.keeper.finish(self.step)
-        self.export()
+        for export in self.exports():
+            distributed.agree(export)
 
     def cleanup(self) -> None:
         """Wait for a save that still runs."""

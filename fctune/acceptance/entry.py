@@ -1,0 +1,56 @@
+"""From a command line to an acceptance run, and from its verdict to an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from fctune.acceptance.config import AcceptanceConfig, load_acceptance
+from fctune.acceptance.run import Acceptance
+from fctune.acceptance.table import Progress, print_result
+from fctune.errors import CheckpointError, ConfigError, DataError
+from fctune.training.distributed import read_launch
+
+_USAGE = "tune run recipes/cluster_acceptance --config FILE [profile=NAME] [key=value ...]"
+
+
+def run_acceptance(argv: Sequence[str]) -> int:
+    """Measure, judge and report; 0 where the verdict is PASS, 1 for any other, 2 for a config that does not hold.
+
+    A run that ends early ends this process with 1 from within, and its result is written all the same.
+    """
+    launch = read_launch()
+    logging.getLogger("fctune").setLevel(logging.WARNING)
+    console = Console()
+    try:
+        config = _read_command_line(argv)
+        acceptance = Acceptance(config, launch, Progress(console))
+        document = acceptance.run()
+    except (ConfigError, DataError, CheckpointError) as error:
+        if launch.rank == 0:
+            print(f"\n{error}\n", file=sys.stderr, flush=True)
+        return 2
+    except ConnectionError as error:
+        print(f"\n{error}\n", file=sys.stderr, flush=True)
+        return 1
+    if launch.rank == 0:
+        console.print()
+        print_result(console, document)
+        console.print(f"{config.output_dir}/acceptance.json", soft_wrap=True, highlight=False)
+    return 0 if document["verdict"] == "PASS" else 1
+
+
+def _read_command_line(argv: Sequence[str]) -> AcceptanceConfig:
+    parser = argparse.ArgumentParser(prog="tune run recipes/cluster_acceptance", add_help=False, exit_on_error=False)
+    parser.add_argument("--config")
+    try:
+        known, overrides = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}. Usage: {_USAGE}") from None
+    if known.config is None:
+        raise ConfigError(f"no config. Usage: {_USAGE}")
+    return load_acceptance(known.config, overrides)

@@ -1,0 +1,186 @@
+"""Steps of a run's own config through the library's own step, with random weights and random tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fctune.acceptance.config import TrainingConfig
+from fctune.acceptance.faults import Faults
+from fctune.acceptance.session import Session
+from fctune.checkpoint.sharded import read_shards_, write_shards
+from fctune.checkpoint.snapshot import collect_tensors
+from fctune.config import RunConfig, load_config
+from fctune.data.loader import Batch, GlobalStep, StepTotals
+from fctune.modeling.architecture import read_architecture
+from fctune.modeling.build import CausalLM, materialize_
+from fctune.modeling.frozen import fill_rows_, is_scale, rows_to_fill
+from fctune.modeling.hub import resolve_model_dir
+from fctune.modeling.lora import apply_lora_, init_adapters_, is_adapter
+from fctune.modeling.shard import Hardware, shard_
+from fctune.telemetry.device import total_memory
+from fctune.telemetry.metrics import FlopCounter, peak_memory_gib
+from fctune.training import distributed
+from fctune.training.distributed import World
+from fctune.training.feed import StepData, make_inputs
+from fctune.training.loop import TrainState, count_flops
+from fctune.training.state import build_base, lay_out_, start_state
+from fctune.training.step import train_step
+
+
+def load_run(config: TrainingConfig, folder: Path) -> tuple[RunConfig, Path]:
+    """The run that is measured, and the directory of its model's config.json, which is in ``folder`` where the
+    acceptance config has one of its own.
+
+    Raises:
+        ConfigError: a run's config that does not hold, or an architecture without a builder.
+    """
+    overrides = list(config.overrides)
+    if config.architecture:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config.architecture), encoding="utf-8")
+        overrides.append(f"model.path={folder}")
+    run = load_config(config.config, overrides)
+    model_dir = resolve_model_dir(run.model.path)
+    read_architecture(model_dir)
+    return run, model_dir
+
+
+def build_state(run: RunConfig, model_dir: Path, world: World) -> TrainState:
+    """The run's model with random weights on the ranks of the current group, and its optimizer."""
+    model = build_base(run, model_dir, world)
+    if run.adapter is not None:
+        apply_lora_(model, run.adapter)
+    lay_out_(model, run, world)
+    memory = total_memory(world.device, world.ranks_per_node)
+    hardware = Hardware(world.device.type, world.world_size, world.ranks_per_node, memory)
+    shard_(model, model.layout, run.parallel, model.formats, hardware)
+    materialize_(model, world.device, run.parallel.cpu_offload)
+    draw_weights_(model, run.seed)
+    if run.adapter is not None:
+        init_adapters_(model, run.seed)
+    model.train()
+    return start_state(model, run, num_steps=1_000)
+
+
+def draw_weights_(model: CausalLM, seed: int) -> None:
+    """Fill the base with small random numbers on the device, norms with ones, in place; a tensor at a time."""
+    device = next(parameter.device for parameter in model.parameters())
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in list(model.named_parameters()):
+        if is_adapter(name) or is_scale(name):
+            continue
+        rows = rows_to_fill(parameter)
+        shape = (rows.stop - rows.start, *parameter.shape[1:])
+        is_norm = len(shape) == 1 and not name.endswith("bias")
+        drawn = torch.ones(shape, device=device)
+        fill_rows_(model, name, drawn if is_norm else drawn.normal_(std=0.02, generator=generator))
+
+
+def measure_steps(
+    session: Session, config: TrainingConfig, run: RunConfig, model_dir: Path, world: World, faults: Faults
+) -> tuple[dict[str, Any], TrainState]:
+    """Seconds of each step after the warm-up, one micro-batch a rank; and the state that was trained."""
+    session.enter("building the model", session.limits.build_s)
+    if world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(world.device)
+    state = build_state(run, model_dir, world)
+    data = _make_step(run, state.model, world)
+    seconds: list[float] = []
+    losses: list[float | None] = []
+    for step in range(config.warmup + config.steps):
+        session.enter(f"training step {step + 1}", session.limits.build_s if not step else None)
+        started = time.perf_counter()
+        faults.delay("slow_compute")
+        result = train_step(state.model, state.optimizer, data, world, clip_grad_norm=run.clip_grad_norm)
+        losses.append(result.loss if math.isfinite(result.loss) else None)
+        if step >= config.warmup:
+            seconds.append(time.perf_counter() - started)
+    tokens = data.totals.num_tokens // world.world_size
+    flops: FlopCounter = count_flops(state.model)
+    per_step = flops.weights(tokens) + flops.dense_attention(tokens, run.data.seq_len)
+    return {
+        "seconds": [float(f"{s:.5g}") for s in seconds],
+        "tokens": tokens,
+        "flops": per_step,
+        "losses": losses,
+        "peak_memory_gib": peak_memory_gib(world.device),
+        "layout": str(state.model.layout),
+        "seq_len": run.data.seq_len,
+        "micro_batch_size": run.micro_batch_size,
+    }, state
+
+
+def measure_checkpoint(session: Session, state: TrainState, folder: Path, max_bytes: int) -> dict[str, Any]:
+    """Seconds to save what trains and its optimizer in shards, from the devices to a flushed disk, and to read it."""
+    group = distributed.new_cpu_group()
+    session.keep_clean(folder)
+    live = collect_tensors(state.model, state.optimizer)
+    held = sum(_local(t).numel() * _local(t).element_size() for t in live.values())
+    total = int(sum(distributed.gather_objects(held, group)))
+    if total > max_bytes:
+        return {
+            "skipped": f"it would take {total / 2**30:.1f} GiB of the shared disk, of which {max_bytes / 2**30:.1f} "
+            "may be used (storage.max_share_of_free)"
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    session.enter("saving a checkpoint", session.limits.build_s)
+    distributed.barrier()
+    started = time.perf_counter()
+    copies = {name: tensor.cpu() for name, tensor in live.items()}
+    write_shards(folder, copies, group)
+    saved = time.perf_counter() - started
+    session.enter("loading a checkpoint", session.limits.build_s)
+    distributed.barrier()
+    started = time.perf_counter()
+    read_shards_(folder, copies)
+    return {"bytes": total, "save_s": saved, "load_s": time.perf_counter() - started}
+
+
+def sizes_of_shards(run: RunConfig, model_dir: Path, world: World) -> dict[str, int]:
+    """Bytes of the collectives that sharding makes of the run's model: gathering a block and the rest of it."""
+    model = build_base(run, model_dir, world)
+    if run.adapter is not None:
+        apply_lora_(model, run.adapter)
+    width = model.formats.compute.itemsize
+    block = sum(p.numel() for p in next(iter(model.blocks)).parameters()) * width
+    blocks = sum(p.numel() for part in model.blocks for p in part.parameters()) * width
+    rest = sum(p.numel() for p in model.parameters()) * width - blocks
+    return {"a block of the model": block, "the rest of the model": rest}
+
+
+def _make_step(run: RunConfig, model: CausalLM, world: World) -> StepData:
+    """One micro-batch of random tokens a rank, every one of them supervised but the first of each row."""
+    rows, length = run.micro_batch_size, run.data.seq_len
+    generator = torch.Generator().manual_seed(run.seed + world.rank)
+    tokens = torch.randint(model.architecture.vocab_size, (rows, length), generator=generator)
+    labels = tokens.roll(-1, dims=1)
+    labels[:, -1] = -100
+    weights = (labels != -100).float()
+    is_packed = run.data.packed
+    batch = Batch(
+        tokens=tokens,
+        labels=labels,
+        loss_weights=weights,
+        positions=torch.arange(length).expand(rows, -1).contiguous() if is_packed else None,
+        lengths=((length,),) * rows if is_packed else None,
+        rows=tuple(range(world.rank * rows, (world.rank + 1) * rows)),
+        num_tokens=rows * length,
+        num_supervised=int(weights.sum()),
+        weight_sum=float(weights.sum()),
+    )
+    n = world.world_size
+    pairs = n * rows * length * (length + 1) // 2
+    totals = StepTotals(n * batch.num_tokens, n * batch.num_supervised, n * batch.weight_sum, pairs)
+    inputs = make_inputs(batch, model.kernel, seed=run.seed, step=1, pins=world.device.type == "cuda")
+    return StepData(GlobalStep(1, 0, tuple(range(n * rows)), "random"), totals, [inputs])
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local

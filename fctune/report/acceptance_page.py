@@ -1,0 +1,195 @@
+"""The page of an acceptance run: the verdict, the strip of devices, curves by size, the map of pairs, every check."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from fctune.acceptance.statistics import bandwidth, describe
+from fctune.acceptance.table import tell_threshold
+from fctune.report.page import Chart, Page, Series, Tone, escape, make_table
+
+_TONES: dict[str, Tone] = {"PASS": "good", "WARN": "warn", "FAIL": "bad", "SKIPPED": "", "INCOMPLETE": "warn"}
+_SCOPES = {"node": "within each node", "all": "all nodes"}
+
+Document = Mapping[str, Any]
+
+
+def write_acceptance_html(document: Document, path: str | os.PathLike[str]) -> None:
+    """Writes the page of a result."""
+    footer = f"fctune acceptance, {document['started_at']}, {document['seconds']:.0f} s"
+    make_acceptance_page(document).write(path, footer)
+
+
+def make_acceptance_page(document: Document) -> Page:
+    """The page: whether it is fit, who is not, and every figure."""
+    page = Page("Cluster acceptance", f"{document['verdict']}: {document['reason']}", _TONES[document["verdict"]])
+    _add_tiles(page, document)
+    _add_failures(page, document)
+    _add_devices(page, document)
+    _add_checks(page, document)
+    _add_curves(page, document)
+    _add_pairs(page, document)
+    _add_environment(page, document)
+    return page
+
+
+def _add_tiles(page: Page, document: Document) -> None:
+    counts = dict.fromkeys(("PASS", "WARN", "FAIL", "SKIPPED"), 0)
+    for check in document["checks"]:
+        counts[check["status"]] += 1
+    missing = sum(check["required"] and check["status"] == "SKIPPED" for check in document["checks"])
+    page.add_tiles(
+        [
+            (f"{document['world_size']:,}", "ranks", ""),
+            (f"{document['world_size'] // document['ranks_per_node']:,}", "nodes", ""),
+            (f"{counts['PASS']:,}", "checks passed", "good" if counts["PASS"] else ""),
+            (f"{counts['FAIL']:,}", "failed", "bad" if counts["FAIL"] else ""),
+            (f"{counts['WARN']:,}", "with a warning", "warn" if counts["WARN"] else ""),
+            (f"{missing:,}", "required and not run", "warn" if missing else ""),
+        ]
+    )
+
+
+def _add_failures(page: Page, document: Document) -> None:
+    parts = [
+        f'<p class="warn">On purpose: {escape(fault["kind"])} on rank {fault["rank"]}</p>'
+        for fault in document["config"]["faults"]
+    ]
+    for check in document["checks"]:
+        if check["status"] not in ("FAIL", "WARN"):
+            continue
+        culprits = "".join(f"<li>{escape(culprit['text'])}</li>" for culprit in check["culprits"])
+        parts.append(
+            f'<h3><span class="{_TONES[check["status"]]}">{check["status"]}</span> {escape(check["name"])}</h3>'
+            f"<p>{escape(check['reason'])}</p>"
+            + (f'<ul class="examples">{culprits}</ul>' if culprits else "")
+            + f'<p class="muted">Next: {escape(check["next"])}</p>'
+        )
+    if parts:
+        page.add_section("What is wrong", *parts)
+
+
+def _add_devices(page: Page, document: Document) -> None:
+    """A cell a rank, in rows of nodes; red where a failure is laid to it."""
+    laid: dict[int, str] = {}
+    for check in document["checks"]:
+        for culprit in check["culprits"]:
+            if culprit["kind"] != "unknown" and check["status"] in ("FAIL", "WARN"):
+                for rank in culprit["ranks"]:
+                    laid[rank] = "bad" if check["status"] == "FAIL" else laid.get(rank, "warn")
+    hellos = document["samples"].get("hello", {})
+    rows = []
+    for first in range(0, document["world_size"], document["ranks_per_node"]):
+        ranks = range(first, first + document["ranks_per_node"])
+        host = next((hellos[str(rank)]["host"] for rank in ranks if str(rank) in hellos), "not there")
+        cells = "".join(_draw_device(document, rank, laid.get(rank, "good")) for rank in ranks)
+        rows.append(
+            f'<h3>{escape(host)}</h3><div style="display:flex;flex-wrap:wrap;gap:6px;margin:6px 0 10px">{cells}</div>'
+        )
+    page.add_section("Devices", *rows, lead="A cell a rank, with the rate of its products.")
+
+
+def _draw_device(document: Document, rank: int, tone: str) -> str:
+    compute = document["samples"].get("compute", {}).get(str(rank), {})
+    rates = [product["tflops"] for product in compute.get("products", {}).values() if "tflops" in product]
+    readings = [r for product in compute.get("products", {}).values() for r in product.get("readings", ())]
+    hottest = max((r["temperature_c"] for r in readings if r["temperature_c"] is not None), default=None)
+    if str(rank) not in document["samples"].get("hello", {}):
+        tone, figure = "bad", "absent"
+    else:
+        figure = f"{max(rates):.3g} TFLOP/s" if rates else "not measured"
+    heat = "" if hottest is None else f", {hottest:.0f} C"
+    return (
+        f'<div style="border:1px solid var(--line);border-left:6px solid var(--{tone});border-radius:6px;'
+        f'padding:4px 10px;min-width:96px"><b class="{tone}">{rank}</b><br>'
+        f'<span class="muted" style="font-size:13px">{escape(figure + heat)}</span></div>'
+    )
+
+
+def _add_checks(page: Page, document: Document) -> None:
+    body = []
+    for check in document["checks"]:
+        named = f'<td style="white-space:nowrap">{escape(check["name"])}</td>'
+        tone = _TONES[check["status"]] or "muted"
+        named += f'<td class="{tone}" style="white-space:nowrap">{check["status"]}</td>'
+        required = "" if check["required"] else " (not required)"
+        for figure in check["figures"] or [None]:
+            if figure is None:
+                cells = [f"{check['reason']}{required}", "", "", ""]
+            else:
+                value = f"{figure['value']:.4g} {figure['unit']}".strip()
+                source = (figure["threshold"] or {}).get("source", "")
+                cells = [f"{figure['name']}: {figure['says']}", value, tell_threshold(figure), source]
+            marks = ("", ' class="num"', ' style="white-space:nowrap"', "")
+            shown = "".join(f"<td{mark}>{escape(cell)}</td>" for mark, cell in zip(marks, cells, strict=True))
+            body.append(f"<tr>{named}{shown}</tr>")
+            named = "<td></td><td></td>"
+    heads = ("Check", "Result", "Figure", "Value", "Wanted", "Source")
+    head = "".join(f"<th{' class=num' if name == 'Value' else ''}>{name}</th>" for name in heads)
+    table = f'<table style="min-width:860px"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
+    page.add_section("Checks", f'<div class="scroll">{table}</div>')
+
+
+def _add_curves(page: Page, document: Document) -> None:
+    charts = []
+    for scope, where in _SCOPES.items():
+        samples = document["samples"].get(f"collectives_{scope}", {})
+        if not samples or any("skipped" in sample for sample in samples.values()):
+            continue
+        curves: dict[str, dict[float, float]] = {}
+        rows: list[list[object]] = []
+        for number, result in enumerate(samples["0"]["results"]):
+            seconds = [s for sample in samples.values() for s in sample["results"][number]["seconds"]]
+            ranks = document["ranks_per_node"] if scope == "node" else document["world_size"]
+            times = describe(seconds)
+            busbw = bandwidth(result["operation"], result["bytes"], ranks, times["mean_s"])[1]
+            size = f"{result['bytes'] / 2**20:g}" + (f" ({result['label']})" if result["label"] else "")
+            rows.append([result["operation"], size, busbw, *(1e6 * times[name] for name in ("p50_s", "p99_s"))])
+            curves.setdefault(result["operation"], {})[round(math.log2(result["bytes"] / 2**20), 2)] = busbw
+        sizes = sorted({size for curve in curves.values() for size in curve})
+        series = [Series(name, [curve.get(size) for size in sizes]) for name, curve in curves.items()]
+        chart = Chart("lines", sizes, series, "size in MiB, as a power of two", "busbw, GB/s")
+        note = "Bus bandwidth as nccl-tests counts it, mean of the repetitions and ranks."
+        columns = [("Collective", False), ("MiB", False), ("busbw, GB/s", True), ("p50, us", True), ("p99, us", True)]
+        table = f"<details><summary>Median and 99th percentile</summary>{make_table(columns, rows)}</details>"
+        charts.append(f"<div>{page.make_chart(chart, f'Collectives {where}', note)}{table}</div>")
+    if charts:
+        page.add_section("Bandwidth by size", f'<div class="pair">{"".join(charts)}</div>')
+
+
+def _add_pairs(page: Page, document: Document) -> None:
+    samples = document["samples"].get("pairs", {})
+    if not samples or any("skipped" in sample for sample in samples.values()):
+        return
+    ranks = sorted(map(int, samples))
+    rates: dict[tuple[int, int], float] = {}
+    for rank in ranks:
+        for other, seconds in samples[str(rank)]["seconds"].items():
+            rates[rank, int(other)] = samples[str(rank)]["bytes"] / min(seconds) / 1e9
+    if not rates:
+        return
+    best = max(rates.values())
+    head = "<th>Rank</th>" + "".join(f'<th class="num">{rank}</th>' for rank in ranks)
+    body = []
+    for a in ranks:
+        cells = "".join(
+            "<td></td>"
+            if (rate := rates.get((a, b))) is None
+            else f'<td class="num heat" style="--heat: {1 - rate / best:.3f}">{rate:.3g}</td>'
+            for b in ranks
+        )
+        body.append(f"<tr><td>{a}</td>{cells}</tr>")
+    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+    lead = "GB/s each way between every two ranks, both ways at once, the best of the repetitions; red is slow."
+    page.add_section("Pairs", table, lead=lead)
+
+
+def _add_environment(page: Page, document: Document) -> None:
+    first = document["samples"].get("identity", {}).get("0", {})
+    rows = [[key, value if isinstance(value, str | int | float) else json.dumps(value)] for key, value in first.items()]
+    if rows:
+        page.add_section("Rank 0", make_table([("What", False), ("Value", False)], rows))

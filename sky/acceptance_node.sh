@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# One node's part of an acceptance run: a process a device. Exit 0 where the verdict is PASS, 1 for any other, 2 for a
+# config that does not hold; node 0 writes OUT/acceptance.json and OUT/acceptance.html.
+#
+#   NUM_NODES=2 NODE_RANK=0 DEVICES=8 MASTER_ADDR=node-0 sky/acceptance_node.sh configs/acceptance_2x8_h100.yaml OUT [key=value ...]
+#
+# Not through torchrun, which starts no rank before all nodes are there: a node that never comes could not be named.
+set -uo pipefail
+
+usage="usage: NUM_NODES=N NODE_RANK=R DEVICES=D MASTER_ADDR=HOST $0 CONFIG OUT [key=value ...]"
+config=${1:?$usage} out=${2:?$usage}
+shift 2
+export WORLD_SIZE=$((${NUM_NODES:?$usage} * ${DEVICES:?$usage})) LOCAL_WORLD_SIZE=$DEVICES
+export MASTER_ADDR=${MASTER_ADDR:?$usage} MASTER_PORT=${MASTER_PORT:-29400}
+python=${PYTHON:-.venv/bin/python}
+
+pids=()
+trap 'kill -TERM "${pids[@]}" 2>/dev/null' INT TERM
+for ((device = 0; device < DEVICES; device++)); do
+  RANK=$((${NODE_RANK:?$usage} * DEVICES + device)) LOCAL_RANK=$device \
+    "$python" -m recipes.cluster_acceptance --config "$config" "output_dir=$out" "$@" &
+  pids+=($!)
+done
+
+code=0
+for pid in "${pids[@]}"; do
+  # A signal cuts a wait short, and its process lives on until the result is written.
+  wait "$pid"; ended=$?
+  while kill -0 "$pid" 2>/dev/null; do wait "$pid"; ended=$?; done
+  case $ended in
+    0) ;;
+    2) code=2 ;;
+    *) [ "$code" = 2 ] || code=1 ;;
+  esac
+done
+
+if [ "$NODE_RANK" = 0 ] && [ -f "$out/acceptance.json" ]; then
+  "$python" -m fctune.cli acceptance report "$out" --html "$out/acceptance.html" >/dev/null
+fi
+exit $code

@@ -1,0 +1,197 @@
+"""The page, the table and the comparison of acceptance results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from fctune.acceptance.checks import judge
+from fctune.acceptance.config import AcceptanceConfig, FaultConfig, ThresholdConfig
+from fctune.acceptance.metrics import CHECKS
+from fctune.acceptance.result import make_document, read_document, read_schema, write_document
+from fctune.acceptance.session import Ending
+from fctune.cli import main
+from fctune.errors import ConfigError
+from fctune.report.acceptance_page import write_acceptance_html
+from tests.acceptance.samples import HOSTS, all_pairs, collectives, healthy
+from tests.report.browser import needs_chromium, open_page, take_screenshot
+
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+
+
+def make(samples: dict[str, Any], ending: Ending | None = None, **changes: Any) -> dict[str, Any]:
+    config = AcceptanceConfig(output_dir="x", device="cuda", required=list(CHECKS))
+    config.collectives.judged_mib = 1.0
+    config.thresholds = {
+        "matmul_bf16_tflops": ThresholdConfig(fail=600.0, warn=650.0, source=HOSTILE),
+        "pair_spread": ThresholdConfig(fail=0.5, source="as it should be"),
+    }
+    for key, value in changes.items():
+        setattr(config, key, value)
+    hosts = {rank: hello["host"] for rank, hello in samples.get("hello", {}).items()}
+    checks = judge(config, samples, hosts, 2, 4, ending)
+    made = make_document(config, checks, samples, world_size=4, ranks_per_node=2, started_at=0.0, seconds=100.0)
+    jsonschema.validate(made, read_schema())
+    return json.loads(json.dumps(made))
+
+
+def broken() -> dict[str, Any]:
+    samples = healthy()
+    samples["compute"][2]["products"]["bf16"]["tflops"] = 500.0
+    samples["hello"][1]["host"] = samples["hello"][0]["host"] = HOSTILE
+    samples["pairs"] = all_pairs({(0, 3): 0.2})
+    return samples
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "acceptance.html"
+    write_acceptance_html(make(broken(), faults=[FaultConfig(kind="slow_compute", rank=2)]), path)
+    return path
+
+
+def test_a_healthy_document_passes_and_is_the_same_whatever_the_order_of_its_ranks() -> None:
+    samples = healthy()
+    shuffled = {phase: dict(reversed(list(by_rank.items()))) for phase, by_rank in samples.items()}
+    assert make(samples)["verdict"] == "PASS"
+    assert json.dumps(make(samples)) == json.dumps(make(shuffled))
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1100, 390])
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_page_fits_in_light_and_dark_down_to_a_phone_and_reaches_for_nothing(
+    page: Path, width: int, dark: bool
+) -> None:
+    state = open_page(page, width, dark)
+    assert state.console == []
+    assert state.probe["violations"] == state.probe["resources"] == []
+    assert state.probe["scroll_width"] <= width
+    assert state.probe["background"] == ("rgb(20, 22, 26)" if dark else "rgb(247, 247, 245)")
+    assert len(state.probe["inked"]) == 2
+    assert all(state.probe["inked"])
+
+
+@needs_chromium
+def test_the_page_names_who_is_to_blame_and_what_to_try(page: Path) -> None:
+    text = open_page(page).probe["text"]
+    assert "rank 2 (b): matmul_bf16_tflops 500" in text
+    assert "link of ranks 0 and 3" in text
+    assert "Next: Compare the GPU's clocks" in text
+    assert "On purpose: slow_compute on rank 2" in text
+    assert text.count("onerror=alert(1)") >= 2
+    assert ">= 600 (warns: 650)" in text
+    opened = open_page(page, act='document.querySelectorAll("details").forEach((d) => { d.open = true; });')
+    assert "all_reduce\t1\t0.5243\t2,000\t2,000" in opened.probe["text"]
+
+
+@needs_chromium
+def test_devices_of_culprits_and_slow_pairs_are_marked(page: Path) -> None:
+    act = """
+    const cells = [...document.querySelectorAll("b.bad, b.good")].filter((b) => !b.closest(".tile"));
+    const red = cells.filter((b) => b.classList.contains("bad")).map((b) => b.textContent);
+    const heats = [...document.querySelectorAll("td.heat")].map((td) => Number(td.style.getPropertyValue("--heat")));
+    const hot = heats.filter((h) => h > 0.9).length;
+    document.querySelector("main").prepend(`red: ${red.join(",")}; hot: ${hot} of ${heats.length}.`);
+    """
+    assert "red: 0,2,3; hot: 2 of 12." in open_page(page, act=act).probe["text"]
+
+
+@needs_chromium
+def test_a_run_that_ended_early_is_a_page_too(tmp_path: Path) -> None:
+    samples = {"hello": {rank: {"host": host, "pid": 1, "gpus": 2} for rank, host in HOSTS.items() if rank != 3}}
+    document = make(samples, Ending("absent", (3,), "not there within 60 s"))
+    write_acceptance_html(document, tmp_path / "early.html")
+    state = open_page(tmp_path / "early.html")
+    assert state.console == []
+    assert "rank 3 (host unknown): never arrived" in state.probe["text"]
+    assert "absent" in state.probe["text"]
+    take_screenshot(tmp_path / "early.html", tmp_path / "early.png")
+    assert (tmp_path / "early.png").stat().st_size > 10_000
+
+
+def write(folder: Path, name: str, document: dict[str, Any]) -> str:
+    write_document(document, folder / name)
+    return str(folder / name)
+
+
+def test_report_prints_the_table_and_exits_by_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = write(tmp_path, "good", make(healthy())), write(tmp_path, "bad", make(broken()))
+    assert main(["acceptance", "report", good]) == 0
+    assert "PASS: all required checks passed" in capsys.readouterr().out
+    assert main(["acceptance", "report", f"{bad}/acceptance.json", "--html", str(tmp_path / "x.html")]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL: compute, links failed, laid to rank 2 (b); link of ranks 0 and 3" in out
+    assert "next: Compare the GPU's clocks" in out
+    assert "<h1>Cluster acceptance</h1>" in (tmp_path / "x.html").read_text()
+
+
+def test_compare_finds_what_has_become_slower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    later = healthy()
+    later["collectives_all"] = {rank: collectives(0.0033) for rank in HOSTS}
+    later["compute"][1]["products"]["bf16"]["tflops"] = 690.0
+    old, new = write(tmp_path, "old", make(healthy())), write(tmp_path, "new", make(later))
+    assert main(["acceptance", "compare", old, old]) == 0
+    assert "nothing of" in capsys.readouterr().out
+    assert main(["acceptance", "compare", old, new]) == 1
+    out = capsys.readouterr().out
+    assert "all_reduce_all_gb_s" in out
+    assert "9.1%" in out
+    assert "matmul" not in out
+    assert main(["acceptance", "compare", old, new, "--tolerance", "0.01"]) == 1
+    assert "matmul_bf16_tflops" in capsys.readouterr().out
+    assert main(["acceptance", "compare", new, old]) == 0
+
+
+def test_compare_says_what_fails_now_and_what_is_not_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later = healthy()
+    for sample in later["identity"].values():
+        sample["driver"] = "590"
+    later["compute"][3]["checksums"] = [{"bf16": "ff"}, {"bf16": "ff"}]
+    del later["checkpoint"]
+    old, new = write(tmp_path, "old", make(healthy())), write(tmp_path, "new", make(later))
+    assert main(["acceptance", "compare", old, new]) == 1
+    out = capsys.readouterr().out
+    assert 'driver: "580" then, "590" now' in out
+    assert "corruption: PASS then, FAIL now" in out
+    assert "checkpoint_load_s, checkpoint_save_s" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not JSON"),
+        ("[]", "the document: "),
+        ('{"version": 2}', "version 2 of the document; this fctune reads version 1"),
+        ('{"version": 1, "verdict": "FINE"}', "acceptance.json"),
+    ],
+)
+def test_a_file_that_is_no_result_is_an_error(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "acceptance.json").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_document(tmp_path)
+    assert says in str(error.value)
+    assert main(["acceptance", "report", str(tmp_path)]) == 2
+    assert main(["acceptance", "report", str(tmp_path / "none")]) == 2
+
+
+def test_a_document_of_another_form_is_told_by_the_schema() -> None:
+    document = make(healthy())
+    for change in (
+        lambda d: d.pop("samples"),
+        lambda d: d["checks"][0].update(status="MAYBE"),
+        lambda d: d["checks"][0].update(status="SKIPPED", reason=""),
+        lambda d: d["checks"][3]["figures"][0]["threshold"].pop("source"),
+        lambda d: d["samples"]["compute"].update(first={}),
+        lambda d: d.update(more=1),
+    ):
+        changed = json.loads(json.dumps(document))
+        change(changed)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(changed, read_schema())

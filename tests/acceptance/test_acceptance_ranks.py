@@ -1,0 +1,161 @@
+"""Whole runs on four gloo ranks: healthy ones name no one, and each fault is laid to its rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from fctune.acceptance.metrics import OPERATIONS
+from fctune.acceptance.result import read_document, read_schema
+from tests.acceptance.harness import SHORT, arguments, left_behind, run
+from tests.ranks import run_ranks
+
+# Fault -> the check that finds it, and seconds of each delay.
+SLOW = {"slow_compute": ("compute", 0.05), "slow_collectives": ("links", 0.01), "slow_disk": ("storage_node", 0.15)}
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("healthy")
+    done = run(folder, "training.steps=2", "training.warmup=1")
+    assert done.codes == [0, 0, 0, 0]
+    assert left_behind(folder) == []
+    return folder / "out"
+
+
+def test_a_healthy_run_passes_names_no_one_and_says_so_in_the_schemas_form(healthy: Path) -> None:
+    document = json.loads((healthy / "acceptance.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(read_schema())
+    jsonschema.validate(document, read_schema())
+    assert document["verdict"] == "PASS"
+    assert not [culprit for check in document["checks"] for culprit in check["culprits"]]
+    statuses = {check["name"]: check["status"] for check in document["checks"]}
+    assert [name for name, status in statuses.items() if status == "SKIPPED"] == [
+        "transfer",
+        "health",
+        "collectives_all",
+        "training_all",
+    ]
+    assert json.loads((healthy / "exit.json").read_text())["code"] == 0
+    assert read_document(healthy) == document
+
+
+def test_every_sample_of_every_rank_is_in_the_document(healthy: Path) -> None:
+    samples = read_document(healthy)["samples"]
+    for phase in (
+        "hello",
+        "identity",
+        "compute",
+        "pairs",
+        "collectives_node",
+        "storage",
+        "training_node",
+        "checkpoint",
+    ):
+        assert list(samples[phase]) == ["0", "1", "2", "3"], phase
+    for sample in samples["collectives_node"].values():
+        sizes = {(r["operation"], r["asked"]) for r in sample["results"] if not r["label"]}
+        assert len(sizes) == 5 * 3
+        labels = {r["operation"] for r in sample["results"] if r["label"] == "a block of the model"}
+        assert labels == {"all_gather", "reduce_scatter"}
+    assert {len(v) for sample in samples["pairs"].values() for v in sample["seconds"].values()} == {20 * 5}
+
+
+def shape(value: Any) -> Any:
+    """A document without what a clock or a process id makes different."""
+    if isinstance(value, dict):
+        return {
+            k: shape(v)
+            for k, v in value.items()
+            if k not in ("pid", "started_at", "clock_offset_s", "rates", "windows")
+        }
+    if isinstance(value, list):
+        return [shape(item) for item in value]
+    return "a number" if isinstance(value, float) else value
+
+
+def test_two_runs_merge_to_the_same_document_but_for_times(tmp_path: Path) -> None:
+    # Into the same folders, and with a number of repetitions that no budget of time cuts.
+    first, second = (run(tmp_path, *SHORT, "collectives.max_s=60").document for _ in range(2))
+    assert first is not None
+    assert json.dumps(shape(first)) == json.dumps(shape(second))
+
+
+@pytest.mark.parametrize("kind", ["corrupt_compute", "corrupt_send", "corrupt_receive"])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_a_rank_that_corrupts_is_named_and_no_other(kind: str, rank: int, tmp_path: Path) -> None:
+    done = run(tmp_path, *SHORT, f"faults=[{{kind: {kind}, rank: {rank}}}]")
+    failed = [name for name, check in done.checks.items() if check["status"] == "FAIL"]
+    assert failed == ["corruption" if kind == "corrupt_compute" else "collective_data"]
+    assert done.named == [rank]
+    assert set(done.codes) == {1}
+    if kind != "corrupt_compute":
+        assert done.document is not None
+        found = done.document["samples"]["collectives_node"].values()
+        wrong = {r["operation"] for sample in found for r in sample["results"] if r["wrong"]}
+        silent = {"broadcast"} if kind == "corrupt_send" and rank else set()  # which sends of rank 0 alone
+        assert wrong == set(OPERATIONS) - silent
+
+
+@pytest.mark.parametrize("kind", SLOW)
+def test_a_rank_that_is_slow_is_named_and_no_other(kind: str, tmp_path: Path) -> None:
+    check, seconds = SLOW[kind]
+    done = run(tmp_path, *SHORT, f"faults=[{{kind: {kind}, rank: 3, seconds: {seconds}}}]", "pairs.repetitions=5")
+    assert done.checks[check]["status"] == "FAIL"
+    assert done.named == [3]
+    assert done.document is not None
+    assert done.document["config"]["faults"][0]["kind"] == kind
+    assert done.checks[check]["next"]
+
+
+def test_two_nodes_are_measured_by_themselves_and_together(tmp_path: Path) -> None:
+    required = "required=[arrival, collectives_node, collectives_all, training_node, training_all, checkpoint]"
+    done = run(tmp_path, required, "nodes=2", "compute.sustain_s=0.2", "training.steps=2", ranks_per_node=2)
+    assert done.codes == [0, 0, 0, 0]
+    figures = {f["name"]: f["value"] for check in done.checks.values() for f in check["figures"]}
+    assert figures["all_reduce_kept"] == pytest.approx(figures["all_reduce_all_gb_s"] / figures["all_reduce_node_gb_s"])
+    assert figures["training_kept"] > 0
+    assert done.document is not None
+    layouts = {scope: done.document["samples"][f"training_{scope}"]["0"]["layout"] for scope in ("node", "all")}
+    assert "over 2" in layouts["node"]
+    assert "over 4" in layouts["all"]
+
+
+def _repeat(world: Any, argv: list[str], kind: str | None, count: int) -> list[tuple[list[int], dict[str, str]]]:
+    """Runs one after the other in the same processes; whom each named, and how its checks came out."""
+    import torch.distributed as dist
+
+    from fctune.acceptance.config import FaultConfig, load_acceptance
+    from fctune.acceptance.run import Acceptance
+    from fctune.training.distributed import read_launch
+
+    dist.barrier()
+    dist.destroy_process_group()
+    found = []
+    for number in range(count):
+        config = load_acceptance(argv[1], argv[2:])
+        if kind is not None:
+            config.faults = [FaultConfig(kind=kind, rank=number % 4, seconds=SLOW[kind][1])]  # type: ignore[arg-type]
+        launch = dataclasses.replace(read_launch(), restart=str(number))
+        document = Acceptance(config, launch).run()
+        culprits = [c for check in document["checks"] for c in check["culprits"]]
+        named = sorted({rank for c in culprits for rank in c["ranks"]})
+        found.append((named, {check["name"]: check["status"] for check in document["checks"]}))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [None, *SLOW])
+def test_twenty_of_twenty(kind: str | None, tmp_path: Path) -> None:
+    short = [*SHORT, "compute.copy_repetitions=10", "collectives.operations=[all_reduce]", "storage.num_flushes=3"]
+    if kind == "slow_collectives":
+        short += ["pairs.repetitions=10"]
+    found = run_ranks(_repeat, 4, arguments(tmp_path, *short), kind, 20)[0]
+    assert [named for named, _ in found] == [[] if kind is None else [number % 4] for number in range(20)]
+    if kind is not None:
+        assert {statuses[SLOW[kind][0]] for _, statuses in found} == {"FAIL"}

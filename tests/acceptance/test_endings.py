@@ -1,0 +1,206 @@
+"""Runs that end early, or cannot begin: the result says who and why within the limits, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from fctune.acceptance.entry import run_acceptance
+from fctune.acceptance.result import read_schema
+from tests.acceptance.harness import SHORT, Run, arguments, interrupt_in, left_behind, run
+from tests.conftest import ROOT
+
+LIMITS = ("limits.arrive_s=6", "limits.silence_s=5", "limits.step_s=5")
+LIMIT_S = 45  # with what starting four processes on a busy machine takes
+
+
+def arrival(done: Run) -> dict[str, Any]:
+    jsonschema.validate(done.document, read_schema())
+    assert done.document is not None
+    assert done.document["verdict"] == "FAIL"
+    assert all(check["reason"] for check in done.checks.values() if check["status"] == "SKIPPED")
+    return done.checks["arrival"]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_dies_is_named_and_what_was_measured_is_kept(rank: int, tmp_path: Path) -> None:
+    fault = f"faults=[{{kind: die, rank: {rank}, at: storage}}]"
+    done = run(tmp_path, *SHORT, *LIMITS, fault, limit_s=LIMIT_S)
+    assert arrival(done)["status"] == "FAIL"
+    assert done.named == [rank]
+    assert done.codes[rank] == -signal.SIGKILL
+    assert {code for other, code in enumerate(done.codes) if other != rank} == {1}
+    assert done.document is not None
+    if rank:
+        assert done.checks["compute"]["status"] == "PASS"
+        assert list(done.document["samples"]["collectives_node"]) == ["0", "1", "2", "3"]
+    else:  # what the others left with it is gone with it; the one that writes has its own
+        assert len(done.document["samples"]["collectives_node"]) == 1
+    assert left_behind(tmp_path) == []
+
+
+def test_a_rank_that_hangs_is_named_and_not_those_that_wait_for_it(tmp_path: Path) -> None:
+    done = run(tmp_path, *SHORT, *LIMITS, "faults=[{kind: hang, rank: 1, at: collectives_node}]", limit_s=LIMIT_S)
+    assert "hangs" in arrival(done)["culprits"][0]["text"]
+    assert done.named == [1]
+    assert done.checks["links"]["status"] == "PASS"
+    assert set(done.codes) == {1}
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_its_own_work_is_named(tmp_path: Path) -> None:
+    fault = "faults=[{kind: slow_disk, rank: 0, seconds: 600}]"
+    done = run(tmp_path, *SHORT, *LIMITS, "limits.build_s=5", fault, limit_s=LIMIT_S)
+    assert "alone" in arrival(done)["culprits"][0]["text"]
+    assert done.named == [0]
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_a_rank_that_never_arrives_is_named(rank: int, tmp_path: Path) -> None:
+    done = run(tmp_path, *SHORT, *LIMITS, absent=[rank], limit_s=LIMIT_S)
+    assert "never arrived" in arrival(done)["culprits"][0]["text"]
+    assert done.named == [rank]
+    assert set(done.codes) == {1}
+
+
+@pytest.mark.slow
+def test_a_rank_that_meets_an_error_is_named_with_it(tmp_path: Path) -> None:
+    """A file stands where one rank's folder was, so that it alone cannot write."""
+    (tmp_path / "node").mkdir()
+
+    def block(processes: list[Any]) -> None:
+        wait = interrupt_in("storage", tmp_path, signal.SIGCONT, [0])
+        wait(processes)
+        for folder in (tmp_path / "node").iterdir():
+            shutil.rmtree(folder / "rank-2", ignore_errors=True)
+            (folder / "rank-2").touch()
+
+    done = run(tmp_path, *SHORT, *LIMITS, "storage.repetitions=200", meanwhile=block, limit_s=LIMIT_S)
+    assert "Error" in arrival(done)["culprits"][0]["text"]
+    assert done.named == [2]
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2, 3], pytest.param([1], marks=pytest.mark.slow)])
+def test_an_interrupted_run_cleans_up_and_writes_what_it_has(ranks: list[int], tmp_path: Path) -> None:
+    act = interrupt_in("storage", tmp_path, signal.SIGINT, ranks)
+    done = run(tmp_path, *SHORT, *LIMITS, "storage.repetitions=200", meanwhile=act, limit_s=LIMIT_S)
+    assert done.document is not None
+    assert done.document["verdict"] == "INCOMPLETE"
+    assert done.checks["storage_node"]["reason"] == "interrupted (SIGINT)"
+    assert done.checks["compute"]["status"] == "PASS"
+    assert done.named == []
+    assert set(done.codes) == {1}
+    assert left_behind(tmp_path) == []
+
+
+def test_a_run_out_of_time_skips_the_rest_and_is_incomplete(tmp_path: Path) -> None:
+    done = run(tmp_path, *SHORT, "limits.total_s=0.05", "required=[arrival, storage_node]")
+    assert done.document is not None
+    assert done.document["verdict"] == "INCOMPLETE"
+    assert "limits.total_s" in done.checks["storage_node"]["reason"]
+    assert set(done.codes) == {1}
+
+
+def test_a_disk_without_space_is_not_filled(tmp_path: Path) -> None:
+    done = run(tmp_path, *SHORT, "storage.mib=1000000", "storage.max_share_of_free=0.01", ranks=2)
+    assert done.document is not None
+    assert done.document["verdict"] == "INCOMPLETE"
+    for disk in ("node", "shared"):
+        assert done.checks[f"storage_{disk}"]["status"] == "SKIPPED"
+        assert "lower storage.mib" in done.checks[f"storage_{disk}"]["reason"]
+    assert left_behind(tmp_path) == []
+
+
+def test_a_disk_that_cannot_be_used_is_skipped_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "node").write_text("a file")
+    done = run(tmp_path, *SHORT, ranks=2)
+    assert done.checks["storage_node"]["status"] == "SKIPPED"
+    assert str(tmp_path / "node") in done.checks["storage_node"]["reason"]
+    assert done.checks["storage_shared"]["status"] == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [("nodes=2", "1 nodes launched, 2 wanted"), ("ranks_per_node=8", "2 ranks a node launched, 8 wanted")],
+)
+def test_other_nodes_or_ranks_than_asked_fail_before_anything_is_measured(
+    override: str, says: str, tmp_path: Path
+) -> None:
+    done = run(tmp_path, *SHORT, override, ranks=2)
+    assert says in arrival(done)["reason"]
+    assert done.document is not None
+    assert list(done.document["samples"]) == ["hello"]
+
+
+def test_a_machine_without_the_gpus_that_are_asked_for_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = run(tmp_path, *SHORT, "device=cuda", ranks=2)
+    assert "acceptance_cpu.yaml" in arrival(done)["reason"]
+    assert set(done.codes) == {1}
+
+
+def test_a_config_that_cannot_be_read_or_does_not_hold_exits_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(ROOT)
+    for argv, says in (
+        (["--config", str(tmp_path / "none.yaml")], "cannot be read"),
+        (arguments(tmp_path, "compute.sizze=4"), "did you mean compute.size?"),
+        (arguments(tmp_path, "training.overrides=[data.seq_len=1]"), "data.seq_len=1"),
+        ([], "Usage:"),
+    ):
+        assert run_acceptance(argv) == 2
+        assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_recipe_runs_under_tune(tmp_path: Path) -> None:
+    tune = Path(sys.executable).with_name("tune")
+    command = [str(tune), "run", "--nproc_per_node", "2", "recipes/cluster_acceptance", *arguments(tmp_path, *SHORT)]
+    required = "required=[arrival, compute, links, collectives_node, collective_data]"
+    done = subprocess.run([*command, required], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "PASS: all required checks passed" in done.stdout
+    assert json.loads((tmp_path / "out" / "acceptance.json").read_text())["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_under_a_launcher_which_ends_the_others_is_still_the_one_that_is_named(tmp_path: Path) -> None:
+    tune = Path(sys.executable).with_name("tune")
+    command = [str(tune), "run", "--nproc_per_node", "3", "recipes/cluster_acceptance", *arguments(tmp_path, *SHORT)]
+    fault = "faults=[{kind: die, rank: 1, at: pairs}]"
+    done = subprocess.run([*command, *LIMITS, fault], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    document = json.loads((tmp_path / "out" / "acceptance.json").read_text())
+    assert document["verdict"] == "FAIL"
+    assert [culprit["ranks"] for check in document["checks"] for culprit in check["culprits"]] == [[1]]
+    assert list(document["samples"]["compute"]) == ["0", "1", "2"]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_interrupted_while_it_waits_for_a_rank_writes_too(tmp_path: Path) -> None:
+    def interrupt(processes: list[Any]) -> None:
+        processes[0].join(6)
+        for process in processes:
+            os.kill(process.pid, signal.SIGTERM)
+
+    done = run(tmp_path, *SHORT, "limits.arrive_s=60", absent=[0], ranks=3, meanwhile=interrupt, limit_s=LIMIT_S)
+    assert done.document is None  # rank 0 keeps the meeting point: without it, the signal ends what only waits
+    done = run(tmp_path, *SHORT, "limits.arrive_s=60", absent=[2], ranks=3, meanwhile=interrupt, limit_s=LIMIT_S)
+    assert done.document is not None
+    assert done.document["verdict"] == "INCOMPLETE"
+    assert done.checks["compute"]["reason"] == "interrupted (SIGTERM)"

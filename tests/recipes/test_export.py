@@ -1,0 +1,38 @@
+"""What a run leaves behind on a disk that fails."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from fctune.config import load_config
+from fctune.errors import CheckpointError
+from fctune.modeling.export import export_merged
+from fctune.training import distributed
+from fctune.training.distributed import World
+from fctune.training.state import build_base, place_
+from tests.conftest import ROOT, TINY_BASE
+from tests.ranks import run_ranks
+
+
+def export_to_a_full_disk(world: World, out: Path) -> str:
+    """What this rank is told; the writer's files may have 100 kB from here on."""
+    config = load_config(str(ROOT / "configs" / "tiny_full.yaml"), [f"output_dir={out}", f"model.path={TINY_BASE}"])
+    model = build_base(config, TINY_BASE, world)
+    place_(model, config, TINY_BASE, world)
+    if world.is_main:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError) as caught:
+        distributed.agree(lambda: export_merged(model, TINY_BASE, out / "merged", world.is_main))
+    return str(caught.value)
+
+
+def test_a_full_disk_is_told_on_every_rank_and_nothing_half_is_left(tmp_path: Path) -> None:
+    told = run_ranks(export_to_a_full_disk, 2, tmp_path / "export")
+    assert len(set(told)) == 1
+    assert "merged: cannot be written" in told[0]
+    assert "File too large" in told[0]
+    assert "run the same command again" in told[0]
+    assert not list((tmp_path / "export").iterdir())
