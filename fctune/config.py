@@ -142,6 +142,48 @@ class EvalConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class WandbConfig:
+    """Weights & Biases; the key comes from WANDB_API_KEY or ``wandb login``, never from a config."""
+
+    project: str
+    entity: str | None = None  # team or user; null: the key's own
+    name: str | None = None  # of the run; null: the last part of output_dir
+    mode: Literal["online", "offline", "disabled"] = "online"  # online without key or network goes offline
+
+
+@dataclass(kw_only=True, slots=True)
+class PrometheusConfig:
+    """An endpoint of rank 0 that a Prometheus server asks: http://HOST:PORT/metrics."""
+
+    port: int | None = None  # null: none
+    host: str = "0.0.0.0"  # the address that is listened on; 127.0.0.1: from this machine alone
+
+
+@dataclass(kw_only=True, slots=True)
+class TelemetryConfig:
+    """Where metrics and alerts go beside the run's files and the console."""
+
+    wandb: WandbConfig | None = None
+    tensorboard: bool = False  # event files in output_dir/tensorboard
+    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class SuccessConfig:
+    """What a run must reach, judged at its end as PASS, FAIL or not measured; null: not asked for."""
+
+    min_accuracy: float | None = 0.85  # of tool calls on held-out cases
+    max_final_loss: float | None = None  # of training; null: 1.5 with adapters, 0.5 where all weights train
+    min_gpu_utilization: float | None = 0.85
+    min_memory_share: float | None = 0.7  # of a GPU's memory, the most that is held
+    max_memory_share: float | None = 0.8
+    min_tokens_per_s_per_gpu: float | None = 2000.0
+    min_scaling: float | None = 0.9  # tokens/s a GPU, over those of a run on fewer
+    no_out_of_memory: bool = True
+    min_inference_tokens_per_s: float | None = 100.0
+
+
+@dataclass(kw_only=True, slots=True)
 class RunConfig:
     """A training run, whole."""
 
@@ -172,6 +214,8 @@ class RunConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log_every_n_steps: int = 10
+    telemetry: TelemetryConfig | None = None  # absent: files and console alone
+    success: SuccessConfig | None = None  # absent: not judged; {}: judged by these defaults
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dicts, as the YAML would say it."""
@@ -274,6 +318,9 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
         if value is not None and value < 1:
             problems.append(f"checkpoint.{name}={value}: expected 1 or more")
     _check_eval(config.eval, problems)
+    port = config.telemetry.prometheus.port if config.telemetry is not None else None
+    if port is not None and not 0 < port < 65536:
+        problems.append(f"telemetry.prometheus.port={port}: expected 1 to 65535, or null for no endpoint")
     if config.step_timeout_s is not None and not config.step_timeout_s > 0:
         problems.append(f"step_timeout_s={config.step_timeout_s}: expected more than 0, or null to learn it")
     if config.validation.every_n_steps < 0:

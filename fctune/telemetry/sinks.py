@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fctune.telemetry.alerts import Alert
+
+logger = logging.getLogger("fctune")
 
 
 class Sink(Protocol):
@@ -20,6 +27,13 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Flush and let go."""
+
+
+class EventSink(Sink, Protocol):
+    """Takes alerts, too."""
+
+    def alert(self, alert: Alert) -> None:
+        """Take one alert."""
 
 
 class JsonlSink:
@@ -74,10 +88,14 @@ class ConsoleSink:
 
 
 class Sinks:
-    """Several sinks as one; with none, as on ranks that do not write, it takes metrics and drops them."""
+    """Several sinks as one; with none, as on ranks that do not write, it takes metrics and drops them.
+
+    A disk that is full or a terminal that is gone is said once, and does not stop training.
+    """
 
     def __init__(self, *sinks: Sink):
         self._sinks = sinks
+        self._has_failed: set[int] = set()
 
     def __enter__(self) -> Sinks:
         return self
@@ -86,9 +104,17 @@ class Sinks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for sink in self._sinks:
-            sink.close()
+            self._try(sink, sink.close)
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Hand one step's metrics to every sink."""
         for sink in self._sinks:
-            sink.write(metrics)
+            self._try(sink, functools.partial(sink.write, metrics))
+
+    def _try(self, sink: Sink, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except OSError as error:
+            if id(sink) not in self._has_failed:
+                self._has_failed.add(id(sink))
+                logger.warning("%s: %s; training goes on", type(sink).__name__, error)

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from torch._functorch import config as functorch
 
-from fctune.config import RunConfig, resolve_component
+from fctune.config import RunConfig, TelemetryConfig, resolve_component
 from fctune.data.encode import Counts
 from fctune.data.prepared import PreparedSet, describe_counts, open_prepared, prepare, prepared_root
 from fctune.errors import ConfigError
@@ -22,8 +22,11 @@ from fctune.modeling.frozen import check_shards
 from fctune.modeling.precision import check_device, choose_formats
 from fctune.modeling.shard import Hardware, Layout, check_memory, choose_layout, shard_
 from fctune.modeling.weights import load_base_
+from fctune.telemetry.background import Background
 from fctune.telemetry.device import capability_of, describe_device, total_memory
+from fctune.telemetry.services import PrometheusSink, TensorBoardSink, WandbSink
 from fctune.telemetry.sinks import ConsoleSink, JsonlSink, Sinks
+from fctune.telemetry.watchman import Watchman
 from fctune.training import distributed
 from fctune.training.distributed import World
 from fctune.training.loop import TrainState
@@ -156,7 +159,18 @@ def start_state(model: CausalLM, config: RunConfig, num_steps: int) -> TrainStat
 
 
 def open_sinks(config: RunConfig, run: RunDirectory, num_steps: int, world: World) -> Sinks:
-    """Where metrics go; nowhere on ranks that do not write."""
+    """Where metrics and alerts go; nowhere on ranks that do not write."""
     if not world.is_main:
         return Sinks()
-    return Sinks(JsonlSink(run.metrics), ConsoleSink(Console(), num_steps, config.log_every_n_steps))
+    services: list[Background] = []
+    telemetry = config.telemetry or TelemetryConfig()
+    wandb, prometheus = telemetry.wandb, telemetry.prometheus
+    if wandb is not None and wandb.mode != "disabled":
+        services.append(Background("wandb", lambda: WandbSink(wandb, run.path, config.to_dict())))
+    if telemetry.tensorboard:
+        services.append(Background("tensorboard", lambda: TensorBoardSink(run.path / "tensorboard")))
+    if prometheus.port is not None:
+        services.append(Background("prometheus", lambda: PrometheusSink(prometheus, run.path.name, num_steps)))
+    watchman = Background("alerts", lambda: Watchman(run.path, services))  # closed before those it tells
+    console = ConsoleSink(Console(), num_steps, config.log_every_n_steps)
+    return Sinks(JsonlSink(run.metrics), console, watchman, *services)

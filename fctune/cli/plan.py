@@ -1,0 +1,76 @@
+"""``fctune plan``: memory, time and cost of a run before it is launched."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from rich.console import Console
+
+from fctune.config import load_config
+
+
+def add_commands(commands: Any) -> None:
+    """Add ``fctune plan`` to the command."""
+    plan = commands.add_parser("plan", help="a run before it is launched: memory, time, cost; exit 1 if it cannot fit")
+    plan.add_argument("--config", required=True)
+    plan.add_argument("overrides", nargs="*", metavar="key=value")
+    plan.add_argument("--nodes", type=int, default=1, help="default: %(default)s")
+    plan.add_argument("--gpus-per-node", type=int, default=8, help="default: %(default)s")
+    plan.add_argument("--gpu", default="h100", metavar="NAME", help="default: %(default)s; a wrong one lists them")
+    plan.add_argument("--gpu-memory-gib", type=float, help="of a GPU that is not known")
+    plan.add_argument("--tflops", type=float, help="of a GPU that is not known: dense, bf16")
+    plan.add_argument("--model", metavar="DIR", help="a directory with the model's config.json; no weights are needed")
+    plan.add_argument("--rows", type=int, help="where the data is not prepared: rows")
+    plan.add_argument("--mean-tokens", type=float, help="and tokens of a row")
+    plan.add_argument("--price", type=float, help="of a GPU-hour, in any currency")
+    plan.add_argument(
+        "--efficiency", type=float, help="share of the GPU's rate that arithmetic reaches; default: stated"
+    )
+    plan.add_argument("--disk-gb-s", type=float, default=1.0, help="of the shared disk; default: %(default)s")
+    plan.add_argument("--failures-per-gpu-day", type=float, help="default: those of Llama 3's training")
+    plan.add_argument("--search", action="store_true", help="try numbers of nodes")
+    plan.add_argument("--json", action="store_true", help="print JSON: version 1, bytes and seconds")
+    plan.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from fctune.planner.gpus import find_gpu
+
+    gpu = find_gpu(arguments.gpu, arguments.gpu_memory_gib, arguments.tflops)
+    config = load_config(arguments.config, arguments.overrides)
+    from fctune.planner.ask import Ask
+    from fctune.planner.plan import make_plan
+
+    rate = arguments.failures_per_gpu_day
+    ask = Ask(
+        gpu=gpu,
+        nodes=arguments.nodes,
+        gpus_per_node=arguments.gpus_per_node,
+        model=arguments.model,
+        rows=arguments.rows,
+        mean_tokens=arguments.mean_tokens,
+        price=arguments.price,
+        efficiency=arguments.efficiency,
+        disk_gb_s=arguments.disk_gb_s,
+        is_searching=arguments.search,
+        **({} if rate is None else {"failures_per_gpu_day": rate}),
+    )
+    plan = make_plan(config, ask)
+    if arguments.json:
+        print(json.dumps(_finite(plan.to_json()), indent=2))
+    else:
+        from fctune.planner.table import print_plan
+
+        print_plan(Console(), plan)
+    return 0 if plan.fits else 1
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if value in (float("inf"), float("-inf")) else value

@@ -1,0 +1,114 @@
+"""The shape of the model that a config names, from its config.json alone: no weights are read or downloaded."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from fctune.config import RunConfig
+from fctune.errors import ConfigError
+from fctune.modeling.architecture import Architecture, read_architecture
+from fctune.modeling.build import CausalLM, build_model
+from fctune.modeling.frozen import check_shards
+from fctune.modeling.lora import apply_lora_
+from fctune.modeling.precision import choose_formats
+
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+_QWEN: dict[str, Any] = {
+    "model_type": "qwen2",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+}
+
+
+def _sizes(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int) -> dict[str, int]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+    }
+
+
+# config.json of public models, as on the hub: what is planned often is not downloaded yet, and may be gated.
+KNOWN: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.1-8B": _LLAMA | _sizes(32, 4096, 14336, 32, 8, 128256),
+    "meta-llama/Llama-3.1-70B": _LLAMA | _sizes(80, 8192, 28672, 64, 8, 128256),
+    "meta-llama/Llama-3.3-70B": _LLAMA | _sizes(80, 8192, 28672, 64, 8, 128256),
+    "Qwen/Qwen2-7B": _QWEN | _sizes(28, 3584, 18944, 28, 4, 152064),
+    "Qwen/Qwen2.5-7B": _QWEN | _sizes(28, 3584, 18944, 28, 4, 152064),
+    "Qwen/Qwen2.5-72B": _QWEN | _sizes(80, 8192, 29568, 64, 8, 152064),
+}
+
+
+def find_architecture(path: str, by_hand: str | None = None) -> tuple[Architecture, Path | None, str]:
+    """The architecture of ``model.path``, its directory where it is here, and where the shape was found.
+
+    Args:
+        path: as in the config.
+        by_hand: a directory with a config.json, in place of it.
+
+    Raises:
+        ConfigError: a model that is not here, is not known, and whose config.json cannot be downloaded.
+    """
+    if by_hand is not None or not path.startswith("hf:"):
+        folder = Path(by_hand or path)
+        return read_architecture(folder), folder, str(folder / "config.json")
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    name, _, revision = path.removeprefix("hf:").partition("@")
+    cached = try_to_load_from_cache(name, "config.json", revision=revision or None)
+    if isinstance(cached, str):
+        return read_architecture(Path(cached).parent), Path(cached).parent, cached
+    known = KNOWN.get(name.removesuffix("-Instruct"))
+    if known is not None:
+        with tempfile.TemporaryDirectory() as made:
+            (Path(made) / "config.json").write_text(json.dumps(known), encoding="utf-8")
+            return read_architecture(made), None, f"{name}, as this version of the planner knows it"
+    try:
+        file = Path(hf_hub_download(name, "config.json", revision=revision or None, etag_timeout=5))
+    except Exception as error:  # the hub's client raises a family of its own, network errors and more
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"model.path={path}: config.json cannot be downloaded ({type(error).__name__}: {reason}). "
+            "Pass --model DIR with one; no weights are needed."
+        ) from None
+    return read_architecture(file.parent), file.parent, str(file)
+
+
+def shape_model(config: RunConfig, architecture: Architecture) -> CausalLM:
+    """The model as a recipe shapes it for CUDA, on the meta device."""
+    formats = choose_formats(config.precision, config.adapter is not None, "cuda")
+    model = build_model(architecture, config.data.seq_len, formats.weights)
+    model.formats = formats
+    if config.adapter is not None:
+        apply_lora_(model, config.adapter)
+    return model
+
+
+def can_be_cut(model: CausalLM, num_shards: int) -> bool:
+    """Whether weights of a frozen base can lie in so many shards."""
+    try:
+        check_shards(model, num_shards)
+    except ConfigError:
+        return False
+    return True

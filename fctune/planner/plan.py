@@ -1,0 +1,328 @@
+"""The plan of a run: what it needs as configured, what would be faster, and from where on more GPUs do not pay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from fctune.config import RunConfig
+from fctune.errors import ConfigError
+from fctune.modeling.build import CausalLM
+from fctune.modeling.footprint import Workload, estimate
+from fctune.modeling.shard import Hardware, choose_layout
+from fctune.planner.ask import Ask
+from fctune.planner.hand import HandEstimate, estimate_by_hand, flops_by_hand
+from fctune.planner.memory import MemoryModel, Peak, Setting
+from fctune.planner.models import can_be_cut, find_architecture, shape_model
+from fctune.planner.rows import Rows, count_rows
+from fctune.planner.speed import Flops, StepTime, count_flops, efficiency_of, time_step
+from fctune.planner.storage import Storage, plan_storage
+
+VERSION = 1  # of the JSON's layout
+
+_FRACTIONS = (0.0, 0.5, 1.0)
+_NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+# Doubling the GPUs pays while it makes the run this much faster.
+_WORTH = 1.6
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to lay the run out, at the largest micro-batch that fits (the config's, where none does)."""
+
+    setting: Setting
+    peak: Peak
+    fits: bool
+    time: StepTime
+    tokens_per_s_per_gpu: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The best that a number of nodes gives; None where nothing fits."""
+
+    nodes: int
+    best: Variant | None
+    hours: float | None
+    gpu_hours: float | None
+    cost: float | None
+    pays: bool  # against half the nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that is known of a run before it is launched."""
+
+    config: RunConfig
+    ask: Ask
+    shape_source: str
+    num_parameters: int
+    num_trained: int
+    setting: Setting
+    layout_reason: str
+    peak: Peak
+    largest_micro_batch: int
+    flops: Flops
+    efficiency: float
+    time: StepTime
+    rows: Rows | None
+    num_steps: int | None
+    hand: HandEstimate
+    hand_flops: float | None
+    storage: Storage
+    variants: list[Variant]
+    scales: list[Scale] = field(default_factory=list)
+
+    @property
+    def world_size(self) -> int:
+        """GPUs."""
+        return self.ask.nodes * self.ask.gpus_per_node
+
+    @property
+    def margin_bytes(self) -> int:
+        """Left of a GPU's memory at the peak; under 0 it does not fit."""
+        return self.ask.gpu.memory_bytes - self.peak.parts.total
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run as configured fits."""
+        return self.margin_bytes >= 0
+
+    @property
+    def fastest(self) -> Variant | None:
+        """The fastest variant that fits."""
+        return max((v for v in self.variants if v.fits), key=lambda v: v.tokens_per_s_per_gpu, default=None)
+
+    @property
+    def hours(self) -> float | None:
+        """Of training, saves and failures as expected."""
+        if self.num_steps is None:
+            return None
+        return self.num_steps * self.time.total_s / 3600 / max(0.1, 1 - self.storage.lost_share)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan in the layout that ``version`` names; bytes and seconds, None where not known."""
+        hours = self.hours
+        gpu_hours = None if hours is None else hours * self.world_size
+        return {
+            "version": VERSION,
+            "config": self.config.to_dict(),
+            "model": {
+                "shape": self.shape_source,
+                "num_parameters": self.num_parameters,
+                "num_trained": self.num_trained,
+            },
+            "gpu": asdict(self.ask.gpu),
+            "nodes": self.ask.nodes,
+            "gpus_per_node": self.ask.gpus_per_node,
+            "layout": asdict(self.setting) | {"reason": self.layout_reason},
+            "memory": self.peak.parts.to_json()
+            | {"moment": self.peak.moment, "fits": self.fits, "margin": self.margin_bytes},
+            "largest_micro_batch": self.largest_micro_batch,
+            "hand": asdict(self.hand) | {"total_gib": self.hand.total_gib, "flops": self.hand_flops},
+            "data": None if self.rows is None else self.rows.to_json(),
+            "num_steps": self.num_steps,
+            "step": self.time.to_json()
+            | {"flops_per_token": asdict(self.flops) | {"total": self.flops.total}, "efficiency": self.efficiency},
+            "hours": hours,
+            "gpu_hours": gpu_hours,
+            "cost": None if gpu_hours is None or self.ask.price is None else gpu_hours * self.ask.price,
+            "storage": self.storage.to_json(),
+            "variants": [_describe_variant(v) for v in self.variants],
+            "fastest": None if self.fastest is None else _describe_variant(self.fastest),
+            "search": [
+                {
+                    "nodes": s.nodes,
+                    "best": None if s.best is None else _describe_variant(s.best),
+                    "hours": s.hours,
+                    "gpu_hours": s.gpu_hours,
+                    "cost": s.cost,
+                    "pays": s.pays,
+                }
+                for s in self.scales
+            ],
+        }
+
+
+def make_plan(config: RunConfig, ask: Ask) -> Plan:
+    """The plan of a config on the GPUs that are asked for.
+
+    Raises:
+        ConfigError: a layout that does not fit the ranks, a model whose shape is not to be had, numbers that cannot be.
+    """
+    world = ask.nodes * ask.gpus_per_node
+    if config.global_batch_size < world:
+        raise ConfigError(
+            f"global_batch_size={config.global_batch_size}: under the {world} GPUs of --nodes {ask.nodes} "
+            f"--gpus-per-node {ask.gpus_per_node}, so some would idle; use fewer GPUs or a larger batch."
+        )
+    architecture, model_dir, shape_source = find_architecture(config.model.path, ask.model)
+    model = shape_model(config, architecture)
+    rows = count_rows(config, model_dir, ask.rows, ask.mean_tokens)
+    share = 1.0 if rows is None else rows.supervised / rows.slots
+    memory = MemoryModel(model, config, ask.gpu.memory_bytes, share)
+    bench = _Bench(config, ask, model, memory, rows)
+    setting, reason = bench.configured()
+    num_trained = sum(t.numel for t in memory.all.tensors if t.is_trained)
+    num_parameters = sum(t.numel for t in memory.all.tensors)
+    flops = bench.flops(setting)
+    num_steps = _count_steps(config, rows)
+    largest = memory.largest_micro_batch(setting, math.ceil(config.global_batch_size / world), config.global_batch_size)
+    hand = estimate_by_hand(
+        num_parameters,
+        num_trained,
+        world,
+        config.micro_batch_size,
+        config.data.seq_len,
+        architecture.embed_dim,
+        architecture.num_layers,
+    )
+    total_tokens = None if rows is None or num_steps is None else rows.tokens * num_steps / bench.steps_per_epoch
+    return Plan(
+        config=config,
+        ask=ask,
+        shape_source=shape_source,
+        num_parameters=num_parameters,
+        num_trained=num_trained,
+        setting=setting,
+        layout_reason=reason,
+        peak=memory.peak(setting),
+        largest_micro_batch=largest,
+        flops=flops,
+        efficiency=bench.efficiency,
+        time=bench.time(setting),
+        rows=rows,
+        num_steps=num_steps,
+        hand=hand,
+        hand_flops=None if total_tokens is None else flops_by_hand(num_parameters, total_tokens, setting.fraction > 0),
+        storage=plan_storage(memory, config, world, rows, ask.disk_gb_s, ask.failures_per_gpu_day),
+        variants=bench.variants(ask.nodes),
+        scales=bench.search(num_steps) if ask.is_searching else [],
+    )
+
+
+class _Bench:
+    """Tries settings of one run."""
+
+    def __init__(self, config: RunConfig, ask: Ask, model: CausalLM, memory: MemoryModel, rows: Rows | None):
+        self.config, self.ask, self.model, self.memory, self.rows = config, ask, model, memory, rows
+        self.efficiency = efficiency_of(config, ask.efficiency)
+        self.supervised_share = memory.supervised_share
+        seq_len = config.data.seq_len
+        # Unknown rows are taken to fill a pack each, which costs most.
+        self.pairs_per_token = (seq_len + 1) / 2 if rows is None else rows.pairs / rows.slots
+        self.slots_per_pack = seq_len if rows is None else rows.slots / rows.packs
+        self.steps_per_epoch = 1 if rows is None else math.ceil(rows.packs / config.global_batch_size)
+
+    def configured(self) -> tuple[Setting, str]:
+        """The setting that a run of this config would choose, and why."""
+        config, ask = self.config, self.ask
+        hardware = Hardware("cuda", ask.nodes * ask.gpus_per_node, ask.gpus_per_node, ask.gpu.memory_bytes)
+        work = Workload(
+            self.model.formats,
+            config.optimizer,
+            config.micro_batch_size * config.data.seq_len,
+            config.activation_checkpointing,
+            is_cpu_offloaded=config.parallel.cpu_offload,
+        )
+        need = partial(estimate, self.model, work)
+        layout = choose_layout(config.parallel, hardware, config.adapter is not None, need)
+        fraction = config.activation_checkpointing.fraction
+        setting = Setting(layout.mode, layout.replicate, layout.shard, fraction, config.micro_batch_size)
+        return self.accumulated(setting), layout.reason
+
+    def accumulated(self, setting: Setting) -> Setting:
+        """The same with its number of micro-batches a step."""
+        held = setting.micro_batch_size * setting.world_size
+        return replace(setting, accumulation=max(1, math.ceil(self.config.global_batch_size / held)))
+
+    def flops(self, setting: Setting) -> Flops:
+        """Of a token."""
+        return count_flops(self.memory, setting.fraction, self.supervised_share, self.pairs_per_token)
+
+    def time(self, setting: Setting) -> StepTime:
+        """Of a step."""
+        packs = self.config.global_batch_size * self.slots_per_pack / self.config.data.seq_len
+        if self.rows is not None:
+            packs *= min(1.0, self.rows.packs / self.config.global_batch_size)
+        return time_step(
+            self.memory, self.ask.gpu, setting, self.flops(setting), packs, self.ask.gpus_per_node, self.efficiency
+        )
+
+    def variants(self, nodes: int) -> list[Variant]:
+        """Every layout by every fraction, each at the largest micro-batch that fits."""
+        local = self.ask.gpus_per_node
+        world = nodes * local
+        if world == 1:
+            layouts = [("none", 1, 1)]
+        else:
+            layouts = [("ddp", world, 1), ("fsdp", 1, world)]
+            if nodes > 1 and local > 1:
+                layouts.append(("hsdp", nodes, local))
+            copies = self.config.parallel.replicate
+            if copies is not None and world % copies == 0 and 1 < copies < world and copies != nodes:
+                layouts.append(("hsdp", copies, world // copies))
+        if self.config.parallel.cpu_offload:
+            layouts = [layout for layout in layouts if layout[0] != "ddp"]
+        return [
+            self.try_setting(Setting(mode, replicate, shard, fraction, self.config.micro_batch_size))
+            for mode, replicate, shard in layouts
+            if can_be_cut(self.model, shard)
+            for fraction in _FRACTIONS
+        ]
+
+    def try_setting(self, setting: Setting) -> Variant:
+        """What a setting needs and gives."""
+        most = math.ceil(self.config.global_batch_size / setting.world_size)
+        largest = self.memory.largest_micro_batch(setting, most, self.config.global_batch_size)
+        setting = self.accumulated(replace(setting, micro_batch_size=largest or 1))
+        time = self.time(setting)
+        tokens = self.config.global_batch_size * self.slots_per_pack * (1 - self.padding_share)
+        if self.rows is not None:
+            tokens *= min(1.0, self.rows.packs / self.config.global_batch_size)
+        rate = tokens / time.total_s / setting.world_size
+        return Variant(setting, self.memory.peak(setting), largest > 0, time, rate)
+
+    @property
+    def padding_share(self) -> float:
+        """Of the places computed."""
+        return 0.0 if self.rows is None else self.rows.padding_share
+
+    def search(self, num_steps: int | None) -> list[Scale]:
+        """The best of each number of nodes that the batch can be dealt to."""
+        scales: list[Scale] = []
+        before: Scale | None = None
+        for nodes in _NODES:
+            world = nodes * self.ask.gpus_per_node
+            if world > self.config.global_batch_size:
+                break
+            fitting = [variant for variant in self.variants(nodes) if variant.fits]
+            best = min(fitting, key=lambda variant: variant.time.total_s, default=None)
+            hours = None if best is None or num_steps is None else num_steps * best.time.total_s / 3600
+            gpu_hours = None if hours is None else hours * world
+            cost = None if gpu_hours is None or self.ask.price is None else gpu_hours * self.ask.price
+            pays = best is not None
+            if best is not None and before is not None and before.best is not None:
+                pays = before.pays and before.best.time.total_s / best.time.total_s >= _WORTH
+            before = Scale(nodes, best, hours, gpu_hours, cost, pays)
+            scales.append(before)
+        return scales
+
+
+def _count_steps(config: RunConfig, rows: Rows | None) -> int | None:
+    if rows is None:
+        return config.max_steps
+    steps = config.epochs * math.ceil(rows.packs / config.global_batch_size)
+    return steps if config.max_steps is None else min(steps, config.max_steps)
+
+
+def _describe_variant(variant: Variant) -> dict[str, Any]:
+    return asdict(variant.setting) | {
+        "memory": variant.peak.parts.total,
+        "fits": variant.fits,
+        "step_s": variant.time.total_s,
+        "tokens_per_s_per_gpu": variant.tokens_per_s_per_gpu,
+    }

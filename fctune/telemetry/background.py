@@ -1,0 +1,114 @@
+"""A sink on a thread of its own: training hands it a step and goes on, whatever becomes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fctune.telemetry.alerts import Alert
+from fctune.telemetry.sinks import EventSink
+
+logger = logging.getLogger("fctune")
+
+_CLOSE_S = 30.0  # what is left to send at the end of a run may take so long
+
+
+class Background:
+    """Writes to a sink from a thread. The sink is opened there too, and a failure is said once and ends the sink alone.
+
+    Args:
+        name: of the sink, as the warning says it.
+        open_sink: makes the sink; called on the thread.
+        capacity: steps and alerts that may wait; those beyond are left out of this sink.
+        tick_s: how often the sink is told that nothing came, if it has a ``tick``.
+        close_s: longest time to wait at the end.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_sink: Callable[[], EventSink],
+        capacity: int = 10_000,
+        tick_s: float = 5.0,
+        close_s: float = _CLOSE_S,
+    ):
+        self.name = name
+        self._open, self._tick_s, self._close_s = open_sink, tick_s, close_s
+        self._queue: queue.Queue[dict[str, Any] | Alert | None] = queue.Queue(capacity)
+        self._has_failed = False
+        self._num_lost = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
+        self._thread.start()
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        """Hand one step over."""
+        self._put(dict(metrics))
+
+    def alert(self, alert: Alert) -> None:
+        """Hand one alert over."""
+        self._put(alert)
+
+    def close(self) -> None:
+        """Wait until all is written, but no longer than ``close_s``."""
+        deadline = time.monotonic() + self._close_s
+        self._closing.set()
+        with contextlib.suppress(queue.Full):  # a sink that hangs; its thread is a daemon and ends with the process
+            self._queue.put(None, timeout=self._close_s)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            logger.warning("%s: did not take what was left within %.0f s; given up", self.name, self._close_s)
+        elif self._num_lost:
+            logger.warning("%s: was too slow for the run; %d steps were left out of it", self.name, self._num_lost)
+
+    def _put(self, item: dict[str, Any] | Alert) -> None:
+        if self._has_failed:
+            return
+        try:
+            self._queue.put_nowait(item)
+        except queue.Full:
+            self._num_lost += 1
+
+    def _run(self) -> None:
+        sink: EventSink | None = None
+        try:
+            sink = self._open()
+            while (item := self._next(sink)) is not None:
+                if isinstance(item, Alert):
+                    sink.alert(item)
+                else:
+                    sink.write(item)
+        except Exception as error:
+            self._fail(error)
+        if sink is not None:
+            try:
+                sink.close()
+            except Exception as error:
+                self._fail(error)
+
+    def _next(self, sink: EventSink) -> dict[str, Any] | Alert | None:
+        while True:
+            try:
+                return self._queue.get(timeout=self._tick_s)
+            except queue.Empty:
+                if self._closing.is_set():
+                    return None
+                tick = getattr(sink, "tick", None)
+                if tick is not None:
+                    tick()
+
+    def _fail(self, error: Exception) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            logger.warning("%s: %s; training goes on without it", self.name, _describe(error))
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed (pip install 'fctune[telemetry]')"
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,0 +1,85 @@
+"""Every metric of a run, once: its name, its unit, what it means and how it is counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["number", "flag", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric, as ``metrics.jsonl`` and every other sink name it."""
+
+    name: str
+    unit: str
+    meaning: str
+    convention: str = ""  # over which ranks and steps, and what is counted
+    kind: Kind = "number"  # flags stand only in the steps where they are true
+
+    @property
+    def prometheus(self) -> str:
+        """Its name at the Prometheus endpoint; ``_total`` is left to counters there."""
+        return "fctune_" + self.name.removesuffix("_total").replace("/*", "_by_category")
+
+
+_EACH = "of this step, over all ranks"
+_WILSON = "95 % interval by Wilson's method"
+_RATE = "share of held-out cases, where an evaluation was due"
+
+METRICS = (
+    Metric("step", "steps", "optimizer steps taken", "from 1, over restarts"),
+    Metric("epoch", "epochs", "pass over the training split that the step's last pack is of", "as the loader counts"),
+    Metric("loss", "nats/token", "mean cross entropy over supervised tokens", _EACH + ", before the update"),
+    Metric("lr", "", "learning rate that the step was taken with", "of the first parameter group"),
+    Metric("grad_norm", "", "2-norm of the gradient of all that trains", "before clipping"),
+    Metric("tokens_total", "tokens", "tokens of conversations", _EACH + ", without padding"),
+    Metric("tokens_supervised", "tokens", "tokens that are learnt", _EACH),
+    Metric("tokens_padding", "tokens", "slots of the batch that hold no conversation", _EACH),
+    Metric("tokens_per_s", "tokens/s", "tokens_total over step_time_s", "all ranks together, padding not counted"),
+    Metric("step_time_s", "s", "from asking for data to the end of the update", "rank 0; no validation, no evaluation"),
+    Metric("data_time_s", "s", "of step_time_s, waiting for data", "rank 0"),
+    Metric("compute_time_s", "s", "forward and backward", "mean of ranks, of the step before"),
+    Metric("compute_skew", "ratio", "slowest rank's compute time over the median of ranks", "of the step before"),
+    Metric("slowest_rank", "rank", "which rank that was", "of the step before"),
+    Metric(
+        "tflops_per_device",
+        "TFLOP/s",
+        "what the model's work needs, over step_time_s and ranks",
+        "6N a token (4N over a frozen base) and attention within conversations; recomputation not counted",
+    ),
+    Metric("peak_memory_gib", "GiB", "most memory held since the start", "rank 0; allocated on CUDA, else resident"),
+    Metric("data_digest", "", "hash of the step's conversations", "the same on any number of ranks", "text"),
+    Metric("validation_loss", "nats/token", "loss over the validation split", "where it was due; weights as they are"),
+    Metric("is_skipped", "", "the update was left out: loss or gradient norm not finite", "", "flag"),
+    Metric("is_spike", "", "the loss stands out from the 50 before it", "Hampel's rule", "flag"),
+    Metric("eval_accuracy", "share", "held-out cases whose calls are all right", "where an evaluation was due"),
+    Metric("eval_accuracy_low", "share", "lower end of eval_accuracy", _WILSON),
+    Metric("eval_accuracy_high", "share", "upper end of eval_accuracy", _WILSON),
+    Metric("eval_accuracy/*", "share", "eval_accuracy of one category", "where there are several; * is the category"),
+    Metric("eval_tool_selection", "share", "calls' tools are those expected", _RATE),
+    Metric("eval_tool_f1", "share", "F1 of tools over calls", _RATE),
+    Metric("eval_argument_f1", "share", "F1 of arguments over calls", _RATE),
+    Metric("eval_schema_valid", "share", "calls that fit their tool's schema", _RATE),
+    Metric("eval_false_call", "share", "calls where none was expected", _RATE),
+    Metric("eval_missed_call", "share", "no call where one was expected", _RATE),
+    Metric("eval_num_cases", "cases", "cases that were asked", "all ranks together"),
+    Metric("eval_time_s", "s", "time of the evaluation", "rank 0"),
+    Metric("eval_skipped", "", "why an evaluation that was due was left out", "", "text"),
+)
+
+_BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+def find_metric(name: str) -> Metric | None:
+    """The metric of a key; None where no metric is called so."""
+    family, slash, _ = name.partition("/")
+    return _BY_NAME.get(f"{family}/*" if slash else name)
+
+
+def describe_metrics() -> str:
+    """The metrics as a Markdown table."""
+    lines = ["| metric | unit | what | how |", "|---|---|---|---|"]
+    lines += [f"| `{m.name}` | {m.unit} | {m.meaning} | {m.convention} |" for m in METRICS]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,291 @@
+"""Plans: published figures, formulas by hand, this project's configs on their clusters, bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.cli import main
+from fctune.config import RunConfig, load_config, parse_config
+from fctune.data.prepared import prepare, prepared_root
+from fctune.errors import ConfigError
+from fctune.planner.ask import Ask
+from fctune.planner.gpus import GPUS, find_gpu, under_power_cap
+from fctune.planner.hand import estimate_by_hand, flops_by_hand
+from fctune.planner.memory import MemoryModel, Setting
+from fctune.planner.models import find_architecture, shape_model
+from fctune.planner.plan import make_plan
+from fctune.planner.speed import count_flops, efficiency_of, time_step
+from fctune.planner.storage import save_every
+from tests.configs.test_clusters import CASES
+from tests.conftest import ROOT, TINY_BASE
+
+GIB = 1024**3
+LLAMA = "hf:meta-llama/Llama-3.1-8B"
+
+
+def config_of(path: str, seq_len: int, **raw: Any) -> RunConfig:
+    problems: list[str] = []
+    data = {"sources": [{"path": "hf:some/rows"}], "seq_len": seq_len}
+    config = parse_config({"output_dir": "runs/x", "model": {"path": path}, "data": data} | raw, problems)
+    assert config is not None, problems
+    return config
+
+
+def memory_of(config: RunConfig, gpu_gib: float, **options: Any) -> MemoryModel:
+    architecture, _, _ = find_architecture(config.model.path)
+    return MemoryModel(shape_model(config, architecture), config, int(gpu_gib * GIB), **options)
+
+
+def rate_of(memory: MemoryModel, gpu: Any, setting: Setting, **options: Any) -> float:
+    """Tokens a second and GPU of whole packs that are all learnt, one conversation a pack."""
+    config = memory.config
+    seq_len = config.data.seq_len
+    flops = count_flops(memory, setting.fraction, 1.0, (seq_len + 1) / 2, **options)
+    packs = setting.world_size * setting.micro_batch_size
+    time = time_step(memory, gpu, setting, flops, packs, 8, efficiency_of(config))
+    return packs * seq_len / time.total_s / setting.world_size
+
+
+def reserved_by_torchtitan(memory: MemoryModel, setting: Setting) -> float:
+    """GiB. It reports what the allocator holds, without CUDA's context, and keeps the other products: the first, third,
+    fifth and seventh, which are one tensor of the model's width more."""
+    peak = memory.peak(setting).parts
+    more = 2 * 8192 * 4096 * 2 * 32
+    return (peak.total - peak.context + more) / GIB
+
+
+# --- published figures ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("is_compiled", "measured", "measured_gib"), [(False, 5762, 82.4), (True, 6667, 77.0)])
+def test_torchtitans_8b_on_8_gpus_is_within_a_tenth(is_compiled: bool, measured: int, measured_gib: float) -> None:
+    """benchmarks/llama3_h100_202412: 8 H100 of 96 GB held to 500 W, length 8192, 2 a GPU, every second product kept."""
+    checkpointing = {"fraction": 1.0, "policy": "op"}
+    raw = {"precision": "bf16_mixed", "activation_checkpointing": checkpointing, "compile": is_compiled}
+    config = config_of(LLAMA, 8192, micro_batch_size=2, **raw)
+    # It computes all logits at once.
+    memory = memory_of(config, 95, max_logits=math.inf)
+    setting = Setting("fsdp", 1, 8, 1.0, 2)
+    gpu = under_power_cap(find_gpu("h100"), 500, 700)
+    assert rate_of(memory, gpu, setting, max_logits=math.inf) == pytest.approx(measured, rel=0.1)
+    assert reserved_by_torchtitan(memory, setting) == pytest.approx(measured_gib, rel=0.1)
+
+
+@pytest.mark.parametrize(("is_compiled", "measured_gib"), [(False, 67.0), (True, 62.0)])
+def test_torchtitans_memory_on_128_gpus_is_within_a_tenth(is_compiled: bool, measured_gib: float) -> None:
+    checkpointing = {"fraction": 1.0, "policy": "op"}
+    raw = {"precision": "bf16_mixed", "activation_checkpointing": checkpointing, "compile": is_compiled}
+    memory = memory_of(config_of(LLAMA, 8192, **raw), 95, max_logits=math.inf)
+    assert reserved_by_torchtitan(memory, Setting("fsdp", 1, 128, 1.0, 2)) == pytest.approx(measured_gib, rel=0.1)
+
+
+def test_nemos_8b_lora_is_within_a_tenth() -> None:
+    """NeMo Automodel docs/performance-summary: 1 H100, rank 16, length 4096, 2 at a time, 12,473 tokens/s."""
+    config = config_of(LLAMA, 4096, adapter={"rank": 16}, micro_batch_size=2, compile=True)
+    rate = rate_of(memory_of(config, 79.1), find_gpu("h100"), Setting("none", 1, 1, 0.0, 2))
+    assert rate == pytest.approx(12_473, rel=0.1)
+
+
+def test_torchtunes_8b_lora_is_within_a_tenth() -> None:
+    """README: one A6000, length 2048, 2 at a time, compiled: 30.3 GiB. Taken: rank 8, nothing computed again."""
+    adapter = {"rank": 8, "modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
+    config = config_of(LLAMA, 2048, adapter=adapter, micro_batch_size=2, compile=True)
+    peak = memory_of(config, 47.4).peak(Setting("none", 1, 1, 0.0, 2))
+    assert peak.parts.total / GIB == pytest.approx(30.3, rel=0.1)
+
+
+def test_the_formula_by_hand_gives_its_example() -> None:
+    """Pythia-1B on 2 GPUs, batch 16, length 512, in float32."""
+    hand = estimate_by_hand(1e9, 1e9, 2, 16, 512, embed_dim=2048, num_layers=16)
+    assert (round(hand.state_gib, 2), round(hand.activations_gib, 2)) == (7.45, 1.0)
+    assert round(hand.total_gib, 2) == 8.45
+
+
+def test_72b_on_64_h100_takes_about_3000_gpu_hours_for_9_billion_tokens() -> None:
+    """Taken: an instruct set of 4.5 billion tokens (5 million rows of 900), two epochs."""
+    config = load_config(ROOT / "configs" / "qwen2_5_72b_full.yaml", ["data.validation_share=0"])
+    plan = make_plan(config, Ask(find_gpu("h100"), 8, 8, rows=5_000_000, mean_tokens=900))
+    assert plan.hours is not None
+    assert plan.hours * 64 == pytest.approx(3000, rel=0.1)
+    # The same by hand, at the same rate.
+    by_hand = flops_by_hand(72.7e9, 2 * 4.5e9, True) / (989e12 * plan.efficiency) / 3600
+    assert plan.hours * 64 == pytest.approx(by_hand, rel=0.1)
+
+
+# --- this project's configs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_config_fits_its_own_cluster(name: str) -> None:
+    case = CASES[name]
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    plan = make_plan(config, Ask(find_gpu("h100"), case.nodes, case.ranks_per_node, rows=100_000, mean_tokens=500))
+    base = plan.num_parameters - (plan.num_trained if config.adapter is not None else 0)
+    assert (base, plan.num_trained) == (case.num_parameters, case.num_trained)
+    assert (plan.setting.mode, plan.setting.replicate, plan.setting.shard) == case.layout
+    assert plan.fits
+    assert plan.largest_micro_batch >= config.micro_batch_size
+    fastest = plan.fastest
+    assert fastest is not None
+    assert all(v.tokens_per_s_per_gpu <= fastest.tokens_per_s_per_gpu for v in plan.variants if v.fits)
+
+
+@pytest.mark.parametrize("name", ["tiny_lora", "tiny_full"])
+def test_a_tiny_config_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    plan = make_plan(load_config(f"configs/{name}.yaml"), Ask(find_gpu("l4"), 1, 2))
+    assert plan.fits
+
+
+# --- data -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_prepared_set_is_counted_and_another_is_not(tmp_path: Path) -> None:
+    overrides = [f"output_dir={tmp_path}/run", f"model.path={TINY_BASE}", "data.sources.0.path=synthetic:train:200:7"]
+    config = load_config(ROOT / "configs" / "tiny_full.yaml", overrides)
+    ask = Ask(find_gpu("h100"), 1, 1)
+    assert make_plan(config, ask).rows is None
+    prepared = prepare(config.data, TINY_BASE, prepared_root(config))
+    plan = make_plan(config, ask)
+    rows = plan.rows
+    assert rows is not None
+    flat, _ = prepared.packs["train"]
+    lengths = [int(prepared.offsets[i + 1] - prepared.offsets[i]) for i in flat]
+    assert rows.tokens == sum(lengths)
+    assert rows.pairs == sum(n * (n + 1) // 2 for n in lengths)
+    assert rows.slots == prepared.num_packs("train") * 1024
+    assert plan.num_steps == config.epochs * math.ceil(prepared.num_packs("train") / 2)
+    config.data.sources[0].path = "synthetic:train:300:7"
+    assert make_plan(config, ask).rows is None
+
+
+# --- what follows from what -----------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_longer_when_more_is_computed_or_sent() -> None:
+    config = config_of(LLAMA, 4096, precision="bf16_mixed", compile=True)
+    memory, gpu = memory_of(config, 79.1), find_gpu("h100")
+    setting = Setting("fsdp", 1, 16, 0.0, 1)
+    rate = rate_of(memory, gpu, setting)
+    assert rate_of(memory, gpu, replace(setting, fraction=1.0)) < rate
+    assert rate_of(memory, replace(gpu, nic_gb_s=1.0), setting) < rate / 2
+    # Copies on each node send sums of gradients alone between them.
+    slow = replace(gpu, nic_gb_s=5.0)
+    assert rate_of(memory, slow, Setting("hsdp", 2, 8, 0.0, 1)) > rate_of(memory, slow, setting)
+
+
+def test_flops_are_6n_for_all_weights_and_4n_over_a_frozen_base() -> None:
+    full = memory_of(config_of(LLAMA, 4096, precision="bf16_mixed"), 79.1)
+    lora = memory_of(config_of(LLAMA, 4096, adapter={"rank": 16}), 79.1)
+    blocks, head = 32 * 218_103_808, 128_256 * 4096
+    assert count_flops(full, 0.0, 0.0, 0.0).total == 6 * blocks
+    # What a block ends with is not computed again.
+    assert count_flops(full, 1.0, 0.0, 0.0).total == 8 * blocks - 2 * 32 * 14336 * 4096
+    assert count_flops(full, 0.0, 0.25, 0.0, math.inf).head == 6 * head / 4
+    added = count_flops(lora, 0.0, 0.0, 0.0).total - 4 * blocks
+    assert added == 6 * 41_943_040  # rank 16 on all seven linears
+    assert count_flops(lora, 0.0, 1.0, 0.0, math.inf).head == 4 * head
+
+
+def test_saves_follow_young_and_daly() -> None:
+    assert save_every(10, 86_400) == pytest.approx(math.sqrt(2 * 10 * 86_400), rel=0.01)
+    assert save_every(300, 100) == 100
+    lost = {w: 20 / w + w / 2 / 40_000 for w in range(100, 5000)}
+    assert save_every(20, 40_000) == pytest.approx(min(lost, key=lambda w: lost[w]), rel=0.03)
+
+
+def test_more_gpus_stop_paying_where_they_wait() -> None:
+    config = load_config(ROOT / "configs" / "llama3_1_8b_full.yaml")
+    slow = replace(find_gpu("h100"), nic_gb_s=0.05)
+    plan = make_plan(config, Ask(slow, 1, 8, rows=100_000, mean_tokens=500, is_searching=True))
+    pays = {scale.nodes: scale.pays for scale in plan.scales}
+    assert pays[1]
+    assert not pays[16]
+    assert list(pays.values()) == sorted(pays.values(), reverse=True)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["plan", "--config", str(ROOT / "configs" / "llama3_1_8b_lora.yaml"), *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_json_holds_the_plan_and_says_what_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--nodes", "2", "--json", "--failures-per-gpu-day", "0")
+    plan = json.loads(out)
+    assert (code, plan["version"], plan["memory"]["fits"]) == (0, 1, True)
+    assert plan["hours"] is None
+    assert plan["storage"]["best_interval_s"] is None
+    known = set(plan["memory"]) - {"total", "moment", "fits", "margin"}
+    assert plan["memory"]["total"] == sum(plan["memory"][name] for name in known)
+    _, out, _ = run(capsys, "--nodes", "2", "--json", "--rows", "100000", "--mean-tokens", "600", "--price", "2")
+    plan = json.loads(out)
+    assert plan["cost"] == pytest.approx(2 * plan["gpu_hours"]) == pytest.approx(32 * plan["hours"])
+
+
+def test_a_plan_takes_under_5_seconds() -> None:
+    """Of processor time, which other work on the machine does not change."""
+    command = [sys.executable, "-m", "fctune.cli", "plan", "--config", "configs/qwen2_5_72b_full.yaml"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([*command, "--nodes", "8", "--search"], cwd=ROOT, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
+
+
+def test_the_table_says_whether_it_fits_and_the_exit_code_too(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--nodes", "2", "--search", "--rows", "100000", "--mean-tokens", "600")
+    assert code == 0
+    for words in ("fits: ", "by hand", "fastest that fits: ", "GPU-hours", "room on the shared disk", "do not pay"):
+        assert words in out
+    code, out, _ = run(capsys, "--gpu", "l4", "parallel.mode=ddp")
+    assert code == 1
+    assert "does not fit" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpu", "h900"], "--gpu h900: not known; known: b200, h200, h100"),
+        (["--gpu", "h900", "--gpu-memory-gib", "80"], "give --gpu-memory-gib and --tflops"),
+        (["--gpu-memory-gib", "-1"], "--gpu-memory-gib -1.0: expected a finite number over 0."),
+        (["--nodes", "0"], "--nodes 0: expected 1 or more."),
+        (["--nodes", "100"], "global_batch_size=512: under the 800 GPUs"),
+        (["--rows", "10"], "--mean-tokens: missing"),
+        (["--rows", "10", "--mean-tokens", "5000"], "--mean-tokens 5000: expected 1 to data.seq_len=4096"),
+        (["--rows", "0", "--mean-tokens", "50"], "--rows 0: expected 1 or more."),
+        (["--efficiency", "2"], "--efficiency 2: expected over 0 and at most 1."),
+        (["--disk-gb-s", "0"], "--disk-gb-s 0: expected a finite number over 0."),
+        (["--model", "nowhere"], "nowhere/config.json: no such file"),
+        (["--nodes", "2", "parallel.mode=hsdp", "parallel.replicate=3"], "does not divide the 16 ranks"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line_that_says_what_to_do(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_gpu_that_is_not_known_is_described_by_hand(make_model: Callable[..., Path]) -> None:
+    gpu = find_gpu("mine", 24, 100)
+    assert (gpu.memory_bytes, gpu.bf16_tflops) == (24 * GIB, 100)
+    assert find_gpu("h100", memory_gib=90).memory_bytes == 90 * GIB
+    assert all(gpu.source and gpu.memory_bytes > 0 for gpu in GPUS.values())
+    with pytest.raises(ConfigError, match="known"):
+        find_gpu("mine", 24)

@@ -1,0 +1,334 @@
+"""What other programs find of a run: read back by their own readers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fctune.config import PrometheusConfig, WandbConfig
+from fctune.telemetry.alerts import Alert
+from fctune.telemetry.background import Background
+from fctune.telemetry.names import METRICS
+from fctune.telemetry.services import PrometheusSink, TensorBoardSink, WandbSink
+from fctune.telemetry.sinks import Sinks
+from fctune.telemetry.watchman import Watchman
+from fctune.training.distributed import World
+from fctune.training.run_directory import RunDirectory
+from fctune.training.state import open_sinks
+from tests.conftest import ROOT
+from tests.training.test_ranks import make_config
+
+ALERT = Alert("disk", 2, 0.01, 0.05, "1.0% of the disk is free")
+KEY = "0123456789abcdef" * 2 + "01234567"
+
+
+def metrics_of(step: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "loss": 2.0 / step, "lr": 1e-4, "tokens_total": 100 * step, "data_digest": "ab12"} | more
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("fctune"), "propagate", True)
+    caplog.set_level(logging.WARNING, "fctune")
+    return caplog
+
+
+# --- Weights & Biases ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A home without a key, and a server that nobody answers at."""
+    pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "home" / "netrc"))
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
+
+
+def read_wandb(folder: Path) -> Iterator[Any]:
+    """Records of every offline run in a folder, oldest first, parsed by wandb's own messages.
+
+    The file is LevelDB's log format after a header of seven bytes: blocks of 32 KiB, records of checksum (4 bytes),
+    length (2) and type (1: whole, 2 to 4: first, middle and last part).
+    https://github.com/google/leveldb/blob/main/doc/log_format.md
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    for file in sorted(folder.glob("offline-run-*/*.wandb")):
+        data, at, held = file.read_bytes(), 7, b""
+        assert data[:4] == b":W&B"
+        while at + 7 <= len(data):
+            left = 32768 - at % 32768
+            if left < 7:
+                at += left
+                continue
+            _, length, kind = struct.unpack_from("<IHB", data, at)
+            held += data[at + 7 : at + 7 + length]
+            at += 7 + length
+            if kind in (1, 4):
+                yield wandb_internal_pb2.Record.FromString(held)
+                held = b""
+
+
+def history_of(records: list[Any]) -> list[dict[str, Any]]:
+    rows = [record.history for record in records if record.WhichOneof("record_type") == "history"]
+    return [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item} for row in rows]
+
+
+@pytest.mark.usefixtures("no_wandb_account")
+def test_wandb_holds_every_step_and_alert_under_one_run_after_a_restart(tmp_path: Path) -> None:
+    config, handler = WandbConfig(project="calls", mode="offline"), signal.getsignal(signal.SIGTERM)
+    for steps in ((1, 2, 3), (4, 5)):
+        with Sinks(sink := Background("wandb", lambda: WandbSink(config, tmp_path, {"seed": 42}))) as sinks:
+            for step in steps:
+                sinks.write(metrics_of(step))
+            sink.alert(ALERT)
+        time.sleep(1.1)  # wandb names its folders by the second
+    records = list(read_wandb(tmp_path / "wandb"))
+    history = history_of(records)
+    assert [(row["_step"], row["step"], row["loss"]) for row in history] == [(n, n, 2.0 / n) for n in range(1, 6)]
+    runs = {r.run.run_id for r in records if r.WhichOneof("record_type") == "run"}
+    assert runs == {(tmp_path / "wandb" / "run_id").read_text().strip()}
+    alerts = [r.alert for r in records if r.WhichOneof("record_type") == "alert"]
+    assert [alert.title for alert in alerts] == ["disk", "disk"]
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.usefixtures("no_wandb_account")
+def test_wandb_without_a_key_says_so_and_goes_on_offline(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+    config = WandbConfig(project="calls")
+    with Sinks(Background("wandb", lambda: WandbSink(config, tmp_path, {}))) as sinks:
+        sinks.write(metrics_of(1))
+    (record,) = warnings.records
+    assert "No API key configured" in record.message
+    assert "going on offline" in record.message
+    assert [row["step"] for row in history_of(list(read_wandb(tmp_path / "wandb")))] == [1]
+
+
+@pytest.mark.usefixtures("no_wandb_account")
+def test_wandb_without_a_network_goes_on_offline_and_writes_its_key_nowhere(
+    tmp_path: Path, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setattr("fctune.telemetry.services._INIT_S", 2.0)
+    config, folder = WandbConfig(project="calls"), tmp_path / "run"
+    with Sinks(Background("wandb", lambda: WandbSink(config, folder, {}))) as sinks:
+        sinks.write(metrics_of(1))
+    assert [record.message for record in warnings.records if "going on offline" in record.message]
+    assert [row["step"] for row in history_of(list(read_wandb(folder / "wandb")))] == [1]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert files
+    assert not [path for path in files if KEY.encode() in path.read_bytes()]
+    assert KEY not in warnings.text
+
+
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from fctune.config import WandbConfig
+from fctune.telemetry.background import Background
+from fctune.telemetry.services import TensorBoardSink, WandbSink
+from fctune.telemetry.sinks import Sinks
+
+folder = Path(sys.argv[1])
+config = WandbConfig(project="calls", mode="offline")
+wandb = Background("wandb", lambda: WandbSink(config, folder, {}))
+sinks = Sinks(wandb, Background("tensorboard", lambda: TensorBoardSink(folder / "tensorboard")))
+for step in range(1, 21):
+    sinks.write({"step": step, "loss": 2.0})
+deadline = time.monotonic() + 30
+while not list(folder.glob("wandb/offline-run-*/*.wandb")) and time.monotonic() < deadline:
+    time.sleep(0.1)
+time.sleep(4)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.usefixtures("no_wandb_account")
+def test_a_kill_loses_no_steps_that_were_written_seconds_before(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, timeout=120)
+    assert ended.returncode == -signal.SIGKILL
+    assert [row["step"] for row in history_of(list(read_wandb(tmp_path / "wandb")))] == list(range(1, 21))
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
+    reader.Reload()
+    assert [event.step for event in reader.Scalars("loss")] == list(range(1, 21))
+
+
+# --- TensorBoard --------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_shows_each_step_once_after_a_restart_from_an_earlier_one(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in ((1, 2, 3, 4), (3, 4, 5)):
+        with Sinks(sink := Background("tensorboard", lambda: TensorBoardSink(tmp_path))) as sinks:
+            for step in steps:
+                sinks.write(metrics_of(step))
+            sink.alert(ALERT)
+    reader = EventAccumulator(str(tmp_path))
+    reader.Reload()
+    assert set(reader.Tags()["scalars"]) == {"loss", "lr", "tokens_total"}
+    shown = [(event.step, event.value) for event in reader.Scalars("loss")]
+    assert shown == [(n, pytest.approx(2.0 / n)) for n in range(1, 6)]
+    assert b"1.0% of the disk is free" in reader.Tensors("alert/disk/text_summary")[0].tensor_proto.string_val[0]
+
+
+# --- Prometheus ---------------------------------------------------------------------------------------------------
+
+
+def scrape(port: int, accept: str = "text/plain") -> dict[str, float]:
+    """Samples by name and labels, parsed by the client library's own parser of the format that was answered in."""
+    from prometheus_client.openmetrics import parser as openmetrics
+    from prometheus_client.parser import text_string_to_metric_families as plain
+
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=5) as answer:
+        text = answer.read().decode()
+        is_open = "openmetrics" in answer.headers["Content-Type"]
+    families = openmetrics.text_string_to_metric_families(text) if is_open else plain(text)
+    found = {}
+    for family in families:
+        for sample in family.samples:
+            rest = [f"{k}={v}" for k, v in sorted(sample.labels.items()) if k != "run"]
+            assert sample.labels["run"] == "mine"
+            found[",".join([sample.name, *rest])] = sample.value
+    return found
+
+
+@pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
+def test_a_scrape_finds_the_last_step_and_counts_alerts(accept: str) -> None:
+    pytest.importorskip("prometheus_client")
+    port = free_port()
+    sink = PrometheusSink(PrometheusConfig(port=port, host="127.0.0.1"), "mine", 100)
+    assert scrape(port, accept)["fctune_num_steps"] == 100
+    sink.write(metrics_of(1, is_spike=True, validation_loss=1.5, loss=math.nan))
+    assert scrape(port, accept)["fctune_is_spike"] == 1
+    sink.alert(ALERT)
+    sink.write(metrics_of(2, **{"eval_accuracy/single": 0.75}))
+    found = scrape(port, accept)
+    assert found["fctune_step"] == 2
+    assert found["fctune_loss"] == 1.0
+    assert found["fctune_tokens"] == 200
+    assert found["fctune_is_spike"] == 0
+    assert found["fctune_validation_loss"] == 1.5
+    assert found["fctune_eval_accuracy_by_category,category=single"] == 0.75
+    assert found["fctune_alerts_total,alert=disk"] == 1
+    assert found["fctune_alerts_total,alert=straggler"] == 0
+    sink.close()
+    with pytest.raises(OSError, match="refused"):
+        scrape(port)
+
+
+def test_a_port_that_is_taken_is_said_once(warnings: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("prometheus_client")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = PrometheusConfig(port=taken.getsockname()[1], host="127.0.0.1")
+        with Sinks(Background("prometheus", lambda: PrometheusSink(config, "mine", 9))) as sinks:
+            sinks.write(metrics_of(1))
+    (record,) = warnings.records
+    assert "prometheus: OSError: [Errno 98]" in record.message
+
+
+def test_prometheus_names_differ_for_all_metrics() -> None:
+    names = [metric.prometheus for metric in METRICS]
+    assert len(set(names)) == len(names)
+
+
+# --- alerts -------------------------------------------------------------------------------------------------------
+
+
+def test_an_alert_is_a_line_an_entry_of_the_file_and_an_event_of_each_sink(
+    tmp_path: Path, warnings: pytest.LogCaptureFixture
+) -> None:
+    class Listener:
+        alerts: list[Alert] = []  # noqa: RUF012
+
+        def write(self, metrics: dict[str, Any]) -> None: ...
+
+        def alert(self, alert: Alert) -> None:
+            self.alerts.append(alert)
+
+        def close(self) -> None: ...
+
+    listener = Listener()
+    with Sinks(Background("alerts", lambda: Watchman(tmp_path, [listener]))) as sinks:
+        for step in range(1, 31):
+            sinks.write(metrics_of(step, is_spike=step == 25))
+    assert [(alert.name, alert.step) for alert in listener.alerts if alert.name != "disk"] == [("loss_spike", 25)]
+    lines = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
+    assert [(line["name"], line["step"]) for line in lines if line["name"] != "disk"] == [("loss_spike", 25)]
+    assert [r.message for r in warnings.records if "loss_spike" in r.message] == [
+        "alert: loss_spike: the loss of step 25, 0.0800, stands out from those before it."
+    ]
+
+
+# --- all of them --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_wandb_account")
+def test_a_config_opens_every_sink_and_rank_0_alone_has_any(
+    make_model: Callable[..., Path], tmp_path: Path, warnings: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("prometheus_client")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    port = free_port()
+    telemetry = {
+        "wandb": {"project": "calls", "mode": "offline"},
+        "tensorboard": True,
+        "prometheus": {"port": port, "host": "127.0.0.1"},
+    }
+    config = make_config(make_model(), tmp_path, telemetry=telemetry, output_dir=str(tmp_path / "mine"))
+    run = RunDirectory(config.output_dir)
+    run.start(config, 1)
+    main, other = (World(rank, 2, rank, torch.device("cpu")) for rank in (0, 1))
+    step = metrics_of(1, grad_norm=1.0, tokens_per_s=10.0)
+    with open_sinks(config, run, 5, other) as sinks:
+        sinks.write(step)
+    assert {path.name for path in run.path.iterdir()} == {"run.json"}
+    with open_sinks(config, run, 5, main) as sinks:
+        sinks.write(step)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                if scrape(port).get("fctune_step") == 1:
+                    break
+            time.sleep(0.05)
+        assert scrape(port)["fctune_loss"] == 2.0
+    assert not [record.message for record in warnings.records if "goes on" in record.message]
+    assert json.loads(run.metrics.read_text()) == step
+    assert [row["loss"] for row in history_of(list(read_wandb(run.path / "wandb")))] == [2.0]
+    reader = EventAccumulator(str(run.path / "tensorboard"))
+    reader.Reload()
+    assert [event.value for event in reader.Scalars("loss")] == [2.0]
