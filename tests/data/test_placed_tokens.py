@@ -81,6 +81,44 @@ def _normalising() -> PlacingTokenizer:
     return _made[0]
 
 
+@given(rows=st.lists(texts, min_size=2, max_size=6))
+@settings(max_examples=150, deadline=None)
+def test_parts_that_were_met_before_have_the_tokens_of_the_whole(rows: list[str], byte_level: PlacingTokenizer) -> None:
+    for row in rows * 2:
+        text = row.encode("utf-8", "ignore").decode()
+        assert byte_level.place(text).ids == byte_level.ids(text)
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        tokenizers.AddedToken("<cut>", lstrip=True, special=True),
+        tokenizers.AddedToken("<cut>", rstrip=True, special=True),
+        tokenizers.AddedToken("cut", single_word=True, special=True),
+        tokenizers.AddedToken("<cut>", normalized=True),
+    ],
+    ids=["left", "right", "word", "normalised"],
+)
+def test_a_special_token_that_takes_more_than_itself_cuts_as_the_tokenizer_does(token: tokenizers.AddedToken) -> None:
+    tokenizer = train(pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.NFC())
+    tokenizer.tokenizer.add_tokens([token])
+    tokenizer = PlacingTokenizer(tokenizer.tokenizer)
+    for text in ("one <cut> two", "one<cut>two", "cut cutter cut.", "e\u0301 <cut> e\u0301"):
+        encoding = tokenizer.tokenizer.encode(text, add_special_tokens=False)
+        for _ in range(2):
+            placed = tokenizer.place(text)
+            assert (placed.ids, to_characters(placed, text)) == (encoding.ids, encoding.offsets)
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fctune.data.placed_tokens._MAX_KEPT_CHARACTERS", 200)
+    tokenizer = train(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    for number in range(100):
+        text = f"row {number}<|eot_id|> and more of it"
+        assert tokenizer.place(text).ids == tokenizer.ids(text)
+        assert sum(map(len, tokenizer._known)) <= 200 + len(text)
+
+
 def test_a_vocabulary_of_words_is_placed_by_its_own_offsets() -> None:
     tokenizer = train(pre_tokenizers.Metaspace())
     for text in ("Hello there", "find_probe(é)", ""):

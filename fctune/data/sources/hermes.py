@@ -22,9 +22,10 @@ _SPACE = " \t\r\n"
 
 
 def is_hermes(turns: list[Any]) -> bool:
-    """Whether any turn holds Hermes' tags."""
+    """Whether any turn holds Hermes' tags; in a call or result of LLaMA-Factory's shape they are somebody's data."""
     for turn in turns:
-        value = turn.get("value") if isinstance(turn, dict) else None
+        is_said = isinstance(turn, dict) and turn.get("from") not in ("function_call", "observation")
+        value = turn.get("value") if is_said else None
         if isinstance(value, str) and ("<tool_call>" in value or "<tool_response>" in value or "<tools>" in value):
             return True
     return False
