@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same examples every time, so that a run says what the code does; HYPOTHESIS_PROFILE=random looks further.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("random", derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_BASE = ROOT / "fctune" / "assets" / "tiny_base"
