@@ -12,6 +12,7 @@ import difflib
 import importlib
 import inspect
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -261,6 +262,11 @@ def parse_config(raw: dict[str, Any], problems: list[str]) -> RunConfig | None:
     return config
 
 
+def read_environment() -> dict[str, str]:
+    """The variables of this process's environment, for what takes them as an argument."""
+    return dict(os.environ)
+
+
 def format_problems(where: str, problems: Sequence[str]) -> str:
     """One report: the file, the count, and a line for each problem."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -318,6 +324,7 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
         if value is not None and value < 1:
             problems.append(f"checkpoint.{name}={value}: expected 1 or more")
     _check_eval(config.eval, problems)
+    _check_success(config.success, problems)
     port = config.telemetry.prometheus.port if config.telemetry is not None else None
     if port is not None and not 0 < port < 65536:
         problems.append(f"telemetry.prometheus.port={port}: expected 1 to 65535, or null for no endpoint")
@@ -347,6 +354,13 @@ def _check_eval(config: EvalConfig, problems: list[str]) -> None:
             problems.append(f"eval.{name}={value}: expected 1 or more")
     if not 0 < config.max_share_of_time <= 1:
         problems.append(f"eval.max_share_of_time={config.max_share_of_time}: expected over 0 and at most 1")
+
+
+def _check_success(config: SuccessConfig | None, problems: list[str]) -> None:
+    for name in ("min_accuracy", "min_gpu_utilization", "min_memory_share", "max_memory_share"):
+        value = getattr(config, name, None)
+        if value is not None and not 0 <= value <= 1:
+            problems.append(f"success.{name}={value}: expected a share, 0 to 1, or null to ask nothing")
 
 
 def _check_adapter(adapter: AdapterConfig | None, problems: list[str]) -> None:

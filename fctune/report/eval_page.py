@@ -176,11 +176,12 @@ def _add_failures(page: Page, failures: Sequence[Row]) -> None:
     lead = "Each with its prompt, the calls that were due, those that were made, and what differs."
     if len(failures) > _MAX_CASES:
         lead += f" The first {_MAX_CASES:,} of {len(failures):,}; the results file holds all."
-    shown = page.make_cases([_make_case(row) for row in failures[:_MAX_CASES]], facets)
+    shown = page.make_cases([make_case(row) for row in failures[:_MAX_CASES]], facets)
     page.add_section("Failures", shown, lead=lead)
 
 
-def _make_case(row: Row) -> dict[str, Any]:
+def make_case(row: Row) -> dict[str, Any]:
+    """A failure for ``Page.make_cases``, with the facets verdict, category and tool."""
     due, made = _show_calls(row["expected_calls"]), _show_calls(row["calls"])
     asked = next((m.get("content") or "" for m in reversed(row["messages"]) if m["role"] == "user"), "")
     lenient = row["lenient"]["verdict"]

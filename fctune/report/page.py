@@ -26,10 +26,19 @@ Tone = Literal["good", "warn", "bad", ""]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One row of bars or one line of a chart; None leaves a gap."""
+    """One row of bars or one line of a chart; None leaves a gap, which the line of a sparse series runs over."""
 
     name: str
     values: Sequence[float | None]
+    is_sparse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place on the axis of a chart of lines where something happened."""
+
+    at: float
+    kind: Literal["restart", "checkpoint", "alert"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,8 @@ class Chart:
     series: Sequence[Series]
     name_label: str = ""
     value_label: str = ""
+    marks: Sequence[Mark] = ()
+    is_log: bool = False  # the axis of values, whose series are then over 0
 
 
 class Page:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fctune.config import RunConfig, load_config
-from fctune.errors import ConfigError
+from fctune.errors import ConfigError, DataError
+from fctune.report.run_data import read_run
+from fctune.report.run_success import judge_run
+from fctune.telemetry.device import describe_device, total_memory
 from fctune.training import distributed
 from fctune.training.distributed import UserError, World
 from fctune.training.loop import NonFiniteError
@@ -58,6 +63,8 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
     try:
         config = distributed.agree(lambda: _read_command_line(argv))
         run = open_run(config, world, lambda directory: _hear_requests(directory, world))
+        if world.is_main:
+            _describe_start(run.directory, world, argv)
         recipe = make(config, world, run)
         recipe.setup()
         recipe.train()
@@ -83,8 +90,33 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
             print(f"\n{reason}\n", file=sys.stderr, flush=True)
         if run is not None:
             run.directory.finish(code, reason, recipe.step if recipe else 0, checkpoint or run.newest_checkpoint())
+            _describe_end(run.directory, is_whole=code == 0)
     distributed.stop_world()
     return code
+
+
+def _describe_start(directory: RunDirectory, world: World, argv: Sequence[str]) -> None:
+    """The command and the device into run.json."""
+    memory = total_memory(world.device, world.ranks_per_node) / 2**30 if world.device.type == "cuda" else None
+    device = describe_device(world.device)
+    directory.describe(command=[sys.argv[0], *argv], device=device, device_memory_gib=memory)
+
+
+def _describe_end(directory: RunDirectory, is_whole: bool) -> None:
+    """When the run ended, into run.json; of a whole one also whether it reached what its config asks, which is said."""
+    directory.describe(finished_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+    if not is_whole:
+        return
+    try:
+        record = read_run(directory.path)
+    except DataError as error:
+        logger.warning("success: not judged: %s", error)
+        return
+    if record.config.get("success") is not None:
+        judged = judge_run(record)
+        directory.describe(success=[asdict(one) for one in judged])
+        for one in judged:
+            logger.info("success: %s", one.tell())
 
 
 def _read_command_line(argv: Sequence[str]) -> RunConfig:

@@ -39,12 +39,14 @@
       const limit = root.clientWidth < 560 ? 16 : 30;
       names.ticks.callback = function (value) { return wrap(this.getLabelForValue(value), limit); };
     }
+    if (spec.is_log) values.type = "logarithmic";
     if (spec.kind === "lines") { names.type = "linear"; names.ticks.callback = number; names.ticks.color = color("muted"); }
     return {
       responsive: true, maintainAspectRatio: false, animation: false, indexAxis: sideways ? "y" : "x",
       interaction: { mode: spec.kind === "lines" ? "nearest" : "index", axis: sideways ? "y" : "x", intersect: false },
       scales: sideways ? { x: values, y: names } : { x: names, y: values },
       plugins: {
+        marks: { at: spec.marks },
         legend: { display: spec.series.length > 1, labels: { color: color("ink"), boxWidth: 12 } },
         tooltip: { callbacks: { label: (item) =>
           `${item.dataset.label}: ${number(sideways ? item.parsed.x : item.parsed.y)}` } },
@@ -58,12 +60,36 @@
       const shade = color(`series-${(i % 5) + 1}`);
       return spec.kind === "lines"
         ? { label: series.name, data: series.values.map((y, j) => ({ x: spec.labels[j], y })), borderColor: shade,
-            backgroundColor: shade, borderWidth: 2, pointRadius: 0, tension: 0 }
+            backgroundColor: shade, borderWidth: series.values.length > 300 ? 1.3 : 2,
+            pointRadius: series.is_sparse && series.values.filter((y) => y !== null).length <= 60 ? 2.5 : 0,
+            spanGaps: series.is_sparse, tension: 0 }
         : { label: series.name, data: series.values, backgroundColor: shade, maxBarThickness: 26,
             borderRadius: 3, categoryPercentage: spec.kind === "histogram" ? 1 : 0.8,
             barPercentage: spec.kind === "histogram" ? 0.94 : 0.9 };
     }),
   });
+
+  // What happened at a step: restarts over the whole height, alerts at the top, checkpoints at the bottom.
+  const marks = { id: "marks", afterDatasetsDraw(chart, _, { at }) {
+    const { ctx, chartArea: area, scales: { x } } = chart;
+    const shades = { restart: color("bad"), alert: color("warn"), checkpoint: color("good") };
+    ctx.save();
+    for (const mark of at ?? []) {
+      const place = x.getPixelForValue(mark.at);
+      if (place < area.left - 1 || place > area.right + 1) continue;
+      ctx.strokeStyle = ctx.fillStyle = shades[mark.kind];
+      ctx.beginPath();
+      if (mark.kind === "restart") {
+        ctx.setLineDash([5, 4]); ctx.lineWidth = 1.5;
+        ctx.moveTo(place, area.top); ctx.lineTo(place, area.bottom); ctx.stroke();
+        ctx.setLineDash([]);
+      } else {
+        const [edge, tip] = mark.kind === "alert" ? [area.top, area.top + 9] : [area.bottom, area.bottom - 9];
+        ctx.moveTo(place - 5, edge); ctx.lineTo(place + 5, edge); ctx.lineTo(place, tip); ctx.fill();
+      }
+    }
+    ctx.restore();
+  } };
 
   function draw() {
     Chart.defaults.font.family = getComputedStyle(document.body).fontFamily;
@@ -77,7 +103,8 @@
   for (const holder of document.querySelectorAll("script[type='application/json'][data-chart]")) {
     const spec = JSON.parse(holder.textContent);
     const canvas = document.getElementById(holder.dataset.chart);
-    charts.push([new Chart(canvas, { type: spec.kind === "lines" ? "line" : "bar", data: data(spec), options: options(spec) }), spec]);
+    charts.push([new Chart(canvas, { type: spec.kind === "lines" ? "line" : "bar", data: data(spec), options: options(spec),
+      plugins: [marks] }), spec]);
   }
 
   button.hidden = false;
@@ -88,5 +115,14 @@
   });
   system.addEventListener("change", () => { if (!stored()) setTheme(system.matches ? "dark" : "light"); });
   setTheme(stored() ?? (system.matches ? "dark" : "light"));
+
+  // Paper is white, and a chart that was drawn for the window's width is not one for a sheet's.
+  let shown = null;
+  addEventListener("beforeprint", () => {
+    shown = root.dataset.theme;
+    setTheme("light");
+    for (const [chart] of charts) chart.resize(Math.min(chart.width, 620), chart.height);
+  });
+  addEventListener("afterprint", () => { setTheme(shown); for (const [chart] of charts) chart.resize(); });
   root.dataset.ready = String(charts.length);
 })();

@@ -1,0 +1,65 @@
+"""``fctune report``: runs as one page."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fctune.cli.files import write_file
+from fctune.errors import ConfigError
+
+_STYLES = {"PASS": "green", "FAIL": "red"}
+
+
+def add_commands(commands: Any) -> None:
+    """Add ``fctune report`` to the command."""
+    report = commands.add_parser("report", help="runs: one page of what was trained, how it went, what it took")
+    report.add_argument(
+        "runs", nargs="+", metavar="RUN_DIR", help="output_dir of a run; several are laid over each other"
+    )
+    report.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
+    report.add_argument(
+        "--after", metavar="FILE", help="results of eval.tool_calls; default: found by the run's exports"
+    )
+    report.add_argument("--before", metavar="FILE", help="results of the base on the same cases")
+    report.add_argument("--price", type=float, metavar="X", help="of a GPU-hour, in your currency")
+    report.add_argument("--strict", action="store_true", help="judge all runs; what was not measured is a failure, too")
+    report.set_defaults(run=_report)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from fctune.report.run_data import read_run
+    from fctune.report.run_evals import find_accuracies, pair_results
+    from fctune.report.run_page import write_run_html
+    from fctune.report.run_success import is_success, judge_run
+
+    if (arguments.after or arguments.before) and len(arguments.runs) > 1:
+        raise ConfigError("--after, --before: are of one run; of several, results are found by their exports.")
+    if arguments.before and not arguments.after:
+        raise ConfigError("--before: needs --after, the results that it is compared with.")
+    if arguments.price is not None and not arguments.price >= 0:
+        raise ConfigError(f"--price {arguments.price}: expected 0 or more.")
+    records = [read_run(path) for path in arguments.runs]
+    if arguments.after:
+        accuracies = [[pair_results(arguments.after, arguments.before)]]
+    else:
+        accuracies = [find_accuracies(record) for record in records]
+    verdicts = [
+        judge_run(record, None, found, records) if arguments.strict or record.config.get("success") is not None else []
+        for record, found in zip(records, accuracies, strict=True)
+    ]
+    write_file(
+        arguments.out, "--out", lambda: write_run_html(records, arguments.out, accuracies, verdicts, arguments.price)
+    )
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    for record, judged in zip(records, verdicts, strict=True):
+        for note in record.notes():
+            console.print(f"{record.path}: {note}", style="yellow")
+        for criterion in judged:
+            console.print(f"{record.path}: {criterion.tell()}", style=_STYLES.get(criterion.verdict))
+    num_steps = sum(len(record.metrics.steps) for record in records)
+    console.print(f"{arguments.out}: {len(records)} {'run' if len(records) == 1 else 'runs'}, {num_steps:,} steps")
+    return 0 if all(is_success(judged, arguments.strict) for judged in verdicts) else 1

@@ -1,0 +1,50 @@
+"""``fctune watch``: a run in the terminal, from its files, while it goes on and afterwards."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from fctune.errors import ConfigError
+
+
+def add_commands(commands: Any) -> None:
+    """Add ``fctune watch`` to the command."""
+    watch = commands.add_parser("watch", help="a run: where it is, live in the terminal, from its files")
+    watch.add_argument("run_dir", metavar="RUN_DIR", help="output_dir of a run that goes on, or has ended")
+    watch.add_argument("--once", action="store_true", help="print it as it is now; so where the output is no terminal")
+    watch.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="default: %(default)s")
+    watch.set_defaults(run=_watch)
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    from fctune.report.run_data import read_run
+    from fctune.report.run_evals import find_accuracies
+    from fctune.report.run_success import judge_run
+    from fctune.report.run_terminal import render_run
+
+    if not arguments.interval > 0:
+        raise ConfigError(f"--interval {arguments.interval}: expected more than 0.")
+    record = read_run(arguments.run_dir)
+
+    def render() -> Any:
+        is_judged = record.exit is not None and record.config.get("success") is not None
+        return render_run(record, judge_run(record, accuracies=find_accuracies(record)) if is_judged else ())
+
+    console = Console(highlight=False)
+    if arguments.once or not console.is_terminal:
+        console.print(render(), soft_wrap=True)
+    else:
+        with Live(render(), console=console, auto_refresh=False) as live:
+            try:
+                while record.exit is None:
+                    time.sleep(arguments.interval)
+                    record.update()
+                    live.update(render(), refresh=True)
+            except KeyboardInterrupt:
+                pass
+    return 0 if record.exit is None or record.exit.get("code") == 0 else 1

@@ -1,0 +1,224 @@
+"""A run as its directory tells it: ``run.json``, ``metrics.jsonl``, ``alerts.jsonl``, ``exit.json``, checkpoints.
+
+It is read while the run goes on, after it was killed, and by versions that wrote fewer metrics. torch is not imported.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+
+from fctune.errors import DataError
+from fctune.report.run_metrics import MetricsFile
+
+_CHECKPOINT = re.compile(r"(elastic-)?checkpoint-(\d+)")
+_MARKS = {"sharded": "_SUCCESS", "elastic": "_ELASTIC_SUCCESS"}
+_NUM_NAMED = 5
+
+# What is read of these files; older versions have less, newer ones more.
+_COUNT = {"type": "integer", "minimum": 0}
+_PART = {"type": "object", "required": ["step"], "properties": {"step": _COUNT, "world_size": _COUNT}}
+_SOURCE = {"type": "object", "required": ["path"], "properties": {"weight": {"type": "number"}}}
+_CONFIG = {
+    "type": "object",
+    "properties": {
+        "model": {"type": "object"},
+        "adapter": {
+            "type": ["object", "null"],
+            "required": ["rank", "alpha"],
+            "properties": {"alpha": {"type": "number"}},
+        },
+        "data": {"type": "object", "properties": {"sources": {"type": "array", "items": _SOURCE}}},
+        "success": {"type": ["object", "null"]},
+    },
+}
+_RUN_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "config": _CONFIG,
+        "num_steps": _COUNT,
+        "world_size": _COUNT,
+        "device_memory_gib": {"type": ["number", "null"]},  # of one GPU
+        "command": {"type": "array"},
+        "versions": {"type": "object"},
+        "resumed": {"type": "array", "items": _PART},
+        "data": {"type": "object"},
+    },
+}
+_EXIT_SCHEMA = {"type": "object", "required": ["code"], "properties": {"code": {"type": "integer"}}}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run from a start to its end or the next start: the first, or one after a restart."""
+
+    at: datetime | None  # when it was started
+    after_step: int  # the step that it went on from
+    world_size: int | None
+    checkpoint: str | None = None  # what it went on from
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A checkpoint that is still there."""
+
+    step: int
+    kind: str  # sharded or elastic
+    name: str
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """A run directory as it is now; ``update`` reads on."""
+
+    path: Path
+    metrics: MetricsFile
+    run: dict[str, Any] = field(default_factory=dict)
+    exit: dict[str, Any] | None = None  # None: it goes on, or it was killed
+    alerts: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: list[SavedState] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The directory's name, with its parent's where that alone says little."""
+        path = self.path.resolve()
+        return f"{path.parent.name}/{path.name}" if path.name == "run" else path.name
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The run's config, as nested plain values; empty without run.json."""
+        config: dict[str, Any] = self.run.get("config", {})
+        return config
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps that the run is to take; None before it knows."""
+        found: int | None = self.run.get("num_steps")
+        return found
+
+    @property
+    def parts(self) -> list[Part]:
+        """Its starts, in order."""
+        resumed = self.run.get("resumed", [])
+        first_size = self.run.get("world_size") if not resumed else None
+        parts = [Part(_read_time(self.run.get("started_at")), 0, first_size)]
+        for one in resumed:
+            at = _read_time(one.get("at"))
+            parts.append(Part(at, one["step"], one.get("world_size"), one.get("checkpoint")))
+        return parts
+
+    @property
+    def ended_at(self) -> datetime | None:
+        """When it ended, or wrote last."""
+        if self.exit is not None and (said := _read_time(self.run.get("finished_at"))) is not None:
+            return said
+        for file in (self.path / "exit.json", self.metrics.path):
+            if file.exists():
+                return datetime.fromtimestamp(file.stat().st_mtime, UTC)
+        return None
+
+    def update(self) -> bool:
+        """Read on; whether steps were added.
+
+        Raises:
+            DataError: files that are not a run's.
+        """
+        self.run = _read_object(self.path / "run.json", _RUN_SCHEMA) or {}
+        self.exit = _read_object(self.path / "exit.json", _EXIT_SCHEMA)
+        self.alerts = _read_alerts(self.path / "alerts.jsonl")
+        self.checkpoints = _find_checkpoints(self.path / "checkpoints")
+        return self.metrics.update()
+
+    def notes(self) -> list[str]:
+        """What is odd about the files, a sentence each."""
+        metrics, notes = self.metrics, []
+        if not self.run:
+            notes.append("run.json: not there; what was trained on what is not known.")
+        if not metrics.steps:
+            notes.append("metrics.jsonl: no step in it.")
+        if metrics.is_torn:
+            notes.append(
+                "metrics.jsonl: its last line is cut in half and left out: the run was killed as it wrote, or is "
+                "writing now."
+            )
+        if metrics.num_unreadable:
+            notes.append(f"metrics.jsonl: {metrics.num_unreadable:,} lines are no steps and left out.")
+        if metrics.num_repeated:
+            notes.append(f"metrics.jsonl: {metrics.num_repeated:,} steps stand twice; the later lines count.")
+        if gaps := metrics.missing():
+            shown = ", ".join(str(a) if a == b else f"{a:,}-{b:,}" for a, b in gaps[:_NUM_NAMED])
+            rest = f" and {len(gaps) - _NUM_NAMED:,} more gaps" if len(gaps) > _NUM_NAMED else ""
+            notes.append(f"metrics.jsonl: steps {shown}{rest} are missing.")
+        return notes
+
+
+def read_run(path: str | Path) -> RunRecord:
+    """The run of a directory.
+
+    Raises:
+        DataError: there is none, or its files are not a run's.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise DataError(f"{path}: no such directory. Pass the output_dir of a run.")
+    if not (path / "run.json").is_file() and not (path / "metrics.jsonl").is_file():
+        below = sorted(str(file.parent) for file in path.glob("*/run.json"))
+        hint = f" Runs below it: {', '.join(below[:_NUM_NAMED])}." if below else " Pass the output_dir of a run."
+        raise DataError(f"{path}: holds neither run.json nor metrics.jsonl, so it is no run.{hint}")
+    record = RunRecord(path, MetricsFile(path / "metrics.jsonl"))
+    record.update()
+    return record
+
+
+def _read_object(path: Path, schema: dict[str, Any]) -> dict[str, Any] | None:
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as JSON ({error}).") from None
+    defect = best_match(Draft202012Validator(schema).iter_errors(value))
+    if defect is not None:
+        raise DataError(f"{path}: {defect.json_path}: {defect.message[:200]}; it is not the file of a run.")
+    return value
+
+
+def _read_alerts(path: Path) -> list[dict[str, Any]]:
+    """Alerts in order; a line that was cut in half is left out."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            alert = json.loads(line)
+            found.append({**alert, "name": str(alert["name"]), "step": int(alert["step"])})
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+def _find_checkpoints(root: Path) -> list[SavedState]:
+    """The marked checkpoints, by step; ``fctune.checkpoint.store`` says when one is whole."""
+    found = []
+    for entry in root.glob("*checkpoint-*") if root.is_dir() else ():
+        if match := _CHECKPOINT.fullmatch(entry.name):
+            kind = "elastic" if match[1] else "sharded"
+            if (entry / _MARKS[kind]).is_file():
+                found.append(SavedState(int(match[2]), kind, entry.name))
+    return sorted(found, key=lambda state: (state.step, state.kind))
+
+
+def _read_time(text: Any) -> datetime | None:
+    try:
+        return datetime.fromisoformat(str(text))
+    except ValueError:
+        return None

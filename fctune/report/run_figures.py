@@ -1,0 +1,149 @@
+"""The figures of a run that are said in one number each, for a page, a terminal and a verdict."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from fctune.report.page import Tone
+from fctune.report.run_data import RunRecord
+from fctune.report.run_metrics import MetricsFile
+from fctune.report.run_time import TimeUse, account_time
+
+ABSENT = "(absent)"  # the value of a key that a config has not
+FINAL_STEPS = 20  # that the final loss is the mean of
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run in numbers; None where it was not measured."""
+
+    num_steps: int
+    final_loss: float | None  # mean over the last ``FINAL_STEPS`` steps
+    validation_loss: float | None  # the last
+    accuracy: tuple[float, float, float] | None  # the last while training, with its interval
+    tokens_total: float | None  # trained on, padding aside
+    supervised_share: float | None
+    padding_share: float | None
+    tokens_per_s: float | None  # median of steps, over all ranks
+    tokens_per_s_per_rank: float | None
+    step_time_p50_s: float | None
+    step_time_p99_s: float | None
+    data_share: float | None  # of step time
+    peak_memory_gib: float | None
+    tflops_per_device: float | None  # median of steps
+    time: TimeUse
+
+
+def describe_run(record: RunRecord) -> Figures:
+    """The figures of what a run has written."""
+    metrics = record.metrics
+    tokens, supervised = total(metrics, "tokens_total"), total(metrics, "tokens_supervised")
+    padding = total(metrics, "tokens_padding")
+    step_s, data_s = total(metrics, "step_time_s"), total(metrics, "data_time_s")
+    speed, world_size = median(metrics, "tokens_per_s"), record.run.get("world_size")
+    validation = metrics.last("validation_loss")
+    return Figures(
+        num_steps=metrics.steps[-1] if metrics.steps else 0,
+        final_loss=mean(metrics, "loss", FINAL_STEPS),
+        validation_loss=validation[1] if validation else None,
+        accuracy=_with_bounds(metrics),
+        tokens_total=tokens,
+        supervised_share=_ratio(supervised, tokens),
+        padding_share=None if tokens is None or padding is None else _ratio(padding, tokens + padding),
+        tokens_per_s=speed,
+        tokens_per_s_per_rank=speed / world_size if speed is not None and world_size else None,
+        step_time_p50_s=median(metrics, "step_time_s"),
+        step_time_p99_s=quantile(metrics, "step_time_s", 0.99),
+        data_share=_ratio(data_s, step_s),
+        peak_memory_gib=max((v for v in metrics.column("peak_memory_gib") if v is not None), default=None),
+        tflops_per_device=median(metrics, "tflops_per_device"),
+        time=account_time(record),
+    )
+
+
+def describe_end(record: RunRecord) -> tuple[str, Tone]:
+    """How the run ended, or where it is, and how good that is."""
+    step = record.metrics.steps[-1] if record.metrics.steps else 0
+    of = f" of {record.num_steps:,}" if record.num_steps else ""
+    if record.exit is None:
+        return f"At step {step:,}{of}: running, or killed without a word.", "warn"
+    code, reason = record.exit.get("code"), " ".join(str(record.exit.get("reason", "")).split())
+    if code == 0:
+        return f"Completed after step {step:,}{of}.", "good"
+    if code == 75:
+        return f"{reason[:1].upper()}{reason[1:]}.", "warn"
+    return f"Ended with code {code} after step {step:,}{of}: {reason}", "bad"
+
+
+def median(metrics: MetricsFile, name: str, last: int | None = None) -> float | None:
+    """Of a metric over the last steps; None: over all."""
+    return quantile(metrics, name, 0.5, last)
+
+
+def quantile(metrics: MetricsFile, name: str, share: float, last: int | None = None) -> float | None:
+    """The value that ``share`` of the steps are at most at; the median is of the two in the middle."""
+    values = sorted(value for value in metrics.column(name)[-last if last else 0 :] if value is not None)
+    if not values:
+        return None
+    if share == 0.5:
+        return statistics.median(values)
+    return values[min(len(values) - 1, int(share * len(values)))]
+
+
+def mean(metrics: MetricsFile, name: str, last: int | None = None) -> float | None:
+    """Of a metric over the last steps; None: over all."""
+    values = [value for value in metrics.column(name)[-last if last else 0 :] if value is not None]
+    return statistics.fmean(values) if values else None
+
+
+def total(metrics: MetricsFile, name: str) -> float | None:
+    """Sum of a metric over the steps; None where none has it."""
+    values = [value for value in metrics.column(name) if value is not None]
+    return sum(values) if values else None
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested plain values by dotted key, as an override names them."""
+    pairs = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        is_nested = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict) for v in value))
+        found |= flatten(value, f"{prefix}{key}.") if is_nested and value else {f"{prefix}{key}": value}
+    return found
+
+
+def differing(configs: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The keys in which configs differ, with each one's value; ``ABSENT`` where it has no such key."""
+    flat = [flatten(config) for config in configs]
+    keys = sorted(set().union(*flat))
+    rows = {key: [one.get(key, ABSENT) for one in flat] for key in keys}
+    return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
+
+
+def tell_number(value: float | None) -> str:
+    """A number in four digits, or whole where it has more; empty where it is not known."""
+    return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def tell_seconds(seconds: float | None) -> str:
+    """A time as people say it; empty where it is not known."""
+    if seconds is None:
+        return ""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _with_bounds(metrics: MetricsFile) -> tuple[float, float, float] | None:
+    accuracy, low, high = (metrics.last(f"eval_accuracy{end}") for end in ("", "_low", "_high"))
+    if accuracy is None:
+        return None
+    return accuracy[1], low[1] if low else accuracy[1], high[1] if high else accuracy[1]
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole

@@ -1,0 +1,96 @@
+"""Where the time of a run went: what of it trained, and what data, stalls, evaluations and restarts took."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from dataclasses import dataclass
+
+from fctune.report.run_data import Part, RunRecord
+
+_STALL = 3.0  # times the median step, beyond which a step stood still
+
+
+@dataclass(frozen=True, slots=True)
+class TimeUse:
+    """Seconds of a run, by what they went to; ``parts`` are disjoint and sum up to ``elapsed_s`` where that is known.
+
+    ``goodput`` is the share of ``elapsed_s`` that computed steps that count, as MegaScale and others have it.
+    """
+
+    elapsed_s: float | None  # from the first start to the end, over restarts
+    parts: dict[str, float]
+    gpu_hours: float | None  # of all ranks, over that time
+
+    @property
+    def goodput(self) -> float | None:
+        """None where the whole is not known."""
+        return self.parts["training"] / self.elapsed_s if self.elapsed_s else None
+
+
+def account_time(record: RunRecord) -> TimeUse:
+    """The time of a run. What was not measured stands in no part of its own but in ``other``."""
+    metrics = record.metrics
+    names = ("step_time_s", "data_time_s", "save_wait_s", "save_time_s", "eval_time_s", "is_skipped")
+    took, waited, held, saved, evaluated, skipped = ([v or 0.0 for v in metrics.column(name)] for name in names)
+    worked = [max(0.0, step - data - save) for step, data, save in zip(took, waited, held, strict=True)]
+    starts = {part.after_step + 1 for part in record.parts} | set(metrics.steps[:1])
+    usual = statistics.median(worked) if worked else 0.0
+    parts = dict.fromkeys(("training", "data", "stalls", "first steps", "skipped steps", "saves", "evaluation"), 0.0)
+    for step, work, is_skipped in zip(metrics.steps, worked, skipped, strict=True):
+        excess = max(0.0, work - usual) if step in starts or work > _STALL * usual else 0.0
+        parts["first steps" if step in starts else "stalls"] += excess
+        parts["skipped steps" if is_skipped else "training"] += work - excess
+    parts["data"], parts["saves"], parts["evaluation"] = sum(waited), sum(held) + sum(saved), sum(evaluated)
+    elapsed_s = _elapsed(record)
+    if elapsed_s is not None:
+        whole = (sum(of_step) for of_step in zip(took, saved, evaluated, strict=True))
+        by_step = dict(zip(metrics.steps, whole, strict=True))
+        parts["restarts"] = _lost_to_restarts(record.parts, by_step)
+        parts["other"] = max(0.0, elapsed_s - sum(parts.values()))
+    return TimeUse(elapsed_s, parts, _gpu_hours(record, elapsed_s))
+
+
+MEANINGS = {
+    "training": "steps that count: forward, backward, update",
+    "data": "waiting for data",
+    "stalls": f"what steps over {_STALL:.0f} times the median took beyond it",
+    "first steps": "what the first step after a start took beyond the median: compilation, first touches of memory",
+    "skipped steps": "steps whose update was left out",
+    "saves": "waiting for checkpoints to have their copy of the weights",
+    "evaluation": "tool-call accuracy while training",
+    "restarts": "from the last step that was kept to the restart: steps lost and time down; with the start before them",
+    "other": "start, validation, export and what was not measured of the last part",
+}
+
+
+def _elapsed(record: RunRecord) -> float | None:
+    begun, ended = record.parts[0].at, record.ended_at
+    if begun is None or ended is None or not record.metrics.steps:
+        return None
+    return max((ended - begun).total_seconds(), 1.0) if ended >= begun else None
+
+
+def _lost_to_restarts(parts: list[Part], seconds: dict[int, float]) -> float:
+    """What the parts that were cut lasted, less their steps that were kept."""
+    lost = 0.0
+    for part, following in itertools.pairwise(parts):
+        if part.at is not None and following.at is not None:
+            kept = sum(s for step, s in seconds.items() if part.after_step < step <= following.after_step)
+            lost += max(0.0, (following.at - part.at).total_seconds() - kept)
+    return lost
+
+
+def _gpu_hours(record: RunRecord, elapsed_s: float | None) -> float | None:
+    """Each part's time, by the ranks it had; the first part's count is that of the next where it is not on record."""
+    if elapsed_s is None:
+        return None
+    parts, ended = record.parts, record.ended_at
+    ends = [part.at for part in parts[1:]] + [ended]
+    total = 0.0
+    for number, (part, end) in enumerate(zip(parts, ends, strict=True)):
+        size = part.world_size or (parts[number + 1].world_size if number + 1 < len(parts) else None)
+        if part.at is None or end is None or size is None:
+            return None
+        total += max(0.0, (end - part.at).total_seconds()) * size
+    return total / 3600

@@ -1,0 +1,174 @@
+"""The hub's real client against a hub on this machine: what it says, what comes once, what is sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.launch.hub_server import COMMIT, HubServer, serve_hub
+
+ROWS = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(3)]
+WEIGHTS = os.urandom(3_000_000)
+
+PRELUDE = """
+import json, os, sys
+from pathlib import Path
+from fctune.config import DataConfig, ModelConfig, RunConfig, SourceConfig
+from fctune.launch import hub
+model, *sources = json.loads(sys.argv[1])
+data = DataConfig(sources=[SourceConfig(path=path) for path in sources])
+config = RunConfig(output_dir="runs/x", model=ModelConfig(path=model), data=data)
+"""
+CHECK = PRELUDE + "print(json.dumps([str(fault) for fault in hub.check_hub(config, os.environ)]))"
+FETCH = PRELUDE + "print(json.dumps(hub.fetch(config, Path(os.environ['HF_HOME']) / 'fetched')))"
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    rows = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    card = b"---\nconfigs:\n- config_name: small\n  data_files: rows.jsonl\n---\n"
+    with serve_hub(HubServer()) as server:
+        server.repositories["models/some/model"] = {
+            "config.json": b"{}",
+            "model.safetensors": WEIGHTS,
+            "evil.py": b"raise SystemExit",
+            "pytorch_model.bin": b"pickle",
+        }
+        server.repositories["datasets/some/rows"] = {"README.md": card, "rows.jsonl": rows, "loader.py": b"1/0"}
+        yield server
+
+
+def start(code: str, named: list[str], home: Path, url: str, **environment: str) -> subprocess.Popen[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    clean |= {"HF_HOME": str(home), "HF_ENDPOINT": url, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, json.dumps(named)],
+        cwd=ROOT,
+        env=clean | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ask(code: str, named: list[str], home: Path, url: str, **environment: str) -> Any:
+    process = start(code, named, home, url, **environment)
+    out, error = process.communicate(timeout=100)
+    assert process.returncode == 0, error
+    return json.loads(out.splitlines()[-1])
+
+
+def test_what_keeps_a_model_from_coming_is_said_with_its_remedy(hub: HubServer, tmp_path: Path) -> None:
+    assert ask(CHECK, ["hf:some/model", "hf:some/rows:small"], tmp_path, hub.url) == []
+    hub.gated.add("models/some/model")
+    (fault,) = ask(CHECK, ["hf:some/model"], tmp_path, hub.url)
+    assert "model.path: some/model is gated and HF_TOKEN is empty" in fault
+    assert "https://huggingface.co/some/model" in fault
+    assert "--secret HF_TOKEN" in fault
+    (fault,) = ask(CHECK, ["hf:some/model"], tmp_path, hub.url, HF_TOKEN="of-another")
+    assert "the account of HF_TOKEN has no access" in fault
+    assert "of-another" not in fault
+    assert ask(CHECK, ["hf:some/model"], tmp_path, hub.url, HF_TOKEN="may-read") == []
+    model, rows = ask(CHECK, ["hf:some/modle", "hf:some/row@main"], tmp_path, hub.url)
+    assert "model.path: the hub has no model some/modle" in model
+    assert "data.sources.0.path: the hub has no dataset some/row" in rows
+    (fault,) = ask(CHECK, ["hf:some/model"], tmp_path, hub.url, HF_HUB_OFFLINE="1")
+    assert "is not downloaded, and HF_HUB_OFFLINE is set" in fault
+    (fault,) = ask(CHECK, ["hf:some/model"], tmp_path, "http://127.0.0.1:9")
+    assert "the hub cannot be asked for some/model (ConnectError" in fault
+
+
+def test_two_runs_that_start_at_once_fetch_once_and_name_the_commit(hub: HubServer, tmp_path: Path) -> None:
+    named = ["hf:some/model", "hf:some/rows:small"]
+    runs = [start(FETCH, named, tmp_path, hub.url) for _ in range(2)]
+    outputs = [run.communicate(timeout=100) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outputs
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
+    assert first == second
+    model, rows = first
+    assert model == f"model.path=hf:some/model@{COMMIT}"
+    assert rows.startswith(f"data.sources.0.path=hf:{tmp_path}")
+    assert rows.endswith(f"{COMMIT}:small")
+    assert hub.sent["model.safetensors"] == len(WEIGHTS)
+    assert not hub.sent["evil.py"] + hub.sent["pytorch_model.bin"] + hub.sent["loader.py"]
+    record = json.loads((tmp_path / "fetched" / "models--some--model.json").read_text())
+    assert record["commit"] == COMMIT
+    assert record["bytes"] == len(WEIGHTS) + len(b"{}")
+    read = PRELUDE + (
+        "from fctune.data.sources.arrow import iter_hub\n"
+        "from fctune.data.sources.json_text import JsonReader\n"
+        "print(json.dumps([row for _, row in iter_hub(os.environ['ROWS'], JsonReader())]))"
+    )
+    path = rows.partition("=")[2]
+    offline = ask(read, ["x"], tmp_path, "http://127.0.0.1:9", ROWS=path, HF_HUB_OFFLINE="1")
+    assert [row["messages"] for row in offline] == [row["messages"] for row in ROWS]
+    assert ask(CHECK, named, tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1") == [], "it is there"
+
+
+def test_a_run_that_goes_on_gets_the_commit_that_it_began_with(hub: HubServer, tmp_path: Path) -> None:
+    (first,) = ask(FETCH, ["hf:some/model"], tmp_path, hub.url)
+    hub.commit = "f" * 40
+    hub.repositories["models/some/model"]["model.safetensors"] = b"newer"
+    assert ask(FETCH, ["hf:some/model"], tmp_path, hub.url) == [first]
+    (tmp_path / "fetched" / "models--some--model.json").unlink()
+    assert ask(FETCH, ["hf:some/model"], tmp_path, hub.url) == [f"model.path=hf:some/model@{hub.commit}"]
+    named = ask(FETCH, [f"hf:some/model@{COMMIT}"], tmp_path, hub.url)
+    assert named == [first]
+
+
+def test_a_download_that_was_cut_off_goes_on_where_it_stopped(hub: HubServer, tmp_path: Path) -> None:
+    weights = os.urandom(30_000_000)  # the client keeps what came in parts of 10 MB
+    hub.repositories["models/some/model"]["model.safetensors"] = weights
+    hub.cut.add("model.safetensors")
+    (model,) = ask(FETCH, ["hf:some/model"], tmp_path, hub.url)
+    assert model.endswith(COMMIT)
+    (file,) = tmp_path.rglob(f"snapshots/{COMMIT}/model.safetensors")
+    assert file.read_bytes() == weights
+    assert hub.sent["model.safetensors"] < 1.2 * len(weights), "the first half came twice"
+
+
+def push(hub: HubServer, *arguments: str, token: str = "may-write") -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    environment = clean | {"HF_ENDPOINT": hub.url, "HF_TOKEN": token, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    command = [sys.executable, "-m", "fctune.cli", "push", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def test_an_export_is_pushed_whole_as_one_private_commit(hub: HubServer, tmp_path: Path) -> None:
+    export = tmp_path / "run" / "export" / "merged"
+    export.mkdir(parents=True)
+    files = {"config.json": b"{}", "model.safetensors": b"weights", "chat_template.jinja": b"{{ messages }}"}
+    for name, data in files.items():
+        (export / name).write_bytes(data)
+    (export / ".secret").write_text("not this")
+    done = push(hub, str(tmp_path / "run"), "me/tuned")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"{hub.url}/me/tuned/commit/{COMMIT}"
+    assert hub.commits["me/tuned"] == files
+    assert hub.created[0]["visibility"] == "private"
+    assert "may-write" not in done.stdout + done.stderr
+
+
+def test_what_cannot_be_pushed_is_said_and_no_token_with_it(hub: HubServer, tmp_path: Path) -> None:
+    nothing = push(hub, str(tmp_path), "me/tuned")
+    assert nothing.returncode == 2
+    assert "nothing to push" in nothing.stderr
+    (tmp_path / "config.json").write_text("{}")
+    empty = push(hub, str(tmp_path), "me/tuned")
+    assert empty.returncode == 2
+    assert "holds no .safetensors" in empty.stderr
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    refused = push(hub, str(tmp_path), "me/tuned", token="of-another")
+    assert refused.returncode == 2
+    assert "me/tuned: cannot be pushed to" in refused.stderr
+    assert "a token that may write" in refused.stderr
+    assert "of-another" not in refused.stdout + refused.stderr
+    assert not hub.commits

@@ -1,0 +1,72 @@
+"""Run directories as the project's own writers leave them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fctune.config import AdapterConfig, DataConfig, ModelConfig, RunConfig, SourceConfig
+from fctune.telemetry.sinks import JsonlSink
+from fctune.training.run_directory import RunDirectory
+
+
+def make_config(path: Path, **changes: Any) -> RunConfig:
+    data = DataConfig(sources=[SourceConfig(path="synthetic:train:100:1")])
+    given: dict[str, Any] = {"adapter": AdapterConfig(rank=8, alpha=16.0), **changes}
+    return RunConfig(output_dir=str(path), model=ModelConfig(path="models/base"), data=data, **given)
+
+
+def make_steps(first: int, last: int, scale: float = 1.0) -> Iterator[dict[str, Any]]:
+    """Metrics as the loop hands them to sinks; every number differs from step to step."""
+    for step in range(first, last + 1):
+        seconds = 0.5 + 0.1 * math.sin(step)
+        yield {
+            "step": step,
+            "epoch": 0,
+            "loss": scale * (0.2 + 6.0 * math.exp(-step / 30) + 0.05 * math.sin(7 * step)),
+            "lr": 1e-3 * (1 - step / 1000),
+            "grad_norm": 1 + 0.5 * math.cos(step),
+            "tokens_total": 1000 + step,
+            "tokens_supervised": 250,
+            "tokens_padding": 24,
+            "tokens_per_s": (1000 + step) / seconds,
+            "step_time_s": seconds,
+            "data_time_s": 0.01,
+            "peak_memory_gib": 1 + 0.001 * step,
+            "data_digest": f"{step:016x}",
+            "compute_skew": 1.02,
+            "slowest_rank": step % 2,
+            **({"validation_loss": scale * (0.3 + 1 / step)} if step % 20 == 0 else {}),
+        }
+
+
+def write_steps(directory: RunDirectory, first: int, last: int, scale: float = 1.0, **more: Any) -> None:
+    sink = JsonlSink(directory.metrics)
+    for metrics in make_steps(first, last, scale):
+        sink.write(metrics | more)
+    sink.close()
+
+
+def make_run(path: Path, num_steps: int = 60, scale: float = 1.0, code: int | None = 0, **changes: Any) -> RunDirectory:
+    """A run of ``num_steps`` that ended with ``code``; None: that has not said how."""
+    directory = RunDirectory(path)
+    directory.start(make_config(path, **changes), world_size=2)
+    directory.describe(num_steps=num_steps)
+    write_steps(directory, 1, num_steps, scale)
+    if code is not None:
+        directory.finish(code, "completed" if code == 0 else "rank 0: ValueError: no", num_steps)
+    return directory
+
+
+def tear(directory: RunDirectory) -> None:
+    """What a kill leaves of a line."""
+    with open(directory.metrics, "a", encoding="utf-8") as file:
+        file.write('{"step": 9999, "loss": 0.1')
+
+
+def change_run(directory: RunDirectory, **changes: Any) -> None:
+    path = directory.path / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -1,0 +1,225 @@
+"""Run directories as they are found: going on, killed, restarted, old, of something else."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.checkpoint.store import CheckpointStore, FileRecord
+from fctune.errors import DataError
+from fctune.report.run_data import read_run
+from fctune.report.run_metrics import MetricsFile
+from fctune.telemetry.alerts import Alert
+from fctune.telemetry.watchman import Watchman
+from fctune.training.run_directory import RunDirectory
+from tests.report.run_samples import change_run, make_config, make_run, make_steps, tear, write_steps
+
+
+def test_every_number_of_the_file_is_read(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 40)
+    record = read_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert record.metrics.steps == [line["step"] for line in lines] == list(range(1, 41))
+    assert set(record.metrics.columns) == set().union(*lines) - {"data_digest"}
+    for name, column in record.metrics.columns.items():
+        assert column == [line.get(name) for line in lines]
+    assert record.notes() == []
+    assert record.num_steps == 40
+    assert record.exit is not None
+    assert record.exit["code"] == 0
+
+
+def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
+    tear(make_run(tmp_path / "run", 10, code=None))
+    record = read_run(tmp_path / "run")
+    assert record.metrics.steps == list(range(1, 11))
+    assert [note for note in record.notes() if "its last line is cut in half" in note]
+
+
+def test_a_line_that_lacks_its_end_alone_counts(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 10)
+    directory.metrics.write_text(directory.metrics.read_text().removesuffix("\n"))
+    record = read_run(tmp_path / "run")
+    assert record.metrics.steps == list(range(1, 11))
+    assert not record.metrics.is_torn
+    write_steps(directory, 11, 12)  # what a writer that goes on would make of it
+    text = directory.metrics.read_text().replace('}{"loss"', '}\n{"loss"')
+    directory.metrics.write_text(text)
+    record.update()
+    assert record.metrics.steps == list(range(1, 13))
+
+
+@pytest.mark.parametrize("num_bytes", [1, 5, 60, 300])
+def test_a_file_that_is_cut_anywhere_is_readable(num_bytes: int, tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 10, code=None)
+    directory.metrics.write_bytes(directory.metrics.read_bytes()[:-num_bytes])
+    record = read_run(tmp_path / "run")
+    assert record.metrics.steps == list(range(1, 11 if num_bytes == 1 else 10))
+    assert record.metrics.is_torn is (num_bytes != 1)
+
+
+def test_reading_on_takes_what_is_new_and_a_line_once_it_is_whole(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 10, code=None)
+    metrics = MetricsFile(directory.metrics)
+    assert metrics.update()
+    assert not metrics.update()
+    line = json.dumps(next(make_steps(11, 11)))
+    with open(directory.metrics, "a") as file:
+        file.write(line[:40])
+        file.flush()
+        metrics.update()
+        assert (metrics.steps[-1], metrics.is_torn) == (10, True)
+        file.write(line[40:] + "\n")
+    metrics.update()
+    assert (metrics.steps, metrics.is_torn, metrics.num_unreadable) == (list(range(1, 12)), False, 0)
+    write_steps(directory, 12, 15)
+    metrics.update()
+    assert metrics.steps == list(range(1, 16))
+
+
+def test_a_restart_leaves_no_gap_and_no_repeat(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 15, code=None)
+    watching = read_run(tmp_path / "run")
+    tear(directory)
+    again = RunDirectory(tmp_path / "run")
+    again.go_on(make_config(tmp_path / "run"), 3, 12, tmp_path / "run/checkpoints/checkpoint-12", [])
+    write_steps(again, 13, 30, scale=2.0)
+    for record in (watching, read_run(tmp_path / "run")):
+        record.update()
+        assert record.metrics.steps == list(range(1, 31))
+        losses = [*(m["loss"] for m in make_steps(1, 12)), *(m["loss"] for m in make_steps(13, 30, 2.0))]
+        assert record.metrics.column("loss") == losses
+        assert [(part.after_step, part.world_size) for part in record.parts] == [(0, None), (12, 3)]
+        assert record.notes() == []
+
+
+def test_steps_that_were_written_twice_count_once_as_they_were_last(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 15, code=None)
+    write_steps(directory, 11, 20, scale=2.0)
+    record = read_run(tmp_path / "run")
+    assert record.metrics.steps == list(range(1, 21))
+    assert record.metrics.column("loss")[10] == next(make_steps(11, 11, 2.0))["loss"]
+    assert record.notes() == ["metrics.jsonl: 5 steps stand twice; the later lines count."]
+
+
+def test_gaps_and_lines_that_are_no_steps_are_said(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 10)
+    with open(directory.metrics, "a") as file:
+        file.write('[1]\n{"loss": 1.0}\n{"step": "x"}\n\n')
+    write_steps(directory, 14, 16)
+    notes = read_run(tmp_path / "run").notes()
+    assert notes == ["metrics.jsonl: 3 lines are no steps and left out.", "metrics.jsonl: steps 11-13 are missing."]
+
+
+def test_numbers_that_are_none_are_gaps(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 3)
+    with open(directory.metrics, "a") as file:
+        file.write('{"step": 4, "loss": NaN, "is_skipped": true}\n{"step": 5, "loss": null, "lr": Infinity}\n')
+    metrics = read_run(tmp_path / "run").metrics
+    assert metrics.column("loss")[3:] == [None, None]
+    assert metrics.column("lr")[3:] == [None, None]
+    assert metrics.column("is_skipped") == [None, None, None, 1.0, None]
+
+
+def test_metrics_of_an_older_version_lack_columns_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "old"
+    path.mkdir()
+    (path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "loss": {5 - i / 10}}}\n' for i in range(1, 11)))
+    record = read_run(path)
+    assert not record.metrics.has("peak_memory_gib")
+    assert record.metrics.column("peak_memory_gib") == [None] * 10
+    assert record.notes() == ["run.json: not there; what was trained on what is not known."]
+
+
+def write(path: Path, files: dict[str, str]) -> Path:
+    path.mkdir()
+    for name, text in files.items():
+        (path / name).write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("files", "due"),
+    [
+        ({}, "holds neither run.json nor metrics.jsonl"),
+        ({"notes.txt": "x"}, "holds neither run.json nor metrics.jsonl"),
+        ({"run.json": "{"}, "run.json: cannot be read as JSON"),
+        ({"run.json": "[]"}, r"run.json: \$: \[\] is not of type 'object'"),
+        ({"run.json": '{"config": {"model": "x"}}'}, r"run.json: \$.config.model: 'x' is not of type 'object'"),
+        ({"run.json": '{"resumed": [{}]}'}, "'step' is a required property"),
+        ({"run.json": "{}", "exit.json": "{}"}, "exit.json: .*'code' is a required property"),
+        ({"metrics.jsonl": '{"iteration": 1}\n{"iteration": 2}\n'}, "none of its 2 lines is a step of a run"),
+    ],
+)
+def test_a_directory_of_something_else_is_an_error_of_one_line(files: dict[str, str], due: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=due) as caught:
+        read_run(write(tmp_path / "other", files))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_directory_and_where_runs_are_below_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such directory"):
+        read_run(tmp_path / "nowhere")
+    make_run(tmp_path / "mine", 1)
+    with pytest.raises(DataError, match=f"Runs below it: {tmp_path / 'mine'}"):
+        read_run(tmp_path)
+
+
+def test_a_run_without_a_step_is_a_run(tmp_path: Path) -> None:
+    RunDirectory(tmp_path / "run").start(make_config(tmp_path / "run"), 1)
+    assert read_run(tmp_path / "run").notes() == ["metrics.jsonl: no step in it."]
+
+
+def test_checkpoints_are_those_of_the_store(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 10)
+    store = CheckpointStore(directory.checkpoints)
+    for kind, step in (("sharded", 4), ("elastic", 8), ("sharded", 8)):
+        store.start(kind, step)  # type: ignore[arg-type]
+        (store.hidden(kind, step) / "x").write_text("x")  # type: ignore[arg-type]
+        store.publish(kind, step, [FileRecord("x", 1, "")])  # type: ignore[arg-type]
+    (store.root / "checkpoint-9").mkdir()  # without its mark
+    store.start("sharded", 10)
+    found = {(state.step, state.kind, state.name) for state in read_run(tmp_path / "run").checkpoints}
+    assert found == {(c.step, c.kind, c.path.name) for c in store.complete()}
+    assert len(found) == 3
+
+
+def test_alerts_are_read_as_they_are_written(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 10)
+    watchman = Watchman(directory.path)
+    watchman.alert(Alert("disk", 7, 0.01, 0.05, "nearly full"))
+    with open(directory.path / "alerts.jsonl", "a") as file:
+        file.write('{"name": "torn", "st')
+    alerts = read_run(tmp_path / "run").alerts
+    assert [(alert["name"], alert["step"], alert["message"]) for alert in alerts] == [("disk", 7, "nearly full")]
+
+
+def test_what_a_run_said_of_its_end_goes_before_the_files_times(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 3)
+    change_run(directory, finished_at="2020-01-02T03:04:05Z")
+    ended = read_run(tmp_path / "run").ended_at
+    assert ended is not None
+    assert ended.isoformat() == "2020-01-02T03:04:05+00:00"
+    (tmp_path / "run" / "exit.json").unlink()  # it was taken up again
+    ended = read_run(tmp_path / "run").ended_at
+    assert ended is not None
+    assert abs(ended.timestamp() - time.time()) < 60
+
+
+def test_a_hundred_thousand_steps_are_read_and_reported_in_seconds(tmp_path: Path) -> None:
+    from fctune.report.run_page import make_run_page
+
+    directory = make_run(tmp_path / "run", 1)
+    template: dict[str, Any] = next(make_steps(2, 2))
+    line = json.dumps(template).replace('"step": 2,', '"step": %d,')
+    directory.metrics.write_text("".join(line % step + "\n" for step in range(1, 100_001)))
+    started = time.perf_counter()
+    record = read_run(tmp_path / "run")
+    page = make_run_page([record]).render()
+    assert time.perf_counter() - started < 10
+    assert len(record.metrics.steps) == 100_000
+    assert len(page) < 2_000_000

@@ -1,0 +1,83 @@
+"""A real run's record of its start and its end, and what it was asked to reach."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.cli import main
+from fctune.config import SuccessConfig, load_config
+from fctune.errors import ConfigError
+from fctune.report.run_data import read_run
+from fctune.report.run_page import make_run_page
+from tests.conftest import ROOT
+from tests.ranks import run_ranks
+from tests.recipes.test_lora_recipe import run_here, small
+
+CONFIG = str(ROOT / "configs" / "tiny_lora.yaml")
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run of two steps that was asked something it does not reach."""
+    root = tmp_path_factory.mktemp("ended")
+    overrides = ["success.max_final_loss=0.001", "success.min_tokens_per_s_per_gpu=1"]
+    result: dict[str, Any] = run_ranks(run_here, 1, small(root, *overrides))[0]
+    return {**result, "path": root / "run"}
+
+
+def test_a_run_that_falls_short_is_completed_and_says_so_in_its_record_and_on_the_console(
+    ended: dict[str, Any],
+) -> None:
+    assert ended["code"] == 0  # what is to be run again by its code is a run that did not end
+    described = json.loads((ended["path"] / "run.json").read_text())
+    verdicts = {one["name"]: one["verdict"] for one in described["success"]}
+    assert verdicts["loss, mean of the last 20 steps"] == "FAIL"
+    assert verdicts["tokens/s a GPU, median"] == "PASS"
+    assert verdicts["tool-call accuracy"] == "not measured"
+    assert "success: FAIL: loss, mean of the last 20 steps < 0.001: " in ended["out"]
+    assert main(["report", str(ended["path"]), "--out", str(ended["path"].parent / "page.html")]) == 1
+
+
+def test_the_command_and_the_device_are_on_record_and_on_the_page(ended: dict[str, Any]) -> None:
+    record = read_run(ended["path"])
+    assert record.run["command"][1:] == small(ended["path"].parent, *record.run["command"][-2:])
+    assert record.run["device"].startswith("cpu, ")
+    assert record.run["device_memory_gib"] is None
+    text = make_run_page([record]).render()
+    assert f"--config {CONFIG}" in text
+    assert record.notes() == []
+
+
+def test_the_times_of_a_real_run_add_up(ended: dict[str, Any]) -> None:
+    from fctune.report.run_time import account_time
+
+    record = read_run(ended["path"])
+    time = account_time(record)
+    begun = datetime.fromisoformat(record.run["started_at"])
+    assert time.elapsed_s == max(1.0, (datetime.fromisoformat(record.run["finished_at"]) - begun).total_seconds())
+    steps = sum(value or 0.0 for value in record.metrics.column("step_time_s"))
+    named = sum(time.parts[name] for name in ("training", "data", "stalls", "first steps"))
+    assert named == pytest.approx(steps)
+
+
+def test_a_config_that_asks_nothing_is_not_judged(tmp_path: Path) -> None:
+    assert load_config(CONFIG, ["output_dir=x", "success=null"]).success is None
+    assert load_config(CONFIG, ["success={}"]).success == SuccessConfig()
+    assert load_config(CONFIG, ["success.min_accuracy=null"]).success == SuccessConfig(min_accuracy=None)
+
+
+@pytest.mark.parametrize(
+    ("override", "due"),
+    [
+        ("success.min_accuracy=85", "success.min_accuracy=85.0: expected a share, 0 to 1"),
+        ("success.min_acuracy=0.9", "unknown key; did you mean success.min_accuracy"),
+    ],
+)
+def test_what_cannot_be_asked_is_an_error(override: str, due: str) -> None:
+    with pytest.raises(ConfigError, match=due):
+        load_config(CONFIG, [override])

@@ -1,0 +1,352 @@
+"""The page of runs: its numbers are the files', and a browser shows it."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.calls.formats import FORMATS
+from fctune.config import AdapterConfig, SuccessConfig
+from fctune.evaluation.paired import compare_rows
+from fctune.evaluation.reading import judge_answer
+from fctune.evaluation.results import ResultsFile
+from fctune.evaluation.suites import Suite, load_suite
+from fctune.evaluation.summary import summarise
+from fctune.generation.engine import Answer
+from fctune.report.run_data import read_run
+from fctune.report.run_evals import find_accuracies
+from fctune.report.run_page import write_run_html
+from fctune.report.run_success import judge_run
+from fctune.telemetry.alerts import Alert
+from fctune.telemetry.watchman import Watchman
+from fctune.training.run_directory import RunDirectory
+from tests.conftest import ROOT
+from tests.report.browser import BINARY, needs_chromium, open_page, take_screenshot
+from tests.report.run_samples import change_run, make_config, make_run, tear, write_steps
+
+HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror=alert(1)>&amp;'
+
+
+@pytest.fixture(scope="module")
+def smoke() -> Suite:
+    return load_suite(ROOT / "eval" / "suites" / "smoke.yaml")
+
+
+def write_results(path: Path, suite: Suite, texts: list[str], model: str) -> list[dict[str, Any]]:
+    """Results as an evaluation leaves them."""
+    settings = {"suite": suite.name, "cases_digest": suite.digest(), "max_new_tokens": 256}
+    file = ResultsFile(path)
+    file.start(settings)
+    rows = []
+    for case, text in zip(suite.cases, texts, strict=True):
+        rows.append(judge_answer(suite, case, Answer(0, text), FORMATS["hermes"]))
+        file.append(rows[-1])
+    file.finish([case.id for case in suite.cases])
+    file.write_summary({"model": model, "adapter": None, **summarise(suite, rows, settings)})
+    return rows
+
+
+def right(suite: Suite) -> list[str]:
+    return [FORMATS["hermes"].render(case.expected) or "You are welcome." for case in suite.cases]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, smoke: Suite) -> Path:
+    """A run that was restarted, raised an alert, keeps a checkpoint, and was evaluated before and after."""
+    root = tmp_path_factory.mktemp("runs")
+    path = root / "mine"
+    tear(make_run(path, 500, code=None, success=SuccessConfig()))
+    change_run(RunDirectory(path), started_at="2026-01-01T00:00:00Z")
+    directory = RunDirectory(path)
+    directory.go_on(make_config(path, success=SuccessConfig()), 2, 480, path / "checkpoints" / "checkpoint-480", [])
+    write_steps(directory, 481, 900)
+    directory.describe(num_steps=900)
+    directory.finish(0, "completed", 900)
+    (path / "checkpoints" / "checkpoint-480").mkdir(parents=True)
+    (path / "checkpoints" / "checkpoint-480" / "_SUCCESS").write_text("x")
+    Watchman(path).alert(Alert("data_wait", 333, 0.2, 0.1, f"waiting {HOSTILE}"))
+    wrong = ["<tool_call>{", "No.", *right(smoke)[2:]]
+    mostly = [text.replace("Ana", HOSTILE.replace('"', "'")) for text in right(smoke)]
+    write_results(path / "eval" / "tuned.jsonl", smoke, mostly, str(path / "export" / "merged"))
+    write_results(root / "eval" / "base" / "smoke.jsonl", smoke, wrong, "models/base")
+    return path
+
+
+def write_page(runs: list[Path], out: Path, price: float | None = None) -> str:
+    records = [read_run(path) for path in runs]
+    accuracies = [find_accuracies(record) for record in records]
+    verdicts = [judge_run(r, None, a, records) for r, a in zip(records, accuracies, strict=True)]
+    write_run_html(records, out, accuracies, verdicts, price)
+    return out.read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def page(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("page") / "report.html"
+    write_page([run], out, price=2.5)
+    return out
+
+
+@pytest.fixture(scope="module")
+def page_of_two(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("other")
+    make_run(root / "theirs", 300, scale=0.5, seed=7, adapter=AdapterConfig(rank=32, alpha=16.0))
+    write_page([run, root / "theirs"], root / "report.html")
+    return root / "report.html"
+
+
+def charts_of(text: str) -> dict[str, dict[str, Any]]:
+    """The charts of a page, by title."""
+    found = re.findall(
+        r'aria-label="([^"]*)"></canvas></div><script type="application/json" data-chart="[^"]*">(.*?)</', text
+    )
+    return {html.unescape(title): json.loads(spec) for title, spec in found}
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def cells_of(text: str, title: str) -> list[list[str]]:
+    """The rows of the first table of a section."""
+    section = text[text.index(f"<h2>{title}") :]
+    body = re.search(r"<tbody>(.*?)</tbody>", section, re.DOTALL)
+    assert body
+    rows = re.findall(r"<tr>(.*?)</tr>", body[1], re.DOTALL)
+    return [[html.unescape(re.sub("<[^>]*>", "", c)) for c in re.findall(r"<td.*?>(.*?)</td>", r)] for r in rows]
+
+
+def test_every_point_that_is_drawn_is_the_files(page: Path, run: Path) -> None:
+    by_step = {line["step"]: line for line in lines_of(run)}
+    charts = charts_of(page.read_text("utf-8"))
+    names = {
+        "Loss": ("loss", "validation_loss"),
+        "Tokens a second": ("tokens_per_s",),
+        "Time of a step": ("step_time_s", "data_time_s"),
+        "Memory": ("peak_memory_gib",),
+        "Gradient norm": ("grad_norm",),
+        "Learning rate": ("lr",),
+        "Slowest rank": ("compute_skew",),
+    }
+    assert set(charts) - {"Run: mine"} == set(names)
+    for title, metrics in names.items():
+        for metric, series in zip(metrics, charts[title]["series"], strict=True):
+            drawn = dict(zip(charts[title]["labels"], series["values"], strict=True))
+            assert {by_step[step].get(metric) == value for step, value in drawn.items()} == {True}, metric
+            every = [line[metric] for line in by_step.values() if metric in line]
+            assert {min(every), max(every)} <= set(series["values"])
+    drawn = charts["Loss"]["series"][1]["values"]
+    assert [value for value in drawn if value is not None] == [
+        line["validation_loss"] for line in by_step.values() if "validation_loss" in line
+    ]
+
+
+def test_figures_are_the_files(page: Path, run: Path) -> None:
+    text, lines = page.read_text("utf-8"), lines_of(run)
+    for figure, what in (
+        ("900", "steps"),
+        (f"{statistics.fmean(line['loss'] for line in lines[-20:]):.4f}", "loss, mean of the last 20 steps"),
+        (f"{lines[899]['validation_loss']:.4f}", "validation loss, last"),
+        (f"{statistics.median(line['tokens_per_s'] for line in lines):,.0f}", "tokens/s, median"),
+        (f"{max(line['peak_memory_gib'] for line in lines):.2f} GiB", "memory, most held"),
+        ("75.0%", "right of 4 cases, smoke"),
+    ):
+        assert f'<b class="">{figure}</b><span>{what}</span>' in text
+    assert "Completed after step 900 of 900." in text
+
+
+def test_restarts_checkpoints_and_alerts_are_marked(page: Path) -> None:
+    text = page.read_text("utf-8")
+    for title, chart in charts_of(text).items():
+        due = {(480, "restart"), (480, "checkpoint"), (333, "alert")} if chart["kind"] == "lines" else set()
+        assert {(mark["at"], mark["kind"]) for mark in chart["marks"]} == due, title
+    events = cells_of(text, "Restarts, checkpoints and alerts")
+    assert [event[:2] for event in events] == [["333", "alert"], ["480", "restart"], ["480", "checkpoint"]]
+    assert "from checkpoint-480, 2 ranks at 20" in events[1][2]
+
+
+def test_categories_before_and_after_are_those_of_the_results(page: Path, run: Path, smoke: Suite) -> None:
+    text = page.read_text("utf-8")
+    shown = {row[0]: row for row in cells_of(text, "Tool-call accuracy: smoke")}
+    (accuracy,) = find_accuracies(read_run(run))
+    assert accuracy.before is not None
+    compared = compare_rows(accuracy.before.rows, accuracy.after.rows)
+    assert set(shown) == {row.category for row in compared}
+    for row in compared:
+        difference, low, high = row.difference
+        cells = shown[row.category]
+        assert cells[1] == str(row.n)
+        assert (cells[2], cells[4]) == (f"{row.num_right_before / row.n:.1%}", f"{row.num_right_after / row.n:.1%}")
+        assert cells[-3:-1] == [f"{difference:+.1%}", f"{low:+.1%} to {high:+.1%}"]
+    assert shown["all"][2:6] == ["50.0%", "15.0% - 85.0%", "75.0%", "30.1% - 95.4%"]
+    assert [case["title"].split(":")[0] for case in failures_in(text)] == [smoke.cases[1].id]
+
+
+def failures_in(text: str) -> list[dict[str, Any]]:
+    start = text.index("data-cases>") + len("data-cases>")
+    found: list[dict[str, Any]] = json.loads(text[start : text.index("</script>", start)])
+    return found
+
+
+def test_what_was_trained_by_which_command_and_versions_is_said(run: Path, tmp_path: Path) -> None:
+    text = write_page([run], tmp_path / "a.html")
+    rows = dict(row[:2] for row in cells_of(text, "What was trained"))
+    assert rows["model"] == "models/base"
+    assert rows["trained"] == "LoRA, rank 8, alpha 16 (standard), base in bf16"
+    assert rows["data"] == "synthetic:train:100:1"
+    assert rows["ranks"] == "2"
+    kept = json.loads((run / "run.json").read_text())
+    assert all(f"{name} {version}" in rows["versions"] for name, version in kept["versions"].items())
+    assert rows["command"].startswith("not kept; as good: tune run --nproc_per_node 2 recipes/lora_fc_distributed")
+
+
+def test_the_price_of_a_gpu_hour_makes_a_cost(run: Path, page: Path) -> None:
+    text = page.read_text("utf-8")
+    hours = re.search(r"([\d,.]+) GPU-hours at 2.5: ([\d,.]+)\.", text)
+    assert hours
+    assert float(hours[2].replace(",", "")) == pytest.approx(2.5 * float(hours[1].replace(",", "")), rel=1e-3)
+    shares = [float(row[2].rstrip("%")) for row in times_of(text)]
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+
+
+def times_of(text: str) -> list[list[str]]:
+    """The table of times, which is the second of its section: the chart's numbers come before."""
+    section = text[text.index("<h2>Time and cost") :]
+    return cells_of("<h2>x" + section[section.index("</details>") :], "x")
+
+
+def test_several_runs_are_laid_over_each_other_with_what_differs(page_of_two: Path, run: Path) -> None:
+    text = page_of_two.read_text("utf-8")
+    theirs = page_of_two.parent / "theirs"
+    by_step = [{line["step"]: line for line in lines_of(path)} for path in (run, theirs)]
+    chart = charts_of(text)["Loss"]
+    assert [series["name"] for series in chart["series"]] == ["mine", "theirs"]
+    for lines, series in zip(by_step, chart["series"], strict=True):
+        known = {s: v for s, v in zip(chart["labels"], series["values"], strict=True) if v is not None}
+        assert {lines[step]["loss"] == value for step, value in known.items()} == {True}
+        assert {min(known), max(known)} == {1, len(lines)}
+        assert len(known) >= 200
+    differ = {row[0]: row[1:] for row in cells_of(text, "What differs in their configs")}
+    assert differ == {"adapter.rank": ["8", "32"], "seed": ["42", "7"]}
+    side = {row[0]: row[1:] for row in cells_of(text, "Side by side")}
+    assert side["steps"] == ["900", "300"]
+    assert side["tool calls right, smoke"] == ["75.0% (30.1% - 95.4%)", ""]
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        make_run(tmp_path / folder / "x", 5)
+    text = write_page([tmp_path / "a" / "x", tmp_path / "b" / "x"], tmp_path / "out.html")
+    assert f"2 runs: {tmp_path / 'a' / 'x'}, {tmp_path / 'b' / 'x'}" in text
+    assert "<p>Nothing but output_dir.</p>" in text
+
+
+@pytest.mark.parametrize(
+    ("code", "due"),
+    [
+        (None, "At step 5 of 5: running, or killed without a word."),
+        (1, "Ended with code 1 after step 5 of 5: rank 0: ValueError: no"),
+        (0, "Completed after step 5 of 5."),
+    ],
+)
+def test_how_a_run_ended_is_the_first_thing_said(code: int | None, due: str, tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 5, code=code)
+    assert f">{due}</p>" in write_page([tmp_path / "run"], tmp_path / "a.html")
+
+
+def test_runs_with_little_on_record_are_pages_too(tmp_path: Path) -> None:
+    RunDirectory(tmp_path / "empty").start(make_config(tmp_path / "empty"), 1)
+    assert "no step in it" in write_page([tmp_path / "empty"], tmp_path / "a.html")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.25}\n{"st')
+    text = write_page([tmp_path / "old"], tmp_path / "b.html")
+    assert "its last line is cut in half" in text
+    assert charts_of(text).keys() >= {"Loss"}
+    assert charts_of(text)["Loss"]["series"][0]["values"] == [2.5, 2.25]
+    assert "2 runs" in write_page([tmp_path / "old", tmp_path / "empty"], tmp_path / "c.html")
+
+
+def test_the_check_of_the_data_is_on_the_page_where_it_was_kept(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 5)
+    change_run(directory, data={"path": str(tmp_path / "set"), "fingerprint": "abc", "inputs": {}})
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "meta.json").write_text('{"counts": {"rows": 123, "invalid": 4, "cut": 0}}')
+    (tmp_path / "run" / "data_report.json").write_text('{"rows": 123, "defects": 4, "near_duplicates": 9}')
+    rows = cells_of(write_page([tmp_path / "run"], tmp_path / "a.html"), "Data")
+    assert ["rows skipped as invalid", "4"] in rows
+    assert "conversations cut" not in {row[0] for row in rows}
+    assert ["data_report.json: near duplicates", "9"] in rows
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1100, 390])
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("which", ["page", "page_of_two"])
+def test_a_browser_shows_it_without_errors_or_network(
+    which: str, width: int, dark: bool, request: pytest.FixtureRequest
+) -> None:
+    state = open_page(request.getfixturevalue(which), width, dark)
+    assert state.console == []
+    assert state.probe["violations"] == state.probe["resources"] == []
+    assert state.probe["scroll_width"] <= width
+    assert state.probe["inked"]
+    assert all(state.probe["inked"])
+    assert state.probe["background"] == ("rgb(20, 22, 26)" if dark else "rgb(247, 247, 245)")
+    assert "Loss" in state.probe["text"]
+
+
+@needs_chromium
+def test_marks_are_drawn_where_they_belong(run: Path, tmp_path: Path) -> None:
+    write_page([run], tmp_path / "a.html")
+    act = """
+    const bad = (r, g, b) => Math.abs(r - 179) < 40 && Math.abs(g - 38) < 40 && Math.abs(b - 30) < 40;
+    const [chart] = Object.values(Chart.instances);
+    const { ctx, canvas, chartArea: area, scales: { x } } = chart;
+    const scale = canvas.width / chart.width;
+    const column = (step) => {
+      const place = Math.round(x.getPixelForValue(step) * scale);
+      const { data } = ctx.getImageData(place - 2, area.top * scale, 5, (area.bottom - area.top) * scale);
+      let count = 0;
+      for (let i = 0; i < data.length; i += 4) count += data[i + 3] > 150 && bad(data[i], data[i + 1], data[i + 2]);
+      return count > 20;
+    };
+    document.querySelector("main").prepend(`restart at 480: ${column(480)}, at 700: ${column(700)}.`);
+    """
+    state = open_page(tmp_path / "a.html", act=act)
+    assert "restart at 480: true, at 700: false." in state.probe["text"]
+
+
+@needs_chromium
+def test_paper_is_light_and_the_screen_is_as_before(page: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "page.html"
+    copy.write_text(page.read_text("utf-8"), "utf-8")
+    on_paper = open_page(copy, dark=True, act='dispatchEvent(new Event("beforeprint"));')
+    assert (on_paper.probe["theme"], on_paper.console) == ("light", [])
+    act = 'dispatchEvent(new Event("beforeprint")); dispatchEvent(new Event("afterprint"));'
+    assert open_page(copy, dark=True, act=act).probe["theme"] == "dark"
+
+
+@needs_chromium
+def test_it_prints(page: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "page.html"
+    copy.write_text(page.read_text("utf-8"), "utf-8")
+    assert BINARY is not None
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    options += ["--virtual-time-budget=5000", f"--print-to-pdf={tmp_path / 'page.pdf'}", copy.as_uri()]
+    subprocess.run([BINARY, *options], check=True, capture_output=True, timeout=120)
+    pdf = (tmp_path / "page.pdf").read_bytes()
+    assert pdf.startswith(b"%PDF")
+    assert len(re.findall(rb"/Type\s*/Page\b", pdf)) >= 3
+
+
+@needs_chromium
+def test_a_screenshot_shows_the_page(page: Path, tmp_path: Path) -> None:
+    take_screenshot(page, tmp_path / "page.png")
+    assert (tmp_path / "page.png").stat().st_size > 20_000

@@ -1,0 +1,50 @@
+"""Thinning keeps what a reader must not miss."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fctune.report.run_series import make_lines, thin
+
+values = st.lists(st.none() | st.floats(-1e6, 1e6), max_size=3000)
+
+
+@settings(max_examples=60, deadline=None)
+@given(values, st.integers(10, 200))
+def test_extremes_and_ends_stay_and_all_else_is_as_it_was(column: list[float | None], num_points: int) -> None:
+    places = thin(column, num_points)
+    known = [(place, value) for place, value in enumerate(column) if value is not None]
+    assert len(places) <= num_points
+    assert places == sorted(set(places))
+    assert all(column[place] is not None for place in places)
+    if known:
+        kept = [column[place] for place in places]
+        assert (places[0], places[-1]) == (known[0][0], known[-1][0])
+        assert max(kept) == max(v for _, v in known)  # type: ignore[type-var]
+        assert min(kept) == min(v for _, v in known)  # type: ignore[type-var]
+
+
+def test_one_step_that_stands_out_of_a_hundred_thousand_is_drawn() -> None:
+    column: list[float | None] = [1.0] * 100_000
+    column[77_777], column[33_333] = 50.0, -3.0
+    steps = list(range(1, 100_001))
+    chart = make_lines([("loss", steps, column)], "")
+    assert len(chart.labels) <= 400
+    drawn = dict(zip(chart.labels, chart.series[0].values, strict=True))
+    assert (drawn[77_778], drawn[33_334]) == (50.0, -3.0)
+
+
+def test_curves_of_other_steps_share_an_axis_and_keep_their_values() -> None:
+    first = ("a", list(range(1, 2001)), [float(i) for i in range(1, 2001)])
+    second = ("b", list(range(500, 3001, 100)), [float(-i) for i in range(500, 3001, 100)])
+    chart = make_lines([first, second], "")
+    a, b = (dict(zip(chart.labels, series.values, strict=True)) for series in chart.series)
+    assert all(value is None or value == label for label, value in a.items())
+    assert {label: value for label, value in b.items() if value is not None} == dict(zip(*second[1:], strict=True))
+    assert all(series.is_sparse for series in chart.series)
+
+
+def test_a_logarithmic_axis_is_for_values_over_zero() -> None:
+    assert make_lines([("loss", [1, 2], [0.5, 0.1])], "", is_log=True).is_log
+    assert not make_lines([("loss", [1, 2], [0.5, 0.0])], "", is_log=True).is_log

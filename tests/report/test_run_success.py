@@ -1,0 +1,112 @@
+"""What a run had to reach: judged as it stands in its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.config import AdapterConfig, SuccessConfig
+from fctune.report.page import Page
+from fctune.report.run_data import read_run
+from fctune.report.run_success import Criterion, add_success, is_success, judge_run
+from tests.report.run_samples import change_run, make_run, write_steps
+
+
+def verdicts(path: Path, asked: SuccessConfig | None = None, **more: Any) -> dict[str, Criterion]:
+    return {f"{one.name} {one.wanted}".strip(): one for one in judge_run(read_run(path), asked, **more)}
+
+
+def test_figures_of_the_files_are_held_to_the_thresholds(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 100, code=None)
+    write_steps(directory, 101, 101, eval_accuracy=0.86, eval_accuracy_low=0.8, eval_accuracy_high=0.9)
+    directory.finish(0, "completed", 101)
+    judged = verdicts(tmp_path / "run")
+    accuracy = judged["tool-call accuracy while training, step 101 >= 85.0%"]
+    assert (accuracy.verdict, accuracy.value, accuracy.shown) == ("PASS", 0.86, "86.0%")
+    assert judged["loss, mean of the last 20 steps < 1.5"].verdict == "PASS"
+    speed = judged["tokens/s a GPU, median > 2,000"]
+    assert speed.value is not None
+    assert (speed.verdict, 900 < speed.value < 1200) == ("FAIL", True)
+    assert judged["no out-of-memory"].verdict == "PASS"
+    for name in ("GPU utilisation >= 85.0%", "scaling >= 90.0%", "inference tokens/s >= 100"):
+        assert (judged[name].verdict, judged[name].value) == ("not measured", None)
+
+
+def test_the_loss_that_is_asked_for_is_lower_where_all_weights_train(tmp_path: Path) -> None:
+    for name, adapter in (("lora", AdapterConfig()), ("full", None)):
+        make_run(tmp_path / name, 90, scale=1.5, adapter=adapter)
+    assert verdicts(tmp_path / "lora")["loss, mean of the last 20 steps < 1.5"].verdict == "PASS"
+    assert verdicts(tmp_path / "full")["loss, mean of the last 20 steps < 0.5"].verdict == "FAIL"
+
+
+def test_thresholds_are_those_of_the_config_and_null_asks_nothing(tmp_path: Path) -> None:
+    asked = SuccessConfig(min_tokens_per_s_per_gpu=500, min_memory_share=None, max_memory_share=None, min_scaling=None)
+    make_run(tmp_path / "run", 50, success=asked)
+    judged = verdicts(tmp_path / "run")
+    assert judged["tokens/s a GPU, median > 500"].verdict == "PASS"
+    assert not [name for name in judged if "memory, most held" in name or "scaling" in name]
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "due"),
+    [
+        (0, "completed", "PASS"),
+        (75, "stopped after step 9", "PASS"),
+        (1, "rank 3: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "FAIL"),
+        (1, "rank 3: ValueError: x", "PASS"),
+        (None, "", "not measured"),
+    ],
+)
+def test_out_of_memory_is_read_from_how_the_run_ended(code: int | None, reason: str, due: str, tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 10, code=None)
+    if code is not None:
+        directory.finish(code, reason, 10)
+    assert verdicts(tmp_path / "run")["no out-of-memory"].verdict == due
+
+
+def test_memory_is_held_to_a_range_of_the_gpus(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 100)  # 1.1 GiB at most
+    for whole, low, high in ((1.5, "PASS", "PASS"), (2.0, "FAIL", "PASS"), (1.2, "PASS", "FAIL")):
+        change_run(directory, device_memory_gib=whole)
+        judged = verdicts(tmp_path / "run")
+        found = [judged[f"GPU memory, most held {wanted}"] for wanted in (">= 70.0%", "<= 80.0%")]
+        assert [one.verdict for one in found] == [low, high]
+        assert found[0].value == pytest.approx(1.1 / whole)
+
+
+def test_after_a_restart_nobody_knows_what_the_first_part_ended_of(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 10)
+    change_run(directory, resumed=[{"step": 5, "at": "2026-01-01T00:00:00Z", "world_size": 2}])
+    assert verdicts(tmp_path / "run")["no out-of-memory"].verdict == "not measured"
+
+
+def test_scaling_is_measured_against_the_same_work_on_fewer_ranks(tmp_path: Path) -> None:
+    for name, ranks in (("two", 2), ("eight", 8)):
+        change_run(make_run(tmp_path / name, 30), world_size=ranks)
+    change_run(make_run(tmp_path / "other", 30, adapter=AdapterConfig(rank=99)), world_size=1)
+    peers = [read_run(tmp_path / name) for name in ("two", "eight", "other")]
+    judged = {one.name: one for one in judge_run(peers[1], peers=peers)}
+    assert judged["scaling"].value == pytest.approx(2 / 8)  # the same tokens/s, on four times the ranks
+    assert judged["scaling"].verdict == "FAIL"
+    assert {one.name: one for one in judge_run(peers[0], peers=peers)}["scaling"].verdict == "not measured"
+
+
+def test_what_was_not_measured_fails_under_strict_alone() -> None:
+    passed, unknown, failed = (
+        Criterion("x", ">= 1", verdict, None, "")  # type: ignore[arg-type]
+        for verdict in ("PASS", "not measured", "FAIL")
+    )
+    assert is_success([passed], is_strict=True)
+    assert is_success([passed, unknown])
+    assert not is_success([passed, unknown], is_strict=True)
+    assert not is_success([passed, failed])
+
+
+def test_the_table_of_verdicts_says_each_with_its_figure(tmp_path: Path) -> None:
+    page = Page("x")
+    add_success(page, [Criterion("loss", "< 1.5", "FAIL", 2.0, "2")])
+    text = page.render()
+    assert '<td class="bad" style="white-space:nowrap">FAIL</td><td>loss</td>' in text
+    assert '<td style="white-space:nowrap">&lt; 1.5</td><td>2</td>' in text

@@ -1,0 +1,70 @@
+"""Where the time of a run went, counted by hand beside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.report.run_data import RunRecord, read_run
+from fctune.report.run_time import MEANINGS, account_time
+
+START = "2026-01-01T00:00:00Z"
+
+
+def make(path: Path, steps: list[dict[str, Any]], **run: Any) -> RunRecord:
+    path.mkdir()
+    (path / "metrics.jsonl").write_text("".join(json.dumps({"step": i} | s) + "\n" for i, s in enumerate(steps, 1)))
+    (path / "run.json").write_text(json.dumps({"started_at": START, "world_size": 4} | run))
+    (path / "exit.json").write_text('{"code": 0, "reason": "completed"}')
+    return read_run(path)
+
+
+def test_every_second_is_in_one_part(tmp_path: Path) -> None:
+    steps: list[dict[str, Any]] = [{"step_time_s": 2.0, "data_time_s": 0.5} for _ in range(20)]
+    steps[0] = {"step_time_s": 12.0, "data_time_s": 0.5}  # compiles
+    steps[7] = {"step_time_s": 9.0, "data_time_s": 0.5}  # stands still for 7 s
+    steps[8] = {"step_time_s": 2.0, "data_time_s": 0.5, "is_skipped": True}
+    steps[9] = {"step_time_s": 2.0, "data_time_s": 0.5, "eval_time_s": 6.0}
+    steps[10] = {"step_time_s": 2.25, "data_time_s": 0.5, "save_wait_s": 0.25, "save_time_s": 3.0}
+    time = account_time(make(tmp_path / "run", steps, finished_at="2026-01-01T00:02:00Z"))
+    assert time.elapsed_s == 120
+    due = {"training": 19 * 1.5, "data": 10.0, "stalls": 7.0, "first steps": 10.0, "skipped steps": 1.5}
+    due |= {"saves": 3.25, "evaluation": 6.0, "restarts": 0.0, "other": 53.75}
+    assert time.parts == pytest.approx(due)
+    assert sum(time.parts.values()) == pytest.approx(120)
+    assert time.goodput == pytest.approx(28.5 / 120)
+    assert time.gpu_hours == pytest.approx(4 * 120 / 3600)
+    assert time.parts.keys() == MEANINGS.keys()
+
+
+def test_a_restart_costs_all_but_the_steps_that_were_kept(tmp_path: Path) -> None:
+    steps = [{"step_time_s": 2.0, "data_time_s": 0.0}] * 30
+    resumed = [
+        {"step": 10, "at": "2026-01-01T00:01:00Z", "world_size": 2},  # 20 of 60 s kept
+        {"step": 10, "at": "2026-01-01T00:01:30Z", "world_size": 2},  # none of 30 s kept
+    ]
+    time = account_time(make(tmp_path / "run", steps, resumed=resumed, finished_at="2026-01-01T00:02:30Z"))
+    assert time.elapsed_s == 150
+    assert time.parts["restarts"] == pytest.approx(40 + 30)
+    assert time.parts["training"] == pytest.approx(60)
+    assert time.parts["other"] == pytest.approx(20)
+    assert time.gpu_hours == pytest.approx(2 * 150 / 3600)  # the first part's ranks are those of the next
+
+
+def test_a_slow_start_after_a_restart_is_no_stall(tmp_path: Path) -> None:
+    steps = [{"step_time_s": 2.0 if i != 10 else 30.0, "data_time_s": 0.0} for i in range(30)]
+    resumed = [{"step": 10, "at": "2026-01-01T00:00:20Z", "world_size": 4}]
+    time = account_time(make(tmp_path / "run", steps, resumed=resumed, finished_at="2026-01-01T00:02:30Z"))
+    assert (time.parts["stalls"], time.parts["first steps"]) == (0.0, 28.0)
+
+
+def test_time_that_is_not_on_record_is_not_made_up(tmp_path: Path) -> None:
+    time = account_time(make(tmp_path / "run", [{"step_time_s": 2.0}] * 5, started_at="yesterday"))
+    assert (time.elapsed_s, time.goodput, time.gpu_hours) == (None, None, None)
+    assert time.parts["training"] == pytest.approx(10)
+    assert "other" not in time.parts
+    older = account_time(make(tmp_path / "older", [{"loss": 1.0}] * 5))
+    assert not any(seconds for name, seconds in older.parts.items() if name != "other")

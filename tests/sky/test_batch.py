@@ -1,0 +1,154 @@
+"""The batch scripts around srun, with Slurm's commands replaced by ones that write down how they were called."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ["finetune_venv.sbatch", "finetune_container.sbatch"]
+
+COMMANDS = {
+    # Runs what it is given on this machine; scancel's signal reaches it by a file.
+    "srun": """
+        while [[ "$1" == --* ]]; do echo "$1" >> "$CALLS/srun"; shift; done
+        exec "$@"
+    """,
+    "scancel": 'echo "$*" >> "$CALLS/scancel"; [ "$1" != --signal=USR1 ] || touch "$CALLS/usr1"',
+    "scontrol": """
+        echo "$*" >> "$CALLS/scontrol"
+        [ "$1" != show ] || echo node-a
+    """,
+}
+
+# In place of a run: ends with CODE, at once or when it is asked to stop.
+RUN_NODE = """
+    env | grep -E '^(CONFIG|FCTUNE_|MASTER_ADDR|SEED)' > "$CALLS/environment"
+    echo "$@" > "$CALLS/arguments"
+    touch "$CALLS/started"
+    until [ -z "$WAIT" ] || [ -f "$CALLS/usr1" ] || [ -f "$CALLS/end" ]; do sleep 0.05; done
+    echo "step 7  loss 0.5"
+    exit "$CODE"
+"""
+
+
+def write_script(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/usr/bin/env bash\n" + "\n".join(line.strip() for line in text.strip().splitlines()) + "\n")
+    path.chmod(0o755)
+
+
+def start(folder: Path, name: str, code: int, waits: bool, *arguments: str, **more: str) -> subprocess.Popen[str]:
+    """The batch script in a tree of its own; as Slurm does, from a copy elsewhere, with its output in a file."""
+    for script in ("batch.sh", name):
+        (folder / "sky" / "slurm").mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "sky" / "slurm" / script, folder / "sky" / "slurm")
+    write_script(folder / "sky" / "run_node.sh", RUN_NODE)
+    for command, text in COMMANDS.items():
+        write_script(folder / "bin" / command, text)
+    (folder / "calls").mkdir(exist_ok=True)
+    spool = shutil.copy(folder / "sky" / "slurm" / name, folder / "slurm_script")
+    environment = {
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "HOME": str(folder),
+        "CALLS": str(folder / "calls"),
+        "CODE": str(code),
+        "WAIT": "1" if waits else "",
+        "IMAGE": "image",
+        "SLURM_SUBMIT_DIR": str(folder),
+        "SLURM_JOB_ID": "41",
+        "SLURM_JOB_NODELIST": "node-[a-b]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "FCTUNE_NETWORK": str(folder / "network"),
+        **more,
+    }
+    with open(folder / "train_41.log", "a") as out, open(folder / "train_41.err", "a") as error:
+        return subprocess.Popen(["bash", spool, *arguments], env=environment, stdout=out, stderr=error, text=True)
+
+
+def calls(folder: Path, command: str) -> list[str]:
+    path = folder / "calls" / command
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_run_that_ends_is_summed_up_and_the_job_with_it(name: str, tmp_path: Path) -> None:
+    assert start(tmp_path, name, 0, False, "seed=3").wait(30) == 0
+    summary = (tmp_path / "train_41_summary.txt").read_text()
+    assert "job        41 (restart 0) on 2 nodes" in summary
+    assert "exit code  0\n" in summary
+    assert "last said  step 7  loss 0.5" in summary
+    assert calls(tmp_path, "arguments") == ["seed=3"]
+    assert "--kill-on-bad-exit=1" in calls(tmp_path, "srun")
+    assert not [call for call in calls(tmp_path, "scontrol") if call.startswith("requeue")]
+    assert (tmp_path / "network").is_dir()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_job_that_slurm_asks_to_stop_saves_and_goes_back_into_the_queue(name: str, tmp_path: Path) -> None:
+    job = start(tmp_path, name, 75, True)
+    wait_for(tmp_path / "calls" / "started")
+    job.send_signal(signal.SIGUSR1)  # --signal=B:USR1@300
+    assert job.wait(30) == 75
+    assert calls(tmp_path, "scancel") == ["--signal=USR1 41"]
+    assert calls(tmp_path, "scontrol")[-1] == "requeue 41"
+    assert "exit code  75, asked to stop by USR1" in (tmp_path / "train_41_summary.txt").read_text()
+
+
+def test_a_run_that_ends_while_slurm_is_asked_keeps_its_code(tmp_path: Path) -> None:
+    job = start(tmp_path, SCRIPTS[0], 75, True)
+    wait_for(tmp_path / "calls" / "started")
+    slow = 'touch "$CALLS/usr1"; sleep 0.7'  # the run is over before scancel is
+    write_script(tmp_path / "bin" / "scancel", slow)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(30) == 75
+    assert calls(tmp_path, "scontrol")[-1] == "requeue 41"
+
+
+@pytest.mark.parametrize(
+    ("code", "sent", "more"),
+    [
+        (75, signal.SIGTERM, {}),  # cancelled, or preempted, when Slurm itself puts it back
+        (75, signal.SIGUSR1, {"SLURM_RESTART_COUNT": "2", "MAX_REQUEUES": "2"}),
+        (1, signal.SIGUSR1, {}),  # it failed
+    ],
+)
+def test_a_job_that_is_over_stays_over(code: int, sent: signal.Signals, more: dict[str, str], tmp_path: Path) -> None:
+    job = start(tmp_path, SCRIPTS[0], code, True, **more)
+    wait_for(tmp_path / "calls" / "started")
+    job.send_signal(sent)
+    time.sleep(0.3)
+    (tmp_path / "calls" / "end").touch()
+    assert job.wait(30) == code
+    assert not calls(tmp_path, "scontrol")
+
+
+def test_a_container_gets_the_volumes_and_the_head(tmp_path: Path) -> None:
+    assert start(tmp_path, SCRIPTS[1], 0, False).wait(30) == 0
+    environment = dict(line.split("=", 1) for line in calls(tmp_path, "environment"))
+    assert environment["FCTUNE_SHARED"] == "/mnt/shared"
+    assert environment["MASTER_ADDR"] == "node-a"
+    (mounts,) = [call for call in calls(tmp_path, "srun") if call.startswith("--container-mounts=")]
+    assert f"{tmp_path}/fctune:/mnt/shared" in mounts
+    assert f"{tmp_path}/network:/mnt/network" in mounts
+
+
+def test_the_choices_of_the_environment_reach_the_run(tmp_path: Path) -> None:
+    assert start(tmp_path, SCRIPTS[0], 0, False, CONFIG="configs/x.yaml", SEED="5").wait(30) == 0
+    environment = dict(line.split("=", 1) for line in calls(tmp_path, "environment"))
+    assert environment["CONFIG"] == "configs/x.yaml"
+    assert environment["SEED"] == "5"
+    assert environment["FCTUNE_SHARED"] == str(tmp_path / "fctune")

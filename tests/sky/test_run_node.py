@@ -1,0 +1,230 @@
+"""The script that every launcher runs on a node: what it starts, how it hears, with which code it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT
+from tests.ranks import find_port
+
+TINY = str(ROOT / "configs" / "tiny_lora.yaml")
+FULL = str(ROOT / "configs" / "tiny_full.yaml")
+SOURCES = ("data.sources.0.path=synthetic:train:100:1", f"model.path={ROOT / 'fctune' / 'assets' / 'tiny_base'}")
+
+
+def copy_with_recorder(folder: Path) -> Path:
+    """The script in a tree whose `tune` writes down what it is given, and ends as it is told; all else is real."""
+    (folder / "sky").mkdir(parents=True)
+    script = shutil.copy(ROOT / "sky" / "run_node.sh", folder / "sky")
+    tools = folder / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    recorder = """#!/usr/bin/env bash
+    printf '%s\\0' "$@" > "$RECORD.$SLURM_NODEID$SKYPILOT_NODE_RANK$NODE_RANK"
+    if [ -n "$EXIT_JSON" ]; then mkdir -p "$RUN"; printf '{"code": %s}' "$EXIT_JSON" > "$RUN/exit.json"; fi
+    exit "${TUNE_CODE:-0}"
+    """
+    nodes = "#!/usr/bin/env bash\n[ \"$*\" = 'show hostnames node[a-b]' ] && printf '127.0.0.1\\n127.0.0.2\\n'\n"
+    for name, text in {
+        "tune": recorder,
+        "scontrol": nodes,
+        "python": f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n',
+    }.items():
+        (tools / name).write_text("\n".join(line.strip() for line in text.splitlines()) + "\n")
+        (tools / name).chmod(0o755)
+    return Path(script)
+
+
+def environment_of(folder: Path, **more: str) -> dict[str, str]:
+    for disk in ("shared", "network"):
+        (folder / disk).mkdir(exist_ok=True)
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SKYPILOT_", "SLURM_", "FCTUNE_")) and name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    }
+    return kept | {
+        "CONFIG": TINY,
+        "FCTUNE_SHARED": str(folder / "shared"),
+        "FCTUNE_NETWORK": str(folder / "network"),
+        "RECORD": str(folder / "record"),
+        "RUN": str(folder / "shared" / "runs" / "tiny_lora"),
+        "SLURM_NODEID": "",
+        "SKYPILOT_NODE_RANK": "",
+        "NODE_RANK": "",
+        "EXIT_JSON": "",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "MASTER_PORT": str(find_port()),
+        **more,
+    }
+
+
+def recorded(folder: Path, node: int | str) -> list[str]:
+    return (folder / f"record.{node}").read_text().split("\0")[:-1]
+
+
+def run(script: Path, environment: dict[str, str], *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(script), *SOURCES, *overrides], env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def option(words: list[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+LAUNCHERS = {
+    "SkyPilot": (
+        {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"},
+        "SKYPILOT_NODE_RANK",
+    ),
+    "Slurm": ({"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[a-b]", "SLURM_GPUS_ON_NODE": "8"}, "SLURM_NODEID"),
+    "by hand": ({"NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1"}, "NODE_RANK"),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_each_launcher_gives_the_same_command(launcher: str, tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    variables, rank = LAUNCHERS[launcher]
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="3", **variables)
+    others = {"MASTER_ADDR": ""} if launcher == "Slurm" else {}
+    nodes = [
+        subprocess.Popen(
+            [str(script), *SOURCES, "seed=7"],
+            env=environment | others | {rank: str(node)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in (0, 1)
+    ]
+    for node, process in enumerate(nodes):
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+        words = recorded(tmp_path, node)
+        assert words[0] == "run"
+        assert option(words, "--nnodes") == "2"
+        assert option(words, "--node_rank") == str(node)
+        assert option(words, "--nproc_per_node") == "3"
+        assert option(words, "--rdzv_backend") == "static"  # c10d gives ranks as nodes come
+        assert option(words, "--rdzv_endpoint") == f"127.0.0.1:{environment['MASTER_PORT']}"
+        assert "recipes/lora_fc_distributed" in words
+        assert option(words, "--config") == TINY
+        assert "seed=7" in words
+        assert f"output_dir={tmp_path}/shared/runs/tiny_lora" in words
+        assert "SIGTERM" not in option(words, "--signals-to-handle")
+
+
+def test_the_recipe_follows_the_config(tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    done = run(script, environment_of(tmp_path, CONFIG=FULL, FCTUNE_CPU_RANKS="1"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "recipes/full_fc_distributed" in recorded(tmp_path, "")
+
+
+@pytest.mark.parametrize(("said", "code"), [("75", 75), ("2", 2), ("", 1), ("0", 1)])
+def test_the_exit_code_is_the_runs_own(said: str, code: int, tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", EXIT_JSON=said, TUNE_CODE="1")
+    stale = Path(environment["RUN"])
+    stale.mkdir(parents=True)
+    (stale / "exit.json").write_text('{"code": 75}')  # of an earlier run
+    done = run(script, environment)
+    assert done.returncode == code, done.stdout + done.stderr
+
+
+def test_an_unfit_node_starts_nothing(tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1")
+    unfit = run(script, environment | {"FCTUNE_NETWORK": str(tmp_path / "none")})
+    assert unfit.returncode == 1
+    assert "none: not there" in unfit.stdout
+    wrong = run(script, environment, "epochz=1")
+    assert wrong.returncode == 2
+    assert "did you mean epochs?" in wrong.stdout
+    without = run(script, environment | {"FCTUNE_CPU_RANKS": ""})
+    assert without.returncode == 1
+    assert "set FCTUNE_CPU_RANKS" in without.stderr
+    nothing = run(script, environment | {"CONFIG": ""})
+    assert nothing.returncode
+    assert "usage: CONFIG=" in nothing.stderr
+    assert not list(tmp_path.glob("record*"))
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
+    """A real run on one rank, in a session of its own, once it has taken steps."""
+    environment = environment_of(folder, FCTUNE_CPU_RANKS="1")
+    rows = "data.sources.0.path=synthetic:train:400:1"
+    command = [str(ROOT / "sky" / "run_node.sh"), rows, "validation.every_n_steps=0", "parallel.mode=auto", *overrides]
+    with open(folder / "shown.txt", "ab") as shown:
+        process = subprocess.Popen(
+            command, env=environment, start_new_session=True, stdout=shown, stderr=subprocess.STDOUT
+        )
+    metrics = Path(environment["RUN"]) / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return process
+
+
+def end(process: subprocess.Popen[bytes]) -> int:
+    try:
+        return process.wait(60)
+    finally:
+        for left in [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []:
+            left.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ["all", "alone"])
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on(asked: str, tmp_path: Path) -> None:
+    process = start(tmp_path, "epochs=50")
+    assert process.poll() is None, (tmp_path / "shown.txt").read_text()[-2000:]
+    if asked == "all":  # Slurm: every process of the job
+        for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+            one.send_signal(signal.SIGUSR1)
+    else:  # a container's end: its first process
+        process.send_signal(signal.SIGTERM)
+    assert end(process) == 75
+    ended = json.loads((tmp_path / "shared" / "runs" / "tiny_lora" / "exit.json").read_text())
+    assert "saved" in ended["reason"]
+    assert Path(ended["checkpoint"]).is_dir()
+    process = start(tmp_path, "epochs=50", f"max_steps={ended['step'] + 3}")
+    assert end(process) == 0, (tmp_path / "shown.txt").read_text()[-2000:]
+    lines = (tmp_path / "shared" / "runs" / "tiny_lora" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, ended["step"] + 4))
+    log = (tmp_path / "shared" / "logs" / "tiny_lora" / "node-0.log").read_text()
+    assert f"going on from {ended['checkpoint']}" in log
+
+
+@pytest.mark.slow
+def test_two_nodes_train_together_and_both_say_why_a_run_failed(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"messages": "none"}\n')
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", NUM_NODES="2", MASTER_ADDR="127.0.0.1")
+    for source, code in (("synthetic:train:200:1", 0), (str(tmp_path / "bad.jsonl"), 2)):
+        command = [str(ROOT / "sky" / "run_node.sh"), f"data.sources.0.path={source}", "max_steps=3", "resume=never"]
+        nodes = [
+            subprocess.Popen(
+                command,
+                env=environment | {"NODE_RANK": str(node)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for node in (0, 1)
+        ]
+        outputs = [node.communicate(timeout=120)[0] for node in nodes]
+        assert [node.returncode for node in nodes] == [code, code], outputs
+    assert "bad.jsonl:1" in outputs[0]
