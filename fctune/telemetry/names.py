@@ -40,8 +40,6 @@ METRICS = (
     Metric("tokens_per_s", "tokens/s", "tokens_total over step_time_s", "all ranks together, padding not counted"),
     Metric("step_time_s", "s", "from asking for data to the end of the update", "rank 0; no validation, no evaluation"),
     Metric("data_time_s", "s", "of step_time_s, waiting for data", "rank 0"),
-    Metric("save_wait_s", "s", "of step_time_s, waiting for a save to have its copy of the weights", "rank 0"),
-    Metric("save_time_s", "s", "starting saves", "rank 0; between the step before and this one, in neither's time"),
     Metric("compute_time_s", "s", "forward and backward", "mean of ranks, of the step before"),
     Metric("compute_skew", "ratio", "slowest rank's compute time over the median of ranks", "of the step before"),
     Metric("slowest_rank", "rank", "which rank that was", "of the step before"),

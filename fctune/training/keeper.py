@@ -40,10 +40,10 @@ GRACE_S = 30.0  # torchrun kills its workers this long after SIGTERM
 
 @dataclass(slots=True)
 class SavedCost:
-    """What saves have cost training since the metrics of the step before."""
+    """What the saves of a run have cost training so far."""
 
-    wait_s: float = 0.0  # within a step, until a save had its copy of the weights
-    start_s: float = 0.0  # between steps
+    stall_s: float = 0.0
+    num_saves: int = 0
 
 
 class Keeper(StepKeeper):
@@ -96,23 +96,21 @@ class Keeper(StepKeeper):
         reached("update", str(self.state.step + 1))
         started = time.perf_counter()
         self.saver.wait_staged()
-        self.cost.wait_s += time.perf_counter() - started
+        self.cost.stall_s += time.perf_counter() - started
 
     def measure(self, step: int, is_last: bool) -> dict[str, Any]:
-        """What saves cost; tool-call accuracy where it is due and affordable, whose best step is remembered."""
-        cost = {"save_wait_s": self.cost.wait_s, "save_time_s": self.cost.start_s}
-        self.cost = SavedCost()
+        """Tool-call accuracy where it is due and affordable; the step with the best is remembered."""
         every = self.eval_config.every_n_steps
         if self.evaluation is None or not (step % every == 0 or is_last):
-            return cost
+            return {}
         if not is_last and not self.evaluation.is_within_budget():
-            return cost | {"eval_skipped": "max_share_of_time"}
+            return {"eval_skipped": "max_share_of_time"}
         found = self.evaluation.measure(self.state.model)
         if self.best is None or found["eval_accuracy"] > self.best["accuracy"]:
             self.best = {"step": step, "accuracy": found["eval_accuracy"], "evaluations_since": 0}
         else:
             self.best["evaluations_since"] += 1
-        return cost | found
+        return found
 
     def after_step(self, step: int, is_last: bool) -> bool:
         """Save what is due; stop if any rank was asked to. Whether to go on: not where the accuracy rises no more.
@@ -164,7 +162,8 @@ class Keeper(StepKeeper):
         else:
             self.saver.start(kind, step, tensors | rng, state, self._write_elastic)
         self._saved_at[kind] = step
-        self.cost.start_s += time.perf_counter() - started
+        self.cost.stall_s += time.perf_counter() - started
+        self.cost.num_saves += 1
 
     def stop(self, step: int) -> None:
         """Save, wait for it, and leave the loop.
