@@ -293,7 +293,11 @@ def benchmark(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str,
         "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
         "machine": describe_machine(),
         "versions": {name: version(name) for name in PACKAGES},
-        "arguments": {key: str(value) for key, value in vars(arguments).items() if key not in ("one", "folder")},
+        "arguments": {
+            key: value.name if isinstance(value, Path) else str(value)  # where a file lies is of this machine
+            for key, value in vars(arguments).items()
+            if key not in ("one", "folder")
+        },
         "parameters": shape.num_parameters,
         "sweep": cells,
         "synthetic": found | {"rows": str(counts), "ratios": print_table("synthetic rows", found)},

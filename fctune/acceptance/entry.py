@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 
-from fctune.acceptance.config import AcceptanceConfig, load_acceptance
+from fctune.acceptance.config import load_acceptance
 from fctune.acceptance.run import Acceptance
 from fctune.acceptance.table import Progress, print_result
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.training.distributed import read_launch
+from fctune.training.entry import read_command_line
 
 _USAGE = "tune run recipes/cluster_acceptance --config FILE [profile=NAME] [key=value ...]"
 
@@ -27,7 +27,7 @@ def run_acceptance(argv: Sequence[str]) -> int:
     logging.getLogger("fctune").setLevel(logging.WARNING)
     console = Console()
     try:
-        config = _read_command_line(argv)
+        config = load_acceptance(*read_command_line(argv, _USAGE))
         acceptance = Acceptance(config, launch, Progress(console))
         document = acceptance.run()
     except (ConfigError, DataError, CheckpointError) as error:
@@ -42,15 +42,3 @@ def run_acceptance(argv: Sequence[str]) -> int:
         print_result(console, document)
         console.print(f"{config.output_dir}/acceptance.json", soft_wrap=True, highlight=False)
     return 0 if document["verdict"] == "PASS" else 1
-
-
-def _read_command_line(argv: Sequence[str]) -> AcceptanceConfig:
-    parser = argparse.ArgumentParser(prog="tune run recipes/cluster_acceptance", add_help=False, exit_on_error=False)
-    parser.add_argument("--config")
-    try:
-        known, overrides = parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{error}. Usage: {_USAGE}") from None
-    if known.config is None:
-        raise ConfigError(f"no config. Usage: {_USAGE}")
-    return load_acceptance(known.config, overrides)

@@ -28,6 +28,8 @@ from fctune.training.run_directory import RunDirectory
 
 logger = logging.getLogger("fctune")
 
+_USAGE = "tune run recipes/<recipe> --config FILE [key=value ...]"
+
 
 class Recipe(Protocol):
     """What the entry needs of a recipe: torchtune's recipe interface, as far as it is called."""
@@ -61,7 +63,7 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
     recipe: Recipe | None = None
     checkpoint: Path | None = None
     try:
-        config = distributed.agree(lambda: _read_command_line(argv))
+        config = distributed.agree(lambda: load_config(*read_command_line(argv, _USAGE)))
         run = open_run(config, world, lambda directory: _hear_requests(directory, world))
         if world.is_main:
             _describe_start(run.directory, world, argv)
@@ -90,7 +92,7 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
             print(f"\n{reason}\n", file=sys.stderr, flush=True)
         if run is not None:
             run.directory.finish(code, reason, recipe.step if recipe else 0, checkpoint or run.newest_checkpoint())
-            _describe_end(run.directory, is_whole=code == 0)
+            _describe_end(run.directory, has_thresholds=code == 0 and config.success is not None)
     distributed.stop_world()
     return code
 
@@ -102,33 +104,37 @@ def _describe_start(directory: RunDirectory, world: World, argv: Sequence[str]) 
     directory.describe(command=[sys.argv[0], *argv], device=device, device_memory_gib=memory)
 
 
-def _describe_end(directory: RunDirectory, is_whole: bool) -> None:
-    """When the run ended, into run.json; of a whole one also whether it reached what its config asks, which is said."""
+def _describe_end(directory: RunDirectory, has_thresholds: bool) -> None:
+    """When the run ended, into run.json; where thresholds are asked for, also whether it reached them."""
     directory.describe(finished_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
-    if not is_whole:
+    if not has_thresholds:  # reading all metrics again is not free
         return
     try:
         record = read_run(directory.path)
     except DataError as error:
         logger.warning("success: not judged: %s", error)
         return
-    if record.config.get("success") is not None:
-        judged = judge_run(record)
-        directory.describe(success=[asdict(one) for one in judged])
-        for one in judged:
-            logger.info("success: %s", one.tell())
+    judged = judge_run(record)
+    directory.describe(success=[asdict(one) for one in judged])
+    for one in judged:
+        logger.info("success: %s", one.tell())
 
 
-def _read_command_line(argv: Sequence[str]) -> RunConfig:
-    parser = argparse.ArgumentParser(prog="tune run recipes/<recipe>", add_help=False, exit_on_error=False)
+def read_command_line(argv: Sequence[str], usage: str) -> tuple[Path, list[str]]:
+    """The config's file and the overrides that a recipe is called with.
+
+    Raises:
+        ConfigError: no config, or a flag that is none.
+    """
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--config")
     try:
         known, overrides = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
-        raise ConfigError(f"{error}. Usage: --config FILE [key=value ...]") from None
+        raise ConfigError(f"{error}. Usage: {usage}") from None
     if known.config is None:
-        raise ConfigError("no config. Usage: tune run recipes/<recipe> --config FILE [key=value ...]")
-    return load_config(Path(known.config), overrides)
+        raise ConfigError(f"no config. Usage: {usage}")
+    return Path(known.config), overrides
 
 
 def _hear_requests(directory: RunDirectory, world: World) -> StopRequest:

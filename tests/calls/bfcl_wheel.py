@@ -33,6 +33,20 @@ PYTHON_CATEGORIES = (
 )
 SOURCE_CATEGORIES = ("simple_java", "simple_javascript")
 
+# Directories that share what they hold: 2 ** 60 paths.
+SHARED_DIRECTORIES = [
+    call
+    for _ in range(60)
+    for call in (
+        Call("mkdir", {"dir_name": "a"}),
+        Call("cp", {"source": "a", "destination": "b"}),
+        Call("mkdir", {"dir_name": "c"}),
+        Call("mv", {"source": "a", "destination": "c"}),
+        Call("mv", {"source": "b", "destination": "c"}),
+        Call("mv", {"source": "c", "destination": "a"}),
+    )
+]
+
 needs_wheel = pytest.mark.skipif(
     importlib.util.find_spec("bfcl_eval") is None,
     reason="bfcl-eval is not installed: pip install --no-deps bfcl-eval==2026.3.23",

@@ -19,7 +19,7 @@ from fctune.calls.bfcl_data import MULTI_TURN, SIMULATORS, BfclCase, read_bfcl
 from fctune.calls.bfcl_multi_turn import judge_multi_turn, load_simulators
 from fctune.data.conversation import Call
 from fctune.errors import ConfigError
-from tests.calls.bfcl_wheel import data_dir, needs_wheel, official_multi_turn_checker
+from tests.calls.bfcl_wheel import SHARED_DIRECTORIES, data_dir, needs_wheel, official_multi_turn_checker
 
 Turns = list[list[list[Call]]]
 
@@ -259,20 +259,7 @@ def test_a_case_leaves_nothing_behind() -> None:
         [Call("round_number", {"number": 5, "decimal_places": -(10**12)})],
         [Call("square_root", {"number": 2, "precision": 10**12})],
         [Call("logarithm", {"value": 2, "base": 3, "precision": "1000000000000"})],
-        # Directories that share what they hold: 2 ** 60 paths.
-        [
-            call
-            for _ in range(60)
-            for call in (
-                Call("mkdir", {"dir_name": "a"}),
-                Call("cp", {"source": "a", "destination": "b"}),
-                Call("mkdir", {"dir_name": "c"}),
-                Call("mv", {"source": "a", "destination": "c"}),
-                Call("mv", {"source": "b", "destination": "c"}),
-                Call("mv", {"source": "c", "destination": "a"}),
-            )
-        ]
-        + [Call("find", {})],
+        [*SHARED_DIRECTORIES, Call("find", {})],
         [Call("echo", {"content": "x" * 5_000_000})],
         [Call("__import__", {"name": "os"}), Call("__class__", {}), Call("_load_scenario", {"scenario": {}})],
         [Call("eval", {"source": "1"}), Call("cd", {"self": 1}), Call("cd", {"folder": {"a": [1]}})],

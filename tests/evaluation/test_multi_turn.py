@@ -24,7 +24,7 @@ from fctune.evaluation.run import run_suite
 from fctune.evaluation.suites import Suite, benchmark_of, load_suite
 from fctune.generation.endpoint import EndpointEngine, to_messages
 from fctune.generation.engine import Answer
-from tests.calls.bfcl_wheel import data_dir, needs_wheel
+from tests.calls.bfcl_wheel import SHARED_DIRECTORIES, data_dir, needs_wheel
 from tests.conftest import ROOT
 from tests.evaluation.player import BROKEN, HERMES, Player, everything, gold, place_of, run, sample, stray_plan
 from tests.generation.fault_server import Handler, serve
@@ -307,19 +307,7 @@ def test_calls_that_take_for_ever_end_the_conversation(tmp_path: Path, monkeypat
     suite = everything()
     case = next(case for case in suite.multi_turn if case.question.classes[0] == "GorillaFileSystem")
     suite = replace(suite, multi_turn=(case,))
-    nest = [
-        call
-        for _ in range(60)
-        for call in (
-            Call("mkdir", {"dir_name": "a"}),
-            Call("cp", {"source": "a", "destination": "b"}),
-            Call("mkdir", {"dir_name": "c"}),
-            Call("mv", {"source": "a", "destination": "c"}),
-            Call("mv", {"source": "b", "destination": "c"}),
-            Call("mv", {"source": "c", "destination": "a"}),
-        )
-    ]
-    (row,) = run(suite, Player(suite, lambda *_: [*nest, Call("find", {})]), tmp_path / "out.jsonl")
+    (row,) = run(suite, Player(suite, lambda *_: [*SHARED_DIRECTORIES, Call("find", {})]), tmp_path / "out.jsonl")
     assert row["stopped"] == "turn 1, step 1: its calls take more than 0.05 s"
     assert row["verdict"] not in ("correct", "no_answer")
 
