@@ -40,15 +40,20 @@ Alternatives = Sequence[Any]
 Answer = Mapping[str, Mapping[str, Alternatives]]
 
 
-@dataclass(frozen=True, slots=True)
-class BfclVerdict:
-    """Whether the benchmark takes the calls; ``reason`` is empty if so, else says what is wrong first."""
+class BfclVerdict(NamedTuple):
+    """Whether the benchmark takes the calls; ``reason`` is empty if so, else says what is wrong first.
+
+    ``is_exact`` says that each argument was found to be one of its alternatives as typed JSON, letter by letter, and
+    that none is missing or left over: any stricter rule takes the calls as well. Where it is false, they may be.
+    """
 
     valid: bool
     reason: str = ""
+    is_exact: bool = False
 
 
 _VALID = BfclVerdict(True)
+_EXACT = BfclVerdict(True, is_exact=True)
 
 
 class _MismatchError(Exception):
@@ -80,13 +85,11 @@ class BfclJudge:
 
     def __init__(self, category: str, functions: Sequence[Mapping[str, Any]], answers: Sequence[Answer]) -> None:
         language = language_of(category)
-        known: dict[int, dict[str, _Known]] = {}
+        ready: dict[int, _Ready] = {}
         found = {id(answer): _find_function(category, functions, answer) for answer in answers}
         if language == "python":
-            for answer in answers:
-                schemas = found[id(answer)].get("parameters", {}).get("properties", {})
-                known[id(answer)] = _know(schemas, next(iter(answer.values())))
-        self._check = _Check(language, False, known)
+            ready = {id(answer): _make_ready(found[id(answer)], answer) for answer in answers}
+        self._check = _Check(language, False, ready)
         self._case = (category, lambda answer: found[id(answer)], answers)
 
     def judge(self, calls: Sequence[Call]) -> BfclVerdict:
@@ -109,15 +112,17 @@ def _judge(
         return BfclVerdict(False, f"{len(calls)} calls instead of {num_due}")
     try:
         if not is_parallel:
-            check.require(find_function(answers[0]), calls[0], answers[0])
-            return _VALID
+            is_exact = check.require(find_function(answers[0]), calls[0], answers[0]) and len(answers) == 1
+            return _EXACT if is_exact else _VALID
         left = list(calls)
+        is_exact = True
         for answer in answers:
             taken = _first_fitting(check, find_function(answer), left, answer)
             if taken is None:
                 return BfclVerdict(False, f"no call fits the expected {next(iter(answer))}")
-            del left[taken]
-        return _VALID
+            del left[taken[0]]
+            is_exact = is_exact and taken[1]
+        return _EXACT if is_exact else _VALID
     except _MismatchError as mismatch:
         return BfclVerdict(False, str(mismatch))
     except (TypeError, KeyError, IndexError, AttributeError, ValueError, NotImplementedError, RecursionError) as error:
@@ -161,11 +166,12 @@ def _find_function(category: str, functions: Sequence[Mapping[str, Any]], answer
     return {}
 
 
-def _first_fitting(check: _Check, function: Mapping[str, Any], calls: Sequence[Call], answer: Answer) -> int | None:
+def _first_fitting(
+    check: _Check, function: Mapping[str, Any], calls: Sequence[Call], answer: Answer
+) -> tuple[int, bool] | None:
     for place, call in enumerate(calls):
         try:
-            check.require(function, call, answer)
-            return place
+            return place, check.require(function, call, answer)
         except _MismatchError:
             continue
     return None
@@ -177,11 +183,11 @@ class _Check:
 
     language: str
     dots_as_underscores: bool
-    # By the identity of an answer and a parameter's name: alternatives that are plain.
-    known: Mapping[int, Mapping[str, _Known]]
+    # By the identity of an answer.
+    ready: Mapping[int, _Ready]
 
-    def require(self, function: Mapping[str, Any], call: Call, answer: Answer) -> None:
-        """Raise ``_MismatchError`` unless the call is the expected one."""
+    def require(self, function: Mapping[str, Any], call: Call, answer: Answer) -> bool:
+        """Raise ``_MismatchError`` unless the call is the expected one; whether it was found to be so exactly."""
         name: str = function["name"]
         if self.dots_as_underscores:
             name = name.replace(".", "_")
@@ -189,15 +195,23 @@ class _Check:
             raise _MismatchError(f"calls {call.name[:80]} instead of {name}")
         alternatives = next(iter(answer.values()))
         schemas = function["parameters"]["properties"]
-        for parameter in function["parameters"]["required"]:
-            if parameter not in call.arguments:
-                raise _MismatchError(f"required {parameter} is missing")
-        known = self.known.get(id(answer), {})
-        for parameter, value in call.arguments.items():
-            if parameter in known and type(value) is known[parameter].type:
-                if (standardize(value) if isinstance(value, str) else value) in known[parameter].values:
+        ready = self.ready.get(id(answer), _NOTHING_READY)
+        arguments = call.arguments
+        is_whole = is_exact = ready.due is not None and ready.due <= arguments.keys()
+        if not is_whole:
+            for parameter in function["parameters"]["required"]:
+                if parameter not in arguments:
+                    raise _MismatchError(f"required {parameter} is missing")
+        for parameter, value in arguments.items():
+            known = ready.known.get(parameter)
+            if known is not None and type(value) is known.type:
+                if value in known.values:
+                    continue
+                is_exact = False
+                if known.type is str and standardize(value) in known.standardized:
                     continue
                 raise _MismatchError(f"{parameter} is {_short(value)}, expected {_short(alternatives[parameter])}")
+            is_exact = False
             if parameter not in schemas or parameter not in alternatives:
                 raise _MismatchError(f"{parameter[:80]} is not expected")
             try:
@@ -206,9 +220,11 @@ class _Check:
                 raise _MismatchError(f"{parameter} {mismatch}") from None
             if not fits:
                 raise _MismatchError(f"{parameter} is {_short(value)}, expected {_short(alternatives[parameter])}")
-        for parameter, values in alternatives.items():
-            if parameter not in call.arguments and "" not in values:
-                raise _MismatchError(f"{parameter} is missing and has no default")
+        if not is_whole:
+            for parameter, values in alternatives.items():
+                if parameter not in arguments and "" not in values:
+                    raise _MismatchError(f"{parameter} is missing and has no default")
+        return is_exact
 
     def _fits(self, value: Any, schema: Mapping[str, Any], alternatives: Alternatives) -> bool:
         """Whether an argument is among its alternatives; raises where its type alone rules it out."""
@@ -255,17 +271,36 @@ class _Known(NamedTuple):
 
     type: type
     values: frozenset[Any]
+    standardized: frozenset[str]
 
 
-def _know(schemas: Mapping[str, Any], answer: Mapping[str, Alternatives]) -> dict[str, _Known]:
-    """The parameters of an answer whose alternatives are texts, or numbers, or true and false, and nothing else."""
+class _Ready(NamedTuple):
+    """What of an answer is made ready: the parameters that no call may lack, and those of plain alternatives.
+
+    ``due`` is None where that cannot be said beforehand.
+    """
+
+    due: frozenset[str] | None
+    known: Mapping[str, _Known]
+
+
+_NOTHING_READY = _Ready(None, {})
+
+
+def _make_ready(function: Mapping[str, Any], answer: Answer) -> _Ready:
+    """Of the alternatives those that are texts, or numbers, or true and false, and nothing else."""
+    schemas = function.get("parameters", {}).get("properties", {})
+    parameters = next(iter(answer.values()))
     known = {}
-    for parameter, alternatives in answer.items():
+    for parameter, alternatives in parameters.items():
         due = PYTHON_TYPES.get(schemas.get(parameter, {}).get("type", ""))
         if due in (str, int, float, bool) and all(type(value) is due or value == "" for value in alternatives):
-            values = [standardize(value) if isinstance(value, str) else value for value in alternatives]
-            known[parameter] = _Known(due, frozenset(values))
-    return known
+            standardized = frozenset(standardize(value) for value in alternatives if isinstance(value, str))
+            known[parameter] = _Known(due, frozenset(alternatives), standardized)
+    required = function.get("parameters", {}).get("required")
+    if required is None or list(answer) != [function.get("name")]:
+        return _Ready(None, known)
+    return _Ready(frozenset(required).union(key for key, values in parameters.items() if "" not in values), known)
 
 
 @functools.cache

@@ -5,7 +5,6 @@ Beside the benchmark's own verdict, which takes ``"New York"`` for ``"new-york"`
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,10 +19,6 @@ from fctune.data.conversation import Call
 
 # More than any call has arguments: a pair that fits in all of them comes before all pairs that do not.
 _WHOLE = 1_000_000
-
-
-# Few differ, and making one takes as long as finding it takes many times.
-_outcome = functools.lru_cache(maxsize=4096)(Outcome)
 
 
 class AnswerKey:
@@ -44,30 +39,66 @@ class AnswerKey:
             for name, parameters in answer.items()
         ]
         self._names = [answer.name for answer in self._answers]
-        self._tools = ToolSet(case.tools if self._language == "python" else ())
+        self._obeys = ToolSet(case.tools).obeys if case.tools and self._language == "python" else None
 
     @property
     def num_expected(self) -> int:
         """How many calls are due; where any is, one."""
         return len(self._answers) or int(self._needs_any_call)
 
-    def judge(self, parsed: Parsed) -> Outcome:
-        """The outcome of one prediction."""
+    def judge(self, parsed: Parsed, is_exact: bool = False) -> Outcome:
+        """The outcome of one prediction.
+
+        Args:
+            parsed: What the model wrote.
+            is_exact: The calls are known to be the answer, as ``BfclVerdict`` says.
+        """
         calls = parsed.calls
-        num_schema_valid = sum(map(self._tools.obeys, calls)) if self._tools else None
-        if len(calls) == len(self._names) == 1 and calls[0].name == self._names[0] and not parsed.malformed:
-            fit = self._fit(self._answers[0], calls[0])
-            return _outcome(
-                "correct" if fit.is_whole else "wrong_arguments",
-                *(1, 1, 0, 1),
-                fit.num_due,
-                len(calls[0].arguments),
-                fit.num_matched,
-                num_schema_valid,
-            )
+        obeys = self._obeys
+        num_schema_valid = sum([obeys(call) for call in calls]) if obeys else None
         if self._needs_any_call:
             verdict: Verdict = "malformed" if parsed.malformed else "correct" if calls else "missed_call"
             return Outcome(verdict, 1, len(calls), len(parsed.malformed), num_schema_valid=num_schema_valid)
+        names = self._names
+        if is_exact and not parsed.malformed:
+            num_arguments = sum([len(call.arguments) for call in calls])
+            counts = (len(calls), len(calls), 0, len(calls), num_arguments, num_arguments, num_arguments)
+            return Outcome("correct", *counts, num_schema_valid)
+        if (fitted := self._fit_in_order(calls)) is not None:
+            pairs = [(place, place) for place in range(len(calls))]
+        else:
+            pairs, fitted = self._pair(calls)
+        is_correct = (
+            not parsed.malformed and len(pairs) == len(names) == len(calls) and all(fit.is_whole for fit in fitted)
+        )
+        return Outcome(
+            "correct" if is_correct else classify(names, parsed),
+            num_expected=len(names),
+            num_called=len(calls),
+            num_malformed=len(parsed.malformed),
+            num_names_matched=len(pairs),
+            num_arguments_expected=sum([fit.num_due for fit in fitted]),
+            num_arguments_called=sum([len(calls[column].arguments) for _, column in pairs]),
+            num_arguments_matched=sum([fit.num_matched for fit in fitted]),
+            num_schema_valid=num_schema_valid,
+        )
+
+    def _fit_in_order(self, calls: Sequence[Call]) -> list[_Fit] | None:
+        """How calls fit that stand where the answer has them, as most do; None where another pairing may be better."""
+        if len(calls) != len(self._answers):
+            return None
+        fitted = []
+        for answer, call in zip(self._answers, calls, strict=True):
+            if call.name != answer.name:
+                return None
+            fit = self._fit(answer, call)
+            if not fit.is_whole and len(calls) > 1:
+                return None
+            fitted.append(fit)
+        return fitted
+
+    def _pair(self, calls: Sequence[Call]) -> tuple[list[tuple[int, int]], list[_Fit]]:
+        """The best pairing of answers and calls, and how each pair fits."""
         fits = {}
 
         def gain(row: int, column: int) -> int:
@@ -75,39 +106,24 @@ class AnswerKey:
             return fit.num_matched + (_WHOLE if fit.is_whole else 0)
 
         pairs = assign(self._names, [call.name for call in calls], gain)
-        fitted = [fits.get(pair) or self._fit(self._answers[pair[0]], calls[pair[1]]) for pair in pairs]
-        is_correct = (
-            not parsed.malformed
-            and len(pairs) == len(self._names) == len(calls)
-            and all(fit.is_whole for fit in fitted)
-        )
-        return Outcome(
-            verdict="correct" if is_correct else classify(self._names, parsed),
-            num_expected=len(self._names),
-            num_called=len(calls),
-            num_malformed=len(parsed.malformed),
-            num_names_matched=len(pairs),
-            num_arguments_expected=sum(fit.num_due for fit in fitted),
-            num_arguments_called=sum(len(calls[column].arguments) for _, column in pairs),
-            num_arguments_matched=sum(fit.num_matched for fit in fitted),
-            num_schema_valid=num_schema_valid,
-        )
+        return pairs, [fits.get(pair) or self._fit(self._answers[pair[0]], calls[pair[1]]) for pair in pairs]
 
     def _fit(self, answer: _Answer, call: Call) -> _Fit:
         num_matched = num_due = 0
         arguments = call.arguments
-        for key, parameter in answer.parameters.items():
+        is_source = self._language != "python"
+        for key, (keys, objects, is_omittable) in answer.parameters.items():
             if key not in arguments:
-                num_due += not parameter.is_omittable
+                num_due += not is_omittable
                 continue
             num_due += 1
             value = arguments[key]
-            if self._language != "python":
+            if is_source:
                 value = self._read(value, answer.schemas.get(key))
             # A text or whole number is its own key; nine arguments of ten are one.
             value_type = type(value)
             key_of_value = value if value_type is str or value_type is int else value_key(value)
-            if key_of_value in parameter.keys or (parameter.objects and parameter.takes_object(value)):
+            if key_of_value in keys or (objects and any(_fits_alternative(value, other) for other in objects)):
                 num_matched += 1
         return _Fit(num_matched, num_due, num_matched == num_due == len(arguments))
 
@@ -126,8 +142,7 @@ class _Fit(NamedTuple):
     is_whole: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Parameter:
+class _Parameter(NamedTuple):
     """The alternatives of a parameter: keys of the values that hold no object, and those that do."""
 
     keys: frozenset[Hashable]
@@ -139,9 +154,6 @@ class _Parameter:
         objects = tuple(value for value in alternatives if _holds_object(value))
         keys = frozenset(value_key(value) for value in alternatives if not _holds_object(value))
         return _Parameter(keys, objects, "" in alternatives)
-
-    def takes_object(self, value: Any) -> bool:
-        return any(_fits_alternative(value, other) for other in self.objects)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fctune.calls.bfcl import BfclJudge, language_of
+from fctune.calls.bfcl import BfclJudge, BfclVerdict, language_of
 from fctune.calls.bfcl_data import CATEGORIES, MULTI_TURN, BfclCase, category_of, read_bfcl
 from fctune.calls.bfcl_match import AnswerKey
 from fctune.calls.bfcl_multi_turn import Simulators, judge_multi_turn, load_simulators
@@ -105,18 +105,17 @@ class _SingleTurn:
             failure = prediction.failure or "a case of one turn needs calls or text"
             return Verdict(category, False, failure, judge_failure(self._key.num_expected, failure))
         strict, lenient = readings
-        valid, reason = self._judge(strict)
-        outcome = self._key.judge(strict)
+        verdict = self._judge(strict)
+        outcome = self._key.judge(strict, verdict.is_exact)
         if prediction.text is None:
-            return Verdict(category, valid, reason, outcome)
-        other = (valid, reason) if lenient is strict else self._judge(lenient)
-        return Verdict(category, valid, reason, outcome, strict, other)
+            return Verdict(category, verdict.valid, verdict.reason, outcome)
+        other = verdict if lenient is strict else self._judge(lenient)
+        return Verdict(category, verdict.valid, verdict.reason, outcome, strict, (other.valid, other.reason))
 
-    def _judge(self, parsed: Parsed) -> tuple[bool, str]:
+    def _judge(self, parsed: Parsed) -> BfclVerdict:
         if parsed.malformed:
-            return False, _describe(parsed.malformed[0])
-        verdict = self._official.judge(parsed.calls)
-        return verdict.valid, verdict.reason
+            return BfclVerdict(False, _describe(parsed.malformed[0]))
+        return self._official.judge(parsed.calls)
 
 
 def _judge_multi_turn(case: BfclCase, prediction: Prediction) -> Verdict:

@@ -54,8 +54,9 @@ def decode_json(text: str, is_lenient: bool = False) -> Any:
             ``MAX_DEPTH``.
     """
     try:
-        value = (_LENIENT if is_lenient else _STRICT).decode(text)
-        if text.count("[") + text.count("{") <= MAX_DEPTH or is_shallow(value):
+        document = text.strip(" \t\n\r")
+        value, end = (_LENIENT if is_lenient else _STRICT).raw_decode(document)
+        if end == len(document) and (text.count("[") + text.count("{") <= MAX_DEPTH or is_shallow(value)):
             return value
     except (ValueError, RecursionError):
         pass

@@ -149,6 +149,9 @@ def _best_assignment(gains: list[list[int]]) -> list[tuple[int, int]]:
     if len(gains) > len(gains[0]):
         return [(row, column) for column, row in _best_assignment([list(line) for line in zip(*gains, strict=True)])]
     num_rows, num_columns = len(gains), len(gains[0])
+    best = [line.index(max(line)) for line in gains]
+    if len(set(best)) == num_rows:
+        return list(enumerate(best))
     row_price, column_price = [0] * (num_rows + 1), [0] * (num_columns + 1)
     # Column 0 stands for "no column yet"; rows count from 1.
     row_of = [0] * (num_columns + 1)

@@ -24,6 +24,16 @@ _TYPES: dict[str, Check] = {
     "object": lambda value: isinstance(value, dict),
     "null": lambda value: value is None,
 }
+# Python's types of which every value passes.
+_PASSES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (float, int),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
 _COMPILED = frozenset(("type", "enum", "items", "properties", "required", "additionalProperties"))
 # They demand nothing of a value, but must be what a schema may have there.
 _TEXTS = frozenset(("title", "description", "format"))
@@ -83,6 +93,14 @@ def _is_plain(schema: Mapping[str, Any]) -> bool:
     return True
 
 
+def _says_type_only(schema: Any) -> bool:
+    return (
+        isinstance(schema, dict)
+        and isinstance(schema.get("type"), str)
+        and _COMPILED.isdisjoint(schema.keys() - {"type"})
+    )
+
+
 def _compile_type(names: Any) -> Check | None:
     if isinstance(names, str):
         return _TYPES.get(names)
@@ -105,15 +123,16 @@ def _compile_object(schema: Mapping[str, Any]) -> Check | None:
     if others is None or len(known) < len(checks):
         return None
     names = frozenset(required)
+    # Most items need no more than a look at their type.
+    plain = {name: _PASSES[inner["type"]] for name, inner in properties.items() if _says_type_only(inner)}
 
     def check(value: Any) -> bool:
         if not isinstance(value, dict):
             return True
         if not names <= value.keys():
             return False
-        # A loop, which takes half the time of all() here.
-        for name, item in value.items():  # noqa: SIM110
-            if not known.get(name, others)(item):
+        for name, item in value.items():
+            if type(item) not in plain.get(name, ()) and not known.get(name, others)(item):
                 return False
         return True
 

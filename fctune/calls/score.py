@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from fctune.calls.match import align, count_equal_arguments, describe_differences, is_exact_match
 from fctune.calls.schema import ToolSet
@@ -20,8 +19,7 @@ Verdict = Literal[
 VERDICTS: tuple[str, ...] = get_args(Verdict)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What came of one case: its verdict, why, and the counts that rates are made of.
 
     ``num_malformed`` counts stretches that were meant as calls and are none. Arguments are counted over calls that

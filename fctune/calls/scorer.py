@@ -11,7 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,7 +189,7 @@ class _Tally:
         if verdict.valid is None:
             self.not_run = verdict.reason
         if (outcome := verdict.outcome) is not None:
-            self.outcomes[replace(outcome, differences=()) if outcome.differences else outcome] += 1
+            self.outcomes[outcome._replace(differences=()) if outcome.differences else outcome] += 1
 
     def summarise(self, suite: Suite, category: str) -> dict[str, Any]:
         n = self.valid.total()

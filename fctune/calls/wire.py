@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fctune.calls.json_text import UnreadableError, decode_json
 from fctune.data.conversation import Call, Tool
@@ -27,8 +26,7 @@ TURN_ENDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Malformed:
+class Malformed(NamedTuple):
     """A stretch ``text[start:end]`` that was meant as a call and is none, with the reason."""
 
     start: int
@@ -36,8 +34,7 @@ class Malformed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed:
+class Parsed(NamedTuple):
     """A model's text taken apart, nothing lost.
 
     ``prose`` is what is neither call nor malformed nor a mark of the format, without the white space around it.
@@ -51,30 +48,33 @@ class Parsed:
     spans: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(slots=True)
 class Page:
     """A text while it is being read: ``text[:end]`` is to be read from ``position`` on.
 
     What lies between two stretches that were put down as call or malformed is prose.
     """
 
-    text: str
-    position: int
-    end: int
-    calls: list[Call] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    malformed: list[Malformed] = field(default_factory=list)
-    prose: list[str] = field(default_factory=list)
-    _found: dict[str, tuple[int, int]] = field(default_factory=dict)
+    __slots__ = ("_found", "calls", "end", "malformed", "position", "prose", "spans", "text")
+
+    def __init__(self, text: str, position: int, end: int) -> None:
+        self.text = text
+        self.position = position
+        self.end = end
+        self.calls: list[Call] = []
+        self.spans: list[tuple[int, int]] = []
+        self.malformed: list[Malformed] = []
+        self.prose: list[str] = []
+        self._found: dict[str, tuple[int, int]] = {}
 
     def find(self, needle: str, start: int) -> int:
         """Where ``needle`` stands next, or -1.
 
         The last answer is kept: without it a text of many opening marks and no closing one costs its square.
         """
-        asked, found = self._found.get(needle, (len(self.text) + 1, -1))
-        if asked <= start and (found < 0 or start <= found):
-            return found
+        if needle in self._found:
+            asked, found = self._found[needle]
+            if asked <= start and (found < 0 or start <= found):
+                return found
         found = self.text.find(needle, start, self.end)
         self._found[needle] = (start, found)
         return found

@@ -20,6 +20,7 @@ from fctune.data.conversation import Call, Tool
 from fctune.errors import DataError
 
 _ESCAPED = re.compile(r"<json>(.*)</json>", re.DOTALL)
+_BLANK = re.compile(r"[ \t\r\n]*+")
 _NAME = re.compile(r"[^<>\s]+")
 _KEY = re.compile(r"[^<>\n\S]*+[^<>\s][^<>\n]*+")
 
@@ -44,7 +45,7 @@ def write_text(value: Any, text: str, schema: Any, is_typed: bool, marks: tuple[
 
 def read_text(text: str, schema: Any) -> Any:
     """The value of an argument's text by its schema."""
-    if escaped := _ESCAPED.fullmatch(text.strip()):
+    if "<json>" in text and (escaped := _ESCAPED.fullmatch(text.strip())):
         try:
             return decode_json(escaped[1])
         except UnreadableError:
@@ -96,6 +97,8 @@ class Qwen3Coder(_Tagged):
     name = "qwen3_coder"
     _function, _function_end = "<function=", "</function>"
     _parameter, _parameter_end = "<parameter=", "</parameter>"
+    # An argument that holds nothing that could be a tag, at one stroke.
+    _plain = re.compile(r"<parameter=([^<>\s]++)>([^<]*+)</parameter>[ \t\r\n]*+")
 
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
         """The blocks, one under another."""
@@ -137,12 +140,15 @@ class Qwen3Coder(_Tagged):
         position = _skip_blank(page, position)
         while text.startswith(self._parameter, position):
             place = position
-            key, position = self._read_tag(page, self._parameter, position)
+            if plain := self._plain.match(text, position, page.end):
+                (key, value), position = plain.groups(), plain.end()
+            else:
+                key, position = self._read_tag(page, self._parameter, position)
+                value, position = self._read_value(page, position, lenient)
+                position = _skip_blank(page, position)
             if key in arguments and not lenient:
                 raise UnreadableError(f"the parameter {key[:40]!r} twice", place)
-            value, position = self._read_value(page, position, lenient)
-            arguments[key] = read_text(value, schemas.get(key))
-            position = _skip_blank(page, position)
+            arguments[key] = read_text(value.removeprefix("\n").removesuffix("\n"), schemas.get(key))
         for mark, is_due in ((self._function_end, True), (self._close, has_block)):
             if text.startswith(mark, position):
                 position = _skip_blank(page, position + len(mark))
@@ -168,8 +174,7 @@ class Qwen3Coder(_Tagged):
             ends = [page.find(mark, start) for mark in (self._parameter_end, self._parameter, self._function_end)]
             end = min((place for place in ends if place >= 0), default=page.end)
             behind = end + len(self._parameter_end) if end == ends[0] else end
-        value = page.text[start:end]
-        return value.removeprefix("\n").removesuffix("\n"), behind
+        return page.text[start:end], behind
 
 
 class Glm(_Tagged):
@@ -180,6 +185,7 @@ class Glm(_Tagged):
 
     name = "glm45"
     _key, _key_end, _value, _value_end = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+    _plain = re.compile(r"<arg_key>([^<>\s]++)</arg_key>[ \t\r\n]*+<arg_value>([^<]*+)</arg_value>[ \t\r\n]*+")
 
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
         """The blocks, one under another."""
@@ -208,21 +214,32 @@ class Glm(_Tagged):
         arguments: dict[str, Any] = {}
         position = end
         while text.startswith(self._key, position):
-            key_end = self._until(page, self._key_end, position)
-            key = text[position + len(self._key) : key_end].strip()
-            if not _KEY.fullmatch(key) or (key in arguments and not lenient):
-                raise UnreadableError(f"the key {key[:40]!r} is empty, holds a tag, or stands twice", position)
-            position = _skip_blank(page, key_end + len(self._key_end))
-            if not text.startswith(self._value, position):
-                raise UnreadableError(f"no {self._value} behind a key", position)
-            value_end = self._until(page, self._value_end, position)
-            arguments[key] = read_text(text[position + len(self._value) : value_end], schemas.get(key))
-            position = _skip_blank(page, value_end + len(self._value_end))
+            place = position
+            if plain := self._plain.match(text, position, page.end):
+                (key, value), position = plain.groups(), plain.end()
+            else:
+                key, position = self._read_key(page, position)
+                end = self._until(page, self._value_end, position)
+                value, position = text[position:end], _skip_blank(page, end + len(self._value_end))
+            if key in arguments and not lenient:
+                raise UnreadableError(f"the key {key[:40]!r} twice", place)
+            arguments[key] = read_text(value, schemas.get(key))
         if text.startswith(self._close, position):
             return Call(name, arguments), position + len(self._close)
         if lenient and (position >= page.end or text.startswith(self._open, position)):
             return Call(name, arguments), position
         raise UnreadableError(f"not closed by {self._close}", position)
+
+    def _read_key(self, page: Page, position: int) -> tuple[str, int]:
+        """The key of the pair that begins there, and the position behind the tag of its value."""
+        end = self._until(page, self._key_end, position)
+        key = page.text[position + len(self._key) : end].strip()
+        if not _KEY.fullmatch(key):
+            raise UnreadableError(f"the key {key[:40]!r} is empty or holds a tag", position)
+        position = _skip_blank(page, end + len(self._key_end))
+        if not page.text.startswith(self._value, position):
+            raise UnreadableError(f"no {self._value} behind a key", position)
+        return key, position + len(self._value)
 
 
 def _require_writable(call: Call) -> None:
@@ -237,6 +254,5 @@ def _require_writable(call: Call) -> None:
 
 
 def _skip_blank(page: Page, position: int) -> int:
-    while position < page.end and page.text[position] in " \t\r\n":
-        position += 1
-    return position
+    blank = _BLANK.match(page.text, position, page.end)
+    return blank.end() if blank else position

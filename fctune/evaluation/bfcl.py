@@ -12,7 +12,7 @@ import copy
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -190,12 +190,12 @@ class _Judge:
         outcome = self._typed.judge(parsed)
         details = {"bfcl": {"valid": official.valid, "reason": official.reason, "typed": outcome.verdict}}
         if official.valid and not parsed.malformed:
-            return replace(outcome, verdict="correct", differences=()), details
+            return outcome._replace(verdict="correct", differences=()), details
         differences = [f"malformed: {stretch.reason}" for stretch in parsed.malformed]
         differences += [f"BFCL: {official.reason}"] if official.reason else []
         differences += describe_differences(case.expected, parsed.calls)
         verdict: Verdict = "wrong_arguments" if outcome.is_correct else outcome.verdict
-        return replace(outcome, verdict=verdict, differences=tuple(differences)), details
+        return outcome._replace(verdict=verdict, differences=tuple(differences)), details
 
 
 def _installed_data() -> Path:

@@ -93,7 +93,7 @@ def judge_turns(case: MultiTurnCase, row: Row, lenient: bool = False) -> tuple[O
     elif verdict == "correct":
         # The wheel judges one that it stops in the last turn like any other; one that never ends is not right here.
         verdict = "wrong_count"
-    return replace(outcome, verdict=verdict, differences=(stopped, *outcome.differences)), details
+    return outcome._replace(verdict=verdict, differences=(stopped, *outcome.differences)), details
 
 
 def summarise_run(suite: Suite, rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:

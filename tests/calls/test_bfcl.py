@@ -43,8 +43,9 @@ FUNCTION = {
 def verdict(case: Case, calls: Sequence[Call]) -> BfclVerdict:
     judge = BfclJudge(case.category, case.functions, case.answers)
     found = judge_bfcl(case.category, case.functions, case.answers, calls)
-    assert judge.judge(calls) == judge.judge(calls) == found, (case.id, calls)
-    return found
+    ready = judge.judge(calls)
+    assert (ready.valid, ready.reason) == judge.judge(calls)[:2] == found[:2], (case.id, calls)
+    return ready
 
 
 def count_disagreements(predictions: Sequence[tuple[Case, list[Call]]]) -> tuple[int, int, list[str]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fctune.calls.bfcl import BfclJudge
 from fctune.calls.bfcl_data import BfclCase, read_bfcl
 from fctune.calls.bfcl_match import AnswerKey
 from fctune.calls.score import Outcome
@@ -147,6 +148,24 @@ def test_the_leaderboards_own_answers_match_but_two_that_give_parameters_no_valu
             if not AnswerKey(found).judge(Parsed(tuple(gold))).is_correct:
                 wrong.add(found.id)
     assert wrong == {"live_simple_106-63-0", "live_simple_112-68-0"}
+
+
+@needs_wheel
+def test_what_the_benchmark_finds_exact_is_what_the_strict_match_finds() -> None:
+    """Else a prediction would be judged by how it was found right."""
+    rng = random.Random(21)
+    num_exact = num_others = 0
+    for category in PYTHON_CATEGORIES:
+        for found in read_bfcl(data_dir(), category):
+            case = Case(found.id, category, list(found.functions), list(found.answers))
+            key, official = AnswerKey(found), BfclJudge(category, found.functions, found.answers)
+            for calls in (gold_calls(case), gold_calls(case, 1), *(mutate(case, rng) for _ in range(8))):
+                if official.judge(calls).is_exact:
+                    num_exact += 1
+                    assert key.judge(Parsed(tuple(calls)), is_exact=True) == key.judge(Parsed(tuple(calls))), found.id
+                else:
+                    num_others += 1
+    assert min(num_exact, num_others) > 3000
 
 
 @needs_wheel
