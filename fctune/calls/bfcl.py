@@ -14,12 +14,12 @@ Where the wheel's checker would raise, the verdict is "not valid".
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fctune.calls.bfcl_source import JAVA_TYPES, JAVASCRIPT_TYPES, read_java, read_javascript
+from fctune.calls.match import shorten
 from fctune.data.conversation import Call
 
 PYTHON_TYPES: dict[str, type] = {
@@ -76,7 +76,7 @@ def judge_bfcl(
         calls: What the model called. In the categories of Java and JavaScript each value is a string of source text.
         dots_as_underscores: Expect ``a_b`` where a function is called ``a.b``, for models that cannot write dots.
     """
-    check = _check(language_of(category), dots_as_underscores)
+    check = _Check(language_of(category), dots_as_underscores, {})
     return _judge(check, category, lambda answer: _find_function(category, functions, answer), answers, calls)
 
 
@@ -210,7 +210,7 @@ class _Check:
                 is_exact = False
                 if known.type is str and standardize(value) in known.standardized:
                     continue
-                raise _MismatchError(f"{parameter} is {_short(value)}, expected {_short(alternatives[parameter])}")
+                raise _MismatchError(f"{parameter} is {shorten(value)}, expected {shorten(alternatives[parameter])}")
             is_exact = False
             if parameter not in schemas or parameter not in alternatives:
                 raise _MismatchError(f"{parameter[:80]} is not expected")
@@ -219,7 +219,7 @@ class _Check:
             except _MismatchError as mismatch:
                 raise _MismatchError(f"{parameter} {mismatch}") from None
             if not fits:
-                raise _MismatchError(f"{parameter} is {_short(value)}, expected {_short(alternatives[parameter])}")
+                raise _MismatchError(f"{parameter} is {shorten(value)}, expected {shorten(alternatives[parameter])}")
         if not is_whole:
             for parameter, values in alternatives.items():
                 if parameter not in arguments and "" not in values:
@@ -234,7 +234,7 @@ class _Check:
             value = list(value)
         is_variable = _is_variable(value, alternatives, due, item_due)
         if is_variable is None:
-            raise _MismatchError(f"is {_short(value)}, expected the type {type_name}")
+            raise _MismatchError(f"is {shorten(value)}, expected the type {type_name}")
         if is_variable:
             return value in alternatives
         if due is dict:
@@ -261,7 +261,7 @@ class _Check:
         types = JAVA_TYPES if self.language == "java" else JAVASCRIPT_TYPES
         due = types[type_name]
         if type(value) is not str:
-            raise _MismatchError(f"is {_short(value)}, expected source text")
+            raise _MismatchError(f"is {shorten(value)}, expected source text")
         item_due = types[schema["items"]["type"]] if type_name in _NESTED_SOURCE_TYPES else None
         return read_source(value, schema, self.language), due, item_due
 
@@ -301,11 +301,6 @@ def _make_ready(function: Mapping[str, Any], answer: Answer) -> _Ready:
     if required is None or list(answer) != [function.get("name")]:
         return _Ready(None, known)
     return _Ready(frozenset(required).union(key for key, values in parameters.items() if "" not in values), known)
-
-
-@functools.cache
-def _check(language: str, dots_as_underscores: bool) -> _Check:
-    return _Check(language, dots_as_underscores, {})
 
 
 def _is_variable(value: Any, alternatives: Alternatives, due: type[Any], item_due: type[Any] | None) -> bool | None:
@@ -351,9 +346,3 @@ def _dicts_fit(values: Sequence[Any], answers: Sequence[Any]) -> bool:
 
 def _plain(value: Any) -> Any:
     return standardize(value) if type(value) is str else value
-
-
-def _short(value: Any) -> str:
-    # Cut before it is printed: a hostile value may be megabytes.
-    text = repr(value) if not isinstance(value, str) else repr(value[:80])
-    return text if len(text) <= 80 else text[:77] + "..."

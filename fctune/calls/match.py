@@ -128,10 +128,10 @@ def describe_differences(expected: Sequence[Call], actual: Sequence[Call]) -> tu
         name, due, given = expected[row].name, expected[row].arguments, actual[column].arguments
         for key, value in due.items():
             if key not in given:
-                lines.append(f"{name}.{key}: missing, expected {_short(value)}")
+                lines.append(f"{name}.{key}: missing, expected {shorten(value)}")
             elif value_key(value) != value_key(given[key]):
-                lines.append(f"{name}.{key}: {_short(given[key])}, expected {_short(value)}")
-        lines.extend(f"{name}.{key}: {_short(given[key])}, not expected" for key in given if key not in due)
+                lines.append(f"{name}.{key}: {shorten(given[key])}, expected {shorten(value)}")
+        lines.extend(f"{name}.{key}: {shorten(given[key])}, not expected" for key in given if key not in due)
     rows, columns = {row for row, _ in pairs}, {column for _, column in pairs}
     lines.extend(f"{call.name}: not called" for place, call in enumerate(expected) if place not in rows)
     lines.extend(f"{call.name[:80]}: not expected" for place, call in enumerate(actual) if place not in columns)
@@ -189,7 +189,8 @@ def _number_types(value: Any) -> Any:
     return type(value)
 
 
-def _short(value: Any) -> str:
+def shorten(value: Any) -> str:
+    """A value as a message shows it, in 80 characters at most."""
     # Cut before it is printed: a hostile value may be megabytes.
     text = repr(value[:80] if isinstance(value, (str, list)) else value)
     return text if len(text) <= 80 else text[:77] + "..."
