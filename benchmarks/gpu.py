@@ -75,6 +75,8 @@ class Bench:
             "full_8b_trl": (300, self.best([full.but(**trl)])),
             "profile_lora_8b": (240, self.profile(lora.but(**ours))),
             "profile_full_8b": (240, self.profile(full.but(**ours))),
+            "planner": (900, self.plans()),
+            "acceptance": (420, self.acceptance),
             "checkpoint_lora_8b": (360, self.stall(lora.but(**ours))),
             "checkpoint_full_3b": (480, self.stall(full.but(**ours, model_dir=self.model_dir("3b")))),
         }
@@ -178,6 +180,36 @@ class Bench:
             "parameters": shape.num_parameters,
         }
 
+    def plans(self) -> Callable[[float], dict[str, Any]]:
+        """What tensors take at the peak, beside what the planner says: adapters and all weights, two lengths, no block,
+        half of them and all of them computed again, eager and compiled.
+        """
+        short = {"warmup": 2, "steps": 4}
+        lora = [self.job("8b", length).but(**short, micro_batch_size=2) for length in (4_096, 8_192)]
+        full = self.job("3b", 4_096).but(**short, adapter=False, dtype="bf16_mixed")
+        jobs = [one.but(checkpointed=share) for one in (*lora, full) for share in (0.0, 0.5, 1.0)]
+        jobs += [lora[0].but(compile=True, checkpointed=0.5), full.but(compile=True), full.but(dtype="bf16")]
+
+        def run(limit: float) -> dict[str, Any]:
+            ends = time.monotonic() + limit
+            rows = []
+            for job in jobs:
+                left = ends - time.monotonic()
+                found = measure(job, left) if left > 20 else {"error": "no time left"}
+                row = {"settings": job.name, "job": json.loads(to_json(job))}
+                row |= {"error": found["error"]} if "error" in found else _plan(job, found)
+                rows.append(row)
+            compared = [row["over"] for row in rows if "over" in row]
+            worst = max(compared, key=abs, default=None)
+            return {"ok": len(compared) == len(rows), "peak_over_worst": worst, "tried": rows}
+
+        return run
+
+    def acceptance(self, limit: float) -> dict[str, Any]:
+        """An acceptance run of this machine, and its figures beside independent ones."""
+        flags = ["--machine", *(["--toy"] if self.is_toy else []), "--out", str(self.folder / "acceptance.json")]
+        return self.call(["-m", "benchmarks.acceptance", *flags], limit)
+
     def profile(self, job: Job) -> Callable[[float], dict[str, Any]]:
         """One step's kernels by the time they take."""
 
@@ -255,6 +287,34 @@ def main() -> None:
             with open(arguments.out, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             print(tell(line), flush=True)
+
+
+def _plan(job: Job, found: dict[str, Any]) -> dict[str, Any]:
+    """The planner's peak of a job on one rank, by tensors alone, and by which share it is over the measured one.
+
+    On the CPU what was measured is the process, so that the share says nothing.
+    """
+    from benchmarks.train_fctune import fctune_config
+    from fctune.config import RunConfig, parse_config
+    from fctune.modeling.architecture import read_architecture
+    from fctune.planner.memory import MemoryModel
+    from fctune.planner.models import shape_model
+    from fctune.planner.moments import Setting
+
+    config = parse_config(fctune_config(job, Path(job.rows_dir)), [])
+    assert isinstance(config, RunConfig)
+    share = found["supervised"] / found["places"]
+    model = shape_model(config, read_architecture(job.model_dir))
+    setting = Setting("none", 1, 1, job.checkpointed, job.micro_batch_size, job.rows_a_step // job.micro_batch_size)
+    peak = MemoryModel(model, config, None, share).peak(setting)
+    planned = (peak.parts.total - peak.parts.context - peak.parts.fragmentation) / 2**30
+    measured = found["peak_mib"] / 1024
+    return {
+        "measured_gib": round(measured, 3),
+        "planned_gib": round(planned, 3),
+        "over": round(planned / measured - 1, 4),
+        "moment": peak.moment,
+    }
 
 
 def tell(line: dict[str, Any]) -> str:

@@ -1,19 +1,15 @@
 """One config schema for every run: YAML in torchtune's shape plus ``key=value`` overrides, onto dataclasses.
 
 Every problem of a config is found before any work starts and reported in one ConfigError. A key that is null takes the
-default its field's comment gives. To add a key, add a field here; to add a rule, add a check in ``_find_problems``.
+default its field's comment gives. To add a key, add a field here; to add a rule, add a check in ``fctune.rules``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
-import importlib
-import inspect
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,10 +17,8 @@ from typing import Any, Literal
 import yaml
 
 from fctune.errors import ConfigError
-from fctune.schema import apply_override, parse_dataclass, suggest
-
-# The linears a LoRA adapter can sit on, in the names of Hugging Face checkpoints.
-ADAPTER_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+from fctune.rules import ADAPTER_MODULES, find_problems
+from fctune.schema import apply_override, parse_dataclass
 
 Precision = Literal["fp32", "bf16", "fp64", "bf16_mixed", "float8", "float8_mixed"]
 BaseFormat = Literal["bf16", "nf4", "float8"]
@@ -170,6 +164,18 @@ class TelemetryConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ProfileConfig:
+    """Where the time of some steps goes, operator by operator, in ``output_dir/profile``."""
+
+    first_step: int = 10
+    last_step: int = 12  # each step is some 10 MB of trace in a large model
+    ranks: list[int] = field(default_factory=lambda: [0])
+    shapes: bool = False  # of what each operator was given
+    stacks: bool = False  # the lines of source that called it; slower
+    allocations: bool = False  # CUDA: who asked for each block of memory, for the snapshot of an out-of-memory; slower
+
+
+@dataclass(kw_only=True, slots=True)
 class SuccessConfig:
     """What a run must reach, judged at its end as PASS, FAIL or not measured; null: not asked for."""
 
@@ -216,6 +222,8 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     log_every_n_steps: int = 10
     telemetry: TelemetryConfig | None = None  # absent: files and console alone
+    profile: ProfileConfig | None = None  # absent: not profiled; {}: by these defaults
+    price_per_gpu_hour: float | None = None  # in any currency; null: the cost is not told
     success: SuccessConfig | None = None  # absent: not judged; {}: judged by these defaults
 
     def to_dict(self) -> dict[str, Any]:
@@ -258,7 +266,7 @@ def parse_config(raw: dict[str, Any], problems: list[str]) -> RunConfig | None:
     """The RunConfig of nested plain dicts; appends to ``problems`` what is wrong and then may return None."""
     config: RunConfig | None = parse_dataclass(RunConfig, raw, "", problems)
     if config is not None and not problems:
-        _find_problems(config, problems)
+        find_problems(config, problems)
     return config
 
 
@@ -271,179 +279,3 @@ def format_problems(where: str, problems: Sequence[str]) -> str:
     """One report: the file, the count, and a line for each problem."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     return f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems)
-
-
-def resolve_component(spec: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The callable that ``_component_`` names and its keyword arguments."""
-    module_name, _, name = str(spec["_component_"]).rpartition(".")
-    arguments = {key: value for key, value in spec.items() if key != "_component_"}
-    return getattr(importlib.import_module(module_name), name), arguments
-
-
-# --- what the types cannot say ------------------------------------------------------------------------------------
-
-
-def _find_problems(config: RunConfig, problems: list[str]) -> None:
-    config.optimizer = {"_component_": "torch.optim.AdamW", "lr": 2e-4} | config.optimizer
-    _check_numbers(config, problems)
-    _check_adapter(config.adapter, problems)
-    _check_optimizer(config.optimizer, problems)
-    _check_parallel(config, problems)
-    _check_paths(config, problems)
-
-
-def _check_numbers(config: RunConfig, problems: list[str]) -> None:
-    for name in ("global_batch_size", "micro_batch_size", "epochs", "max_nonfinite", "log_every_n_steps"):
-        if getattr(config, name) < 1:
-            problems.append(f"{name}={getattr(config, name)}: expected 1 or more")
-    if config.max_steps is not None and config.max_steps < 1:
-        problems.append(f"max_steps={config.max_steps}: expected 1 or more, or null for no bound but epochs")
-    if config.clip_grad_norm is not None and not config.clip_grad_norm > 0:
-        problems.append(
-            f"clip_grad_norm={config.clip_grad_norm}: expected more than 0, or null to leave gradients as they are"
-        )
-    data = config.data
-    if not data.sources:
-        problems.append("data.sources: empty; name at least one source, e.g. [{path: train.jsonl}]")
-    for i, source in enumerate(data.sources):
-        if not (source.weight > 0 and math.isfinite(source.weight)):
-            problems.append(f"data.sources.{i}.weight={source.weight}: expected a finite number over 0")
-    if not 0 <= data.validation_share < 1:
-        problems.append(f"data.validation_share={data.validation_share}: expected 0 or more and under 1")
-    if data.seq_len < 8:
-        problems.append(f"data.seq_len={data.seq_len}: expected at least 8 tokens")
-    if data.max_samples is not None and data.max_samples < 1:
-        problems.append(f"data.max_samples={data.max_samples}: expected 1 or more, or null for all")
-    if not (data.call_weight > 0 and math.isfinite(data.call_weight)):
-        problems.append(f"data.call_weight={data.call_weight}: expected a finite number over 0")
-    for name in ("every_n_steps", "elastic_every_n_steps"):
-        if getattr(config.checkpoint, name) < 0:
-            problems.append(f"checkpoint.{name}={getattr(config.checkpoint, name)}: expected 0 (never) or more")
-    for name in ("keep_last", "keep_every_n_steps"):
-        value = getattr(config.checkpoint, name)
-        if value is not None and value < 1:
-            problems.append(f"checkpoint.{name}={value}: expected 1 or more")
-    _check_eval(config.eval, problems)
-    _check_success(config.success, problems)
-    port = config.telemetry.prometheus.port if config.telemetry is not None else None
-    if port is not None and not 0 < port < 65536:
-        problems.append(f"telemetry.prometheus.port={port}: expected 1 to 65535, or null for no endpoint")
-    if config.step_timeout_s is not None and not config.step_timeout_s > 0:
-        problems.append(f"step_timeout_s={config.step_timeout_s}: expected more than 0, or null to learn it")
-    if config.validation.every_n_steps < 0:
-        problems.append(f"validation.every_n_steps={config.validation.every_n_steps}: expected 0 (never) or more")
-    scheduler = config.lr_scheduler
-    if scheduler.num_warmup_steps < 0:
-        problems.append(f"lr_scheduler.num_warmup_steps={scheduler.num_warmup_steps}: expected 0 or more")
-    if scheduler.warmup_share is not None and not 0 <= scheduler.warmup_share < 1:
-        problems.append(f"lr_scheduler.warmup_share={scheduler.warmup_share}: expected 0 or more and under 1")
-    if scheduler.warmup_share is not None and scheduler.num_warmup_steps:
-        problems.append("lr_scheduler: num_warmup_steps and warmup_share are both set; keep one")
-
-
-def _check_eval(config: EvalConfig, problems: list[str]) -> None:
-    if config.every_n_steps < 0:
-        problems.append(f"eval.every_n_steps={config.every_n_steps}: expected 0 (never) or more")
-    if config.every_n_steps and config.cases is None:
-        problems.append("eval.cases: missing; name a JSONL file of held-out cases, or set eval.every_n_steps=0")
-    if config.cases is not None and not Path(config.cases).is_file():
-        problems.append(f"eval.cases={config.cases}: no such file (relative paths start at {Path.cwd()})")
-    for name in ("max_cases", "max_new_tokens", "batch_size", "early_stop"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            problems.append(f"eval.{name}={value}: expected 1 or more")
-    if not 0 < config.max_share_of_time <= 1:
-        problems.append(f"eval.max_share_of_time={config.max_share_of_time}: expected over 0 and at most 1")
-
-
-def _check_success(config: SuccessConfig | None, problems: list[str]) -> None:
-    for name in ("min_accuracy", "min_gpu_utilization", "min_memory_share", "max_memory_share"):
-        value = getattr(config, name, None)
-        if value is not None and not 0 <= value <= 1:
-            problems.append(f"success.{name}={value}: expected a share, 0 to 1, or null to ask nothing")
-
-
-def _check_adapter(adapter: AdapterConfig | None, problems: list[str]) -> None:
-    if adapter is None:
-        return
-    if adapter.rank < 1:
-        problems.append(f"adapter.rank={adapter.rank}: expected 1 or more")
-    if not adapter.alpha > 0:
-        problems.append(f"adapter.alpha={adapter.alpha}: expected more than 0")
-    if not 0 <= adapter.dropout < 1:
-        problems.append(f"adapter.dropout={adapter.dropout}: expected 0 or more and under 1")
-    if not adapter.modules:
-        problems.append(f"adapter.modules: empty; choose from {', '.join(ADAPTER_MODULES)}")
-    for name in adapter.modules:
-        if name not in ADAPTER_MODULES:
-            near = suggest(name, ADAPTER_MODULES)
-            problems.append(f"adapter.modules: no such module: {name}{near}; known: {', '.join(ADAPTER_MODULES)}")
-
-
-def _check_parallel(config: RunConfig, problems: list[str]) -> None:
-    parallel = config.parallel
-    if parallel.replicate is not None and parallel.replicate < 1:
-        problems.append(f"parallel.replicate={parallel.replicate}: expected 1 or more, or null for one copy a node")
-    if parallel.replicate is not None and parallel.mode != "hsdp":
-        problems.append(
-            f"parallel.replicate={parallel.replicate}: only hsdp has copies to count, and parallel.mode is "
-            f"{parallel.mode}; set parallel.mode=hsdp, or leave replicate out"
-        )
-    if parallel.cpu_offload and parallel.mode == "ddp":
-        problems.append("parallel.cpu_offload: offloads shards, and ddp has none; set parallel.mode=fsdp or hsdp")
-    checkpointing = config.activation_checkpointing
-    if not 0 <= checkpointing.fraction <= 1:
-        problems.append(f"activation_checkpointing.fraction={checkpointing.fraction}: expected 0 to 1")
-    if checkpointing.offload and not checkpointing.fraction:
-        problems.append(
-            "activation_checkpointing.offload: moves what checkpointed blocks keep, and none are; set "
-            "activation_checkpointing.fraction over 0"
-        )
-    if config.adapter is not None and config.precision in ("bf16_mixed", "float8", "float8_mixed"):
-        problems.append(
-            f"precision={config.precision}: is for training all weights; with adapters use bf16, which keeps them in "
-            "float32, and adapter.base for how the frozen base is held"
-        )
-
-
-def _check_optimizer(spec: dict[str, Any], problems: list[str]) -> None:
-    try:
-        component, arguments = resolve_component(spec)
-    except (ImportError, AttributeError, ValueError):
-        problems.append(f"optimizer._component_={spec['_component_']}: cannot be imported; e.g. torch.optim.AdamW")
-        return
-    for key in ("lr", "weight_decay", "eps"):
-        value = spec.get(key)
-        if isinstance(value, str):  # YAML 1.1 reads 2e-4 as text
-            with contextlib.suppress(ValueError):
-                spec[key] = value = float(value)
-        if value is not None and (isinstance(value, (bool, str)) or not value >= 0 or not math.isfinite(value)):
-            problems.append(f"optimizer.{key}={value!r}: expected a finite number, 0 or more")
-    parameters = inspect.signature(component).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    for key in arguments:
-        if key not in parameters:
-            problems.append(
-                f"optimizer.{key}: {component.__name__} takes no such argument{suggest(key, parameters, 'optimizer.')}"
-            )
-
-
-def _check_paths(config: RunConfig, problems: list[str]) -> None:
-    path = config.model.path
-    if not path.startswith("hf:"):
-        root = Path(path)
-        if not root.is_dir():
-            problems.append(
-                f"model.path={path}: no such directory; pass a Hugging Face model directory, or hf:NAME@REVISION"
-            )
-        elif not (root / "config.json").is_file():
-            problems.append(f"model.path={path}: holds no config.json, so it is not a Hugging Face model directory")
-    for i, source in enumerate(config.data.sources):
-        if not source.path.startswith(("hf:", "synthetic:")) and not Path(source.path).exists():
-            problems.append(
-                f"data.sources.{i}.path={source.path}: no such file or directory (relative paths start at {Path.cwd()})"
-            )
-    output = Path(config.output_dir)
-    if output.exists() and not output.is_dir():
-        problems.append(f"output_dir={output}: is a file; name a directory")

@@ -100,6 +100,12 @@ def test_all_problems_come_in_one_report(tmp_path: Path) -> None:
         ({"precision": "fp8"}, "precision='fp8': expected one of fp32, bf16, fp64"),
         ({"data": 3}, "data: expected a mapping"),
         ({"seed": True}, "seed=True: expected a whole number"),
+        ({"profile": {"first_step": 0}}, "profile.first_step=0: expected 1 or more"),
+        ({"profile": {"first_step": 9, "last_step": 8}}, "profile.last_step=8: under profile.first_step=9"),
+        ({"profile": {"ranks": []}}, "profile.ranks=[]: expected ranks"),
+        ({"profile": {"steps": 3}}, "profile.steps: unknown key"),
+        ({"price_per_gpu_hour": -2}, "price_per_gpu_hour=-2.0: expected a finite number, 0 or more"),
+        ({"price_per_gpu_hour": "cheap"}, "price_per_gpu_hour='cheap': expected a number"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_remedy(tmp_path: Path, changes: dict[str, Any], words: str) -> None:

@@ -28,7 +28,8 @@ from fctune.telemetry.metrics import FlopCounter, peak_memory_gib
 from fctune.training import distributed
 from fctune.training.distributed import World
 from fctune.training.feed import StepData, make_inputs
-from fctune.training.loop import TrainState, count_flops
+from fctune.training.loop import TrainState
+from fctune.training.meter import count_flops
 from fctune.training.state import build_base, lay_out_, start_state
 from fctune.training.step import train_step
 
@@ -83,63 +84,77 @@ def draw_weights_(model: CausalLM, seed: int) -> None:
 
 
 def measure_steps(
-    session: Session, config: TrainingConfig, run: RunConfig, model_dir: Path, world: World, faults: Faults
-) -> tuple[dict[str, Any], TrainState]:
-    """Seconds of each step after the warm-up, one micro-batch a rank; and the state that was trained."""
+    session: Session,
+    config: TrainingConfig,
+    run: RunConfig,
+    model_dir: Path,
+    world: World,
+    faults: Faults,
+    found: dict[str, Any],
+) -> TrainState:
+    """Fill ``found`` with the seconds of each step after the warm-up, one micro-batch a rank; the state trained."""
+    session.time_left()
     session.enter("building the model", session.limits.build_s)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
     state = build_state(run, model_dir, world)
     data = _make_step(run, state.model, world)
-    seconds: list[float] = []
-    losses: list[float | None] = []
+    tokens = data.totals.num_tokens // world.world_size
+    flops: FlopCounter = count_flops(state.model)
+    found |= {
+        "seconds": [],
+        "losses": [],
+        "tokens": tokens,
+        "flops": flops.weights(tokens) + flops.dense_attention(tokens, run.data.seq_len),
+        "layout": str(state.model.layout),
+        "seq_len": run.data.seq_len,
+        "micro_batch_size": run.micro_batch_size,
+    }
     for step in range(config.warmup + config.steps):
+        session.time_left()
         session.enter(f"training step {step + 1}", session.limits.build_s if not step else None)
         started = time.perf_counter()
         faults.delay("slow_compute")
         result = train_step(state.model, state.optimizer, data, world, clip_grad_norm=run.clip_grad_norm)
-        losses.append(result.loss if math.isfinite(result.loss) else None)
+        found["losses"].append(result.loss if math.isfinite(result.loss) else None)
         if step >= config.warmup:
-            seconds.append(time.perf_counter() - started)
-    tokens = data.totals.num_tokens // world.world_size
-    flops: FlopCounter = count_flops(state.model)
-    per_step = flops.weights(tokens) + flops.dense_attention(tokens, run.data.seq_len)
-    return {
-        "seconds": [float(f"{s:.5g}") for s in seconds],
-        "tokens": tokens,
-        "flops": per_step,
-        "losses": losses,
-        "peak_memory_gib": peak_memory_gib(world.device),
-        "layout": str(state.model.layout),
-        "seq_len": run.data.seq_len,
-        "micro_batch_size": run.micro_batch_size,
-    }, state
+            found["seconds"].append(float(f"{time.perf_counter() - started:.5g}"))
+        found["peak_memory_gib"] = peak_memory_gib(world.device)
+    return state
 
 
-def measure_checkpoint(session: Session, state: TrainState, folder: Path, max_bytes: int) -> dict[str, Any]:
-    """Seconds to save what trains and its optimizer in shards, from the devices to a flushed disk, and to read it."""
+def measure_checkpoint(
+    session: Session, state: TrainState, folder: Path, max_bytes: int, found: dict[str, Any]
+) -> None:
+    """Fill ``found`` with the seconds to save what trains and its optimizer in shards, and to read it.
+
+    From the devices to a flushed disk; ``max_bytes`` bounds what all ranks write.
+    """
     group = distributed.new_cpu_group()
     session.keep_clean(folder)
     live = collect_tensors(state.model, state.optimizer)
     held = sum(_local(t).numel() * _local(t).element_size() for t in live.values())
-    total = int(sum(distributed.gather_objects(held, group)))
+    found["bytes"] = total = int(sum(distributed.gather_objects(held, group)))
     if total > max_bytes:
-        return {
-            "skipped": f"it would take {total / 2**30:.1f} GiB of the shared disk, of which {max_bytes / 2**30:.1f} "
-            "may be used (storage.max_share_of_free)"
-        }
+        found["skipped"] = (
+            f"it would take {total / 2**30:.1f} GiB of the shared disk, of which {max_bytes / 2**30:.1f} may be used "
+            "(storage.max_share_of_free)"
+        )
+        return
     folder.mkdir(parents=True, exist_ok=True)
+    session.time_left()
     session.enter("saving a checkpoint", session.limits.build_s)
     distributed.barrier()
     started = time.perf_counter()
     copies = {name: tensor.cpu() for name, tensor in live.items()}
     write_shards(folder, copies, group)
-    saved = time.perf_counter() - started
+    found["save_s"] = time.perf_counter() - started
+    session.time_left()
     session.enter("loading a checkpoint", session.limits.build_s)
     distributed.barrier()
     started = time.perf_counter()
     read_shards_(folder, copies)
-    return {"bytes": total, "save_s": saved, "load_s": time.perf_counter() - started}
+    found["load_s"] = time.perf_counter() - started
 
 
 def sizes_of_shards(run: RunConfig, model_dir: Path, world: World) -> dict[str, int]:

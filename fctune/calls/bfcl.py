@@ -208,7 +208,7 @@ class _Check:
                 if value in known.values:
                     continue
                 is_exact = False
-                if known.type is str and standardize(value) in known.standardized:
+                if isinstance(value, str) and standardize(value) in known.standardized:
                     continue
                 raise _MismatchError(f"{parameter} is {shorten(value)}, expected {shorten(alternatives[parameter])}")
             is_exact = False

@@ -19,14 +19,19 @@ def add_commands(commands: Any) -> None:
     plan.add_argument("--nodes", type=int, default=1, help="default: %(default)s")
     plan.add_argument("--gpus-per-node", type=int, default=8, help="default: %(default)s")
     plan.add_argument("--gpu", default="h100", metavar="NAME", help="default: %(default)s; a wrong one lists them")
-    plan.add_argument("--gpu-memory-gib", type=float, help="of a GPU that is not known")
-    plan.add_argument("--tflops", type=float, help="of a GPU that is not known: dense, bf16")
+    plan.add_argument("--gpu-memory-gib", type=float, help="of a GPU that is not known, or in place of the table's")
+    plan.add_argument("--tflops", type=float, help="the same: dense, bf16")
+    plan.add_argument("--memory-gb-s", type=float, help="the same: bandwidth of its memory")
+    plan.add_argument("--link-gb-s", type=float, help="the same: between GPUs of a node, one way")
+    plan.add_argument("--nic-gb-s", type=float, help="the same: between nodes, the share of one GPU")
     plan.add_argument("--model", metavar="DIR", help="a directory with the model's config.json; no weights are needed")
     plan.add_argument("--rows", type=int, help="where the data is not prepared: rows")
     plan.add_argument("--mean-tokens", type=float, help="and tokens of a row")
-    plan.add_argument("--price", type=float, help="of a GPU-hour, in any currency")
     plan.add_argument(
-        "--efficiency", type=float, help="share of the GPU's rate that arithmetic reaches; default: stated"
+        "--price", type=float, help="of a GPU-hour, in any currency; default: price_per_gpu_hour of the config"
+    )
+    plan.add_argument(
+        "--efficiency", type=float, help="share of the GPU's rate that a step reaches; default: 0.445, and its range"
     )
     plan.add_argument("--disk-gb-s", type=float, default=1.0, help="of the shared disk; default: %(default)s")
     plan.add_argument("--failures-per-gpu-day", type=float, help="default: those of Llama 3's training")
@@ -38,7 +43,14 @@ def add_commands(commands: Any) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     from fctune.planner.gpus import find_gpu
 
-    gpu = find_gpu(arguments.gpu, arguments.gpu_memory_gib, arguments.tflops)
+    by_hand = {
+        "--gpu-memory-gib": arguments.gpu_memory_gib,
+        "--tflops": arguments.tflops,
+        "--memory-gb-s": arguments.memory_gb_s,
+        "--link-gb-s": arguments.link_gb_s,
+        "--nic-gb-s": arguments.nic_gb_s,
+    }
+    gpu = find_gpu(arguments.gpu, by_hand)
     config = load_config(arguments.config, arguments.overrides)
     from fctune.planner.ask import Ask
     from fctune.planner.plan import make_plan

@@ -25,7 +25,12 @@ def add_commands(commands: Any) -> None:
         "--after", metavar="FILE", help="results of eval.tool_calls; default: found by the run's exports"
     )
     report.add_argument("--before", metavar="FILE", help="results of the base on the same cases")
-    report.add_argument("--price", type=float, metavar="X", help="of a GPU-hour, in your currency")
+    report.add_argument(
+        "--price",
+        type=float,
+        metavar="X",
+        help="of a GPU-hour, in your currency; default: price_per_gpu_hour of each run's config",
+    )
     report.add_argument("--strict", action="store_true", help="judge all runs; what was not measured is a failure, too")
     report.set_defaults(run=_report)
 
@@ -34,7 +39,7 @@ def _report(arguments: argparse.Namespace) -> int:
     from fctune.report.run_data import read_run
     from fctune.report.run_evals import find_accuracies, pair_results
     from fctune.report.run_page import write_run_html
-    from fctune.report.run_success import is_success, judge_run
+    from fctune.report.run_success import is_success, judge_run, tell_table
 
     if (arguments.after or arguments.before) and len(arguments.runs) > 1:
         raise ConfigError("--after, --before: are of one run; of several, results are found by their exports.")
@@ -58,8 +63,8 @@ def _report(arguments: argparse.Namespace) -> int:
     for record, judged in zip(records, verdicts, strict=True):
         for note in record.notes():
             console.print(f"{record.path}: {note}", style="yellow")
-        for criterion in judged:
-            console.print(f"{record.path}: {criterion.tell()}", style=_STYLES.get(criterion.verdict))
+        for line, criterion in zip(tell_table(judged), judged, strict=True):
+            console.print(f"{record.path}: {line}", style=_STYLES.get(criterion.verdict))
     num_steps = sum(len(record.metrics.steps) for record in records)
     console.print(f"{arguments.out}: {len(records)} {'run' if len(records) == 1 else 'runs'}, {num_steps:,} steps")
     return 0 if all(is_success(judged, arguments.strict) for judged in verdicts) else 1

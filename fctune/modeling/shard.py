@@ -15,16 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from fctune.config import ParallelConfig
 from fctune.errors import ConfigError
 from fctune.modeling.build import CausalLM
-from fctune.modeling.footprint import GIB, Footprint
+from fctune.modeling.footprint import GIB, HELD_GRADIENTS, SAFE_SHARE, Footprint
 from fctune.modeling.precision import Formats
 
-# Share of a device's memory that an estimate may fill, since the estimate leaves some uses out.
-_USABLE = 0.9
-
 _MOST_SHARDS = 8192
-
-# Whole gradients of what trains may take this share of a device while they accumulate.
-_HELD_GRADIENTS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +37,7 @@ class Hardware:
 
     def holds(self, footprint: Footprint) -> bool:
         """Whether an estimate fits in a rank's device."""
-        return self.memory_bytes is None or footprint.total <= _USABLE * self.memory_bytes
+        return self.memory_bytes is None or footprint.total <= SAFE_SHARE * self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +130,7 @@ def check_memory(
     need, memory = estimate(layout.shard), hardware.memory_bytes
     if memory is None or hardware.holds(need):
         return None
-    usable = _USABLE * memory
+    usable = SAFE_SHARE * memory
     remedies: list[str] = []
     shards = layout.shard
     while shards < hardware.world_size and not hardware.holds(estimate(shards)):
@@ -148,14 +142,14 @@ def check_memory(
             shards *= 2
         if hardware.holds(estimate(shards)):
             remedies.append(f"parallel.mode=fsdp on {shards} such devices")
-    if need.activations > usable / 4:
+    if need.of_batch > usable / 4:
         remedies.append("a lower micro_batch_size or data.seq_len, or activation_checkpointing.fraction=1.0")
     remedies.append("adapter.base=nf4" if has_adapter else "an adapter in place of all weights, or an 8-bit optimizer")
     report = (
         f"model.path={path}: a rank needs about {need}, {(need.total - usable) / GIB:.1f} GiB more than the "
         f"{usable / GIB:.1f} GiB it can use. What would fit: {'; '.join(remedies)}."
     )
-    if need.state > memory:
+    if need.total - need.of_batch > memory:
         raise ConfigError(report)
     return report
 
@@ -203,7 +197,7 @@ def _can_hold_gradients(model: CausalLM, formats: Formats, hardware: Hardware) -
     """Whether whole gradients of what trains fit beside the rest while they accumulate."""
     trained = [p for p in model.parameters() if p.requires_grad]
     held = sum(p.numel() * (4 if formats.is_mixed else p.element_size()) for p in trained)
-    return hardware.memory_bytes is None or held <= _HELD_GRADIENTS * hardware.memory_bytes
+    return hardware.memory_bytes is None or held <= HELD_GRADIENTS * hardware.memory_bytes
 
 
 def defer_reduce(model: CausalLM, is_deferred: bool) -> None:

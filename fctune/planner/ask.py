@@ -20,7 +20,7 @@ class Ask:
     model: str | None = None  # a directory with config.json
     rows: int | None = None
     mean_tokens: float | None = None
-    price: float | None = None  # of a GPU-hour
+    price: float | None = None  # of a GPU-hour; else the config's
     efficiency: float | None = None
     disk_gb_s: float = 1.0
     failures_per_gpu_day: float = FAILURES_PER_GPU_DAY

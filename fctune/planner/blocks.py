@@ -18,12 +18,17 @@ class BlockMemory:
     adapter_copies: int  # of adapters in the compute format; a block, whatever its tokens
     operators: int  # under activation checkpointing with policy op
     inputs: int  # under policy block
-    temporary: int  # beside it, while the block runs
-    constant: int  # beside it, a block, whatever its tokens
+    temporary: int  # beside it, when its backward needs most
+    widening: int  # beside it, while a weight of 4 bits is widened in backward
+    constant: int  # of that weight, whatever the tokens
 
     def whole(self, tokens: int) -> int:
         """A block's activations, not checkpointed."""
         return self.all * tokens + self.adapter_copies
+
+    def beside(self, tokens: int) -> int:
+        """What its backward needs beside them, at most."""
+        return max(self.temporary * tokens, self.widening * tokens + self.constant if self.constant else 0)
 
 
 def linear_shapes(a: Architecture) -> dict[str, tuple[int, int]]:
@@ -38,8 +43,9 @@ def measure_block(a: Architecture, config: RunConfig, width: int) -> BlockMemory
 
     Eager, a linear that trains, or has an adapter, keeps its input; attention its three inputs, its output and a
     float32 a head; a norm its input and a float32; SwiGLU both branches and the activated one. Under adapters with
-    dropout, each adapter keeps its own dropped input and a mask of bytes. Compiled, what is cheap is computed again:
-    kept are inputs of norms, what products and attention gave, nothing pointwise (functorch's min-cut partitioner).
+    dropout, each adapter keeps its own dropped input and a mask of bytes. With DoRA each adapted linear
+    keeps the sum that it scales. Compiled, functorch's min-cut partitioner has the activation and RoPE's tables made
+    again; what backward multiplies is kept as it is. Of DoRA's sums some are made again: less is kept than is said.
     """
     d, i, kv_dim = a.embed_dim, a.intermediate_dim, a.num_kv_heads * a.head_dim
     adapter = config.adapter
@@ -55,26 +61,32 @@ def measure_block(a: Architecture, config: RunConfig, width: int) -> BlockMemory
     copies = copied * sum(sum(shapes[name]) for name in adapted)
     kept = 2 * d + attention + gates + inner
     masks = 0
-    if not config.compile:
+    if config.compile:
+        small += 8  # the position
+    else:
+        kept += i  # the gate's sigmoid-weighted value
         small += 2 * 4 * a.head_dim  # RoPE's table at each place, for q and k
-        kept += i  # the activated branch
-        has_dropout = adapter is not None and adapter.dropout > 0
-        if has_dropout:
-            kept += sum(shapes[name][0] for name in adapted)
-            masks = sum(shapes[name][0] for name in adapted)
-        else:
-            kept += d * any(n in keeping for n in ("q_proj", "k_proj", "v_proj"))
-            kept += d * any(n in keeping for n in ("gate_proj", "up_proj"))
-            kept += i * ("down_proj" in keeping)
+    if adapter is not None and adapter.dropout > 0:
+        kept += sum(shapes[name][0] for name in adapted)
+        masks = sum(shapes[name][0] for name in adapted)
+    else:
+        kept += d * any(n in keeping for n in ("q_proj", "k_proj", "v_proj"))
+        kept += d * any(n in keeping for n in ("gate_proj", "up_proj"))
+        kept += i * ("down_proj" in keeping)
+    if adapter is not None and adapter.dora:
+        kept += d + sum(shapes[name][1] for name in adapted)
     everything = kept * width + masks + small
-    temporary = (3 * i + 2 * d) * width
+    # SwiGLU's backward: the gradient that comes, and those of both branches; its output is let go by then.
+    is_output_kept = adapter is None or "down_proj" in adapted
+    temporary = ((2 if is_output_kept else 3) * i + d) * width
     if masks and adapter is not None:
         temporary = max(temporary, 24 * max(shapes[name][0] for name in adapted))  # hashes of 64 bits, three at once
     constant = 0
     if adapter is not None and adapter.base == "nf4":
-        constant = 2 * width * i * d  # the widened weight of a product, and its parts
+        # Two halves as indices of 64 bits, looked up, scaled and put together: torchao's get_original_weight.
+        constant = (8 + 3 * width) * i * d
     operators = d + d + _every_second_product(a, config)
-    return BlockMemory(everything, copies, operators * width + small, d * width, temporary, constant)
+    return BlockMemory(everything, copies, operators * width + small, d * width, temporary, (i + d) * width, constant)
 
 
 def _every_second_product(a: Architecture, config: RunConfig) -> int:

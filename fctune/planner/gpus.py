@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fctune.errors import ConfigError
-
-GIB = 1024**3
+from fctune.modeling.footprint import GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class Gpu:
     memory_gb_s: float
     link_gb_s: float
     nic_gb_s: float
-    source: str
+    source: str  # of its own figures
+    machine: str  # whose links are counted
 
 
 def _gpu(
@@ -36,51 +37,82 @@ def _gpu(
     fp8_tflops: float | None,
     bandwidths: tuple[float, float, float],
     source: str,
+    machine: str,
 ) -> Gpu:
-    return Gpu(name, int(memory_gib * GIB), bf16_tflops, fp8_tflops, *bandwidths, source)
+    return Gpu(name, int(memory_gib * GIB), bf16_tflops, fp8_tflops, *bandwidths, source, machine)
 
 
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+_HOPPER = "https://resources.nvidia.com/en-us-hopper-architecture/nvidia-h100-tensor-c"
+_GA102 = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
+_ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
+_A10G = "https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf"
+_AWS = "https://aws.amazon.com/ec2/instance-types/"
+_NVLINK = "NVLink, 8 x 400 Gb/s a node"
+_PCIE4 = "PCIe 4.0 x16"
+
+# Memory as torch.cuda.get_device_properties gives it; the machine's adapters are shared by its 8 GPUs.
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("b200", 178.4, 2250, 4500, (8000, 900, 50), "NVIDIA HGX B200 datasheet; 8 x 400 Gb/s a node"),
-        _gpu("h200", 139.8, 989, 1979, (4800, 450, 50), "NVIDIA H200 SXM datasheet; 8 x 400 Gb/s a node"),
-        _gpu("h100", 79.1, 989, 1979, (3350, 450, 50), "NVIDIA H100 SXM datasheet; 8 x 400 Gb/s a node"),
-        _gpu("h100-pcie", 79.1, 756, 1513, (2000, 50, 12.5), "NVIDIA H100 PCIe datasheet; PCIe 5.0 x16, 100 Gb/s"),
-        _gpu("a100", 79.1, 312, None, (2039, 300, 25), "NVIDIA A100 80 GB SXM datasheet; 8 x 200 Gb/s a node"),
-        _gpu("a100-40gb", 39.4, 312, None, (1555, 300, 12.5), "NVIDIA A100 40 GB SXM datasheet; 8 x 100 Gb/s a node"),
-        _gpu("l40s", 44.3, 362, 733, (864, 25, 12.5), "NVIDIA L40S datasheet; PCIe 4.0 x16, 100 Gb/s"),
-        _gpu("l4", 22.0, 121, 242, (300, 25, 6), "NVIDIA L4 datasheet; PCIe 4.0 x16, 50 Gb/s"),
-        _gpu("a10g", 22.0, 70, None, (600, 25, 6), "AWS G5 instances; PCIe 4.0 x16, 50 Gb/s"),
-        _gpu("a6000", 47.4, 154.8, None, (768, 25, 12.5), "NVIDIA RTX A6000 datasheet; PCIe 4.0 x16, 100 Gb/s"),
-        _gpu("rtx4090", 23.6, 165.2, 330, (1008, 25, 1.25), "NVIDIA Ada whitepaper; PCIe 4.0 x16, 10 Gb/s"),
+        _gpu("b200", 178.4, 2250, 4500, (8000, 900, 50), f"{_NVIDIA}hgx/", f"DGX B200: {_NVLINK}"),
+        _gpu("h200", 139.8, 989, 1979, (4800, 450, 50), f"{_NVIDIA}h200/", f"DGX H200: {_NVLINK}"),
+        _gpu("h100", 79.1, 989, 1979, (3350, 450, 50), f"{_NVIDIA}h100/", f"DGX H100: {_NVLINK}"),
+        _gpu("h100-pcie", 79.1, 756, 1513, (2000, 64, 12.5), _HOPPER, "PCIe 5.0 x16, 100 Gb/s a GPU (assumed)"),
+        _gpu("a100", 79.1, 312, None, (2039, 300, 25), f"{_NVIDIA}a100/", "DGX A100: NVLink, 8 x 200 Gb/s a node"),
+        _gpu("a100-40gb", 39.4, 312, None, (1555, 300, 6.25), f"{_NVIDIA}a100/", f"{_AWS}p4/: NVLink, 400 Gb/s a node"),
+        _gpu("l40s", 44.3, 362, 733, (864, 32, 6.25), f"{_NVIDIA}l40s/", f"{_AWS}g6e/: {_PCIE4}, 400 Gb/s a node"),
+        _gpu("l4", 22.0, 121, 242, (300, 32, 1.56), f"{_NVIDIA}l4/", f"{_AWS}g6/: {_PCIE4}, 100 Gb/s a node"),
+        _gpu("a10g", 22.0, 70, None, (600, 32, 1.56), _A10G, f"{_AWS}g5/: {_PCIE4}, 100 Gb/s a node"),
+        _gpu("a6000", 47.4, 154.8, None, (768, 32, 1.56), _GA102, f"{_PCIE4}, 100 Gb/s a node (assumed)"),
+        _gpu("rtx4090", 23.6, 165.2, 330.3, (1008, 32, 0.16), _ADA, f"{_PCIE4}, 10 Gb/s a node (assumed)"),
     )
 }
 
+# What options say, and the field that each replaces.
+_BY_HAND = {
+    "--gpu-memory-gib": "memory_bytes",
+    "--tflops": "bf16_tflops",
+    "--memory-gb-s": "memory_gb_s",
+    "--link-gb-s": "link_gb_s",
+    "--nic-gb-s": "nic_gb_s",
+}
 
-def find_gpu(name: str, memory_gib: float | None = None, tflops: float | None = None) -> Gpu:
+# Of a GPU that is described by hand, where it is not given.
+_ASSUMED = {"--memory-gb-s": "memory of 2 TB/s", "--link-gb-s": f"{_PCIE4} in a node", "--nic-gb-s": "100 Gb/s a GPU"}
+
+
+def find_gpu(name: str, by_hand: dict[str, float | None] | None = None) -> Gpu:
     """The GPU of that name, or one described by hand; figures by hand replace those of the table.
 
+    Args:
+        name: as in the table.
+        by_hand: options of the command and what was given; None where it was not.
+
     Raises:
-        ConfigError: a name that is not known, without both figures.
+        ConfigError: a name that is not known, without memory and rate; figures that cannot be.
     """
-    for option, value in (("--gpu-memory-gib", memory_gib), ("--tflops", tflops)):
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"{option} {value}: expected a finite number over 0.")
+    given = {option: value for option, value in (by_hand or {}).items() if value is not None}
+    for option, value in given.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{option} {value:g}: expected a finite number over 0.")
     gpu = GPUS.get(name.lower())
     if gpu is None:
-        if memory_gib is None or tflops is None:
+        if not {"--gpu-memory-gib", "--tflops"} <= given.keys():
             raise ConfigError(
-                f"--gpu {name}: not known; known: {', '.join(GPUS)}. "
-                "For another, give --gpu-memory-gib and --tflops (dense, bf16)."
+                f"--gpu {name}: not known; known: {', '.join(GPUS)}. For another, give --gpu-memory-gib and --tflops "
+                "(dense, bf16), and --memory-gb-s, --link-gb-s and --nic-gb-s where they are known."
             )
-        by_hand = "given by hand; bandwidths as of PCIe 4.0 x16 and 100 Gb/s, 2 TB/s of memory"
-        return Gpu(name, int(memory_gib * GIB), tflops, None, 2000, 25, 12.5, by_hand)
-    if memory_gib is not None:
-        gpu = replace(gpu, memory_bytes=int(memory_gib * GIB), source=f"{gpu.source}; memory by hand")
-    if tflops is not None:
-        gpu = replace(gpu, bf16_tflops=tflops, fp8_tflops=None, source=f"{gpu.source}; rate by hand")
-    return gpu
+        assumed = ", ".join(text for option, text in _ASSUMED.items() if option not in given)
+        gpu = Gpu(name, 0, 0, None, 2000, 32, 12.5, "by hand", f"assumed: {assumed}" if assumed else "by hand, too")
+    elif "--tflops" in given:
+        gpu = replace(gpu, fp8_tflops=None)
+    figures: dict[str, Any] = {_BY_HAND[option]: value for option, value in given.items()}
+    if "memory_bytes" in figures:
+        figures["memory_bytes"] = int(figures["memory_bytes"] * GIB)
+    if figures and gpu.source != "by hand":
+        figures["source"] = f"{gpu.source}; by hand: {', '.join(given)}"
+    return replace(gpu, **figures)
 
 
 def under_power_cap(gpu: Gpu, watts: float, rated_watts: float) -> Gpu:

@@ -12,6 +12,7 @@ from fctune.errors import ConfigError
 from fctune.modeling.architecture import Architecture, read_architecture
 from fctune.modeling.build import CausalLM, build_model
 from fctune.modeling.frozen import check_shards
+from fctune.modeling.hub import describe_failure, parse_name
 from fctune.modeling.lora import apply_lora_
 from fctune.modeling.precision import choose_formats
 
@@ -30,6 +31,7 @@ _LLAMA: dict[str, Any] = {
         "original_max_position_embeddings": 8192,
     },
 }
+_LLAMA_3_2 = _LLAMA | {"rope_scaling": _LLAMA["rope_scaling"] | {"factor": 32.0}, "tie_word_embeddings": True}
 _QWEN: dict[str, Any] = {
     "model_type": "qwen2",
     "max_position_embeddings": 32768,
@@ -51,6 +53,8 @@ def _sizes(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: in
 
 # config.json of public models, as on the hub: what is planned often is not downloaded yet, and may be gated.
 KNOWN: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.2-1B": _LLAMA_3_2 | _sizes(16, 2048, 8192, 32, 8, 128256),
+    "meta-llama/Llama-3.2-3B": _LLAMA_3_2 | _sizes(28, 3072, 8192, 24, 8, 128256),
     "meta-llama/Llama-3.1-8B": _LLAMA | _sizes(32, 4096, 14336, 32, 8, 128256),
     "meta-llama/Llama-3.1-70B": _LLAMA | _sizes(80, 8192, 28672, 64, 8, 128256),
     "meta-llama/Llama-3.3-70B": _LLAMA | _sizes(80, 8192, 28672, 64, 8, 128256),
@@ -70,13 +74,14 @@ def find_architecture(path: str, by_hand: str | None = None) -> tuple[Architectu
     Raises:
         ConfigError: a model that is not here, is not known, and whose config.json cannot be downloaded.
     """
-    if by_hand is not None or not path.startswith("hf:"):
+    named = parse_name(path)
+    if by_hand is not None or named is None:
         folder = Path(by_hand or path)
         return read_architecture(folder), folder, str(folder / "config.json")
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
 
-    name, _, revision = path.removeprefix("hf:").partition("@")
-    cached = try_to_load_from_cache(name, "config.json", revision=revision or None)
+    name, revision = named
+    cached = try_to_load_from_cache(name, "config.json", revision=revision)
     if isinstance(cached, str):
         return read_architecture(Path(cached).parent), Path(cached).parent, cached
     known = KNOWN.get(name.removesuffix("-Instruct"))
@@ -84,15 +89,29 @@ def find_architecture(path: str, by_hand: str | None = None) -> tuple[Architectu
         with tempfile.TemporaryDirectory() as made:
             (Path(made) / "config.json").write_text(json.dumps(known), encoding="utf-8")
             return read_architecture(made), None, f"{name}, as this version of the planner knows it"
+    with tempfile.TemporaryDirectory() as made:
+        (Path(made) / "config.json").write_bytes(_download_config(path, name, revision))
+        return read_architecture(made), None, f"{name} on the hub"
+
+
+def _download_config(path: str, name: str, revision: str | None) -> bytes:
+    """One try of a few seconds: the hub's own client tries for half a minute."""
+    import requests
+    from huggingface_hub import constants, get_token, hf_hub_url
+
+    token = get_token()
     try:
-        file = Path(hf_hub_download(name, "config.json", revision=revision or None, etag_timeout=5))
-    except Exception as error:  # the hub's client raises a family of its own, network errors and more
-        reason = " ".join(str(error).split())[:200]
+        if constants.HF_HUB_OFFLINE:
+            raise ConnectionError("HF_HUB_OFFLINE is set")
+        url = hf_hub_url(name, "config.json", revision=revision)
+        answer = requests.get(url, headers={"Authorization": f"Bearer {token}"} if token else {}, timeout=5)
+        answer.raise_for_status()
+    except Exception as error:  # of requests' family, and of the hub's for a name that cannot be one
         raise ConfigError(
-            f"model.path={path}: config.json cannot be downloaded ({type(error).__name__}: {reason}). "
+            f"model.path={path}: config.json cannot be downloaded ({describe_failure(error, 200)}). "
             "Pass --model DIR with one; no weights are needed."
         ) from None
-    return read_architecture(file.parent), file.parent, str(file)
+    return bytes(answer.content)
 
 
 def shape_model(config: RunConfig, architecture: Architecture) -> CausalLM:

@@ -10,14 +10,14 @@ from typing import Any
 from fctune.config import RunConfig
 from fctune.errors import ConfigError
 from fctune.modeling.build import CausalLM
-from fctune.modeling.footprint import Workload, estimate
 from fctune.modeling.shard import Hardware, choose_layout
 from fctune.planner.ask import Ask
 from fctune.planner.hand import HandEstimate, estimate_by_hand, flops_by_hand
-from fctune.planner.memory import MemoryModel, Peak, Setting
+from fctune.planner.memory import MemoryModel
 from fctune.planner.models import can_be_cut, find_architecture, shape_model
+from fctune.planner.moments import Peak, Setting
 from fctune.planner.rows import Rows, count_rows
-from fctune.planner.speed import Flops, StepTime, count_flops, efficiency_of, time_step
+from fctune.planner.speed import EFFICIENCY, EFFICIENCY_RANGE, Flops, StepTime, count_flops, time_step
 from fctune.planner.storage import Storage, plan_storage
 
 VERSION = 1  # of the JSON's layout
@@ -26,7 +26,7 @@ _FRACTIONS = (0.0, 0.5, 1.0)
 _NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 # Doubling the GPUs pays while it makes the run this much faster.
-_WORTH = 1.6
+WORTH = 1.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,8 @@ class Plan:
     flops: Flops
     efficiency: float
     time: StepTime
+    slowest_s: float  # a step, at the ends of the range that the efficiency is of
+    quickest_s: float
     rows: Rows | None
     num_steps: int | None
     hand: HandEstimate
@@ -98,10 +100,19 @@ class Plan:
 
     @property
     def hours(self) -> float | None:
-        """Of training, saves and failures as expected."""
+        """Of training, saves and failures as expected; start, compilation and evaluation aside."""
+        return self._hours_of(self.time.total_s)
+
+    @property
+    def hours_range(self) -> tuple[float, float] | None:
+        """The same at both ends of the range of efficiencies; None where one was given, or steps are not known."""
+        ends = self._hours_of(self.quickest_s), self._hours_of(self.slowest_s)
+        return None if ends[0] is None or ends[1] is None or ends[0] == ends[1] else (ends[0], ends[1])
+
+    def _hours_of(self, step_s: float) -> float | None:
         if self.num_steps is None:
             return None
-        return self.num_steps * self.time.total_s / 3600 / max(0.1, 1 - self.storage.lost_share)
+        return self.num_steps * step_s / 3600 / max(0.1, 1 - self.storage.lost_share)
 
     def to_json(self) -> dict[str, Any]:
         """The plan in the layout that ``version`` names; bytes and seconds, None where not known."""
@@ -128,6 +139,7 @@ class Plan:
             "step": self.time.to_json()
             | {"flops_per_token": asdict(self.flops) | {"total": self.flops.total}, "efficiency": self.efficiency},
             "hours": hours,
+            "hours_range": self.hours_range,
             "gpu_hours": gpu_hours,
             "cost": None if gpu_hours is None or self.ask.price is None else gpu_hours * self.ask.price,
             "storage": self.storage.to_json(),
@@ -153,6 +165,8 @@ def make_plan(config: RunConfig, ask: Ask) -> Plan:
     Raises:
         ConfigError: a layout that does not fit the ranks, a model whose shape is not to be had, numbers that cannot be.
     """
+    if ask.price is None:
+        ask = replace(ask, price=config.price_per_gpu_hour)
     world = ask.nodes * ask.gpus_per_node
     if config.global_batch_size < world:
         raise ConfigError(
@@ -194,6 +208,8 @@ def make_plan(config: RunConfig, ask: Ask) -> Plan:
         flops=flops,
         efficiency=bench.efficiency,
         time=bench.time(setting),
+        slowest_s=bench.time(setting, EFFICIENCY_RANGE[0]).total_s,
+        quickest_s=bench.time(setting, EFFICIENCY_RANGE[1]).total_s,
         rows=rows,
         num_steps=num_steps,
         hand=hand,
@@ -209,7 +225,7 @@ class _Bench:
 
     def __init__(self, config: RunConfig, ask: Ask, model: CausalLM, memory: MemoryModel, rows: Rows | None):
         self.config, self.ask, self.model, self.memory, self.rows = config, ask, model, memory, rows
-        self.efficiency = efficiency_of(config, ask.efficiency)
+        self.efficiency = EFFICIENCY if ask.efficiency is None else ask.efficiency
         self.supervised_share = memory.supervised_share
         seq_len = config.data.seq_len
         # Unknown rows are taken to fill a pack each, which costs most.
@@ -221,35 +237,27 @@ class _Bench:
         """The setting that a run of this config would choose, and why."""
         config, ask = self.config, self.ask
         hardware = Hardware("cuda", ask.nodes * ask.gpus_per_node, ask.gpus_per_node, ask.gpu.memory_bytes)
-        work = Workload(
-            self.model.formats,
-            config.optimizer,
-            config.micro_batch_size * config.data.seq_len,
-            config.activation_checkpointing,
-            is_cpu_offloaded=config.parallel.cpu_offload,
-        )
-        need = partial(estimate, self.model, work)
+        # A run chooses before it knows how much of its data is learnt.
+        memory = MemoryModel(self.model, config, ask.gpu.memory_bytes)
+        need = partial(memory.need, hardware.world_size)
         layout = choose_layout(config.parallel, hardware, config.adapter is not None, need)
         fraction = config.activation_checkpointing.fraction
         setting = Setting(layout.mode, layout.replicate, layout.shard, fraction, config.micro_batch_size)
-        return self.accumulated(setting), layout.reason
-
-    def accumulated(self, setting: Setting) -> Setting:
-        """The same with its number of micro-batches a step."""
-        held = setting.micro_batch_size * setting.world_size
-        return replace(setting, accumulation=max(1, math.ceil(self.config.global_batch_size / held)))
+        return self.memory.accumulated(setting), layout.reason
 
     def flops(self, setting: Setting) -> Flops:
         """Of a token."""
         return count_flops(self.memory, setting.fraction, self.supervised_share, self.pairs_per_token)
 
-    def time(self, setting: Setting) -> StepTime:
-        """Of a step."""
+    def time(self, setting: Setting, efficiency: float | None = None) -> StepTime:
+        """Of a step, at another efficiency than the plan's where none was asked for."""
+        if efficiency is None or self.ask.efficiency is not None:
+            efficiency = self.efficiency
         packs = self.config.global_batch_size * self.slots_per_pack / self.config.data.seq_len
         if self.rows is not None:
             packs *= min(1.0, self.rows.packs / self.config.global_batch_size)
         return time_step(
-            self.memory, self.ask.gpu, setting, self.flops(setting), packs, self.ask.gpus_per_node, self.efficiency
+            self.memory, self.ask.gpu, setting, self.flops(setting), packs, self.ask.gpus_per_node, efficiency
         )
 
     def variants(self, nodes: int) -> list[Variant]:
@@ -278,7 +286,7 @@ class _Bench:
         """What a setting needs and gives."""
         most = math.ceil(self.config.global_batch_size / setting.world_size)
         largest = self.memory.largest_micro_batch(setting, most, self.config.global_batch_size)
-        setting = self.accumulated(replace(setting, micro_batch_size=largest or 1))
+        setting = self.memory.accumulated(replace(setting, micro_batch_size=largest or 1))
         time = self.time(setting)
         tokens = self.config.global_batch_size * self.slots_per_pack * (1 - self.padding_share)
         if self.rows is not None:
@@ -306,7 +314,7 @@ class _Bench:
             cost = None if gpu_hours is None or self.ask.price is None else gpu_hours * self.ask.price
             pays = best is not None
             if best is not None and before is not None and before.best is not None:
-                pays = before.pays and before.best.time.total_s / best.time.total_s >= _WORTH
+                pays = before.pays and before.best.time.total_s / best.time.total_s >= WORTH
             before = Scale(nodes, best, hours, gpu_hours, cost, pays)
             scales.append(before)
         return scales

@@ -1,32 +1,34 @@
-"""Time of a step: arithmetic at a stated efficiency, what collectives cannot hide behind it, the update."""
+"""Time of a step: arithmetic at a stated efficiency, what kernels move beyond that, what collectives cannot hide."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
 
-from fctune.config import RunConfig
 from fctune.modeling.loss import MAX_LOGITS
 from fctune.planner.blocks import linear_shapes
 from fctune.planner.gpus import Gpu
-from fctune.planner.memory import MemoryModel, Setting
+from fctune.planner.memory import MemoryModel
+from fctune.planner.moments import Setting
+from fctune.planner.pointwise import count_moved, fused
 
-# Share of the dense peak that all arithmetic of a compiled step reaches, recomputation counted: the mean of four public
-# measurements on H100: MPT-7B at 2k, 4k and 8k (llm-foundry scripts/train/benchmarking: 0.45, 0.50, 0.44) and Qwen2.5
-# 7B LoRA (NeMo Automodel docs/performance-summary: 0.45). They are not among those that tests compare with.
-COMPILED_EFFICIENCY = 0.46
+# Share of the dense peak that a step with fused kernels reaches, all that it waits for counted: Megatron-LM's README
+# gives 41 % to 48 % of H100's for 2 to 462 billion weights; the middle is taken, the ends are the range of a plan.
+EFFICIENCY = 0.445
+EFFICIENCY_RANGE = (0.41, 0.48)
 
-# Eager blocks are slower by this: Llama 3.2 3B on A100, 7,075 and 8,998 tokens/s (torchtune README).
-EAGER_SHARE = 7075 / 8998
+# Of their peaks, what the best products reach on H100, bfloat16 and float8: 794.5 of 989 and 1402.6 of 1979
+# (https://github.com/stas00/ml-engineering, compute/accelerator, maximum achievable matmul).
+_BF16_SHARE = 0.803
+_FLOAT8_SHARE = 0.709
 
-# Products in float8 with a scale a tensor, against bf16, rounding counted: Llama 3.1 8B on 8 H100, 8,532 and 6,667
-# tokens/s over the whole step (torchtitan benchmarks/llama3_h100_202412), solved for the products.
-FLOAT8_SPEEDUP = 1.36
-
-# Share of a link's rate that collectives reach (nccl-tests on 2 x 8 H100), of memory's that an update does, and of
-# arithmetic that communication can run beside.
+# Share of a link's rate that collectives reach at the 100s of MB that a block is, and of memory's that a kernel does.
+# Assumptions, between what configs/acceptance_2x8_h100.yaml warns of and fails at; ``fctune acceptance`` measures both.
 _LINK_SHARE = 0.8
 _MEMORY_SHARE = 0.8
+
+# Of arithmetic, what communication can run beside: the first block of a step has nothing before it, collectives take
+# some of the processors. An assumption.
 _OVERLAP = 0.9
 
 
@@ -50,6 +52,7 @@ class StepTime:
     """Seconds of one optimizer step; ``collectives_s`` is what is sent, ``exposed_s`` what training waits for."""
 
     compute_s: float
+    moving_s: float  # what kernels move beyond those that efficiencies are of: eager ones', adapters'
     collectives_s: float
     exposed_s: float
     update_s: float
@@ -59,7 +62,7 @@ class StepTime:
     @property
     def total_s(self) -> float:
         """All of it."""
-        return self.compute_s + self.exposed_s + self.update_s
+        return self.compute_s + self.moving_s + self.exposed_s + self.update_s
 
     def to_json(self) -> dict[str, float]:
         """All of it."""
@@ -111,15 +114,14 @@ def count_flops(
     return Flops(products, recomputed, 14 * pair, supervised_share * (head_cost * head + head_adapter))
 
 
-def efficiency_of(config: RunConfig, given: float | None = None) -> float:
-    """Share of the peak that the step's arithmetic reaches."""
-    if given is not None:
-        return given
-    return COMPILED_EFFICIENCY * (1.0 if config.compile else EAGER_SHARE)
-
-
 def time_step(
-    memory: MemoryModel, gpu: Gpu, setting: Setting, flops: Flops, packs: float, ranks_per_node: int, efficiency: float
+    memory: MemoryModel,
+    gpu: Gpu,
+    setting: Setting,
+    flops: Flops,
+    packs: float,
+    ranks_per_node: int,
+    efficiency: float = EFFICIENCY,
 ) -> StepTime:
     """Seconds of a step of ``packs`` packs over all ranks; a rank with a micro-batch less waits for the others.
 
@@ -129,9 +131,9 @@ def time_step(
     per_rank = math.ceil(packs / setting.world_size)
     tokens = per_rank * memory.config.data.seq_len
     micro_batches = math.ceil(per_rank / setting.micro_batch_size)
-    speedup = FLOAT8_SPEEDUP if _multiplies_float8(memory, gpu) else 1.0
-    arithmetic = tokens * ((flops.products + flops.recomputed) / speedup + flops.attention + flops.head)
-    compute = arithmetic / (gpu.bf16_tflops * 1e12 * efficiency)
+    compute = tokens * flops.total / (gpu.bf16_tflops * 1e12 * efficiency)
+    moving = tokens * extra_seconds(memory, gpu, setting.fraction)
+    compute -= saved_by_float8(memory, gpu, flops, tokens, micro_batches)
     gathered, scattered, summed = count_traffic(memory, setting, micro_batches)
     node = min(setting.shard, ranks_per_node)
     inner = _bus_bytes_per_s(gpu, setting.shard, ranks_per_node)
@@ -140,11 +142,38 @@ def time_step(
         outer = gpu.nic_gb_s * 1e9 * _LINK_SHARE  # each shard's copies meet over its own adapter
     shards, copies = setting.shard, setting.replicate
     sent = (gathered + scattered) * (shards - 1) / shards / inner + 2 * summed * (copies - 1) / copies / outer
-    exposed = max(sent / len(memory.blocks), sent - _OVERLAP * compute)  # the first block's at the least
+    exposed = max(sent / len(memory.blocks), sent - _OVERLAP * (compute + moving))  # the first block's at the least
     state = memory.state(setting)
     moved = 2 * (state.optimizer + state.gradients) + 2 * state.gradients
-    update = moved / (gpu.memory_gb_s * 1e9 * _MEMORY_SHARE)
-    return StepTime(compute, sent, exposed, update, int(gathered), int(scattered + summed))
+    update = moved / _memory_bytes_per_s(gpu)
+    return StepTime(compute, moving, sent, exposed, update, int(gathered), int(scattered + summed))
+
+
+def extra_seconds(memory: MemoryModel, gpu: Gpu, fraction: float) -> float:
+    """A token's, for what kernels move beyond those of fused blocks without adapters, which efficiencies are of."""
+    a, width = memory.architecture, memory.formats.compute.itemsize
+    more = count_moved(a, memory.config, width).over(fused(a, width), fraction)
+    return a.num_layers * more / _memory_bytes_per_s(gpu)
+
+
+def saved_by_float8(memory: MemoryModel, gpu: Gpu, flops: Flops, tokens: float, micro_batches: int) -> float:
+    """Seconds that products in float8 take less than in bfloat16, at what each reaches at best, less the rounding.
+
+    Each rounding reads a tensor for its largest value, then reads it and writes a byte: of a product's input and weight
+    forward and backward, of the gradient backward.
+    """
+    adapter, a = memory.config.adapter, memory.architecture
+    is_base = adapter is not None and adapter.base == "float8"
+    if gpu.fp8_tflops is None or not (memory.formats.has_float8_products or is_base):
+        return 0.0
+    work = tokens * (flops.products + flops.recomputed)
+    before, after = gpu.bf16_tflops * 1e12 * _BF16_SHARE, gpu.fp8_tflops * 1e12 * _FLOAT8_SHARE
+    shapes = linear_shapes(a).values()
+    inputs, outputs = sum(i for i, _ in shapes), sum(o for _, o in shapes)
+    weights = 0 if is_base else 2 * sum(i * o for i, o in shapes)  # a frozen base is rounded once and for all
+    numbers = tokens * ((1 if is_base else 2) * inputs + outputs) + micro_batches * weights
+    rounding = a.num_layers * numbers * (2 * memory.formats.compute.itemsize + 1) / _memory_bytes_per_s(gpu)
+    return work * (1 / before - 1 / after) - rounding
 
 
 def count_traffic(memory: MemoryModel, setting: Setting, micro_batches: int) -> tuple[float, float, float]:
@@ -154,7 +183,7 @@ def count_traffic(memory: MemoryModel, setting: Setting, micro_batches: int) -> 
     (ZeRO stage 3, https://arxiv.org/abs/1910.02054). Gradients that fit are reduced once a step, else each time.
     """
     trained = sum(t.numel * (4 if memory.formats.is_mixed else t.itemsize) for t in memory.all.tensors if t.is_trained)
-    times = 1 if memory.holds_gradients() else micro_batches
+    times = 1 if memory.holds_gradients else micro_batches
     gathered = scattered = 0.0
     if setting.shard > 1:
         passes = 2 if memory.config.parallel.reshard_after_forward else 1
@@ -173,7 +202,5 @@ def _bus_bytes_per_s(gpu: Gpu, ranks: int, ranks_per_node: int) -> float:
     return rate * 1e9 * _LINK_SHARE
 
 
-def _multiplies_float8(memory: MemoryModel, gpu: Gpu) -> bool:
-    adapter = memory.config.adapter
-    is_asked = memory.formats.has_float8_products or (adapter is not None and adapter.base == "float8")
-    return is_asked and gpu.fp8_tflops is not None
+def _memory_bytes_per_s(gpu: Gpu) -> float:
+    return gpu.memory_gb_s * 1e9 * _MEMORY_SHARE

@@ -6,8 +6,9 @@ import math
 from dataclasses import asdict, dataclass
 
 from fctune.config import RunConfig
-from fctune.planner.memory import MemoryModel, state_bytes
+from fctune.planner.memory import MemoryModel
 from fctune.planner.rows import Rows
+from fctune.planner.tensors import state_bytes
 
 # Unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 H100 (https://arxiv.org/abs/2407.21783).
 FAILURES_PER_GPU_DAY = 419 / 54 / 16_384

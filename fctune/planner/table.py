@@ -7,18 +7,10 @@ from dataclasses import fields
 from rich.console import Console
 from rich.table import Table
 
-from fctune.planner.gpus import GIB
-from fctune.planner.memory import SAFE_SHARE
-from fctune.planner.plan import Plan, Variant
+from fctune.modeling.footprint import GIB, LABELS, SAFE_SHARE
+from fctune.planner.plan import WORTH, Plan, Variant
+from fctune.planner.speed import EFFICIENCY_RANGE
 from fctune.planner.storage import FAILURES_PER_GPU_DAY
-
-_LABELS = {
-    "gathered": "weights held whole",
-    "reducing": "gradients held whole",
-    "working": "computed again, temporaries",
-    "context": "CUDA and NCCL (assumed)",
-    "fragmentation": "fragmentation (assumed)",
-}
 
 
 def print_plan(console: Console, plan: Plan) -> None:
@@ -27,7 +19,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     gpus = f"{ask.nodes} x {ask.gpus_per_node} {ask.gpu.name}"
     _say(console, f"{plan.config.model.path}: {plan.num_parameters:,} parameters, {plan.num_trained:,} train")
     _say(console, f"  shape: {plan.shape_source}")
-    _say(console, f"{gpus} ({ask.gpu.source})")
+    _say(console, f"{gpus} ({ask.gpu.source}; {ask.gpu.machine})")
     _say(console, f"  {_describe_layout(setting.mode, setting.replicate, setting.shard)} ({plan.layout_reason})")
     console.print()
     _print_memory(console, plan)
@@ -47,7 +39,7 @@ def _print_memory(console: Console, plan: Plan) -> None:
     for part in fields(parts):
         size = getattr(parts, part.name)
         if size:
-            table.add_row(_LABELS.get(part.name, part.name), _gib(size))
+            table.add_row(LABELS.get(part.name, part.name), _gib(size))
     table.add_row("peak", _gib(parts.total), style="bold")
     _show(console, table)
     _say(console, f"  highest at: {plan.peak.moment}")
@@ -55,7 +47,7 @@ def _print_memory(console: Console, plan: Plan) -> None:
         margin = plan.margin_bytes / memory
         _say(console, f"fits: {_gib(plan.margin_bytes)} GiB ({margin:.0%}) of {_gib(memory)} GiB left")
         if plan.peak.parts.total > SAFE_SHARE * memory:
-            _say(console, "  a narrow margin: peaks measured by others are up to a tenth over such plans", "yellow")
+            _say(console, "  a narrow margin: leave a tenth free for what nobody counts", "yellow")
     else:
         _say(console, f"does not fit: {_gib(-plan.margin_bytes)} GiB over the {_gib(memory)} GiB there are", "red")
     _say(console, f"largest micro_batch_size that fits, a tenth left free: {plan.largest_micro_batch or 'none'}")
@@ -63,14 +55,14 @@ def _print_memory(console: Console, plan: Plan) -> None:
     _say(
         console,
         f"by hand, (weights + gradients + optimizer) / GPUs + activations: {hand.state_gib:.2f} + "
-        f"{hand.activations_gib:.2f} = {hand.total_gib:.2f} GiB; it takes all as sharded and one tensor a block, and "
-        "leaves out the feed-forward, logits, what sharding holds whole, CUDA and fragmentation",
+        f"{hand.activations_gib:.2f} = {hand.total_gib:.2f} GiB; it takes all as float32, sharded over all GPUs, one "
+        "tensor a block, and leaves out the feed-forward, logits, what sharding holds whole, CUDA and fragmentation",
         "dim",
     )
 
 
 def _print_variants(console: Console, plan: Plan) -> None:
-    names = ("layout", "recomputed", "micro-batch", "GiB", "step s", "tokens/s a GPU")
+    names = ("layout", "recomputed", "micro-batch", "GiB", "step", "tokens/s a GPU")
     table = Table(*names, box=None, pad_edge=False)
     fastest = plan.fastest
     for variant in plan.variants:
@@ -80,24 +72,29 @@ def _print_variants(console: Console, plan: Plan) -> None:
             f"{setting.fraction:g}",
             str(setting.micro_batch_size),
             _gib(variant.peak.parts.total),
-            f"{variant.time.total_s:.2f}" if variant.fits else "does not fit",
+            _seconds(variant.time.total_s) if variant.fits else "does not fit",
             f"{variant.tokens_per_s_per_gpu:,.0f}" if variant.fits else "",
             style="bold" if variant is fastest else None if variant.fits else "dim",
         )
     _show(console, table)
     if fastest is None:
-        _say(console, "nothing fits: more or larger GPUs, adapter.base=nf4, or parallel.cpu_offload=true", "red")
+        has_adapter = plan.config.adapter is not None
+        other = "adapter.base=nf4" if has_adapter else "an adapter in place of all weights, an 8-bit optimizer"
+        _say(console, f"nothing fits: more or larger GPUs, {other}, or parallel.cpu_offload=true", "red")
     else:
         _say(console, f"fastest that fits: {_as_overrides(fastest)}")
 
 
 def _print_time(console: Console, plan: Plan) -> None:
     time, flops = plan.time, plan.flops
+    mover = "adapters" if plan.config.compile else "kernels that are not compiled"
+    moving = f" + {_seconds(time.moving_s)} in which {mover} move memory" if time.moving_s else ""
     _say(
         console,
-        f"a step: {time.total_s:.2f} s = {time.compute_s:.2f} arithmetic ({flops.total / 1e9:.1f} GFLOP a token at "
-        f"{plan.efficiency:.0%} of {plan.ask.gpu.bf16_tflops:g} TFLOP/s) + {time.exposed_s:.3f} waiting for "
-        f"the network (of {time.collectives_s:.3f} sending) + {time.update_s:.3f} update",
+        f"a step: {_seconds(time.total_s)} = {_seconds(time.compute_s)} arithmetic ({flops.total / 1e9:.3g} GFLOP a "
+        f"token at {plan.efficiency:.1%} of {plan.ask.gpu.bf16_tflops:g} TFLOP/s){moving} + "
+        f"{_seconds(time.exposed_s)} waiting for the network (of {_seconds(time.collectives_s)} sending) + "
+        f"{_seconds(time.update_s)} update",
     )
     if plan.rows is None:
         _say(
@@ -115,26 +112,39 @@ def _print_time(console: Console, plan: Plan) -> None:
             f"({rows.source})",
         )
     if plan.hours is not None:
-        gpu_hours = plan.hours * plan.world_size
-        cost = "" if plan.ask.price is None else f", {gpu_hours * plan.ask.price:,.2f} at {plan.ask.price:g} an hour"
-        _say(console, f"{plan.num_steps:,} steps: {plan.hours:,.1f} h, {gpu_hours:,.1f} GPU-hours{cost}", "bold")
+        _say(console, _describe_cost(plan, plan.hours), "bold")
     if plan.hand_flops is not None:
         rate = plan.ask.gpu.bf16_tflops * 1e12 * plan.efficiency
         factor = 8 if plan.setting.fraction else 6
         _say(
             console,
             f"by hand, {factor} N D: {plan.hand_flops / rate / 3600:,.1f} GPU-hours; it counts a frozen base as "
-            "trained and leaves out attention, padding and the network",
+            "trained and the embedding as a product, and leaves out attention, padding, memory and the network",
             "dim",
         )
+
+
+def _describe_cost(plan: Plan, hours: float) -> str:
+    ends = plan.hours_range
+    gpu_hours, price = hours * plan.world_size, plan.ask.price
+    line = f"{plan.num_steps:,} steps: {_hours(hours)}"
+    if ends is not None:
+        low, high = EFFICIENCY_RANGE
+        line += f" ({_hours(ends[0])} to {_hours(ends[1])} at {high:.0%} to {low:.0%} of the rate)"
+    line += f", {gpu_hours:,.1f} GPU-hours"
+    if price is not None:
+        line += f", {gpu_hours * price:,.2f} at {price:g} an hour"
+        if ends is not None:
+            line += f" ({ends[0] * plan.world_size * price:,.2f} to {ends[1] * plan.world_size * price:,.2f})"
+    return f"{line}; start, compilation and evaluation aside"
 
 
 def _print_storage(console: Console, plan: Plan) -> None:
     storage = plan.storage
     _say(
         console,
-        f"a checkpoint: {_gib(storage.checkpoint_bytes)} GiB, {storage.save_s:.1f} s to write at "
-        f"{plan.ask.disk_gb_s:g} GB/s, training waits {storage.stall_s:.2f} s",
+        f"a checkpoint: {_gib(storage.checkpoint_bytes)} GiB, {_seconds(storage.save_s)} to write at "
+        f"{plan.ask.disk_gb_s:g} GB/s (--disk-gb-s), training waits {_seconds(storage.stall_s)}",
     )
     rhythm = storage.best_interval_s
     if rhythm < float("inf"):
@@ -142,34 +152,46 @@ def _print_storage(console: Console, plan: Plan) -> None:
         source = " (as Llama 3's)" if plan.ask.failures_per_gpu_day == FAILURES_PER_GPU_DAY else ""
         _say(
             console,
-            f"a failure every {storage.hours_between_failures:,.0f} h{source}: saving every {rhythm / 60:,.1f} min, "
-            f"checkpoint.every_n_steps={steps}, loses least, {storage.lost_share:.2%}",
+            f"a failure every {storage.hours_between_failures:,.0f} h{source}: saving every {rhythm / 60:,.1f} min "
+            f"loses least, {storage.lost_share:.2%} of the time (Young, Daly): checkpoint.every_n_steps={steps:,}; the "
+            f"config has {plan.config.checkpoint.every_n_steps:,}",
         )
     _say(
         console,
-        f"room on the shared disk: {_gib(storage.total_bytes)} GiB (checkpoints {_gib(storage.checkpoints_bytes)}, "
+        f"room on the shared disk (/mnt/shared in sky/): {_gib(storage.total_bytes)} GiB (checkpoints "
+        f"{_gib(storage.checkpoints_bytes)} with checkpoint.keep_last={plan.config.checkpoint.keep_last}, "
         f"base {_gib(storage.base_bytes)}, export {_gib(storage.export_bytes)}"
         + (")" if storage.prepared_bytes is None else f", data {_gib(storage.prepared_bytes)})"),
     )
 
 
 def _print_search(console: Console, plan: Plan) -> None:
-    table = Table("nodes", "layout", "step s", "hours", "GPU-hours", "cost", "pays", box=None, pad_edge=False)
+    is_timed, is_priced = plan.num_steps is not None, plan.ask.price is not None and plan.num_steps is not None
+    names = ["nodes", "GPUs", "fastest that fits", "step", "tokens/s a GPU"]
+    names += ["hours", "GPU-hours"] * is_timed + ["cost"] * is_priced + ["pays"]
+    table = Table(*names, box=None, pad_edge=False)
     for scale in plan.scales:
         best = scale.best
-        table.add_row(
-            str(scale.nodes),
-            "nothing fits" if best is None else _describe_briefly(best),
-            "" if best is None else f"{best.time.total_s:.2f}",
-            *("" if value is None else f"{value:,.1f}" for value in (scale.hours, scale.gpu_hours, scale.cost)),
-            "yes" if scale.pays else "no",
-        )
+        cells = [str(scale.nodes), str(scale.nodes * plan.ask.gpus_per_node)]
+        if best is None:
+            cells += ["nothing fits", "", ""]
+        else:
+            cells += [_describe_briefly(best), _seconds(best.time.total_s), f"{best.tokens_per_s_per_gpu:,.0f}"]
+        figures = [scale.hours, scale.gpu_hours] * is_timed + [scale.cost] * is_priced
+        cells += ["" if value is None else f"{value:,.2f}" for value in figures]
+        table.add_row(*cells, "yes" if scale.pays else "no")
     _show(console, table)
     paying = [scale.nodes for scale in plan.scales if scale.pays]
-    if paying:
-        _say(
-            console, f"more than {paying[-1]} nodes do not pay: twice the GPUs would not be 1.6 times as fast, or idle"
-        )
+    if not paying:
+        return
+    most, batch = paying[-1], plan.config.global_batch_size
+    if most == plan.scales[-1].nodes and 2 * most * plan.ask.gpus_per_node > batch:
+        why = f"global_batch_size={batch} packs cannot be dealt to twice as many GPUs"
+    elif most == plan.scales[-1].nodes:
+        why = "more were not tried"
+    else:
+        why = f"twice as many would be less than {WORTH:g} times as fast"
+    _say(console, f"the most nodes that pay: {most}; {why}")
 
 
 def _describe_briefly(variant: Variant) -> str:
@@ -198,7 +220,15 @@ def _describe_layout(mode: str, replicate: int, shard: int) -> str:
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:,.2f}"
+    return f"{size / GIB:,.2f}" if size >= GIB / 200 or not size else "< 0.01"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 0.1 or not seconds else f"{seconds * 1e3:.3g} ms"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f} h" if hours >= 2 else f"{hours * 60:,.1f} min"
 
 
 def _show(console: Console, table: Table) -> None:

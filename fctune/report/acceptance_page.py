@@ -8,11 +8,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from fctune.acceptance.statistics import bandwidth, describe
 from fctune.acceptance.table import tell_threshold
 from fctune.report.page import Chart, Page, Series, Tone, escape, make_table
 
 _TONES: dict[str, Tone] = {"PASS": "good", "WARN": "warn", "FAIL": "bad", "SKIPPED": "", "INCOMPLETE": "warn"}
+_MESSAGES = "point_to_point"
 _SCOPES = {"node": "within each node", "all": "all nodes"}
 
 Document = Mapping[str, Any]
@@ -30,9 +30,9 @@ def make_acceptance_page(document: Document) -> Page:
     _add_tiles(page, document)
     _add_failures(page, document)
     _add_devices(page, document)
-    _add_checks(page, document)
     _add_curves(page, document)
     _add_pairs(page, document)
+    _add_checks(page, document)
     _add_environment(page, document)
     return page
 
@@ -87,26 +87,26 @@ def _add_devices(page: Page, document: Document) -> None:
         ranks = range(first, first + document["ranks_per_node"])
         host = next((hellos[str(rank)]["host"] for rank in ranks if str(rank) in hellos), "not there")
         cells = "".join(_draw_device(document, rank, laid.get(rank, "good")) for rank in ranks)
-        rows.append(
-            f'<h3>{escape(host)}</h3><div style="display:flex;flex-wrap:wrap;gap:6px;margin:6px 0 10px">{cells}</div>'
-        )
-    page.add_section("Devices", *rows, lead="A cell a rank, with the rate of its products.")
+        grid = "display:grid;grid-template-columns:repeat(auto-fill,minmax(112px,1fr));gap:6px;margin:6px 0 10px"
+        rows.append(f'<h3>{escape(host)}</h3><div style="{grid}">{cells}</div>')
+    lead = "A cell a rank: the rate of its products in TFLOP/s by format, and how hot it became; red is to blame."
+    page.add_section("Devices", *rows, lead=lead)
 
 
 def _draw_device(document: Document, rank: int, tone: str) -> str:
-    compute = document["samples"].get("compute", {}).get(str(rank), {})
-    rates = [product["tflops"] for product in compute.get("products", {}).values() if "tflops" in product]
-    readings = [r for product in compute.get("products", {}).values() for r in product.get("readings", ())]
+    products = document["samples"].get("compute", {}).get(str(rank), {}).get("products", {})
+    lines = [f"{dtype} {made['tflops']:.4g}" for dtype, made in products.items() if "tflops" in made]
+    readings = [reading for made in products.values() for reading in made.get("readings", ())]
     hottest = max((r["temperature_c"] for r in readings if r["temperature_c"] is not None), default=None)
+    if hottest is not None:
+        lines.append(f"{hottest:.0f} °C")
     if str(rank) not in document["samples"].get("hello", {}):
-        tone, figure = "bad", "absent"
-    else:
-        figure = f"{max(rates):.3g} TFLOP/s" if rates else "not measured"
-    heat = "" if hottest is None else f", {hottest:.0f} C"
+        tone, lines = "bad", ["absent"]
+    shown = "<br>".join(map(escape, lines or ["not measured"]))
     return (
         f'<div style="border:1px solid var(--line);border-left:6px solid var(--{tone});border-radius:6px;'
-        f'padding:4px 10px;min-width:96px"><b class="{tone}">{rank}</b><br>'
-        f'<span class="muted" style="font-size:13px">{escape(figure + heat)}</span></div>'
+        f'padding:4px 10px"><b class="{tone}">{rank}</b><br>'
+        f'<span class="muted" style="font-size:13px">{shown}</span></div>'
     )
 
 
@@ -135,30 +135,45 @@ def _add_checks(page: Page, document: Document) -> None:
 
 
 def _add_curves(page: Page, document: Document) -> None:
+    """A chart of collectives a scope, and one of messages: more lines than five would share colours."""
+    curves: dict[tuple[str, str], dict[float, float]] = {}  # by scope and operation
+    for row in document["bandwidths"]:
+        curve = curves.setdefault((row["scope"], row["operation"]), {})
+        power = round(math.log2(row["bytes"] / 2**20), 2)
+        curve[power] = min(row["busbw_gb_s"], curve.get(power, row["busbw_gb_s"]))
+    note = "Bus bandwidth as nccl-tests counts it, mean of the repetitions and ranks, of the slowest node."
     charts = []
     for scope, where in _SCOPES.items():
-        samples = document["samples"].get(f"collectives_{scope}", {})
-        if not samples or any("skipped" in sample for sample in samples.values()):
-            continue
-        curves: dict[str, dict[float, float]] = {}
-        rows: list[list[object]] = []
-        for number, result in enumerate(samples["0"]["results"]):
-            seconds = [s for sample in samples.values() for s in sample["results"][number]["seconds"]]
-            ranks = document["ranks_per_node"] if scope == "node" else document["world_size"]
-            times = describe(seconds)
-            busbw = bandwidth(result["operation"], result["bytes"], ranks, times["mean_s"])[1]
-            size = f"{result['bytes'] / 2**20:g}" + (f" ({result['label']})" if result["label"] else "")
-            rows.append([result["operation"], size, busbw, *(1e6 * times[name] for name in ("p50_s", "p99_s"))])
-            curves.setdefault(result["operation"], {})[round(math.log2(result["bytes"] / 2**20), 2)] = busbw
-        sizes = sorted({size for curve in curves.values() for size in curve})
-        series = [Series(name, [curve.get(size) for size in sizes]) for name, curve in curves.items()]
-        chart = Chart("lines", sizes, series, "size in MiB, as a power of two", "busbw, GB/s")
-        note = "Bus bandwidth as nccl-tests counts it, mean of the repetitions and ranks."
-        columns = [("Collective", False), ("MiB", False), ("busbw, GB/s", True), ("p50, us", True), ("p99, us", True)]
-        table = f"<details><summary>Median and 99th percentile</summary>{make_table(columns, rows)}</details>"
-        charts.append(f"<div>{page.make_chart(chart, f'Collectives {where}', note)}{table}</div>")
+        lines = {name: curve for (of, name), curve in curves.items() if of == scope and name != _MESSAGES}
+        if lines:
+            chart = page.make_chart(_draw_lines(lines), f"Collectives {where}", note)
+            charts.append(f"<div>{chart}{_list_bandwidths(document, scope)}</div>")
+    messages = {_SCOPES[scope]: curve for (scope, name), curve in curves.items() if name == _MESSAGES}
+    if messages:
+        title = "Point to point"
+        text = "Every rank to the next at once, within a node and over the ends of nodes."
+        charts.append(f"<div>{page.make_chart(_draw_lines(messages), title, text)}</div>")
     if charts:
         page.add_section("Bandwidth by size", f'<div class="pair">{"".join(charts)}</div>')
+
+
+def _draw_lines(curves: Mapping[str, Mapping[float, float]]) -> Chart:
+    sizes = sorted({size for curve in curves.values() for size in curve})
+    series = [Series(name, [curve.get(size) for size in sizes]) for name, curve in curves.items()]
+    return Chart("lines", sizes, series, "size in MiB, as a power of two", "busbw, GB/s")
+
+
+def _list_bandwidths(document: Document, scope: str) -> str:
+    """Every size with its percentiles, folded."""
+    rows: list[list[object]] = []
+    for row in (row for row in document["bandwidths"] if row["scope"] == scope):
+        size = f"{row['bytes'] / 2**20:g}" + (f" ({row['label']})" if row["label"] else "")
+        node = [row["first_rank"] // document["ranks_per_node"]] if scope == "node" else []
+        times = (1e6 * row[name] for name in ("p50_s", "p99_s"))
+        rows.append([row["operation"], *node, size, row["busbw_gb_s"], row["algbw_gb_s"], *times])
+    heads = [("Collective", False), *([("Node", False)] if scope == "node" else []), ("MiB", False)]
+    heads += [(name, True) for name in ("busbw, GB/s", "algbw, GB/s", "p50, us", "p99, us")]
+    return f"<details><summary>Every size, with percentiles</summary>{make_table(heads, rows)}</details>"
 
 
 def _add_pairs(page: Page, document: Document) -> None:
@@ -172,19 +187,23 @@ def _add_pairs(page: Page, document: Document) -> None:
             rates[rank, int(other)] = samples[str(rank)]["bytes"] / min(seconds) / 1e9
     if not rates:
         return
-    best = max(rates.values())
+    size = document["ranks_per_node"]
+    best = {
+        kind: max((rate for (a, b), rate in rates.items() if (a // size == b // size) == kind), default=0.0)
+        for kind in (True, False)
+    }
     head = "<th>Rank</th>" + "".join(f'<th class="num">{rank}</th>' for rank in ranks)
     body = []
     for a in ranks:
         cells = "".join(
             "<td></td>"
             if (rate := rates.get((a, b))) is None
-            else f'<td class="num heat" style="--heat: {1 - rate / best:.3f}">{rate:.3g}</td>'
+            else f'<td class="num heat" style="--heat: {1 - rate / best[a // size == b // size]:.3f}">{rate:.3g}</td>'
             for b in ranks
         )
         body.append(f"<tr><td>{a}</td>{cells}</tr>")
     table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
-    lead = "GB/s each way between every two ranks, both ways at once, the best of the repetitions; red is slow."
+    lead = "GB/s each way between every two ranks, both at once, the best of the repetitions; red is slow for its kind."
     page.add_section("Pairs", table, lead=lead)
 
 

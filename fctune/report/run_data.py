@@ -24,7 +24,12 @@ _NUM_NAMED = 5
 
 # What is read of these files; older versions have less, newer ones more.
 _COUNT = {"type": "integer", "minimum": 0}
-_PART = {"type": "object", "required": ["step"], "properties": {"step": _COUNT, "world_size": _COUNT}}
+_BEFORE = {"type": ["object", "null"], "properties": {"exit": {"type": ["object", "null"]}}}
+_PART = {
+    "type": "object",
+    "required": ["step"],
+    "properties": {"step": _COUNT, "world_size": _COUNT, "before": _BEFORE},
+}
 _SOURCE = {"type": "object", "required": ["path"], "properties": {"weight": {"type": "number"}}}
 _CONFIG = {
     "type": "object",
@@ -37,6 +42,7 @@ _CONFIG = {
         },
         "data": {"type": "object", "properties": {"sources": {"type": "array", "items": _SOURCE}}},
         "success": {"type": ["object", "null"]},
+        "price_per_gpu_hour": {"type": ["number", "null"]},
     },
 }
 _RUN_SCHEMA = {
@@ -49,6 +55,7 @@ _RUN_SCHEMA = {
         "command": {"type": "array"},
         "versions": {"type": "object"},
         "resumed": {"type": "array", "items": _PART},
+        "closing": {"type": "object", "additionalProperties": {"type": "number"}},
         "data": {"type": "object"},
     },
 }
@@ -63,6 +70,8 @@ class Part:
     after_step: int  # the step that it went on from
     world_size: int | None
     checkpoint: str | None = None  # what it went on from
+    until: datetime | None = None  # when it ended or wrote last, of a part that was gone on from
+    end: dict[str, Any] | None = None  # its exit.json's code and reason; None: it was killed, or goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +116,23 @@ class RunRecord:
     def parts(self) -> list[Part]:
         """Its starts, in order."""
         resumed = self.run.get("resumed", [])
-        first_size = self.run.get("world_size") if not resumed else None
-        parts = [Part(_read_time(self.run.get("started_at")), 0, first_size)]
-        for one in resumed:
-            at = _read_time(one.get("at"))
-            parts.append(Part(at, one["step"], one.get("world_size"), one.get("checkpoint")))
-        return parts
+        ends: list[dict[str, Any]] = [one.get("before") or {} for one in resumed] + [{}]
+        first_size = ends[0].get("world_size") if resumed else self.run.get("world_size")
+        starts: list[dict[str, Any]] = [
+            {"at": self.run.get("started_at"), "step": 0, "world_size": first_size},
+            *resumed,
+        ]
+        return [
+            Part(
+                at=_read_time(start.get("at")),
+                after_step=start["step"],
+                world_size=start.get("world_size"),
+                checkpoint=start.get("checkpoint"),
+                until=_read_time(end.get("until")),
+                end=end.get("exit"),
+            )
+            for start, end in zip(starts, ends, strict=True)
+        ]
 
     @property
     def ended_at(self) -> datetime | None:
@@ -149,13 +169,17 @@ class RunRecord:
                 "writing now."
             )
         if metrics.num_unreadable:
-            notes.append(f"metrics.jsonl: {metrics.num_unreadable:,} lines are no steps and left out.")
+            lines = (
+                "1 line is no step" if metrics.num_unreadable == 1 else f"{metrics.num_unreadable:,} lines are no steps"
+            )
+            notes.append(f"metrics.jsonl: {lines} and left out.")
         if metrics.num_repeated:
             notes.append(f"metrics.jsonl: {metrics.num_repeated:,} steps stand twice; the later lines count.")
         if gaps := metrics.missing():
             shown = ", ".join(str(a) if a == b else f"{a:,}-{b:,}" for a, b in gaps[:_NUM_NAMED])
             rest = f" and {len(gaps) - _NUM_NAMED:,} more gaps" if len(gaps) > _NUM_NAMED else ""
-            notes.append(f"metrics.jsonl: steps {shown}{rest} are missing.")
+            is_one = len(gaps) == 1 and gaps[0][0] == gaps[0][1]
+            notes.append(f"metrics.jsonl: {f'step {shown} is' if is_one else f'steps {shown}{rest} are'} missing.")
         return notes
 
 

@@ -31,13 +31,24 @@ class Figures:
     step_time_p50_s: float | None
     step_time_p99_s: float | None
     data_share: float | None  # of step time
-    peak_memory_gib: float | None
+    peak_memory_gib: float | None  # of the rank with the most, where all told it
     tflops_per_device: float | None  # median of steps
+    hardware_tflops_per_device: float | None
+    mfu: float | None
+    gpu_utilization: float | None  # mean over ranks and the run
+    gpu_temperature_c: float | None  # highest
+    gpu_power_w: float | None  # of all, mean
     time: TimeUse
+    price: float | None  # of a GPU-hour
+
+    @property
+    def cost(self) -> float | None:
+        """Of its GPU-hours, in the currency of the price."""
+        return None if self.price is None or self.time.gpu_hours is None else self.price * self.time.gpu_hours
 
 
-def describe_run(record: RunRecord) -> Figures:
-    """The figures of what a run has written."""
+def describe_run(record: RunRecord, price: float | None = None) -> Figures:
+    """The figures of what a run has written; ``price`` of a GPU-hour goes before that of its config."""
     metrics = record.metrics
     tokens, supervised = total(metrics, "tokens_total"), total(metrics, "tokens_supervised")
     padding = total(metrics, "tokens_padding")
@@ -57,9 +68,17 @@ def describe_run(record: RunRecord) -> Figures:
         step_time_p50_s=median(metrics, "step_time_s"),
         step_time_p99_s=quantile(metrics, "step_time_s", 0.99),
         data_share=_ratio(data_s, step_s),
-        peak_memory_gib=max((v for v in metrics.column("peak_memory_gib") if v is not None), default=None),
+        peak_memory_gib=max(
+            filter(None, (_most(metrics, f"peak_memory_{of}gib") for of in ("", "max_"))), default=None
+        ),
         tflops_per_device=median(metrics, "tflops_per_device"),
+        hardware_tflops_per_device=median(metrics, "hardware_tflops_per_device"),
+        mfu=median(metrics, "mfu"),
+        gpu_utilization=mean(metrics, "gpu_utilization"),
+        gpu_temperature_c=_most(metrics, "gpu_temperature_c"),
+        gpu_power_w=mean(metrics, "gpu_power_w"),
         time=account_time(record),
+        price=record.config.get("price_per_gpu_hour") if price is None else price,
     )
 
 
@@ -135,7 +154,11 @@ def tell_seconds(seconds: float | None) -> str:
         return f"{seconds:.3g} s"
     if seconds < 7200:
         return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 3600:,.1f} h"
+
+
+def _most(metrics: MetricsFile, name: str) -> float | None:
+    return max((value for value in metrics.column(name) if value is not None), default=None)
 
 
 def _with_bounds(metrics: MetricsFile) -> tuple[float, float, float] | None:

@@ -37,8 +37,27 @@ _CURVES: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
         {"eval_accuracy": "accuracy", "eval_accuracy_low": "lower end, 95 %", "eval_accuracy_high": "upper end, 95 %"},
     ),
     ("Tokens a second", "tokens/s", False, {"tokens_per_s": "all ranks"}),
-    ("Time of a step", "s", False, {"step_time_s": "step", "data_time_s": "of it waiting for data"}),
-    ("Memory", "GiB", False, {"peak_memory_gib": "most held, rank 0"}),
+    (
+        "Time of a step",
+        "s",
+        False,
+        {"step_time_s": "step", "data_time_s": "of it waiting for data", "save_wait_s": "of it waiting for saves"},
+    ),
+    (
+        "Memory",
+        "GiB",
+        False,
+        {
+            "peak_memory_gib": "most held, rank 0",
+            "peak_memory_max_gib": "most held, any rank",
+            "memory_reserved_gib": "reserved now",
+            "memory_active_gib": "in use now",
+        },
+    ),
+    ("GPU utilisation", "share", False, {"gpu_utilization": "mean of ranks", "gpu_utilization_min": "least"}),
+    ("Model FLOPs utilisation", "share of dense bf16", False, {"mfu": "MFU"}),
+    ("Hottest GPU", "degrees C", False, {"gpu_temperature_c": "temperature"}),
+    ("Power of all GPUs", "W", False, {"gpu_power_w": "power"}),
     ("Gradient norm", "", True, {"grad_norm": "before clipping"}),
     ("Learning rate", "", False, {"lr": "learning rate"}),
     ("Slowest rank", "times the median", False, {"compute_skew": "compute time"}),
@@ -47,7 +66,7 @@ _VALIDATION = ("Validation loss", "nats/token", True, {"validation_loss": "valid
 _MAX_EVENTS = 500
 _FINAL = f"loss, mean of the last {FINAL_STEPS} steps"
 _TILES = {_FINAL, "validation loss, last", "accuracy while training, last", "tokens/s, median", "memory, most held"}
-_TILES |= {"time, over restarts", "goodput", "GPU-hours", "cost"}
+_TILES |= {"GPU utilisation, mean", "time, over restarts", "goodput", "GPU-hours", "cost"}
 _MARKS_NOTE = "Marks: dashed line, a restart; triangle at the top, an alert; at the bottom, a checkpoint still there."
 
 
@@ -65,7 +84,7 @@ def write_run_html(
         path: of the page.
         accuracies: what came of each run, by suite.
         verdicts: on each run.
-        price: of a GPU-hour.
+        price: of a GPU-hour; None: that of each run's config.
     """
     num_steps = sum(len(record.metrics.steps) for record in records)
     make_run_page(records, accuracies, verdicts, price).write(path, f"fctune report: {num_steps:,} steps")
@@ -78,14 +97,14 @@ def make_run_page(
     price: float | None = None,
 ) -> Page:
     """The page: what was trained, how it went, what came of it, and what it took."""
-    names, figures = name_runs(records), [describe_run(record) for record in records]
+    names, figures = name_runs(records), [describe_run(record, price) for record in records]
     accuracies, verdicts = accuracies or [()] * len(records), verdicts or [()] * len(records)
     if len(records) == 1:
         page = Page(f"Run: {names[0]}", *describe_end(records[0]))
-        _add_tiles(page, figures[0], accuracies[0], price)
+        _add_tiles(page, figures[0], accuracies[0])
     else:
         page = Page(f"{len(records)} runs: {', '.join(names)}")
-        _add_comparison(page, names, records, figures, accuracies, price)
+        _add_comparison(page, names, records, figures, accuracies)
     notes = [f"<li>{escape(f'{n}: {note}')}</li>" for n, r in zip(names, records, strict=True) for note in r.notes()]
     if notes:
         page.add_section("Of these files", f'<ul class="examples">{"".join(notes)}</ul>')
@@ -96,7 +115,7 @@ def make_run_page(
             add_success(page, judged, suffix)
         add_subject(page, record, suffix)
         _add_events(page, record, suffix)
-        _add_time(page, figure, price, suffix)
+        _add_time(page, figure, suffix)
         for accuracy in found:
             if suffix:
                 page.add_section(f"Evaluation{suffix}", f"<p>{escape(str(accuracy.after.path))}</p>")
@@ -115,9 +134,9 @@ def name_runs(records: Sequence[RunRecord]) -> list[str]:
     return [str(r.path) if names.count(n) > 1 else n for r, n in zip(records, names, strict=True)]
 
 
-def _add_tiles(page: Page, figures: Figures, accuracies: Sequence[Accuracy], price: float | None) -> None:
+def _add_tiles(page: Page, figures: Figures, accuracies: Sequence[Accuracy]) -> None:
     tiles: list[tuple[str, str, Tone]] = [(f"{figures.num_steps:,}", "steps", "")]
-    for name, text in _tell(figures, price).items():
+    for name, text in _tell(figures).items():
         if text and name in _TILES:
             tiles.append((text, name, ""))
     for accuracy in accuracies:
@@ -127,10 +146,9 @@ def _add_tiles(page: Page, figures: Figures, accuracies: Sequence[Accuracy], pri
     page.add_tiles(tiles)
 
 
-def _tell(figures: Figures, price: float | None) -> dict[str, str]:
+def _tell(figures: Figures) -> dict[str, str]:
     """The figures as text, by what they are; empty where one was not measured."""
     time, accuracy = figures.time, figures.accuracy
-    cost = None if price is None or time.gpu_hours is None else price * time.gpu_hours
     return {
         "steps": f"{figures.num_steps:,}",
         _FINAL: _number(figures.final_loss, ".4f"),
@@ -141,7 +159,12 @@ def _tell(figures: Figures, price: float | None) -> dict[str, str]:
         "padding, of all slots": _number(figures.padding_share, ".1%"),
         "tokens/s, median": _number(figures.tokens_per_s, ",.0f"),
         "tokens/s a rank": _number(figures.tokens_per_s_per_rank, ",.0f"),
-        "TFLOP/s a rank, median": tell_number(figures.tflops_per_device),
+        "TFLOP/s a rank of model work, median": tell_number(figures.tflops_per_device),
+        "TFLOP/s a rank computed, median": tell_number(figures.hardware_tflops_per_device),
+        "MFU, median": _number(figures.mfu, ".1%"),
+        "GPU utilisation, mean": _number(figures.gpu_utilization, ".1%"),
+        "hottest GPU": _number(figures.gpu_temperature_c, ".0f", " degrees C"),
+        "power of all GPUs, mean": _number(figures.gpu_power_w, ",.0f", " W"),
         "step, median": tell_seconds(figures.step_time_p50_s),
         "step, 99th percentile": tell_seconds(figures.step_time_p99_s),
         "waiting for data, of step time": _number(figures.data_share, ".2%"),
@@ -149,7 +172,7 @@ def _tell(figures: Figures, price: float | None) -> dict[str, str]:
         "time, over restarts": tell_seconds(time.elapsed_s),
         "goodput": _number(time.goodput, ".1%"),
         "GPU-hours": tell_number(time.gpu_hours),
-        "cost": _number(cost, ",.2f"),
+        "cost": _number(figures.cost, ",.2f"),
     }
 
 
@@ -159,9 +182,8 @@ def _add_comparison(
     records: Sequence[RunRecord],
     figures: Sequence[Figures],
     accuracies: Sequence[Sequence[Accuracy]],
-    price: float | None,
 ) -> None:
-    told = [_tell(figure, price) for figure in figures]
+    told = [_tell(figure) for figure in figures]
     rows: list[list[object]] = [["ended", *(describe_end(record)[0] for record in records)]]
     rows += [[key, *(one[key] for one in told)] for key in told[0] if any(one[key] for one in told)]
     for suite in sorted({accuracy.suite for found in accuracies for accuracy in found if accuracy.has_total}):
@@ -220,14 +242,14 @@ def _add_events(page: Page, record: RunRecord, suffix: str) -> None:
     if events:
         kept = events if len(events) <= _MAX_EVENTS else [e for e in events if e[1] != "step"][:_MAX_EVENTS]
         rows = [list(event) for event in sorted(kept, key=lambda event: event[0])]
-        table = make_table([("Step", False), ("What", False), ("", False)], rows)
+        table = f'<div class="events">{make_table([("Step", False), ("What", False), ("", False)], rows)}</div>'
         if len(events) > 30:
             rest = "" if kept is events else f", {len(rows):,} shown"
             table = f"<details><summary>{len(events):,} events{rest}</summary>{table}</details>"
         page.add_section(f"Restarts, checkpoints and alerts{suffix}", table)
 
 
-def _add_time(page: Page, figures: Figures, price: float | None, suffix: str) -> None:
+def _add_time(page: Page, figures: Figures, suffix: str) -> None:
     time = figures.time
     parts = {name: seconds for name, seconds in time.parts.items() if seconds > 0}
     if not parts:
@@ -243,7 +265,7 @@ def _add_time(page: Page, figures: Figures, price: float | None, suffix: str) ->
         lead = f"{tell_seconds(time.elapsed_s)} from the first start to the end, goodput {time.goodput:.1%}"
         if time.gpu_hours is not None:
             lead += f", {tell_number(time.gpu_hours)} GPU-hours"
-            lead += "" if price is None else f" at {price:g}: {price * time.gpu_hours:,.2f}"
+            lead += "" if figures.cost is None else f" at {figures.price:g}: {figures.cost:,.2f}"
         lead += ". A rank counts as a GPU; goodput is the share of the time that computed steps which count."
     page.add_section(f"Time and cost{suffix}", page.make_chart(chart), table, lead=lead)
 

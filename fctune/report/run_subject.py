@@ -45,6 +45,8 @@ def add_subject(page: Page, record: RunRecord, suffix: str = "") -> None:
         ["git revision", run.get("git_revision")],
         ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
         ["directory", str(record.path)],
+        ["profiles in it", _list(record.path, "profile/*.json.gz")],
+        ["memory when it was full", _list(record.path, "out-of-memory-*.pickle")],
     ]
     said = [row for row in rows if row[1] not in (None, "")]
     page.add_section(f"What was trained{suffix}", make_table([("What", False), ("Value", False)], said))
@@ -77,6 +79,10 @@ def _describe_method(adapter: dict[str, Any] | None) -> str:
     kinds = [adapter.get("scaling", "standard"), *(["DoRA"] if adapter.get("dora") else [])]
     base = f", base in {adapter['base']}" if "base" in adapter else ""
     return f"LoRA, rank {adapter['rank']}, alpha {adapter['alpha']:g} ({', '.join(kinds)}){base}"
+
+
+def _list(folder: Path, pattern: str) -> str:
+    return ", ".join(sorted(str(file.relative_to(folder)) for file in folder.glob(pattern)))
 
 
 def _command(record: RunRecord) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from fctune.report.page import Page, Tone, escape
 from fctune.report.run_data import RunRecord
 from fctune.report.run_evals import Accuracy
 from fctune.report.run_figures import FINAL_STEPS, describe_run, flatten
+from fctune.report.run_speed import find_speed
 
 Verdict = Literal["PASS", "FAIL", "not measured"]
 
@@ -24,6 +26,7 @@ _HOLDS: dict[str, Callable[[float, float], bool]] = {
 _LOSS_OF_ADAPTERS, _LOSS_OF_ALL = 1.5, 0.5
 # What may differ between runs whose speeds are compared over ranks.
 _OF_SCALE = ("output_dir", "seed", "epochs", "max_steps", "global_batch_size", "parallel.", "success", "checkpoint.")
+_OUT_OF_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|MemoryError", re.IGNORECASE)
 _TONES: dict[Verdict, Tone] = {"PASS": "good", "FAIL": "bad", "not measured": "warn"}
 
 
@@ -36,10 +39,6 @@ class Criterion:
     verdict: Verdict
     value: float | None
     shown: str  # the value as text; where it was not measured, why
-
-    def tell(self) -> str:
-        """As a line."""
-        return f"{self.verdict}: {f'{self.name} {self.wanted}'.strip()}: {self.shown}"
 
 
 def judge_run(
@@ -75,7 +74,8 @@ def judge_run(
     judge(
         f"loss, mean of the last {FINAL_STEPS} steps", "<", loss_limit, figures.final_loss, ".4g", "no step was taken"
     )
-    judge("GPU utilisation", ">=", asked.min_gpu_utilization, None, ".1%", "a run does not keep it")
+    why = "not on a GPU, or without nvidia-ml-py"
+    judge("GPU utilisation", ">=", asked.min_gpu_utilization, figures.gpu_utilization, ".1%", why)
     held, whole = figures.peak_memory_gib, record.run.get("device_memory_gib")
     share = held / whole if held is not None and whole else None
     judge("GPU memory, most held", ">=", asked.min_memory_share, share, ".1%", "not on a GPU")
@@ -85,9 +85,19 @@ def judge_run(
     judge("scaling", ">=", asked.min_scaling, _scaling(record, peers), ".1%", "needs a run of the same on fewer ranks")
     if asked.no_out_of_memory:
         judged.append(_judge_memory(record))
-    why = "python -m eval.throughput measures it"
-    judge("inference tokens/s", ">=", asked.min_inference_tokens_per_s, None, ",.0f", why)
+    why = "run python -m eval.throughput --model RUN_DIR --json RUN_DIR/throughput.json"
+    speed_of_answers = find_speed(record)
+    inference = None if speed_of_answers is None else speed_of_answers.tokens_per_s
+    at = "" if speed_of_answers is None else f", {speed_of_answers.width} at a time"
+    judge(f"inference tokens/s{at}", ">=", asked.min_inference_tokens_per_s, inference, ",.0f", why)
     return judged
+
+
+def tell_table(judged: Sequence[Criterion]) -> list[str]:
+    """The verdicts as lines of a table: each with what was asked, what was wanted and what was found."""
+    rows = [(one.verdict, one.name, one.wanted, one.shown) for one in judged]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    return ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
 
 
 def asked_of(record: RunRecord) -> SuccessConfig:
@@ -126,16 +136,19 @@ def _accuracy(record: RunRecord, accuracies: Sequence[Accuracy]) -> tuple[float 
 
 
 def _judge_memory(record: RunRecord) -> Criterion:
-    reason = str((record.exit or {}).get("reason", ""))
-    if "OutOfMemory" in reason or "out of memory" in reason.lower():
-        return Criterion("no out-of-memory", "", "FAIL", None, " ".join(reason.split())[:160])
-    if record.exit is None:
+    """Of every part of the run: how the one before a restart ended stands in ``run.json``."""
+    ends = [part.end for part in record.parts[:-1]] + [record.exit]
+    for end in ends:
+        reason = " ".join(str((end or {}).get("reason", "")).split())
+        if _OUT_OF_MEMORY.search(reason):
+            return Criterion("no out-of-memory", "", "FAIL", None, reason[:160])
+    if ends[-1] is None:
         return Criterion("no out-of-memory", "", "not measured", None, "the run has not said how it ended")
-    if record.exit.get("code") not in (0, 75):
-        return Criterion("no out-of-memory", "", "PASS", None, "it ended of something else")
-    if len(record.parts) > 1:
+    if None in ends:
         return Criterion("no out-of-memory", "", "not measured", None, "why it was restarted is not on record")
-    return Criterion("no out-of-memory", "", "PASS", None, "none from start to end")
+    is_whole = all(end is not None and end.get("code") in (0, 75) for end in ends)
+    shown = "none from start to end" if is_whole else "it ended of something else"
+    return Criterion("no out-of-memory", "", "PASS", None, shown)
 
 
 def _scaling(record: RunRecord, peers: Sequence[RunRecord]) -> float | None:

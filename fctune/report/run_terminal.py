@@ -14,6 +14,7 @@ from rich.text import Text
 from fctune.report.run_data import RunRecord
 from fctune.report.run_figures import (
     FINAL_STEPS,
+    Figures,
     describe_end,
     describe_run,
     mean,
@@ -23,7 +24,7 @@ from fctune.report.run_figures import (
     tell_seconds,
 )
 from fctune.report.run_metrics import Column
-from fctune.report.run_success import Criterion
+from fctune.report.run_success import Criterion, tell_table
 
 RECENT = 100  # steps that "now" is over
 _WIDTH = 60
@@ -51,7 +52,8 @@ def render_run(record: RunRecord, judged: Sequence[Criterion] = (), now: datetim
     if len(record.alerts) > _NUM_ALERTS:
         parts.append(Text(f"and {len(record.alerts) - _NUM_ALERTS:,} alerts before", "dim"))
     parts += [Text(note, "yellow") for note in record.notes()]
-    parts += [Text(one.tell(), _STYLES.get(one.verdict, "dim")) for one in judged]
+    lines = zip(tell_table(judged), judged, strict=True)
+    parts += [Text(line, _STYLES.get(one.verdict, "dim")) for line, one in lines]
     return Group(*parts)
 
 
@@ -118,13 +120,16 @@ def _render_figures(record: RunRecord) -> Table:
         ("tokens/s, all steps", _form(figures.tokens_per_s, ",.0f")),
         ("tokens so far", _form(figures.tokens_total, ",.0f")),
         ("step, median / p99", _step_times(record)),
-        ("waiting for data", _form(_data_share(record), ".2%")),
+        ("waiting for data", _form(_share_of(record, "data_time_s"), ".2%")),
         ("memory, most held", _form(figures.peak_memory_gib, ".2f", " GiB")),
+        ("GPU utilisation, hottest, power", _device(record)),
+        ("model FLOPs utilisation", _form(median(metrics, "mfu", RECENT), ".1%")),
+        ("waiting for saves", _form(_share_of(record, "save_wait_s"), ".2%")),
         ("slowest rank", _slowest(record)),
         ("restarts", f"{len(record.parts) - 1:,}" if len(record.parts) > 1 else None),
         ("checkpoints", ", ".join(state.name for state in record.checkpoints[-3:]) or None),
         ("time, goodput", _time(figures.time.elapsed_s, figures.time.goodput)),
-        ("GPU-hours", tell_number(figures.time.gpu_hours) or None),
+        ("GPU-hours", _spent(figures)),
     ]
     for name, shown in rows:
         if shown is not None:
@@ -141,9 +146,27 @@ def _at(record: RunRecord, name: str, form: str) -> str | None:
     return f"{value:{form}}" + ("" if step == record.metrics.steps[-1] else f" (step {step:,})")
 
 
+def _device(record: RunRecord) -> str | None:
+    """What NVML said last, of all ranks."""
+    forms = {"gpu_utilization": (".0%", ""), "gpu_temperature_c": (".0f", " degrees C"), "gpu_power_w": (",.0f", " W")}
+    found = {name: record.metrics.last(name) for name in forms}
+    shown = [f"{value[1]:{forms[name][0]}}{forms[name][1]}" for name, value in found.items() if value is not None]
+    return ", ".join(shown) or None
+
+
+def _spent(figures: Figures) -> str | None:
+    if figures.time.gpu_hours is None:
+        return None
+    return tell_number(figures.time.gpu_hours) + ("" if figures.cost is None else f", cost {figures.cost:,.2f}")
+
+
 def _slowest(record: RunRecord) -> str | None:
     rank, skew = record.metrics.last("slowest_rank"), mean(record.metrics, "compute_skew", RECENT)
-    return None if rank is None or skew is None else f"{rank[1]:.0f}, by {skew - 1:.1%} over the last {RECENT} steps"
+    if rank is None or skew is None:
+        return None
+    hosts, number = record.run.get("hosts") or [], int(rank[1])
+    where = f" ({hosts[number]})" if number < len(hosts) else ""
+    return f"{number}{where}, by {skew - 1:.1%} over the median, mean of the last {RECENT} steps"
 
 
 def _step_times(record: RunRecord) -> str | None:
@@ -151,8 +174,9 @@ def _step_times(record: RunRecord) -> str | None:
     return None if middle is None or slow is None else f"{tell_seconds(middle)} / {tell_seconds(slow)}"
 
 
-def _data_share(record: RunRecord) -> float | None:
-    waited, took = mean(record.metrics, "data_time_s", RECENT), mean(record.metrics, "step_time_s", RECENT)
+def _share_of(record: RunRecord, name: str) -> float | None:
+    """Of the time of the last steps."""
+    waited, took = mean(record.metrics, name, RECENT), mean(record.metrics, "step_time_s", RECENT)
     return None if waited is None or not took else waited / took
 
 

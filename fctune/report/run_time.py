@@ -24,27 +24,33 @@ class TimeUse:
 
     @property
     def goodput(self) -> float | None:
-        """None where the whole is not known."""
-        return self.parts["training"] / self.elapsed_s if self.elapsed_s else None
+        """None where the whole is not known, or is less than its parts: clocks that disagree."""
+        if not self.elapsed_s or self.parts["training"] > self.elapsed_s:
+            return None
+        return self.parts["training"] / self.elapsed_s
 
 
 def account_time(record: RunRecord) -> TimeUse:
     """The time of a run. What was not measured stands in no part of its own but in ``other``."""
     metrics = record.metrics
-    names = ("step_time_s", "data_time_s", "save_wait_s", "save_time_s", "eval_time_s", "is_skipped")
-    took, waited, held, saved, evaluated, skipped = ([v or 0.0 for v in metrics.column(name)] for name in names)
+    names = ("step_time_s", "data_time_s", "save_wait_s", "save_time_s", "eval_time_s", "validation_time_s")
+    took, waited, held, saved, evaluated, validated = ([v or 0.0 for v in metrics.column(name)] for name in names)
+    skipped = metrics.column("is_skipped")
     worked = [max(0.0, step - data - save) for step, data, save in zip(took, waited, held, strict=True)]
     starts = {part.after_step + 1 for part in record.parts} | set(metrics.steps[:1])
     usual = statistics.median(worked) if worked else 0.0
-    parts = dict.fromkeys(("training", "data", "stalls", "first steps", "skipped steps", "saves", "evaluation"), 0.0)
+    parts = dict.fromkeys(("training", "data", "stalls", "first steps", "skipped steps"), 0.0)
     for step, work, is_skipped in zip(metrics.steps, worked, skipped, strict=True):
         excess = max(0.0, work - usual) if step in starts or work > _STALL * usual else 0.0
         parts["first steps" if step in starts else "stalls"] += excess
         parts["skipped steps" if is_skipped else "training"] += work - excess
-    parts["data"], parts["saves"], parts["evaluation"] = sum(waited), sum(held) + sum(saved), sum(evaluated)
+    closing = record.run.get("closing", {}) if record.exit is not None else {}
+    parts["data"], parts["saves"] = sum(waited), sum(held) + sum(saved) + closing.get("save_s", 0.0)
+    parts["validation"], parts["evaluation"] = sum(validated), sum(evaluated)
+    parts["export"] = closing.get("export_s", 0.0)
     elapsed_s = _elapsed(record)
     if elapsed_s is not None:
-        whole = (sum(of_step) for of_step in zip(took, saved, evaluated, strict=True))
+        whole = (sum(of_step) for of_step in zip(took, saved, evaluated, validated, strict=True))
         by_step = dict(zip(metrics.steps, whole, strict=True))
         parts["restarts"] = _lost_to_restarts(record.parts, by_step)
         parts["other"] = max(0.0, elapsed_s - sum(parts.values()))
@@ -57,10 +63,12 @@ MEANINGS = {
     "stalls": f"what steps over {_STALL:.0f} times the median took beyond it",
     "first steps": "what the first step after a start took beyond the median: compilation, first touches of memory",
     "skipped steps": "steps whose update was left out",
-    "saves": "waiting for checkpoints to have their copy of the weights",
+    "saves": "waiting for checkpoints to have their copy of the weights, and for the last to be written",
+    "validation": "loss on the validation split",
     "evaluation": "tool-call accuracy while training",
+    "export": "writing models for others, at the end",
     "restarts": "from the last step that was kept to the restart: steps lost and time down; with the start before them",
-    "other": "start, validation, export and what was not measured of the last part",
+    "other": "start and what was not measured of the last part",
 }
 
 
@@ -82,11 +90,14 @@ def _lost_to_restarts(parts: list[Part], seconds: dict[int, float]) -> float:
 
 
 def _gpu_hours(record: RunRecord, elapsed_s: float | None) -> float | None:
-    """Each part's time, by the ranks it had; the first part's count is that of the next where it is not on record."""
+    """Each part's time, by the ranks it had, without the time between a part's end and a restart where it is known.
+
+    The first part's count of ranks is that of the next where it is not on record.
+    """
     if elapsed_s is None:
         return None
     parts, ended = record.parts, record.ended_at
-    ends = [part.at for part in parts[1:]] + [ended]
+    ends = [part.until or following.at for part, following in itertools.pairwise(parts)] + [ended]
     total = 0.0
     for number, (part, end) in enumerate(zip(parts, ends, strict=True)):
         size = part.world_size or (parts[number + 1].world_size if number + 1 < len(parts) else None)

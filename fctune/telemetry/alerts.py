@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,9 +47,14 @@ ALERTS = {
 
 
 class AlertRules:
-    """Decides, from each step's metrics, what to alert to. Each alert is given once, and again after it was over."""
+    """Decides, from each step's metrics, what to alert to. Each alert is given once, and again after it was over.
 
-    def __init__(self) -> None:
+    Args:
+        hosts: the ranks' machines, in order, by which a straggler is named.
+    """
+
+    def __init__(self, hosts: Sequence[str] = ()) -> None:
+        self._hosts = hosts
         self._active: set[str] = set()
         self._num_seen = 0
         self._step = 0
@@ -128,9 +133,10 @@ class AlertRules:
         self._slowest.append((rank, skew))
         is_same = len(self._slowest) == WINDOW and len({rank for rank, _ in self._slowest}) == 1
         least = min(skew for _, skew in self._slowest)
+        where = f" ({self._hosts[rank]})" if rank < len(self._hosts) else ""
         text = (
-            f"rank {rank} was the slowest of each of the last {WINDOW} steps, by {least - 1:.0%} or more over the "
-            "median of ranks. Look at its GPU's temperature, clocks and errors."
+            f"rank {rank}{where} was the slowest of each of the last {WINDOW} steps, by {least - 1:.0%} or more over "
+            "the median of ranks. Look at its GPU's temperature, clocks and errors."
         )
         return next(self._raise("straggler", is_same and least >= SKEW, least < SKEW, least, SKEW, text), None)
 

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from fctune.planner.gpus import GPUS
+
+# Names that drivers give, and what the planner calls them; the first that is found counts.
+_KINDS = (
+    (r"\bB200\b", "b200"),
+    (r"\bH200\b(?!.*NVL)", "h200"),
+    (r"\bH100\b.*PCIe", "h100-pcie"),
+    (r"\bH100\b(?!.*NVL)", "h100"),
+    (r"\bA100\b", "a100"),  # of every memory and board the same rate
+    (r"\bL40S\b", "l40s"),
+    (r"\bL4\b", "l4"),
+    (r"\bA10G\b", "a10g"),
+    (r"\bRTX A6000\b", "a6000"),
+    (r"\bRTX 4090\b", "rtx4090"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +79,17 @@ def describe_device(device: torch.device) -> str:
         return f"{device.type}, {os.cpu_count()} cores"
     capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
     return f"{torch.cuda.get_device_name(device)}, compute capability {capability}"
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Dense bf16 rate of its datasheet; None on CPU, and of a GPU that is not known."""
+    return peak_tflops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_tflops_of(name: str) -> float | None:
+    """The same of a GPU by the name that its driver gives it."""
+    kind = next((kind for pattern, kind in _KINDS if re.search(pattern, name)), None)
+    return None if kind is None else GPUS[kind].bf16_tflops
 
 
 def total_memory(device: torch.device, ranks_per_node: int) -> int:

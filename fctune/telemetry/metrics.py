@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +26,22 @@ class FlopCounter:
         num_layers: blocks.
         attention_dim: heads times their size.
         is_frozen: whether the base does not train: backward then computes no gradients of its weights.
+        num_head: weights of the head, which meets supervised tokens alone.
+        num_embedding: weights of the embedding, which is a look-up; 0 where it is the head's.
+        num_adapter: weights of adapters.
+        recomputed: share of the blocks' products that are computed again in backward.
+        recomputed_attention: share of their attention that is.
     """
 
     num_parameters: int
     num_layers: int
     attention_dim: int
     is_frozen: bool
+    num_head: int = 0
+    num_embedding: int = 0
+    num_adapter: int = 0
+    recomputed: float = 0.0
+    recomputed_attention: float = 0.0
 
     def weights(self, num_tokens: int) -> int:
         """What the weights cost: 2N a token forward, 2N for gradients of activations, 2N for those of weights.
@@ -43,6 +54,19 @@ class FlopCounter:
     def attention(self, num_pairs: int) -> int:
         """What attention costs over ``num_pairs`` of a query and a key that it may see: 4d forward, 8d backward."""
         return 12 * self.num_layers * self.attention_dim * num_pairs
+
+    def hardware(self, num_slots: int, num_supervised: int, num_pairs: int) -> float:
+        """What the device computes for it: padding and what is recomputed count, and the head at supervised tokens.
+
+        As HFU of https://arxiv.org/abs/2205.05198 (appendix A), by what these blocks compute. The softmax, norms and
+        the update are not counted.
+        """
+        times = 4 if self.is_frozen else 6
+        blocks = self.num_parameters - self.num_head - self.num_embedding
+        again = 2 * self.recomputed * (blocks + self.num_adapter)
+        products = num_slots * (times * blocks + 6 * self.num_adapter + again)
+        attention = self.attention(num_pairs) * (1 + self.recomputed_attention / 3)
+        return products + num_supervised * times * self.num_head + attention
 
     def dense_attention(self, num_tokens: int, seq_len: int) -> int:
         """The same as PaLM and torchtitan count it: every key of a row of ``seq_len``, also those that are masked."""
@@ -97,6 +121,39 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # kilobytes on Linux
+
+
+def active_memory_gib(device: torch.device) -> float:
+    """Memory held now: in use on a CUDA device, or resident of this process."""
+    if device.type == "cuda":
+        return float(torch.cuda.memory_stats(device)["active_bytes.all.current"]) / GIB
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize() / GIB
+
+
+class StepTimes:
+    """How long the last steps took, but for the first ones: compilation and first touches of memory are no measure."""
+
+    def __init__(self, num_kept: int = 1000, num_first: int = 3) -> None:
+        self._times: deque[float] = deque(maxlen=num_kept)
+        self._num_left = num_first
+
+    def add(self, seconds: float) -> None:
+        """One more step."""
+        if self._num_left:
+            self._num_left -= 1
+        else:
+            self._times.append(seconds)
+
+    def describe(self) -> dict[str, float]:
+        """Median and 99th percentile (nearest rank); nothing before there are steps to tell of."""
+        if not self._times:
+            return {}
+        times = sorted(self._times)
+        return {
+            "step_time_p50_s": statistics.median(times),
+            "step_time_p99_s": times[math.ceil(0.99 * len(times)) - 1],
+        }
 
 
 class SpikeFinder:

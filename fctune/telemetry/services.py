@@ -41,7 +41,9 @@ class WandbSink:
             if config.mode != "online":
                 raise
             reason = str(error).splitlines()[0].rstrip(".")
-            logger.warning("wandb: %s; going on offline. Later: wandb sync %s", reason, folder / "wandb")
+            logger.warning(
+                "wandb: %s; going on offline. Later: wandb sync %s", reason, folder / "wandb" / "offline-run-*"
+            )
             self._wandb.teardown()  # its service holds the run's id for the start that failed
             self._run = self._start("offline")
 
@@ -87,6 +89,7 @@ class TensorBoardSink:
     def __init__(self, folder: Path):
         self._folder = folder
         self._make: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        self._summary: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
         self._writer: Any = None
 
     def write(self, metrics: dict[str, Any]) -> None:
@@ -95,9 +98,10 @@ class TensorBoardSink:
         if self._writer is None:
             # Also where no file is yet: a run that resumes at step 1 is a run that began.
             self._writer = self._make(str(self._folder), purge_step=step if step > 1 else None, flush_secs=_FLUSH_S)
-        for name, value in _numbers(metrics).items():
-            if name != "step":
-                self._writer.add_scalar(name, value, step)
+        numbers = {name: value for name, value in _numbers(metrics).items() if name != "step"}
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        # One event a step: add_scalar, an event a metric, takes eight times as long.
+        self._writer.file_writer.add_summary(self._summary(value=values), step)
 
     def alert(self, alert: Alert) -> None:
         """A text beside the curves."""

@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ class Watchman:
     Args:
         folder: the run's directory; ``alerts.jsonl`` is written there, an object an alert.
         listeners: what else is told.
+        hosts: the ranks' machines, in order.
     """
 
-    def __init__(self, folder: Path, listeners: Iterable[EventSink] = ()):
+    def __init__(self, folder: Path, listeners: Iterable[EventSink] = (), hosts: Sequence[str] = ()):
         self._folder, self._listeners = folder, tuple(listeners)
-        self._rules = AlertRules()
+        self._rules = AlertRules(hosts)
         self._last = time.monotonic()
 
     def write(self, metrics: dict[str, Any]) -> None:

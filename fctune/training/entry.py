@@ -17,11 +17,12 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from fctune.config import RunConfig, load_config
 from fctune.errors import ConfigError, DataError
 from fctune.report.run_data import read_run
-from fctune.report.run_success import judge_run
+from fctune.report.run_success import judge_run, tell_table
 from fctune.telemetry.device import describe_device, total_memory
 from fctune.training import distributed
 from fctune.training.distributed import UserError, World
 from fctune.training.loop import NonFiniteError
+from fctune.training.out_of_memory import is_out_of_memory
 from fctune.training.preemption import STOPPED, Stopped, StopRequest
 from fctune.training.run import Run, open_run
 from fctune.training.run_directory import RunDirectory
@@ -44,6 +45,9 @@ class Recipe(Protocol):
 
     def save_checkpoint(self) -> None:
         """What is kept at the end."""
+
+    def suggest_less_memory(self) -> str:
+        """What to change where memory was too little."""
 
     def cleanup(self) -> None:
         """Let go of files, threads and signals; called however the run ended, unless by a defect."""
@@ -83,7 +87,11 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
         get_error_handler().record_exception(error)  # for the launcher, which reports the first rank's that failed
         if run is not None:
             reason = f"rank {world.rank}: {type(error).__name__}: {error}"
+            if recipe is not None and is_out_of_memory(error):
+                reason += f"\n{recipe.suggest_less_memory()}"
+                print(f"\n{reason}\n", file=sys.stderr, flush=True)
             run.directory.finish(1, reason, recipe.step if recipe else 0, run.newest_checkpoint(), True)
+            run.directory.unlock()
         return 1
     if recipe is not None:
         recipe.cleanup()
@@ -93,6 +101,7 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
         if run is not None:
             run.directory.finish(code, reason, recipe.step if recipe else 0, checkpoint or run.newest_checkpoint())
             _describe_end(run.directory, has_thresholds=code == 0 and config.success is not None)
+            run.directory.unlock()
     distributed.stop_world()
     return code
 
@@ -116,8 +125,8 @@ def _describe_end(directory: RunDirectory, has_thresholds: bool) -> None:
         return
     judged = judge_run(record)
     directory.describe(success=[asdict(one) for one in judged])
-    for one in judged:
-        logger.info("success: %s", one.tell())
+    for line in tell_table(judged):
+        logger.info("success: %s", line)
 
 
 def read_command_line(argv: Sequence[str], usage: str) -> tuple[Path, list[str]]:

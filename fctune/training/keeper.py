@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,14 @@ GRACE_S = 30.0  # torchrun kills its workers this long after SIGTERM
 class SavedCost:
     """What the saves of a run have cost training so far."""
 
-    stall_s: float = 0.0
+    wait_s: float = 0.0  # within steps, until a save had its copy of the weights
+    start_s: float = 0.0  # between steps
     num_saves: int = 0
+
+    @property
+    def stall_s(self) -> float:
+        """All that training waited."""
+        return self.wait_s + self.start_s
 
 
 class Keeper(StepKeeper):
@@ -80,6 +86,7 @@ class Keeper(StepKeeper):
         self._request, self._watch = request, watch
         self.saver = Saver(store, world, config.checkpoint.async_save)
         self.cost = SavedCost()
+        self._told = SavedCost()  # what of it stands in metrics already
         self._saved_at: dict[Kind, int] = {}
         self._warned_of_grace = False
 
@@ -96,7 +103,12 @@ class Keeper(StepKeeper):
         reached("update", str(self.state.step + 1))
         started = time.perf_counter()
         self.saver.wait_staged()
-        self.cost.stall_s += time.perf_counter() - started
+        self.cost.wait_s += time.perf_counter() - started
+
+    def take_costs(self) -> dict[str, float]:
+        """What saves took within the step that was taken, and between it and the one before."""
+        told, self._told = self._told, replace(self.cost)
+        return {"save_wait_s": self.cost.wait_s - told.wait_s, "save_time_s": self.cost.start_s - told.start_s}
 
     def measure(self, step: int, is_last: bool) -> dict[str, Any]:
         """Tool-call accuracy where it is due and affordable; the step with the best is remembered."""
@@ -128,7 +140,7 @@ class Keeper(StepKeeper):
         every, elastic_every = self.config.every_n_steps, self.config.elastic_every_n_steps
         if self.best is not None and self.best["step"] == step:
             self.save("elastic", step)
-            self._keep_best(self.saver.finish())
+            self._keep_best(self._wait())
         if not is_last:  # the end has a save of its own
             if elastic_every and step % elastic_every == 0:
                 self.save("elastic", step)
@@ -162,7 +174,7 @@ class Keeper(StepKeeper):
         else:
             self.saver.start(kind, step, tensors | rng, state, self._write_elastic)
         self._saved_at[kind] = step
-        self.cost.stall_s += time.perf_counter() - started
+        self.cost.start_s += time.perf_counter() - started
         self.cost.num_saves += 1
 
     def stop(self, step: int) -> None:
@@ -189,12 +201,19 @@ class Keeper(StepKeeper):
             CheckpointError: it failed and ``checkpoint.on_error`` is stop.
         """
         self.save("elastic", step)
-        result = self.saver.finish()
+        result = self._wait()
         if result is not None and result.error is not None and self.config.on_error == "stop":
             self._raise_failure()
         if result is not None and result.checkpoint is not None and self.world.is_main:
             self.store.point_to(result.checkpoint, "final")
         return self.saver.last_good.path if self.saver.last_good else None
+
+    def _wait(self) -> SaveResult | None:
+        """Wait for the running save; how it ended."""
+        started = time.perf_counter()
+        result = self.saver.finish()
+        self.cost.start_s += time.perf_counter() - started
+        return result
 
     def _keep_best(self, result: SaveResult | None) -> None:
         if self.world.is_main and result is not None and result.checkpoint is not None:

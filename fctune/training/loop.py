@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +12,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fctune.config import RunConfig
-from fctune.data.loader import GlobalLoader, StepTotals
+from fctune.data.loader import GlobalLoader
 from fctune.data.prepared import PreparedSet
 from fctune.errors import ConfigError, DataError
 from fctune.modeling.build import CausalLM
-from fctune.modeling.lora import is_adapter
-from fctune.telemetry.metrics import FlopCounter, SpikeFinder, StepClock, describe_skew, peak_memory_gib
 from fctune.telemetry.sinks import Sinks
 from fctune.training.distributed import World
 from fctune.training.feed import Feeder
+from fctune.training.meter import Meter
 from fctune.training.step import StepResult, mean_loss, train_step
 
 
@@ -48,6 +47,10 @@ class StepKeeper:
 
     def before_update(self) -> None:
         """The weights are about to change."""
+
+    def take_costs(self) -> Mapping[str, float]:
+        """What saves took since this was last asked, by metric."""
+        return {}
 
     def measure(self, step: int, is_last: bool) -> dict[str, Any]:
         """A step is taken; what is to stand in its metrics beside what the loop knows."""
@@ -88,8 +91,9 @@ def train(
     world: World,
     sinks: Sinks,
     keeper: StepKeeper | None = None,
+    gpu_hours: float = 0.0,
 ) -> None:
-    """Take the run from ``state.step`` to ``num_steps``, in place.
+    """Take the run from ``state.step`` to ``num_steps``, in place; ``gpu_hours`` are those it took before.
 
     Raises:
         NonFiniteError: a step was not finite and ``on_nonfinite`` is stop.
@@ -97,35 +101,33 @@ def train(
     keeper = keeper or StepKeeper()
     loader = GlobalLoader(prepared, "train", config.global_batch_size, config.seed, pad_to=config.data.pad_to)
     state.model.train()
-    clock, flops, spikes = StepClock(world.device), count_flops(state.model), SpikeFinder()
     nonfinite_in_row = 0
-    with Feeder(loader, world, config.micro_batch_size, state.model.kernel, num_steps) as feeder:
+    feeder = Feeder(loader, world, config.micro_batch_size, state.model.kernel, num_steps)
+    with feeder, Meter(config, state.model, world, gpu_hours) as meter:
         while state.step < num_steps:
             started = time.perf_counter()
             data = feeder.take(state.step + 1)
             step, waited = data.step, time.perf_counter() - started
             lr = float(state.scheduler.get_last_lr()[0])
-            with keeper.step():
+            with meter.step(step.step), keeper.step():
                 result = train_step(
                     state.model,
                     state.optimizer,
                     data,
                     world,
                     clip_grad_norm=config.clip_grad_norm,
-                    clock=clock,
+                    clock=meter.clock,
                     before_update=keeper.before_update,
                 )
             state.scheduler.step()
             state.step = step.step
             state.num_tokens += result.num_tokens
             elapsed = time.perf_counter() - started
-            metrics = _describe_step(result, lr, elapsed) | {"step": step.step, "epoch": step.epoch}
-            metrics |= {"data_digest": step.data_digest, "data_time_s": waited}
-            metrics |= _describe_work(result, data.totals, flops, elapsed, world)
+            metrics = meter.describe(data, result, lr, waited, elapsed, keeper.take_costs())
             if _is_validation_due(config, prepared, step.step, num_steps):
+                started = time.perf_counter()
                 metrics["validation_loss"] = validation_loss(config, state.model, prepared, world)
-            if result.is_applied and spikes.is_spike(result.loss):
-                metrics["is_spike"] = True
+                metrics["validation_time_s"] = time.perf_counter() - started
             metrics |= keeper.measure(step.step, step.step == num_steps)
             sinks.write(metrics)
             nonfinite_in_row = 0 if result.is_applied else nonfinite_in_row + 1
@@ -158,39 +160,3 @@ def _stop_at_nonfinite(config: RunConfig, step: int, result: StepResult, in_row:
         f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite, stopped before the update. "
         f"Lower optimizer.lr, or {remedy}."
     )
-
-
-def _describe_step(result: StepResult, lr: float, elapsed_s: float) -> dict[str, Any]:
-    metrics: dict[str, Any] = {
-        "loss": result.loss,
-        "lr": lr,
-        "grad_norm": result.grad_norm,
-        "tokens_total": result.num_tokens,
-        "tokens_supervised": result.num_supervised,
-        "tokens_per_s": result.num_tokens / elapsed_s,
-        "step_time_s": elapsed_s,
-    }
-    return metrics if result.is_applied else metrics | {"is_skipped": True}
-
-
-def count_flops(model: CausalLM) -> FlopCounter:
-    """Counts what the training of a model costs."""
-    base = [p for name, p in model.named_parameters() if not is_adapter(name)]
-    a = model.architecture
-    has_frozen = not any(p.requires_grad for p in base)
-    return FlopCounter(sum(p.numel() for p in base), a.num_layers, a.num_heads * a.head_dim, has_frozen)
-
-
-def _describe_work(
-    result: StepResult, totals: StepTotals, flops: FlopCounter, elapsed_s: float, world: World
-) -> dict[str, Any]:
-    num_flops = flops.weights(totals.num_tokens) + flops.attention(totals.num_pairs)
-    described: dict[str, Any] = {
-        "tokens_padding": result.num_slots - result.num_tokens,
-        "tflops_per_device": num_flops / elapsed_s / world.world_size / 1e12,
-        "peak_memory_gib": peak_memory_gib(world.device),
-    }
-    if all(map(math.isfinite, result.compute_s)):  # of the step before, so not in the first
-        described["compute_time_s"] = sum(result.compute_s) / world.world_size
-        described |= describe_skew(result.compute_s)
-    return described

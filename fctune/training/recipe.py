@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from fctune.training import distributed
 from fctune.training.distributed import World
 from fctune.training.keeper import Keeper
 from fctune.training.loop import TrainState, count_steps, train
+from fctune.training.out_of_memory import MemorySnapshot, suggest_less_memory
 from fctune.training.run import Run, start_keeping
 from fctune.training.state import build_base, lay_out_, open_sinks, place_, prepare_data, start_state
 
@@ -31,7 +34,9 @@ class FineTuning(ABC):
 
     def __init__(self, config: RunConfig, world: World, run: Run):
         self.config, self.world, self.run = config, world, run
+        self.model_dir = Path(config.model.path)
         self.state: TrainState | None = None
+        self.snapshot: MemorySnapshot | None = None
         self.keeper: Keeper | None = None
 
     @abstractmethod
@@ -58,13 +63,16 @@ class FineTuning(ABC):
     def setup(self) -> None:
         """The model's shape, which costs nothing; the data, where most runs that fail do; then weights into shards."""
         self.model_dir = distributed.on_main(lambda: resolve_model_dir(self.config.model.path))
+        keeps_history = self.config.profile is not None and self.config.profile.allocations
+        self.snapshot = MemorySnapshot(self.run.directory.path, self.world, keeps_history)
         self.model = build_base(self.config, self.model_dir, self.world)
         self.choose_trained_()
         lay_out_(self.model, self.config, self.world)
         self.prepared = prepare_data(self.config, self.model_dir, self.world)
         self.num_steps = count_steps(self.config, self.prepared, self.world)
+        hosts = distributed.gather_objects(platform.node())
         if self.world.is_main:
-            self.run.directory.describe(num_steps=self.num_steps, data=self.prepared.describe())
+            self.run.directory.describe(num_steps=self.num_steps, data=self.prepared.describe(), hosts=hosts)
         self.load_checkpoint()
         self.state = start_state(self.model, self.config, self.num_steps)
         self.keeper = start_keeping(
@@ -77,7 +85,7 @@ class FineTuning(ABC):
             self.portable(),
             self.world,
         )
-        self.sinks = open_sinks(self.config, self.run.directory, self.num_steps, self.world)
+        self.sinks = open_sinks(self.config, self.run.directory, self.num_steps, self.world, hosts)
 
     def load_checkpoint(self) -> None:
         """The base's weights into the shards, and what trains beside them."""
@@ -87,15 +95,24 @@ class FineTuning(ABC):
     def train(self) -> None:
         """All steps of the run."""
         assert self.state is not None
+        hours = self.run.directory.gpu_hours()
         with self.sinks:
-            train(self.config, self.state, self.prepared, self.num_steps, self.world, self.sinks, self.keeper)
+            train(self.config, self.state, self.prepared, self.num_steps, self.world, self.sinks, self.keeper, hours)
 
     def save_checkpoint(self) -> None:
         """The last checkpoint, and what is left for others."""
         assert self.keeper is not None
+        started = time.perf_counter()
         self.keeper.finish(self.step)
+        saved = time.perf_counter()
         for export in self.exports():
             distributed.agree(export)
+        if self.world.is_main:
+            self.run.directory.describe(closing={"save_s": saved - started, "export_s": time.perf_counter() - saved})
+
+    def suggest_less_memory(self) -> str:
+        """What the planner would change where memory was too little."""
+        return suggest_less_memory(self.config, self.model_dir, self.world)
 
     def cleanup(self) -> None:
         """Wait for a save that still runs."""

@@ -48,7 +48,7 @@ def open_run(config: RunConfig, world: World, make_request: Callable[[RunDirecto
     """Find out whether the output directory holds a run to go on with; otherwise start one. Every rank calls it.
 
     Raises:
-        ConfigError: the directory cannot be written, or is not the same one on all nodes.
+        ConfigError: the directory cannot be written, is another run's, or is not the same one on all nodes.
         CheckpointError: there are checkpoints, and none is whole.
     """
     directory = RunDirectory(config.output_dir)
@@ -58,6 +58,7 @@ def open_run(config: RunConfig, world: World, make_request: Callable[[RunDirecto
     is_here = resume is not None and resume.checkpoint.path.resolve().is_relative_to(store.root.resolve())
 
     def start() -> tuple[Path | None, list[str]]:
+        directory.lock()
         if resume is not None and is_here:
             directory.go_on(config, world.world_size, resume.checkpoint.step, resume.checkpoint.path, resume.damaged)
             return None, store.sweep()
@@ -117,7 +118,11 @@ def start_keeping(
         distributed.agree(lambda: loader.step_of(resume.state["loader"]))
         restore_(resume, state, world, lambda folder: portable.read_(folder, state.model))
         state.num_tokens = int(resume.state["tokens_total"])
-    watch = StepWatch(run.directory.path, world.rank, config.step_timeout_s)
+
+    def leave(reason: str) -> None:
+        run.directory.finish(1, reason, state.step, run.newest_checkpoint(), is_defect=True)
+
+    watch = StepWatch(run.directory.path, world.rank, leave, config.step_timeout_s)
     evaluation = LiveEvaluation(config.eval, model_dir, world) if config.eval.every_n_steps else None
     keeper = Keeper(config, state, run.store, describe, portable.write, run.request, watch, world, evaluation)
     keeper.best = resume.state["best"] if resume is not None else None

@@ -6,13 +6,14 @@ import importlib.metadata
 import json
 import platform
 import subprocess
-import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fctune.config import RunConfig
 from fctune.errors import ConfigError
+from fctune.training.lock import DirectoryLock
 
 _PACKAGES = ("fctune", "torch", "torchtune", "torchao", "transformers", "peft", "safetensors", "tokenizers", "numpy")
 
@@ -23,6 +24,7 @@ class RunDirectory:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self._run: dict[str, Any] = {}
+        self._lock: DirectoryLock | None = None
 
     @property
     def metrics(self) -> Path:
@@ -44,6 +46,24 @@ class RunDirectory:
         """Asks the run to save and stop, when someone makes it."""
         return self.path / "stop"
 
+    def lock(self) -> None:
+        """Keep other runs out until this process ends, however it ends.
+
+        Raises:
+            ConfigError: another run writes here, or the directory cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = DirectoryLock(self.path)
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    def unlock(self) -> None:
+        """Let other runs in."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
     def start(self, config: RunConfig, world_size: int) -> Path | None:
         """Make the directory and write run.json; returns where an earlier run in it was moved, if there was one.
 
@@ -55,8 +75,11 @@ class RunDirectory:
         moved: Path | None = None
         try:
             if (self.path / "run.json").exists():
-                moved = self._free_name()
+                moved, is_locked = self._free_name(), self._lock is not None
                 self.path.rename(moved)
+                if is_locked:  # the lock went with what it stood for
+                    self.unlock()
+                    self.lock()
             self.path.mkdir(parents=True, exist_ok=True)
             self._run = {
                 "config": config.to_dict(),
@@ -64,13 +87,11 @@ class RunDirectory:
                 "world_size": world_size,
                 "git_revision": _git_revision(),
                 "versions": versions(),
-                "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "started_at": _now(),
             }
             self._write("run.json", self._run)
         except OSError as error:
-            raise ConfigError(
-                f"output_dir={self.path}: cannot be written ({error.strerror}). Choose a directory you can write to."
-            ) from None
+            raise self._cannot_write(error) from None
         return moved
 
     def go_on(self, config: RunConfig, world_size: int, step: int, checkpoint: Path, damaged: Sequence[str]) -> None:
@@ -87,8 +108,11 @@ class RunDirectory:
                 "checkpoint": str(checkpoint),
                 "not_used": list(damaged),
                 "world_size": world_size,
-                "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "at": _now(),
+                "before": self._describe_part(),
             }
+            for key in ("closing", "finished_at", "success"):  # of an end that was none
+                self._run.pop(key, None)
             self._run |= {"config": config.to_dict(), "world_size": world_size, "versions": versions()}
             self._run["resumed"] = [*self._run.get("resumed", []), resumed]
             self._write("run.json", self._run)
@@ -97,6 +121,34 @@ class RunDirectory:
                 (self.path / name).unlink(missing_ok=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"output_dir={self.path}: the run in it cannot be taken up ({error}).") from None
+
+    def gpu_hours(self) -> float:
+        """Hours of all ranks until now, over restarts; the time between them, when nothing ran, is left out."""
+        resumed = self._run.get("resumed", [])
+        befores = [one.get("before") or {} for one in resumed]
+        starts = [self._run.get("started_at"), *(one["at"] for one in resumed)]
+        ends = [*(before.get("until") for before in befores), _now()]
+        sizes = [*(before.get("world_size") for before in befores), self._run.get("world_size")]
+        seconds = 0.0
+        for start, end, size in zip(starts, ends, sizes, strict=True):
+            if start and end and size:
+                seconds += (
+                    max(0.0, (datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds()) * size
+                )
+        return seconds / 3600
+
+    def _describe_part(self) -> dict[str, Any]:
+        """What is known of the part of a run that is to be gone on from: its ranks, when and how it ended."""
+        part: dict[str, Any] = {"world_size": self._run.get("world_size"), "until": None, "exit": None}
+        exit_file = self.path / "exit.json"
+        for file in (exit_file, self.metrics):
+            if file.exists():
+                part["until"] = _tell(datetime.fromtimestamp(file.stat().st_mtime, UTC))
+                break
+        if exit_file.exists():
+            ended = json.loads(exit_file.read_text(encoding="utf-8"))
+            part["exit"] = {"code": ended.get("code"), "reason": ended.get("reason")}
+        return part
 
     def _forget_steps_after(self, step: int) -> None:
         if not self.metrics.exists():
@@ -137,10 +189,23 @@ class RunDirectory:
         if self.path.is_dir():
             self._write("exit.json", {"code": code, "reason": reason, "step": step, "checkpoint": shown})
 
+    def _cannot_write(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"output_dir={self.path}: cannot be written ({error.strerror}). Choose a directory you can write to."
+        )
+
     def _write(self, name: str, value: dict[str, Any]) -> None:
         partial = self.path / f".{name}.partial"
         partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
         partial.rename(self.path / name)
+
+
+def _now() -> str:
+    return _tell(datetime.now(UTC))
+
+
+def _tell(at: datetime) -> str:
+    return at.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def versions() -> dict[str, str]:

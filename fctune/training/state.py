@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from torch._functorch import config as functorch
 
-from fctune.config import RunConfig, TelemetryConfig, resolve_component
+from fctune.config import RunConfig, TelemetryConfig
 from fctune.data.encode import Counts
 from fctune.data.prepared import PreparedSet, describe_counts, open_prepared, prepare, prepared_root
 from fctune.errors import ConfigError
@@ -17,11 +18,12 @@ from fctune.modeling.activations import checkpoint_blocks_, compile_blocks_, rou
 from fctune.modeling.architecture import read_architecture
 from fctune.modeling.attention import choose_kernel
 from fctune.modeling.build import CausalLM, build_model, materialize_
-from fctune.modeling.footprint import Workload, estimate
 from fctune.modeling.frozen import check_shards
 from fctune.modeling.precision import check_device, choose_formats
 from fctune.modeling.shard import Hardware, Layout, check_memory, choose_layout, shard_
 from fctune.modeling.weights import load_base_
+from fctune.planner.memory import MemoryModel
+from fctune.rules import resolve_component
 from fctune.telemetry.background import Background
 from fctune.telemetry.device import capability_of, describe_device, total_memory
 from fctune.telemetry.services import PrometheusSink, TensorBoardSink, WandbSink
@@ -85,7 +87,8 @@ def lay_out_(model: CausalLM, config: RunConfig, world: World) -> None:
     """
     has_adapter = config.adapter is not None
     hardware = _describe_hardware(world)
-    need = functools.partial(estimate, model, _describe_work(model, config))
+    memory = MemoryModel(model, config, hardware.memory_bytes, is_cuda=world.device.type == "cuda")
+    need = functools.partial(memory.need, world.world_size)
 
     def choose() -> tuple[Layout, str | None]:
         layout = choose_layout(config.parallel, hardware, has_adapter, need)
@@ -138,16 +141,6 @@ def _describe_hardware(world: World) -> Hardware:
     return Hardware(world.device.type, world.world_size, world.ranks_per_node, memory)
 
 
-def _describe_work(model: CausalLM, config: RunConfig) -> Workload:
-    return Workload(
-        model.formats,
-        config.optimizer,
-        config.micro_batch_size * config.data.seq_len,
-        config.activation_checkpointing,
-        is_cpu_offloaded=config.parallel.cpu_offload,
-    )
-
-
 def start_state(model: CausalLM, config: RunConfig, num_steps: int) -> TrainState:
     """The state before the first step: optimizer over what trains, schedule over the run's steps."""
     component, arguments = resolve_component(config.optimizer)
@@ -158,8 +151,8 @@ def start_state(model: CausalLM, config: RunConfig, num_steps: int) -> TrainStat
     return TrainState(model, optimizer, build_scheduler(optimizer, config.lr_scheduler, num_steps))
 
 
-def open_sinks(config: RunConfig, run: RunDirectory, num_steps: int, world: World) -> Sinks:
-    """Where metrics and alerts go; nowhere on ranks that do not write."""
+def open_sinks(config: RunConfig, run: RunDirectory, num_steps: int, world: World, hosts: Sequence[str] = ()) -> Sinks:
+    """Where metrics and alerts go; nowhere on ranks that do not write. ``hosts`` are the ranks' machines, in order."""
     if not world.is_main:
         return Sinks()
     services: list[Background] = []
@@ -171,6 +164,6 @@ def open_sinks(config: RunConfig, run: RunDirectory, num_steps: int, world: Worl
         services.append(Background("tensorboard", lambda: TensorBoardSink(run.path / "tensorboard")))
     if prometheus.port is not None:
         services.append(Background("prometheus", lambda: PrometheusSink(prometheus, run.path.name, num_steps)))
-    watchman = Background("alerts", lambda: Watchman(run.path, services))  # closed before those it tells
+    watchman = Background("alerts", lambda: Watchman(run.path, services, hosts))  # closed before those it tells
     console = ConsoleSink(Console(), num_steps, config.log_every_n_steps)
     return Sinks(JsonlSink(run.metrics), console, watchman, *services)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import statistics
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+
+logger = logging.getLogger("fctune")
 
 _NUM_LEARNT_FROM = 5
 _FACTOR = 20.0
@@ -25,11 +29,13 @@ class StepWatch:
     Args:
         folder: the run's directory.
         rank: of this process.
+        leave: called before the process is ended, with the reason.
         timeout_s: of a step; None learns it.
     """
 
-    def __init__(self, folder: Path, rank: int, timeout_s: float | None = None):
+    def __init__(self, folder: Path, rank: int, leave: Callable[[str], None], timeout_s: float | None = None):
         self.file = folder / "stacks" / f"rank-{rank}.txt"
+        self._rank, self._leave = rank, leave
         self._timeout_s = timeout_s
         self._times: deque[float] = deque(maxlen=50)
         self._deadline: float | None = None
@@ -66,9 +72,17 @@ class StepWatch:
         while not self._stop.wait(0.2):
             deadline = self._deadline
             if deadline is not None and time.monotonic() > deadline:
-                self.file.parent.mkdir(parents=True, exist_ok=True)
-                with open(self.file, "w", encoding="utf-8") as file:
-                    file.write(f"a step took longer than {time.monotonic() - self._started:.0f} s; every thread:\n\n")
-                    file.flush()
-                    faulthandler.dump_traceback(file, all_threads=True)
-                os._exit(1)
+                try:
+                    self._describe()
+                finally:  # though the disk be full
+                    os._exit(1)
+
+    def _describe(self) -> None:
+        took = f"a step took longer than {time.monotonic() - self._started:.0f} s"
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.file, "w", encoding="utf-8") as file:
+            file.write(f"{took}; every thread:\n\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        logger.error("rank %d: %s; where every thread was stands in %s", self._rank, took, self.file)
+        self._leave(f"rank {self._rank}: {took}")

@@ -13,14 +13,16 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fctune.config import RunConfig, load_config, resolve_component
+from fctune.config import RunConfig, load_config
 from fctune.modeling.activations import checkpoint_blocks_
 from fctune.modeling.architecture import read_architecture
 from fctune.modeling.build import CausalLM, build_model
-from fctune.modeling.footprint import GIB, Workload, estimate
+from fctune.modeling.footprint import GIB
 from fctune.modeling.lora import apply_lora_
 from fctune.modeling.precision import choose_formats
 from fctune.modeling.shard import Hardware, Layout, check_memory, choose_layout, shard_
+from fctune.planner.memory import MemoryModel
+from fctune.rules import resolve_component
 from tests.conftest import ROOT
 
 # Shapes as the models' own config.json give them.
@@ -106,9 +108,7 @@ def test_a_cluster_config_holds_and_its_model_fits(name: str, tmp_path: Path, wo
     num_ranks = case.nodes * case.ranks_per_node
     assert config.global_batch_size % (config.micro_batch_size * num_ranks) == 0, "ranks that idle in every step"
     hardware = Hardware("cuda", num_ranks, case.ranks_per_node, 80 * GIB)
-    tokens = config.micro_batch_size * config.data.seq_len
-    work = Workload(model.formats, config.optimizer, tokens, config.activation_checkpointing)
-    need = partial(estimate, model, work)
+    need = partial(MemoryModel(model, config, 80 * GIB).need, num_ranks)
     layout = choose_layout(config.parallel, hardware, config.adapter is not None, need)
     assert (layout.mode, layout.replicate, layout.shard) == case.layout
     check_memory(hardware, layout, config.adapter is not None, need, config.model.path)
@@ -136,10 +136,10 @@ def test_the_table_of_configs_names_each_of_them() -> None:
 def test_a_model_that_one_rank_cannot_hold_is_laid_out_over_more(tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / "llama3_3_70b_lora.yaml")
     model = shape(config, CASES["llama3_3_70b_lora"].model, tmp_path)
-    work = Workload(model.formats, config.optimizer, 4096, config.activation_checkpointing)
     layouts: list[Layout] = []
     for world_size, memory in ((16, 80), (16, 192), (8, 80)):
         hardware = Hardware("cuda", world_size, 8, memory * GIB)
-        layouts.append(choose_layout(config.parallel, hardware, True, partial(estimate, model, work)))
+        need = partial(MemoryModel(model, config, memory * GIB).need, world_size)
+        layouts.append(choose_layout(config.parallel, hardware, True, need))
     assert [layout.mode for layout in layouts] == ["hsdp", "ddp", "fsdp"]
     assert [layout.shard for layout in layouts] == [8, 1, 8]

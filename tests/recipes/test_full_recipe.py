@@ -143,7 +143,7 @@ def test_a_run_that_cannot_be_laid_out_is_one_report(
 
 
 def test_a_model_too_large_for_its_devices_is_one_report(tmp_path: Path) -> None:
-    words = "MiB (weights 4.0, gradients 4.0, optimizer 8.0"
+    words = "MiB (parameters 4.0, buffers 0.1, gradients 4.0, optimizer 8.0"
     overrides = ["parallel.mode=ddp"]
     check_report("full", tmp_path, overrides, words, memory_gib=0.01)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

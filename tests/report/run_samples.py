@@ -39,8 +39,26 @@ def make_steps(first: int, last: int, scale: float = 1.0) -> Iterator[dict[str, 
             "data_digest": f"{step:016x}",
             "compute_skew": 1.02,
             "slowest_rank": step % 2,
+            "save_wait_s": 0.004 if step % 50 == 1 else 0.0,
+            "tflops_per_device": 380 + 10 * math.sin(step),
+            "mfu": (380 + 10 * math.sin(step)) / 989,
             **({"validation_loss": scale * (0.3 + 1 / step)} if step % 20 == 0 else {}),
+            **(make_stretch(step) if step % 10 == 0 else {}),
         }
+
+
+def make_stretch(step: int) -> dict[str, Any]:
+    """What is told every now and then of all ranks."""
+    return {
+        "gpu_utilization": 0.91 + 0.03 * math.sin(step / 7),
+        "gpu_utilization_min": 0.82 + 0.05 * math.sin(step / 9),
+        "gpu_temperature_c": 60 + 8 * (1 - math.exp(-step / 100)),
+        "gpu_power_w": 1250 + 60 * math.sin(step / 5),
+        "peak_memory_max_gib": 1.01 + 0.001 * step,
+        "memory_active_gib": 0.8 + 0.05 * math.sin(step),
+        "memory_reserved_gib": 1.3,
+        "gpu_hours": step / 3600,
+    }
 
 
 def write_steps(directory: RunDirectory, first: int, last: int, scale: float = 1.0, **more: Any) -> None:

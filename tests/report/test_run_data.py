@@ -93,7 +93,7 @@ def test_a_restart_leaves_no_gap_and_no_repeat(tmp_path: Path) -> None:
         assert record.metrics.steps == list(range(1, 31))
         losses = [*(m["loss"] for m in make_steps(1, 12)), *(m["loss"] for m in make_steps(13, 30, 2.0))]
         assert record.metrics.column("loss") == losses
-        assert [(part.after_step, part.world_size) for part in record.parts] == [(0, None), (12, 3)]
+        assert [(part.after_step, part.world_size) for part in record.parts] == [(0, 2), (12, 3)]
         assert record.notes() == []
 
 

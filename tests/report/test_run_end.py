@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def test_a_run_that_falls_short_is_completed_and_says_so_in_its_record_and_on_th
     assert verdicts["loss, mean of the last 20 steps"] == "FAIL"
     assert verdicts["tokens/s a GPU, median"] == "PASS"
     assert verdicts["tool-call accuracy"] == "not measured"
-    assert "success: FAIL: loss, mean of the last 20 steps < 0.001: " in ended["out"]
+    assert re.search(r"success: FAIL +loss, mean of the last 20 steps +< 0\.001 +\d", ended["out"])
     assert main(["report", str(ended["path"]), "--out", str(ended["path"].parent / "page.html")]) == 1
 
 
@@ -61,8 +62,15 @@ def test_the_times_of_a_real_run_add_up(ended: dict[str, Any]) -> None:
     begun = datetime.fromisoformat(record.run["started_at"])
     assert time.elapsed_s == max(1.0, (datetime.fromisoformat(record.run["finished_at"]) - begun).total_seconds())
     steps = sum(value or 0.0 for value in record.metrics.column("step_time_s"))
+    waited = sum(value or 0.0 for value in record.metrics.column("save_wait_s"))
     named = sum(time.parts[name] for name in ("training", "data", "stalls", "first steps"))
-    assert named == pytest.approx(steps)
+    assert named + waited == pytest.approx(steps)
+    closing = record.run["closing"]
+    between = sum(value or 0.0 for value in record.metrics.column("save_time_s"))
+    assert time.parts["saves"] == pytest.approx(waited + between + closing["save_s"])
+    assert time.parts["export"] == closing["export_s"] > 0
+    assert time.parts["validation"] == record.metrics.column("validation_time_s")[-1]
+    assert sum(time.parts.values()) <= time.elapsed_s + 1  # what is on record is by the second
 
 
 def test_a_config_that_asks_nothing_is_not_judged(tmp_path: Path) -> None:

@@ -129,8 +129,12 @@ def test_every_point_that_is_drawn_is_the_files(page: Path, run: Path) -> None:
     names = {
         "Loss": ("loss", "validation_loss"),
         "Tokens a second": ("tokens_per_s",),
-        "Time of a step": ("step_time_s", "data_time_s"),
-        "Memory": ("peak_memory_gib",),
+        "Time of a step": ("step_time_s", "data_time_s", "save_wait_s"),
+        "Memory": ("peak_memory_gib", "peak_memory_max_gib", "memory_reserved_gib", "memory_active_gib"),
+        "GPU utilisation": ("gpu_utilization", "gpu_utilization_min"),
+        "Model FLOPs utilisation": ("mfu",),
+        "Hottest GPU": ("gpu_temperature_c",),
+        "Power of all GPUs": ("gpu_power_w",),
         "Gradient norm": ("grad_norm",),
         "Learning rate": ("lr",),
         "Slowest rank": ("compute_skew",),
@@ -155,7 +159,8 @@ def test_figures_are_the_files(page: Path, run: Path) -> None:
         (f"{statistics.fmean(line['loss'] for line in lines[-20:]):.4f}", "loss, mean of the last 20 steps"),
         (f"{lines[899]['validation_loss']:.4f}", "validation loss, last"),
         (f"{statistics.median(line['tokens_per_s'] for line in lines):,.0f}", "tokens/s, median"),
-        (f"{max(line['peak_memory_gib'] for line in lines):.2f} GiB", "memory, most held"),
+        (f"{max(line['peak_memory_max_gib'] for line in lines if 'gpu_hours' in line):.2f} GiB", "memory, most held"),
+        (f"{statistics.fmean(x['gpu_utilization'] for x in lines if 'gpu_hours' in x):.1%}", "GPU utilisation, mean"),
         ("75.0%", "right of 4 cases, smoke"),
     ):
         assert f'<b class="">{figure}</b><span>{what}</span>' in text
@@ -205,6 +210,23 @@ def test_what_was_trained_by_which_command_and_versions_is_said(run: Path, tmp_p
     kept = json.loads((run / "run.json").read_text())
     assert all(f"{name} {version}" in rows["versions"] for name, version in kept["versions"].items())
     assert rows["command"].startswith("not kept; as good: tune run --nproc_per_node 2 recipes/lora_fc_distributed")
+
+
+def test_what_was_recorded_beside_the_metrics_is_named(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 3)
+    for name in ("profile/rank-0.steps-2-3.trace.json.gz", "out-of-memory-rank-1.pickle"):
+        (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "run" / name).write_bytes(b"")
+    rows = dict(row[:2] for row in cells_of(write_page([tmp_path / "run"], tmp_path / "a.html"), "What was trained"))
+    assert rows["profiles in it"] == "profile/rank-0.steps-2-3.trace.json.gz"
+    assert rows["memory when it was full"] == "out-of-memory-rank-1.pickle"
+
+
+def test_the_price_is_that_of_the_config_where_none_is_given(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 30, price_per_gpu_hour=3.0)
+    change_run(directory, started_at="2026-01-01T00:00:00Z", finished_at="2026-01-01T01:00:00Z")
+    assert "2 GPU-hours at 3: 6.00." in write_page([tmp_path / "run"], tmp_path / "a.html")
+    assert "2 GPU-hours at 1.5: 3.00." in write_page([tmp_path / "run"], tmp_path / "b.html", price=1.5)
 
 
 def test_the_price_of_a_gpu_hour_makes_a_cost(run: Path, page: Path) -> None:

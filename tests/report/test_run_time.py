@@ -28,11 +28,14 @@ def test_every_second_is_in_one_part(tmp_path: Path) -> None:
     steps[7] = {"step_time_s": 9.0, "data_time_s": 0.5}  # stands still for 7 s
     steps[8] = {"step_time_s": 2.0, "data_time_s": 0.5, "is_skipped": True}
     steps[9] = {"step_time_s": 2.0, "data_time_s": 0.5, "eval_time_s": 6.0}
+    steps[11] = {"step_time_s": 2.0, "data_time_s": 0.5, "validation_time_s": 4.0}
     steps[10] = {"step_time_s": 2.25, "data_time_s": 0.5, "save_wait_s": 0.25, "save_time_s": 3.0}
-    time = account_time(make(tmp_path / "run", steps, finished_at="2026-01-01T00:02:00Z"))
+    time = account_time(
+        make(tmp_path / "run", steps, finished_at="2026-01-01T00:02:00Z", closing={"save_s": 2.0, "export_s": 5.0})
+    )
     assert time.elapsed_s == 120
     due = {"training": 19 * 1.5, "data": 10.0, "stalls": 7.0, "first steps": 10.0, "skipped steps": 1.5}
-    due |= {"saves": 3.25, "evaluation": 6.0, "restarts": 0.0, "other": 53.75}
+    due |= {"saves": 5.25, "validation": 4.0, "evaluation": 6.0, "export": 5.0, "restarts": 0.0, "other": 42.75}
     assert time.parts == pytest.approx(due)
     assert sum(time.parts.values()) == pytest.approx(120)
     assert time.goodput == pytest.approx(28.5 / 120)
@@ -68,3 +71,11 @@ def test_time_that_is_not_on_record_is_not_made_up(tmp_path: Path) -> None:
     assert "other" not in time.parts
     older = account_time(make(tmp_path / "older", [{"loss": 1.0}] * 5))
     assert not any(seconds for name, seconds in older.parts.items() if name != "other")
+
+
+def test_time_between_a_part_and_its_restart_is_no_gpu_hour_where_the_end_is_on_record(tmp_path: Path) -> None:
+    before = {"world_size": 8, "until": "2026-01-01T00:00:40Z", "exit": {"code": 75, "reason": "stopped"}}
+    resumed = [{"step": 10, "at": "2026-01-01T02:00:00Z", "world_size": 2, "before": before}]
+    steps = [{"step_time_s": 2.0, "data_time_s": 0.0}] * 30
+    record = make(tmp_path / "run", steps, resumed=resumed, finished_at="2026-01-01T02:00:50Z")
+    assert account_time(record).gpu_hours == pytest.approx((8 * 40 + 2 * 50) / 3600)

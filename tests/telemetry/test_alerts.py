@@ -103,6 +103,15 @@ def test_a_straggler_is_named_when_it_was_slowest_of_each_step_of_a_window() -> 
     assert not alerts_of(steps)
 
 
+def test_a_straggler_is_named_with_its_machine_where_that_is_known() -> None:
+    rules = AlertRules(hosts=[f"node-{rank // 4}" for rank in range(8)])
+    steps = healthy(60, 5)
+    for metrics in steps[20:]:
+        metrics |= {"compute_skew": 1.3, "slowest_rank": 6}
+    (alert,) = [alert for metrics in steps for alert in rules.observe(metrics)]
+    assert alert.message.startswith("rank 6 (node-1) was the slowest")
+
+
 def test_a_disk_that_fills_is_told_once_until_there_is_room_again() -> None:
     rules, steps, told = AlertRules(), healthy(40), []
     for metrics, free in zip(steps, [0.06] * 10 + [0.049, 0.051] * 5 + [0.2] * 10 + [0.01] * 10, strict=True):

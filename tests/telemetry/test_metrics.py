@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from fctune.telemetry.device import capability_of, describe_device, read_device, total_memory
-from fctune.telemetry.metrics import FlopCounter, StepClock, describe_skew, peak_memory_gib
+from fctune.telemetry.metrics import FlopCounter, StepClock, StepTimes, describe_skew, peak_memory_gib
 
 LLAMA_8B = {"num_parameters": 8_030_261_248, "num_layers": 32, "attention_dim": 4096}
 
@@ -73,3 +78,60 @@ def test_nvml_reads_the_gpu_that_torch_names() -> None:
     assert reading.memory_total_bytes is not None
     assert reading.memory_total_bytes >= 0.9 * total_memory(torch.device("cuda", 0), 1)
     assert reading.power_w is None or 0 < reading.power_w < 2000
+
+
+def count_products(model: torch.nn.Module, run: Callable[[], torch.Tensor]) -> int:
+    """Operations of all matrix products of a forward and a backward, as torch counts them."""
+    with FlopCounterMode(display=False) as counter:
+        run().backward()
+    kinds = {"mm", "addmm", "bmm", "baddbmm"}
+    return sum(int(n) for op, n in counter.get_flop_counts()["Global"].items() if str(op).split(".")[-1] in kinds)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_the_products_that_a_device_computes_are_those_that_torch_counts(
+    kind: str, fraction: float, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    from fctune.modeling.activations import checkpoint_blocks_
+    from fctune.modeling.architecture import read_architecture
+    from fctune.modeling.build import build_model, materialize_
+    from fctune.modeling.lora import apply_lora_, init_adapters_
+    from fctune.modeling.weights import load_base_
+    from fctune.training.meter import count_flops
+    from tests.training.test_ranks import make_config
+
+    path = make_model(num_hidden_layers=4)
+    config = make_config(path, tmp_path, activation_checkpointing={"fraction": fraction}, precision="fp32")
+    model = build_model(read_architecture(path), 64, torch.float32)
+    if kind == "lora":
+        assert config.adapter is not None
+        apply_lora_(model, replace(config.adapter, dropout=0.0, modules=["q_proj", "down_proj"]))
+    materialize_(model, torch.device("cpu"), False)
+    load_base_(model, path)
+    if kind == "lora":
+        init_adapters_(model, 0)
+    checkpoint_blocks_(model, config.activation_checkpointing, "cpu")
+    model.train()
+    tokens = torch.randint(0, model.architecture.vocab_size, (2, 64))
+    labels = torch.full_like(tokens, -100)
+    labels[:, 40:] = tokens[:, 40:]
+    counted = count_products(model, lambda: model(tokens, labels=labels))
+    ours = count_flops(model, config).hardware(tokens.numel(), 2 * 24, 0)
+    # Of an adapter's first input no gradient is due; a block's last product is not computed again.
+    assert ours == pytest.approx(counted, rel=0.06 if kind == "lora" or fraction else 0.005)
+    assert ours >= 0.995 * counted
+
+
+def test_percentiles_of_the_last_steps_leave_the_first_ones_out() -> None:
+    times = StepTimes(num_kept=200, num_first=2)
+    times.add(60.0)
+    times.add(30.0)
+    assert times.describe() == {}
+    for n in range(1, 301):
+        times.add(float(n))
+    kept = np.arange(101, 301)
+    assert times.describe() == {
+        "step_time_p50_s": np.median(kept),
+        "step_time_p99_s": np.percentile(kept, 99, method="inverted_cdf"),
+    }

@@ -26,9 +26,11 @@ MONITORING = ROOT / "sky" / "monitoring"
 
 # Where metrics are made: a file, and the functions whose keys they are; the keeper's own record of the best is none.
 WRITERS = {
-    "fctune/training/loop.py": ("train", "_describe_step", "_describe_work"),
-    "fctune/telemetry/metrics.py": ("describe_skew",),
-    "fctune/training/keeper.py": ("measure",),
+    "fctune/training/loop.py": ("train",),
+    "fctune/training/meter.py": ("describe", "_describe_work", "_describe_stretch"),
+    "fctune/telemetry/metrics.py": ("describe_skew", "describe"),
+    "fctune/telemetry/ranks.py": ("describe_ranks",),
+    "fctune/training/keeper.py": ("measure", "take_costs"),
     "fctune/evaluation/live.py": ("measure", "_describe"),
 }
 

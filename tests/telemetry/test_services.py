@@ -32,6 +32,7 @@ from fctune.training.distributed import World
 from fctune.training.run_directory import RunDirectory
 from fctune.training.state import open_sinks
 from tests.conftest import ROOT
+from tests.telemetry.wandb_server import WandbServer
 from tests.training.test_ranks import make_config
 
 ALERT = Alert("disk", 2, 0.01, 0.05, "1.0% of the disk is free")
@@ -144,6 +145,50 @@ def test_wandb_without_a_network_goes_on_offline_and_writes_its_key_nowhere(
     assert files
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
     assert KEY not in warnings.text
+
+
+@pytest.mark.usefixtures("no_wandb_account")
+def test_what_was_written_offline_is_what_wandbs_own_sync_reads_and_sends(tmp_path: Path) -> None:
+    config, folder = WandbConfig(project="calls", mode="offline"), tmp_path / "run"
+    for steps in ((1, 2, 3), (4, 5)):
+        with Sinks(sink := Background("wandb", lambda: WandbSink(config, folder, {"seed": 42}))) as sinks:
+            for step in steps:
+                sinks.write(metrics_of(step))
+            sink.alert(ALERT)
+        time.sleep(1.1)  # wandb names its folders by the second
+    with WandbServer() as server:
+        environment = {**os.environ, "WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
+        parts = sorted(str(part) for part in (folder / "wandb").glob("offline-run-*"))
+        command = [sys.executable, "-m", "wandb", "sync", *parts]
+        sent = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert sent.returncode == 0, sent.stderr
+    ((run_id, run),) = server.runs.items()
+    assert run_id == (folder / "wandb" / "run_id").read_text().strip()
+    assert run.config["seed"]["value"] == 42
+    assert run.alerts == [("disk", "step 2: 1.0% of the disk is free")] * 2
+    rows = sorted(run.history.values(), key=lambda row: row["step"])
+    assert [(row["_step"], row["step"], row["loss"]) for row in rows] == [(n, n, 2.0 / n) for n in range(1, 6)]
+
+
+@pytest.mark.usefixtures("no_wandb_account")
+def test_a_run_that_restarts_online_goes_on_in_the_same_run_of_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+) -> None:
+    config = WandbConfig(project="calls")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with WandbServer() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        for steps in ((1, 2, 3, 4), (3, 4, 5)):  # the second life takes two steps again
+            with Sinks(sink := Background("wandb", lambda: WandbSink(config, tmp_path, {"seed": 42}))) as sinks:
+                for step in steps:
+                    sinks.write(metrics_of(step))
+                sink.alert(ALERT)
+    assert not [record.message for record in warnings.records if "offline" in record.message]
+    ((run_id, run),) = server.runs.items()
+    assert run_id == (tmp_path / "wandb" / "run_id").read_text().strip()
+    assert len(run.alerts) == 2
+    rows = [run.history[place] for place in sorted(run.history)]
+    assert [(row["step"], row["loss"]) for row in rows] == [(n, 2.0 / n) for n in range(1, 6)]
 
 
 KILLED = """

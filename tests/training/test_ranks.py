@@ -27,7 +27,9 @@ ADAPTER = {"rank": 4, "alpha": 8, "dropout": 0.1, "modules": ["q_proj", "v_proj"
 # What a step measures of the machine, not of the model.
 MEASURED = {
     *("tokens_per_s", "step_time_s", "data_time_s", "compute_time_s", "compute_skew", "slowest_rank"),
-    *("tflops_per_device", "peak_memory_gib"),
+    *("tflops_per_device", "hardware_tflops_per_device", "tokens_per_s_per_device", "peak_memory_gib"),
+    *("validation_time_s", "step_time_p50_s", "step_time_p99_s", "data_time_max_s", "save_wait_max_s"),
+    *("peak_memory_max_gib", "memory_active_gib", "gpu_hours"),
 }
 
 # Four-bit weights share scales by the 16,384.
@@ -85,7 +87,7 @@ def run_training(
 ) -> dict[str, Any]:
     """Train as the recipe does; metrics and whole weights."""
     if held_gradients is not None:
-        shard._HELD_GRADIENTS = held_gradients
+        shard.HELD_GRADIENTS = held_gradients
     prepared = open_prepared(prepared_path)
     model = build_base(config, Path(config.model.path), world)
     if config.adapter is not None:

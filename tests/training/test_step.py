@@ -55,7 +55,7 @@ class CountingKeeper(StepKeeper):
 
 def count_collectives(world: World, config: RunConfig, path: Path, held_gradients: float) -> dict[str, Any]:
     """Collectives of the first step, and the sizes to hold them against."""
-    shard._HELD_GRADIENTS = held_gradients
+    shard.HELD_GRADIENTS = held_gradients
     model = build_base(config, Path(config.model.path), world)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)

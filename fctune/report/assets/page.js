@@ -39,7 +39,10 @@
       const limit = root.clientWidth < 560 ? 16 : 30;
       names.ticks.callback = function (value) { return wrap(this.getLabelForValue(value), limit); };
     }
-    if (spec.is_log) values.type = "logarithmic";
+    if (spec.is_log) {  // every tick of a decade, labelled, would write over the next one
+      values.type = "logarithmic";
+      values.ticks.callback = (value) => "125".includes(value.toExponential()[0]) ? number(value) : null;
+    }
     if (spec.kind === "lines") { names.type = "linear"; names.ticks.callback = number; names.ticks.color = color("muted"); }
     return {
       responsive: true, maintainAspectRatio: false, animation: false, indexAxis: sideways ? "y" : "x",

@@ -1,0 +1,294 @@
+"""Peak memory by the planner, beside torch's own tracker of it on this project's step.
+
+    python -m benchmarks.planner [--only 8b_lora,1b] [--out benchmarks/results/planner_DATE.json]
+
+The tracker (torch.distributed._tools, FSDPMemTracker) runs the recipes' model, layout and step on tensors that have
+shapes and no memory, over a group that sends nothing, and counts every storage: some 10 to 60 seconds a configuration.
+It runs on the CPU's operators, so three things are put in place of what only CUDA has: packed rows attend by
+``varlen_attn`` as on CUDA, a norm keeps what CUDA's fused kernel keeps, and numbers of the loss that the host would
+read are left out. Nothing is compiled, and neither CUDA's context, the allocator's losses nor NCCL's buffers are
+counted: the planner's figures here are without these three, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.training import ROOT, describe_machine
+from fctune.config import RunConfig, parse_config
+from fctune.data.loader import GlobalStep, StepTotals
+from fctune.modeling import layers
+from fctune.modeling.activations import checkpoint_blocks_
+from fctune.modeling.architecture import Architecture
+from fctune.modeling.attention import make_bounds
+from fctune.modeling.build import CausalLM, materialize_
+from fctune.modeling.frozen import fill_rows_, is_nf4
+from fctune.modeling.shard import Hardware, Layout, defer_reduce, shard_
+from fctune.planner.memory import MemoryModel
+from fctune.planner.models import find_architecture, shape_model
+from fctune.planner.moments import Setting
+from fctune.training import step
+from fctune.training.distributed import World
+from fctune.training.feed import Inputs, StepData
+from fctune.training.state import start_state
+
+GIB = 1024**3
+DEVICE = 80 * GIB
+
+
+class FusedNorm(torch.autograd.Function):
+    """A norm that keeps what CUDA's kernel does: its input, its weight, a float32 a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """A tensor of the right shape; nobody reads its numbers."""
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The same of both gradients."""
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+
+
+@contextmanager
+def pretended_group(world_size: int) -> Iterator[None]:
+    """A process group that sends nothing; this process is rank 0, whose shards are the largest."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _cuda_pretended(world_size: int) -> Iterator[None]:
+    """What only CUDA has, and what tensors without memory cannot give."""
+    from torch.distributed.tensor import _sharding_prop
+    from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
+
+    rows = [[1.0, 1.0, 0.0, 0.0]] * world_size
+    with ExitStack() as stack:
+        for target, name, value in (
+            (layers, "rms_norm", lambda x, _, weight, eps: FusedNorm.apply(x, weight)),
+            (step, "_exchange", lambda *_: rows),
+            (Llama3ScaledRoPE, "apply_scaling", lambda self, frequencies, *_: frequencies),
+            # Shapes are derived on whole tensors in a mode of its own, which the tracker then knows to leave out.
+            (_sharding_prop, "detect_fake_mode", lambda *_: None),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield
+
+
+def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) -> dict[str, int]:
+    """Bytes at the highest moment of two steps on rank 0, by kind as the tracker names them, and in all."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    from torch.distributed._tools.mem_tracker import MemTracker
+    from torch.distributed.fsdp import FSDPModule
+
+    world = World(0, setting.world_size, 0, torch.device("cpu"), setting.shard)
+    with pretended_group(setting.world_size), _cuda_pretended(setting.world_size):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        model = shape_model(config, architecture)
+        model.kernel = "varlen"
+        checkpoint_blocks_(model, config.activation_checkpointing, "cuda")
+        layout = Layout(setting.mode, setting.replicate, setting.shard, "")  # type: ignore[arg-type]
+        shard_(
+            model, layout, config.parallel, model.formats, Hardware("cpu", setting.world_size, setting.shard, DEVICE)
+        )
+        data = _make_step(config, model, setting)
+        with mode:
+            materialize_(model, torch.device("cpu"))
+            for name, parameter in list(model.named_parameters()):
+                if is_nf4(parameter):  # has its memory from when it is filled
+                    fill_rows_(model, name, torch.empty(parameter.shape, dtype=parameter.dtype))
+            data = _without_memory(data, mode)
+            state = start_state(model, config, num_steps=10)
+            if isinstance(model, FSDPModule):
+                tracker: Any = FSDPMemTracker(model, state.optimizer)
+            else:
+                tracker = MemTracker()
+                # It asks every parameter to tell it of its gradient, the frozen ones too, which cannot.
+                count = tracker._track_module_params_and_buffers
+                tracker._track_module_params_and_buffers = lambda module, **_: count(module, install_grad_hooks=False)
+                tracker.track_external(model, state.optimizer)
+
+            def begin_micro_batch(*arguments: Any, **options: Any) -> None:
+                tracker.reset_mod_stats()  # it follows each module through one forward
+                defer_reduce(*arguments, **options)
+
+            with tracker, mock.patch.object(step, "defer_reduce", begin_micro_batch):
+                for _ in range(2):  # the optimizer has its state from the second on
+                    step.train_step(model, state.optimizer, data, world, clip_grad_norm=config.clip_grad_norm)
+        snapshot = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+        return {getattr(kind, "value", str(kind)): int(size) for kind, size in snapshot.items()}
+
+
+def _make_step(config: RunConfig, model: CausalLM, setting: Setting) -> StepData:
+    """Packs of one conversation each, all of it supervised."""
+    rows, length = setting.micro_batch_size, config.data.seq_len
+    inputs = Inputs(
+        tokens=torch.zeros(rows, length, dtype=torch.int64),
+        labels=torch.zeros(rows, length, dtype=torch.int64),
+        loss_weights=torch.ones(rows, length),
+        supervised=torch.arange(rows * length),
+        row_keys=torch.arange(rows),
+        positions=torch.arange(length).expand(rows, -1).contiguous(),
+        bounds=make_bounds(((length,),) * rows, model.kernel),
+    )
+    tokens = rows * length
+    totals = StepTotals(tokens, tokens, float(tokens), tokens * (length + 1) // 2)
+    return StepData(GlobalStep(1, 0, (), ""), totals, [inputs] * setting.accumulation)
+
+
+def _without_memory(data: StepData, mode: Any) -> StepData:
+    first = data.inputs[0]
+    tensors = {f.name: getattr(first, f.name) for f in fields(first) if isinstance(getattr(first, f.name), Tensor)}
+    assert first.bounds is not None
+    bounds = replace(first.bounds, ends=mode.from_tensor(first.bounds.ends))
+    fake = replace(first, bounds=bounds, **{name: mode.from_tensor(tensor) for name, tensor in tensors.items()})
+    return replace(data, inputs=[fake] * len(data.inputs))
+
+
+# --- what is compared -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, what trains, and how it lies on the ranks."""
+
+    model: str
+    setting: Setting
+    config: dict[str, Any]
+
+
+def _cases() -> dict[str, Case]:
+    """Three sizes, adapters and all weights, no block, half of them and all of them computed again; and variants."""
+    lora = {"adapter": {"rank": 16}, "precision": "bf16"}
+    full = {"precision": "bf16_mixed"}
+    op = {"activation_checkpointing": {"policy": "op"}}
+    layouts = {
+        "1b": ("hf:meta-llama/Llama-3.2-1B", {"lora": ("fsdp", 1, 8, 4), "full": ("fsdp", 1, 8, 4)}),
+        "8b": ("hf:meta-llama/Llama-3.1-8B", {"lora": ("fsdp", 1, 8, 2), "full": ("fsdp", 1, 8, 2)}),
+        "70b": ("hf:meta-llama/Llama-3.1-70B", {"lora": ("hsdp", 2, 8, 1), "full": ("fsdp", 1, 64, 1)}),
+    }
+    cases: dict[str, Case] = {}
+    for size, (model, by_kind) in layouts.items():
+        for kind, (mode, replicate, shard, packs) in by_kind.items():
+            for name, fraction in (("none", 0.0), ("half", 0.5), ("all", 1.0)):
+                setting = Setting(mode, replicate, shard, fraction, packs)
+                cases[f"{size}_{kind}_{name}"] = Case(model, setting, lora if kind == "lora" else full)
+    model = "hf:meta-llama/Llama-3.1-8B"
+    dropped = lora | {"adapter": {"rank": 64, "dropout": 0.1}}
+    return cases | {
+        "8b_lora_alone": Case(model, Setting("none", 1, 1, 0.5, 2), lora),
+        "8b_nf4_alone": Case(model, Setting("none", 1, 1, 1.0, 2), {"adapter": {"rank": 16, "base": "nf4"}}),
+        "8b_lora_dropout": Case(model, Setting("fsdp", 1, 8, 0.5, 2), dropped),
+        "8b_lora_op": Case(model, Setting("fsdp", 1, 8, 1.0, 2), lora | op),
+        "8b_full_op": Case(model, Setting("fsdp", 1, 8, 1.0, 2), full | op),
+        "8b_full_hsdp_twice": Case(model, Setting("hsdp", 2, 8, 1.0, 1, 2), full),
+        "8b_lora_hsdp_twice": Case(model, Setting("hsdp", 2, 8, 0.5, 1, 2), lora),
+        "8b_full_bf16": Case(model, Setting("fsdp", 1, 8, 1.0, 1), {"precision": "bf16"}),
+    }
+
+
+CASES = _cases()
+
+
+def make_config(case: Case) -> RunConfig:
+    """The run of a case, as its YAML would say it."""
+    setting = case.setting
+    checkpointing = case.config.get("activation_checkpointing", {}) | {"fraction": setting.fraction}
+    problems: list[str] = []
+    raw = case.config | {
+        "output_dir": "runs/planner",
+        "model": {"path": case.model},
+        "data": {"sources": [{"path": "synthetic:train:10"}], "seq_len": 4096},
+        "micro_batch_size": setting.micro_batch_size,
+        "global_batch_size": setting.micro_batch_size * setting.world_size * setting.accumulation,
+        "activation_checkpointing": checkpointing,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-4, "fused": True},
+    }
+    config = parse_config(raw, problems)
+    if config is None:
+        raise ValueError(problems)
+    return config
+
+
+def compare(case: Case) -> dict[str, Any]:
+    """Both peaks of a case, GiB by part, and by how much the planner's is over."""
+    config = make_config(case)
+    architecture, _, _ = find_architecture(case.model)
+    started = time.perf_counter()
+    tracked = track_peak(config, architecture, case.setting)
+    tracking_s = time.perf_counter() - started
+    started = time.perf_counter()
+    memory = MemoryModel(shape_model(config, architecture), config, DEVICE)
+    peak = memory.peak(case.setting)
+    planned = peak.parts.total - peak.parts.context - peak.parts.fragmentation
+    return {
+        "tracker_gib": round(tracked["Total"] / GIB, 3),
+        "planner_gib": round(planned / GIB, 3),
+        "error": round(planned / tracked["Total"] - 1, 4),
+        "moment": peak.moment,
+        "planner": {name: round(size / GIB, 3) for name, size in peak.parts.to_json().items() if size},
+        "tracker": {name: round(size / GIB, 3) for name, size in tracked.items() if size},
+        "tracking_s": round(tracking_s, 1),
+        "planning_s": round(time.perf_counter() - started, 3),
+    }
+
+
+def main() -> None:
+    """Compare all cases, each in a process of its own, and write what was found."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", default="", help="beginnings of names, comma-separated; default: all")
+    parser.add_argument("--one", choices=CASES, help="compare one in this process and print JSON")
+    default = ROOT / "benchmarks" / "results" / f"planner_{datetime.date.today()}.json"
+    parser.add_argument("--out", type=Path, default=default, help="what is in it of other cases stays")
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(compare(CASES[arguments.one])))
+        return
+    found: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    rows: dict[str, Any] = found.get("cases", {})
+    for name in CASES:
+        if not name.startswith(tuple(arguments.only.split(","))):
+            continue
+        command = [sys.executable, "-m", "benchmarks.planner", "--one", name]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{name}: {done.stderr.strip().splitlines()[-1]}")
+        rows[name] = json.loads(done.stdout.strip().splitlines()[-1])
+        row = rows[name]
+        print(
+            f"{name:<20} tracker {row['tracker_gib']:>8.2f} GiB  planner {row['planner_gib']:>8.2f} GiB  "
+            f"{row['error']:+.1%}  ({row['tracking_s']:.0f} s)",
+            flush=True,
+        )
+    found = {"date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}", "machine": describe_machine(), "cases": rows}
+    found["versions"] = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    found["configurations"] = {name: asdict(CASES[name]) for name in rows if name in CASES}
+    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Parameters as sharding cuts them, and the state that an optimizer keeps of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fctune.modeling.frozen import NF4_BYTES, is_nf4
+from fctune.modeling.lora import is_adapter
+
+# Of quantised moments: numbers that share a scale, bits of a number, bytes of the table of what they stand for.
+_QUANTISED = {"8bit": (256, 8, 1024), "4bit": (128, 4, 64), "Fp8": (256, 8, 0)}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """A parameter."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    is_trained: bool
+    is_adapter: bool
+    is_nf4: bool
+
+    @property
+    def numel(self) -> int:
+        """Numbers in it."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole."""
+        return int(self.numel * NF4_BYTES) if self.is_nf4 else self.numel * self.itemsize
+
+    def local_numel(self, num_shards: int) -> int:
+        """Of the largest shard: rows are dealt as ``torch.chunk`` deals them."""
+        return math.ceil(self.shape[0] / num_shards) * math.prod(self.shape[1:])
+
+
+class Tensors:
+    """The parameters of a unit of sharding."""
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]]):
+        self.tensors = [
+            TensorShape(tuple(p.shape), p.element_size(), p.requires_grad, is_adapter(name), is_nf4(p))
+            for name, p in named
+        ]
+        self.numel = sum(t.numel for t in self.tensors)
+
+    def local_bytes(self, tensor: TensorShape, num_shards: int) -> int:
+        """Bytes of one rank's part."""
+        if tensor.is_nf4:
+            return tensor.num_bytes // num_shards
+        return tensor.local_numel(num_shards) * tensor.itemsize
+
+
+def state_bytes(optimizer: dict[str, Any], numel: int, itemsize: int) -> int:
+    """Bytes of optimizer state of one tensor: two moments and a step counter (https://arxiv.org/abs/1711.05101).
+
+    Quantised moments have a scale a block (of 256 in 8 bits and float8, 128 in 4) and a table each; tensors that are
+    small or not whole blocks keep theirs as they are (torchao.optim).
+    """
+    name = str(optimizer.get("_component_", "AdamW")).rpartition(".")[2]
+    if name == "SGD":
+        return numel * itemsize if optimizer.get("momentum") else 0
+    if name == "Adafactor":
+        return numel // 16
+    block, bits, tables = next((sizes for end, sizes in _QUANTISED.items() if name.endswith(end)), (0, 0, 0))
+    if block and numel >= 4096 and numel % block == 0:
+        return 2 * (numel * bits // 8 + numel // block * 4 + tables) + 4
+    return 2 * numel * itemsize + 4

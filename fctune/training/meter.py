@@ -1,0 +1,200 @@
+"""What is measured of each step: by this rank alone, and every now and then by all ranks together."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fctune.config import RunConfig
+from fctune.data.loader import StepTotals
+from fctune.modeling.build import CausalLM
+from fctune.modeling.lora import is_adapter
+from fctune.telemetry.device import peak_tflops, read_device
+from fctune.telemetry.metrics import (
+    GIB,
+    FlopCounter,
+    SpikeFinder,
+    StepClock,
+    StepTimes,
+    active_memory_gib,
+    describe_skew,
+    peak_memory_gib,
+)
+from fctune.telemetry.probe import DeviceProbe
+from fctune.telemetry.profiler import StepProfiler
+from fctune.telemetry.ranks import RankFigures, describe_ranks
+from fctune.training import distributed
+from fctune.training.distributed import World
+from fctune.training.feed import StepData
+from fctune.training.step import StepResult
+
+logger = logging.getLogger("fctune")
+
+
+class Meter:
+    """Turns what a step was into its metrics. Every rank calls it at the same step.
+
+    Args:
+        config: of the run.
+        model: that is trained.
+        world: this rank.
+        gpu_hours: that the run had taken before this process began.
+    """
+
+    def __init__(self, config: RunConfig, model: CausalLM, world: World, gpu_hours: float = 0.0):
+        self.clock = StepClock(world.device)
+        self._config, self._world = config, world
+        self._flops = count_flops(model, config)
+        self._peak_tflops = peak_tflops(world.device)
+        self._spikes, self._times = SpikeFinder(), StepTimes()
+        self._gpu_hours, self._began = gpu_hours, time.monotonic()
+        self._data_s = self._save_wait_s = 0.0  # since ranks last told one another
+        self._profiler = StepProfiler(config.profile, Path(config.output_dir), world.rank, world.device)
+        if config.profile is not None and world.is_main and max(config.profile.ranks) >= world.world_size:
+            logger.warning(
+                "profile.ranks=%s: of %d ranks the last is %d",
+                config.profile.ranks,
+                world.world_size,
+                world.world_size - 1,
+            )
+        self._probe: DeviceProbe | None = None
+        if world.device.type == "cuda":
+            self._probe = DeviceProbe(functools.partial(read_device, world.device.index or 0))
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._profiler.close()
+        if self._probe is not None:
+            self._probe.close()
+
+    def step(self, number: int) -> AbstractContextManager[None]:
+        """Around what a step computes: recorded where ``profile`` asks for it."""
+        return self._profiler.step(number)
+
+    def describe(
+        self,
+        data: StepData,
+        result: StepResult,
+        lr: float,
+        waited_s: float,
+        elapsed_s: float,
+        saves: Mapping[str, float],
+    ) -> dict[str, Any]:
+        """The metrics of a step that was taken.
+
+        Args:
+            data: that it was taken on.
+            result: of it.
+            lr: that it was taken with.
+            waited_s: for its data.
+            elapsed_s: from asking for its data to the end of its update.
+            saves: what saves took, by metric.
+        """
+        step = data.step
+        metrics: dict[str, Any] = {
+            "loss": result.loss,
+            "lr": lr,
+            "grad_norm": result.grad_norm,
+            "tokens_total": result.num_tokens,
+            "tokens_supervised": result.num_supervised,
+            "tokens_padding": result.num_slots - result.num_tokens,
+            "tokens_per_s": result.num_tokens / elapsed_s,
+            "tokens_per_s_per_device": result.num_tokens / elapsed_s / self._world.world_size,
+            "step_time_s": elapsed_s,
+            "step": step.step,
+            "epoch": step.epoch,
+            "data_digest": step.data_digest,
+            "data_time_s": waited_s,
+            **saves,
+        }
+        if not result.is_applied:
+            metrics["is_skipped"] = True
+        elif self._spikes.is_spike(result.loss):
+            metrics["is_spike"] = True
+        metrics |= self._describe_work(result, data.totals, elapsed_s)
+        self._times.add(elapsed_s)
+        self._data_s += waited_s
+        self._save_wait_s += saves.get("save_wait_s", 0.0)
+        if step.step % self._config.log_every_n_steps == 0:
+            metrics |= self._describe_stretch()
+        return metrics
+
+    def _describe_work(self, result: StepResult, totals: StepTotals, elapsed_s: float) -> dict[str, Any]:
+        device_s = elapsed_s * self._world.world_size
+        model_flops = self._flops.weights(totals.num_tokens) + self._flops.attention(totals.num_pairs)
+        hardware_flops = self._flops.hardware(result.num_slots, totals.num_supervised, totals.num_pairs)
+        described: dict[str, Any] = {
+            "tflops_per_device": model_flops / device_s / 1e12,
+            "hardware_tflops_per_device": hardware_flops / device_s / 1e12,
+            "peak_memory_gib": peak_memory_gib(self._world.device),
+        }
+        if self._peak_tflops is not None:
+            described["mfu"] = described["tflops_per_device"] / self._peak_tflops
+        if all(map(math.isfinite, result.compute_s)):  # of the step before, so not in the first
+            described["compute_time_s"] = sum(result.compute_s) / self._world.world_size
+            described |= describe_skew(result.compute_s)
+        return described
+
+    def _describe_stretch(self) -> dict[str, Any]:
+        """What is told every ``log_every_n_steps``: one small collective, and sums over the run."""
+        row = torch.tensor(self._figures().to_row(), dtype=torch.float64)
+        figures = [RankFigures.from_row(row) for row in distributed.gather_rows(row).tolist()]
+        self._data_s = self._save_wait_s = 0.0
+        hours = self._gpu_hours + (time.monotonic() - self._began) / 3600 * self._world.world_size
+        described = {**describe_ranks(figures), **self._times.describe(), "gpu_hours": hours}
+        if self._config.price_per_gpu_hour is not None:
+            described["cost"] = hours * self._config.price_per_gpu_hour
+        return described
+
+    def _figures(self) -> RankFigures:
+        device, nan = self._world.device, math.nan
+        use = None if self._probe is None else self._probe.take()
+        stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
+        return RankFigures(
+            data_s=self._data_s,
+            save_wait_s=self._save_wait_s,
+            memory_active_gib=active_memory_gib(device),
+            memory_reserved_gib=stats["reserved_bytes.all.current"] / GIB if stats else nan,
+            peak_memory_gib=peak_memory_gib(device),
+            num_alloc_retries=float(stats["num_alloc_retries"]) if stats else nan,
+            gpu_utilization=nan if use is None or use.utilization is None else use.utilization,
+            gpu_temperature_c=nan if use is None or use.temperature_c is None else use.temperature_c,
+            gpu_power_w=nan if use is None or use.power_w is None else use.power_w,
+        )
+
+
+def count_flops(model: CausalLM, config: RunConfig | None = None) -> FlopCounter:
+    """Counts what the training of a model costs; what is computed again is known from the run's config alone."""
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    base = [p for name, p in model.named_parameters() if not is_adapter(name)]
+    a = model.architecture
+    head = a.vocab_size * a.embed_dim
+    again, is_whole = 0.0, True
+    if config is not None:
+        fraction = config.activation_checkpointing.fraction
+        again = int(a.num_layers * fraction + 1e-9) / a.num_layers
+        is_whole = config.activation_checkpointing.policy == "block"
+    return FlopCounter(
+        sum(p.numel() for p in base),
+        a.num_layers,
+        a.num_heads * a.head_dim,
+        is_frozen=not any(p.requires_grad for p in base),
+        num_head=head,
+        num_embedding=0 if a.is_tied else head,
+        num_adapter=sum(size for name, size in sizes.items() if is_adapter(name)),
+        recomputed=again if is_whole else again / 2,  # every second product
+        recomputed_attention=again if is_whole else 0.0,
+    )

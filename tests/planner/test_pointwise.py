@@ -1,0 +1,93 @@
+"""Bytes that eager blocks move, against what each operator of a real block reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.planner import FusedNorm
+from fctune.modeling import layers
+from fctune.modeling.architecture import Architecture, read_architecture
+from fctune.modeling.attention import make_bounds
+from fctune.modeling.build import build_model, materialize_
+from fctune.modeling.lora import apply_lora_
+from fctune.planner.blocks import linear_shapes
+from fctune.planner.pointwise import Moved, count_moved, fused
+from tests.planner.test_memory import WIDE, config_of
+
+TOKENS, RANK, WIDTH = 512, 4, 2
+
+
+class Counter(TorchDispatchMode):
+    """Adds up what operators read and write, but for products, attention and views."""
+
+    total = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        given = [t for t in tree_leaves((arguments, options or {})) if isinstance(t, torch.Tensor)]
+        result = operator(*arguments, **(options or {}))
+        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        owned = {t.untyped_storage().data_ptr() for t in given}
+        is_view = all(t.untyped_storage().data_ptr() in owned for t in made)
+        name = str(operator)
+        is_weight = any(RANK in t.shape for t in given) and "_to_copy" in name
+        if not is_view and not is_weight and not any(part in name for part in ("mm.", "attend_each", "empty", "zeros")):
+            self.total += sum(t.numel() * t.element_size() for t in given + made)
+        return result
+
+
+def move(model_dir: Path, raw: dict[str, Any]) -> Moved:
+    """Of one real block, a token; norms are not done, as CUDA's kernel for them is not here."""
+    config = config_of(raw | {"model": {"path": str(model_dir)}, "precision": "bf16"})
+    model = build_model(read_architecture(model_dir), 2048, torch.bfloat16)
+    if config.adapter is not None:
+        apply_lora_(model, config.adapter)
+    materialize_(model, torch.device("cpu"))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    model.token_keys.set_rows(torch.zeros(1, dtype=torch.int64), TOKENS)
+    hidden = torch.randn(1, TOKENS, model.architecture.embed_dim, dtype=torch.bfloat16, requires_grad=True)
+    positions, bounds = torch.arange(TOKENS)[None], make_bounds(((TOKENS,),), "each")
+    with Counter() as forward:
+        out = next(iter(model.blocks))(hidden, mask=bounds, input_pos=positions)
+    with Counter() as backward:
+        out.backward(torch.ones_like(out))
+    return Moved(forward.total / TOKENS, backward.total / TOKENS)
+
+
+def planned(a: Architecture, model_dir: Path, raw: dict[str, Any]) -> Moved:
+    """By the formula, without norms and adapters' products."""
+    config = config_of(raw | {"model": {"path": str(model_dir)}, "precision": "bf16"})
+    moved = count_moved(a, config, WIDTH)
+    thin = sum(sum(shape) for shape in linear_shapes(a).values()) * WIDTH if config.adapter else 0
+    return Moved(moved.forward - 4 * a.embed_dim * WIDTH - thin, moved.backward - 6 * a.embed_dim * WIDTH - 2 * thin)
+
+
+@pytest.mark.parametrize("adapter", [None, {"rank": RANK}, {"rank": RANK, "dropout": 0.1}], ids=str)
+def test_eager_blocks_move_what_the_planner_says(
+    adapter: dict[str, Any] | None, make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "rms_norm", lambda x, _, weight, eps: FusedNorm.apply(x, weight))
+    raw = {} if adapter is None else {"adapter": adapter}
+    model_dir = make_model("llama", **WIDE)
+    real, formula = move(model_dir, raw), planned(read_architecture(model_dir), model_dir, raw)
+    assert formula.forward == pytest.approx(real.forward, rel=0.03)
+    assert formula.backward == pytest.approx(real.backward, rel=0.03)
+
+
+def test_compiled_blocks_move_less_and_plain_ones_nothing_extra(make_model: Callable[..., Path]) -> None:
+    model_dir = make_model("llama", **WIDE)
+    a, raw = read_architecture(model_dir), {"model": {"path": str(model_dir)}, "precision": "bf16"}
+    plain = fused(a, WIDTH)
+    assert count_moved(a, config_of(raw | {"compile": True}), WIDTH).over(plain, 1.0) == 0
+    eager = count_moved(a, config_of(raw), WIDTH).over(plain, 0.0)
+    assert eager > 0
+    adapted = raw | {"adapter": {"rank": 4}}
+    compiled = count_moved(a, config_of(adapted | {"compile": True}), WIDTH).over(plain, 0.0)
+    assert 0 < compiled < count_moved(a, config_of(adapted), WIDTH).over(plain, 0.0)

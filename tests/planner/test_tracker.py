@@ -1,0 +1,44 @@
+"""Peak memory against torch's own tracker, which runs this project's step on tensors without memory.
+
+Small shapes by default; with ``-m slow`` models of 1, 8 and 70 billion weights, 10 to 90 seconds each. Neither the
+formulas nor their constants were fitted to any of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.planner import CASES, Case, compare
+from fctune.planner.moments import Setting
+
+LORA = {"adapter": {"rank": 8}, "precision": "bf16"}
+FULL = {"precision": "bf16_mixed"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "setting"),
+    [
+        (FULL, Setting("fsdp", 1, 4, 0.5, 2)),
+        (FULL, Setting("hsdp", 2, 2, 1.0, 1, 2)),
+        (LORA, Setting("fsdp", 1, 4, 1.0, 2)),
+        (LORA, Setting("none", 1, 1, 0.0, 2)),
+        ({"adapter": {"rank": 8, "base": "nf4"}, "precision": "bf16"}, Setting("none", 1, 1, 1.0, 2)),
+    ],
+    ids=str,
+)
+def test_the_peak_of_a_small_model_is_the_trackers(
+    raw: dict[str, Any], setting: Setting, make_model: Callable[..., Path]
+) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 4, "num_attention_heads": 8}
+    model_dir = make_model("llama", **sizes, max_position_embeddings=4096, vocab_size=2048)
+    assert compare(Case(str(model_dir), setting, raw))["error"] == pytest.approx(0, abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_is_within_a_twentieth_of_the_trackers(name: str) -> None:
+    assert compare(CASES[name])["error"] == pytest.approx(0, abs=0.05)

@@ -1,0 +1,67 @@
+"""How fast a model answers is taken from the files of the command that measured it, and of the run's own model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fctune.report.run_data import read_run
+from fctune.report.run_speed import find_speed
+from fctune.report.run_success import judge_run
+from tests.report.run_samples import make_run
+
+
+def write(path: Path, *rows: tuple[str, int, float], age_s: float = 0.0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = [{"model": model, "width": width, "tokens_per_s": speed, "num_tokens": 1} for model, width, speed in rows]
+    path.write_text(json.dumps(found))
+    os.utime(path, (path.stat().st_atime, path.stat().st_mtime - age_s))
+
+
+def speed_of(run: Path) -> tuple[float, int] | None:
+    found = find_speed(read_run(run))
+    return None if found is None else (found.tokens_per_s, found.width)
+
+
+def test_the_fastest_width_of_the_runs_own_model_counts(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 3)
+    assert speed_of(tmp_path / "run") is None
+    own, base = str(tmp_path / "run"), "models/base"
+    write(tmp_path / "throughput.json", (base, 32, 900.0), (own, 1, 40.0), (own, 8, 150.0))
+    assert speed_of(tmp_path / "run") == (150.0, 8)
+
+
+def test_the_newest_file_counts_and_a_server_where_its_file_is_the_runs(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 3)
+    write(tmp_path / "eval" / "throughput.json", (str(tmp_path / "run" / "export"), 8, 10.0), age_s=100)
+    write(tmp_path / "run" / "server-throughput.json", ("http://127.0.0.1:8000", 16, 700.0), age_s=50)
+    write(tmp_path / "throughput.json", ("http://127.0.0.1:9000", 16, 9000.0))  # of who knows what
+    assert speed_of(tmp_path / "run") == (700.0, 16)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "[1]", '{"model": 1}', '[{"model": "x", "width": 1}]'])
+def test_files_of_something_else_are_passed_over(content: str, tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 3)
+    (tmp_path / "run" / "throughput.json").write_text(content)
+    assert speed_of(tmp_path / "run") is None
+
+
+def test_what_the_command_writes_is_what_is_read(tmp_path: Path, tiny_base: Path) -> None:
+    from eval import throughput
+
+    make_run(tmp_path / "run", 3)
+    merged, out = tmp_path / "run" / "export" / "merged", tmp_path / "run" / "throughput.json"
+    shutil.copytree(tiny_base, merged)
+    small = ["--widths", "1,2", "--rounds", "1", "--new-tokens", "4", "--suite", "smoke"]
+    assert throughput.main(["--model", str(merged), *small, "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    found = speed_of(tmp_path / "run")
+    assert found is not None
+    assert found[0] == max(row["tokens_per_s"] for row in rows)
+    judged = {one.name: one for one in judge_run(read_run(tmp_path / "run"))}
+    criterion = judged[f"inference tokens/s, {found[1]} at a time"]
+    assert (criterion.value, criterion.verdict) == (found[0], "PASS" if found[0] >= 100 else "FAIL")

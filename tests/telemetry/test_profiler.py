@@ -1,0 +1,139 @@
+"""Some steps of some ranks are recorded, into files that others read; training is what it was."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fctune.config import ProfileConfig, RunConfig
+from fctune.data.prepared import open_prepared, prepare
+from fctune.telemetry.profiler import StepProfiler
+from fctune.telemetry.sinks import Sinks
+from fctune.training.distributed import World
+from fctune.training.loop import train
+from fctune.training.state import build_base, place_, start_state
+from tests.ranks import run_ranks
+from tests.training.test_ranks import Recorder, make_config
+
+NUM_STEPS = 5
+
+
+def run_training(world: World, config: RunConfig, prepared_path: Path) -> list[dict[str, Any]]:
+    prepared = open_prepared(prepared_path)
+    model = build_base(config, Path(config.model.path), world)
+    place_(model, config, Path(config.model.path), world)
+    recorder = Recorder()
+    train(config, start_state(model, config, NUM_STEPS), prepared, NUM_STEPS, world, Sinks(recorder))
+    return recorder.metrics
+
+
+@pytest.fixture(scope="module")
+def recorded(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run of two ranks whose second recorded steps 2 and 3, beside one that recorded nothing."""
+    root, model = tmp_path_factory.mktemp("profiled"), make_model()
+    changes: dict[str, Any] = {"adapter": None, "max_steps": NUM_STEPS}
+    profiled = make_config(model, root, profile={"first_step": 2, "last_step": 3, "ranks": [1]}, **changes)
+    plain = make_config(model, root, output_dir=str(root / "plain"), **changes)
+    path = prepare(plain.data, model, root / "prepared").path
+    first, second = (run_ranks(run_training, 2, config, path)[0] for config in (profiled, plain))
+    return {"folder": root / "run" / "profile", "metrics": first, "plain": second}
+
+
+def test_a_trace_is_what_a_browser_opens_and_holds_the_steps_alone(recorded: dict[str, Any]) -> None:
+    """https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (trace event format)."""
+    (file,) = recorded["folder"].glob("*.trace.json.gz")
+    assert file.name == "rank-1.steps-2-3.trace.json.gz"
+    trace = json.loads(gzip.decompress(file.read_bytes()))
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert all({"name", "ts", "dur", "pid", "tid"} <= event.keys() for event in events)
+    names = {event["name"] for event in events}
+    assert {name for name in names if re.fullmatch(r"step \d+", name)} == {"step 2", "step 3"}
+    assert {"aten::mm", "FusedAdamW"} & names or any("Optimizer.step" in name for name in names)
+    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] in ("step 2", "step 3"))
+    assert spans[0][1] <= spans[1][0]
+    products = [event for event in events if event["name"] == "aten::mm"]
+    assert len(products) >= 2 * 2 * 7  # two steps of two blocks of seven linears at the least
+    assert all(any(a <= event["ts"] <= b for a, b in spans) for event in products)
+
+
+def test_a_table_names_the_operators_that_took_longest_first(recorded: dict[str, Any]) -> None:
+    (file,) = recorded["folder"].glob("*.operators.txt")
+    text = file.read_text(encoding="utf-8")
+    assert "Self CPU %" in text
+    shares = [float(share) for share in re.findall(r"^ *aten::\S+ +([\d.]+)%", text, re.MULTILINE)]
+    assert len(shares) >= 5
+    assert shares == sorted(shares, reverse=True)
+    assert "aten::mm" in text
+
+
+def test_recording_changes_no_number(recorded: dict[str, Any]) -> None:
+    for key in ("loss", "grad_norm", "validation_loss"):
+        assert [m.get(key) for m in recorded["metrics"]] == [m.get(key) for m in recorded["plain"]]
+
+
+def take_steps(profiler: StepProfiler, steps: range) -> None:
+    x = torch.ones(8, 8)
+    for step in steps:
+        with profiler.step(step):
+            x @ x
+
+
+@pytest.mark.parametrize(
+    ("steps", "named"),
+    [
+        (range(1, 8), "3-5"),
+        (range(3, 8), "3-5"),  # from the first on: without a step to warm up
+        (range(5, 8), "5-5"),  # taken up in the middle
+        (range(1, 5), "3-4"),  # ended in the middle
+        (range(6, 8), None),  # after the last
+        (range(1, 3), None),  # before the first
+    ],
+)
+def test_the_steps_that_a_run_takes_of_them_are_recorded(steps: range, named: str | None, tmp_path: Path) -> None:
+    profiler = StepProfiler(ProfileConfig(first_step=3, last_step=5), tmp_path, 0, torch.device("cpu"))
+    take_steps(profiler, steps)
+    profiler.close()
+    found = sorted(path.name for path in tmp_path.rglob("*.json.gz"))
+    assert found == ([] if named is None else [f"rank-0.steps-{named}.trace.json.gz"])
+    if named is not None:
+        first, last = map(int, named.split("-"))
+        events = json.loads(gzip.decompress(next(tmp_path.rglob("*.gz")).read_bytes()))["traceEvents"]
+        steps_seen = {e["name"] for e in events if re.fullmatch(r"step \d+", e.get("name", "")) and e["ph"] == "X"}
+        assert steps_seen == {f"step {number}" for number in range(first, last + 1)}
+
+
+def test_what_cannot_be_written_is_said_once_and_the_steps_are_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import logging
+
+    monkeypatch.setattr(logging.getLogger("fctune"), "propagate", True)
+    (tmp_path / "profile").write_text("a file where a folder should be")
+    profiler = StepProfiler(ProfileConfig(first_step=1, last_step=2), tmp_path, 0, torch.device("cpu"))
+    with contextlib.redirect_stderr(io.StringIO()):
+        take_steps(profiler, range(1, 6))
+    profiler.close()
+    said = [record.message for record in caplog.records if record.name == "fctune"]
+    assert len(said) == 1
+    assert said[0].startswith("profile: FileExistsError")
+    assert "training goes on without it" in said[0]
+
+
+def test_a_step_that_fails_ends_the_run_by_its_own_error(tmp_path: Path) -> None:
+    profiler = StepProfiler(ProfileConfig(first_step=1, last_step=3), tmp_path, 0, torch.device("cpu"))
+    take_steps(profiler, range(1, 2))
+    with pytest.raises(ZeroDivisionError), profiler.step(2):
+        _ = 1 / 0
+    profiler.close()
+    again = StepProfiler(ProfileConfig(first_step=1, last_step=1), tmp_path / "again", 0, torch.device("cpu"))
+    take_steps(again, range(1, 2))  # the profiler of this process was let go
+    assert list((tmp_path / "again" / "profile").glob("*.json.gz"))

@@ -1,0 +1,52 @@
+"""Keys and tokens of the environment appear in nothing that a run, a report or a view of it leaves or says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.cli import main
+from fctune.training.distributed import World
+from tests.ranks import find_port, run_ranks
+from tests.recipes.test_lora_recipe import run_here, small
+
+SECRETS = {
+    "WANDB_API_KEY": "5" * 20 + "secretwandbkeysecret",
+    "HF_TOKEN": "hf_secretTokenOfTheHub123456789",
+    "FCTUNE_API_KEY": "sk-secret-of-a-server-0001",
+    "VLLM_API_KEY": "sk-secret-of-a-server-0002",
+}
+
+
+def run_with_secrets(world: World, argv: list[str], home: str) -> dict[str, Any]:
+    os.environ.update(SECRETS, HOME=home, WANDB_BASE_URL=f"http://127.0.0.1:{find_port()}")
+    from fctune.telemetry import services
+
+    services._INIT_S = 2.0
+    return run_here(world, argv)
+
+
+def test_no_secret_of_the_environment_is_written_or_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    pytest.importorskip("tensorboard")
+    sinks = ["telemetry.wandb.project=calls", "telemetry.tensorboard=true", "success={}"]
+    sinks += [f"telemetry.prometheus.port={find_port()}", "profile.first_step=1", "profile.last_step=2"]
+    results = run_ranks(run_with_secrets, 2, small(tmp_path, *sinks), str(tmp_path / "home"))
+    assert [result["code"] for result in results] == [0, 0], results
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")])
+    main(["watch", str(tmp_path / "run"), "--once"])
+    captured = capfd.readouterr()
+    said = "".join(result["out"] + result["err"] for result in results) + captured.out + captured.err
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and (tmp_path / "home") not in path.parents]
+    assert {"run.json", "metrics.jsonl", "exit.json", "page.html"} <= {path.name for path in files}
+    assert any("wandb" in path.parts for path in files)
+    for value in SECRETS.values():
+        assert value not in said
+        assert not [str(path) for path in files if value.encode() in path.read_bytes()]

@@ -1,0 +1,109 @@
+"""A run whose memory is full says what lay where and what the planner would change, and its record keeps it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fctune.config import load_config
+from fctune.report.run_data import read_run
+from fctune.report.run_success import judge_run
+from fctune.training.distributed import World
+from fctune.training.out_of_memory import MemorySnapshot, is_out_of_memory, suggest_less_memory
+from tests.conftest import ROOT, TINY_BASE
+from tests.ranks import run_ranks
+from tests.recipes.test_lora_recipe import CONFIG, run_here, small
+
+MIB = 2**20
+
+
+def run_in_little_memory(world: World, argv: list[str]) -> dict[str, Any]:
+    """The recipe in a process that may ask for a little more than it holds before the first step."""
+    from fctune.training import loop
+
+    steps = loop.train
+
+    def train(*given: Any, **more: Any) -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + 64 * MIB
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        steps(*given, **more)
+
+    from fctune.training import recipe
+
+    recipe.train = train  # type: ignore[attr-defined]
+    return run_here(world, argv)
+
+
+def test_an_allocator_that_has_no_more_ends_the_run_with_the_planners_view(tmp_path: Path) -> None:
+    large = ["micro_batch_size=64", "global_batch_size=64", "data.seq_len=2048", "data.packed=true"]
+    rows = ["data.sources.0.path=synthetic:train:900:1", "data.validation_share=0", "parallel.mode=auto"]
+    (result,) = run_ranks(run_in_little_memory, 1, small(tmp_path, *large, *rows))
+    assert result["code"] == 1, result
+    ended = json.loads((tmp_path / "run" / "exit.json").read_text())
+    assert "can't allocate memory" in ended["reason"] or "MemoryError" in ended["reason"]
+    assert "By plan a rank needs" in ended["reason"]
+    assert "What fits, the fastest first: " in ended["reason"]
+    assert ended["reason"] in result["err"]
+    judged = {one.name: one for one in judge_run(read_run(tmp_path / "run"))}
+    assert judged["no out-of-memory"].verdict == "FAIL"
+
+
+def test_what_fits_is_named_the_fastest_first_and_needs_less(tmp_path: Path) -> None:
+    overrides = [f"output_dir={tmp_path}", f"model.path={TINY_BASE}", "micro_batch_size=4096", "global_batch_size=8192"]
+    overrides += ["data.seq_len=2048", "parallel.mode=auto"]
+    config = load_config(ROOT / "configs" / "tiny_lora.yaml", overrides)
+    text = suggest_less_memory(config, TINY_BASE, World(0, 2, 0, torch.device("cpu"), 2))
+    assert text.startswith("By plan a rank needs ")
+    needed = float(text.split(" needs ")[1].split(" of ")[0])
+    fits = text[text.index("What fits, the fastest first: ") :]
+    offered = [float(part.split(" GiB)")[0]) for part in fits.split("(")[1:]]
+    assert 1 <= len(offered) <= 3
+    assert max(offered) < needed
+
+
+def test_a_planner_that_fails_is_not_the_error_that_is_seen(tmp_path: Path) -> None:
+    config = load_config(CONFIG, [f"output_dir={tmp_path}"])
+    text = suggest_less_memory(config, tmp_path / "gone", World(0, 1, 0, torch.device("cpu"), 1))
+    assert text.startswith("The planner has no view of it (ConfigError: ")
+
+
+@pytest.mark.parametrize(
+    ("make", "due"),
+    [
+        (lambda: torch.empty(2**60, dtype=torch.uint8), True),
+        (lambda: bytearray(2**60), True),
+        (lambda: torch.empty(2) @ torch.empty(3), False),
+    ],
+)
+def test_errors_of_memory_are_told_from_others(make: Callable[[], Any], due: bool) -> None:
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        make()
+    assert is_out_of_memory(caught.value) is due
+
+
+def test_on_a_cpu_nothing_is_attached(tmp_path: Path) -> None:
+    snapshot = MemorySnapshot(tmp_path, World(0, 1, 0, torch.device("cpu")), keeps_history=True)
+    assert not snapshot.file.exists()
+
+
+@pytest.mark.gpu
+def test_a_full_gpu_leaves_a_snapshot_that_torch_reads(tmp_path: Path) -> None:
+    device = torch.device("cuda", 0)
+    snapshot = MemorySnapshot(tmp_path, World(0, 1, 0, device), keeps_history=True)
+    held = torch.empty(512 * MIB, dtype=torch.uint8, device=device)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(2**45, dtype=torch.uint8, device=device)
+    assert is_out_of_memory(caught.value)
+    found = pickle.loads(snapshot.file.read_bytes())
+    sizes = [block["size"] for segment in found["segments"] for block in segment["blocks"]]
+    assert max(sizes) >= held.nbytes
+    assert any(trace for trace in found["device_traces"])
+    torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,82 @@
+"""What a run's own record knows after restarts: how each part ended, and the hours of all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.report.run_data import read_run
+from fctune.report.run_success import judge_run
+from fctune.training.run_directory import RunDirectory
+from tests.report.run_samples import change_run, make_config, write_steps
+
+
+def go_on(path: Path, step: int, world_size: int) -> RunDirectory:
+    directory = RunDirectory(path)
+    directory.go_on(make_config(path), world_size, step, path / "checkpoints" / f"checkpoint-{step}", [])
+    return directory
+
+
+def begin(path: Path, hours_ago: float, world_size: int = 8) -> RunDirectory:
+    directory = RunDirectory(path)
+    directory.start(make_config(path), world_size)
+    write_steps(directory, 1, 10)
+    change_run(directory, started_at=tell(hours_ago))
+    return directory
+
+
+def tell(hours_ago: float) -> str:
+    return (datetime.now(UTC) - timedelta(hours=hours_ago)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def age(file: Path, hours: float) -> None:
+    at = (datetime.now(UTC) - timedelta(hours=hours)).timestamp()
+    os.utime(file, (at, at))
+
+
+def test_hours_are_those_that_ranks_ran_and_not_those_between(tmp_path: Path) -> None:
+    begin(tmp_path / "run", hours_ago=10)
+    age(tmp_path / "run" / "metrics.jsonl", 7)  # three hours on eight ranks, killed; four hours of nothing
+    again = go_on(tmp_path / "run", 5, world_size=4)
+    assert again.gpu_hours() == pytest.approx(24, abs=0.01)
+    resumed = json.loads((tmp_path / "run" / "run.json").read_text())["resumed"]
+    resumed[0]["at"] = tell(2)
+    change_run(again, resumed=resumed)
+    assert go_on(tmp_path / "run", 5, world_size=4).gpu_hours() == pytest.approx(24 + 8, abs=0.02)
+
+
+def test_how_a_part_ended_outlives_its_restart(tmp_path: Path) -> None:
+    directory = begin(tmp_path / "run", hours_ago=1)
+    directory.finish(1, "rank 3: OutOfMemoryError: CUDA out of memory.", 10)
+    go_on(tmp_path / "run", 5, world_size=8).finish(0, "completed", 5)
+    record = read_run(tmp_path / "run")
+    assert record.parts[0].end == {"code": 1, "reason": "rank 3: OutOfMemoryError: CUDA out of memory."}
+    judged = {one.name: one for one in judge_run(record)}
+    assert judged["no out-of-memory"].verdict == "FAIL"
+    assert "rank 3" in judged["no out-of-memory"].shown
+
+
+@pytest.mark.parametrize(
+    ("end", "due"),
+    [((75, "stopped after step 9"), "PASS"), ((1, "rank 1: ValueError: x"), "PASS"), (None, "not measured")],
+)
+def test_a_part_that_was_killed_has_not_said_why(end: tuple[int, str] | None, due: str, tmp_path: Path) -> None:
+    directory = begin(tmp_path / "run", hours_ago=1)
+    if end is not None:
+        directory.finish(*end, 10)
+    go_on(tmp_path / "run", 5, world_size=8).finish(0, "completed", 5)
+    judged = {one.name: one for one in judge_run(read_run(tmp_path / "run"))}
+    assert judged["no out-of-memory"].verdict == due
+
+
+def test_what_was_said_of_an_end_that_was_none_is_taken_back(tmp_path: Path) -> None:
+    directory = begin(tmp_path / "run", hours_ago=1)
+    said: dict[str, Any] = {"finished_at": tell(0), "closing": {"save_s": 1.0, "export_s": 2.0}, "success": []}
+    directory.describe(**said)
+    go_on(tmp_path / "run", 10, world_size=8)
+    assert not said.keys() & json.loads((tmp_path / "run" / "run.json").read_text()).keys()
