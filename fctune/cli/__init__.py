@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fctune.cli import acceptance, data, plan, preflight, push, report, score, watch
+from fctune.cli import acceptance, data, plan, preflight, push, report, score, serve, watch
 from fctune.errors import CheckpointError, ConfigError, DataError
 
 
@@ -26,6 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fctune", description="Fine-tune chat models to call functions.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (data, plan, preflight, score, report, watch, acceptance, push):
+    for group in (data, plan, preflight, score, report, watch, acceptance, push, serve):
         group.add_commands(commands)
     return parser

@@ -30,7 +30,7 @@ def add_commands(commands: Any) -> None:
 def _preflight(arguments: argparse.Namespace) -> int:
     from fctune.launch.checks import Mounts
     from fctune.launch.meeting import Node
-    from fctune.launch.preflight import run_preflight
+    from fctune.launch.preflight import Request, run_preflight
 
     environment = read_environment()
     mounts = Mounts(
@@ -38,9 +38,8 @@ def _preflight(arguments: argparse.Namespace) -> int:
         Path(environment.get("FCTUNE_NETWORK") or "/mnt/network"),
     )
     node = Node(arguments.node_rank, arguments.nodes, arguments.address, arguments.port, arguments.wait)
-    code, launch = run_preflight(
-        node, arguments.config, arguments.overrides, arguments.gpus, mounts, environment, _show
-    )
+    request = Request(arguments.config, arguments.overrides, arguments.gpus, mounts, environment)
+    code, launch = run_preflight(node, request, _show)
     if launch is not None and arguments.launch is not None:
         launch.prepare(is_head=node.is_head)
         text = launch.to_shell(node.rank)

@@ -19,7 +19,7 @@ from fctune.config import RunConfig
 from fctune.errors import ConfigError
 from fctune.launch.faults import Fault
 from fctune.launch.hub import check_hub, is_downloaded, named_on_hub
-from fctune.launch.space import GIB, count_space
+from fctune.launch.space import GIB, count_space, tell_bytes
 from fctune.telemetry.device import read_device
 from fctune.training.run_directory import versions
 
@@ -76,11 +76,11 @@ def check_space(config: RunConfig, mounts: Mounts) -> list[Fault]:
         there = _size(Path(config.output_dir))  # of a run that goes on
         if need.total > free + there:
             remedy = "Free some, take a larger volume, or keep fewer: checkpoint.keep_last"
-            faults.append(Fault(f"{mounts.shared}: {free / GIB:,.1f} GiB free, and the run needs {need}", remedy))
+            faults.append(Fault(f"{mounts.shared}: {tell_bytes(free)} free, and the run needs {need}", remedy))
     free = _free(mounts.network)
     if config.compile and free < _CACHE_BYTES:
-        remedy = f"Free some, or set FCTUNE_NETWORK to a disk with {_CACHE_BYTES / GIB:.0f} GiB"
-        faults.append(Fault(f"{mounts.network}: {free / GIB:,.1f} GiB free, too little for compiled kernels", remedy))
+        remedy = f"Free some, or set FCTUNE_NETWORK to a disk with {tell_bytes(_CACHE_BYTES)}"
+        faults.append(Fault(f"{mounts.network}: {tell_bytes(free)} free, too little for compiled kernels", remedy))
     return faults
 
 

@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +27,25 @@ _SHARED_S = 15.0
 Show = Callable[[str], None]
 
 
-def run_preflight(
-    node: Node,
-    config: Path,
-    overrides: Sequence[str],
-    num_gpus: int,
-    mounts: Mounts,
-    environment: Mapping[str, str],
-    show: Show,
-) -> tuple[int, Launch | None]:
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a node is asked to be fit for, and what it has been given for it."""
+
+    config: Path
+    overrides: Sequence[str]
+    num_gpus: int  # that each node must have; 0: none are asked for
+    mounts: Mounts
+    environment: Mapping[str, str]  # choices and tokens
+
+
+def run_preflight(node: Node, request: Request, show: Show) -> tuple[int, Launch | None]:
     """Check this node and, with the others, all; then let the head fetch what the run needs of the hub.
 
     Every node of a run calls it. A fault of any stops all of them, within the node's patience.
 
     Args:
         node: this one among them.
-        config: file of the run.
-        overrides: of it.
-        num_gpus: that each node must have; 0: none are asked for.
-        mounts: where the disks are.
-        environment: choices and tokens.
+        request: of the run; the same on all of them but for their own environments.
         show: takes a line.
 
     Returns:
@@ -54,15 +54,14 @@ def run_preflight(
     faults: list[Fault] = []
     try:
         meeting = Meeting(node)
-        launch, faults = _look_at(node, config, overrides, num_gpus, mounts, environment)
-        own = checks.describe_node()
-        nodes = meeting.gather("node", own)
-        faults += _check_shared(meeting, mounts.shared)
+        launch, faults = _look_at(node, request)
+        nodes = meeting.gather("node", checks.describe_node())
+        faults += _check_shared(meeting, request.mounts.shared)
         faults += _check_clock(meeting)
         if node.is_head:
             faults += compare(nodes)
         verdicts = meeting.gather("verdict", [fault.kind for fault in faults])
-        code = _judge(node, own["host"], faults, nodes, verdicts, show)
+        code = _judge(node, faults, [other["host"] for other in nodes], verdicts, show)
         if code or launch is None:
             meeting.leave()
             return code, None
@@ -92,22 +91,16 @@ def compare(nodes: Sequence[dict[str, Any]]) -> list[Fault]:
     return faults
 
 
-def _look_at(
-    node: Node,
-    config: Path,
-    overrides: Sequence[str],
-    num_gpus: int,
-    mounts: Mounts,
-    environment: Mapping[str, str],
-) -> tuple[Launch | None, list[Fault]]:
+def _look_at(node: Node, request: Request) -> tuple[Launch | None, list[Fault]]:
+    mounts, environment = request.mounts, request.environment
     of_mounts = checks.check_mounts(mounts)
     faults = [
         *of_mounts,
-        *checks.check_devices(num_gpus),
-        *checks.check_network(node.count, num_gpus, environment),
+        *checks.check_devices(request.num_gpus),
+        *checks.check_network(node.count, request.num_gpus, environment),
     ]
     try:
-        launch = plan_launch(config, environment, overrides, mounts.shared)
+        launch = plan_launch(request.config, environment, request.overrides, mounts.shared)
     except ConfigError as error:
         return None, [*faults, Fault(str(error), "", "usage")]
     if node.is_head and not of_mounts:  # of disks that are not there nothing can be said
@@ -156,24 +149,19 @@ def _check_clock(meeting: Meeting) -> list[Fault]:
 
 
 def _judge(
-    node: Node,
-    host: str,
-    faults: Sequence[Fault],
-    nodes: Sequence[dict[str, Any]],
-    verdicts: Sequence[Sequence[str]],
-    show: Show,
+    node: Node, faults: Sequence[Fault], hosts: Sequence[str], verdicts: Sequence[Sequence[str]], show: Show
 ) -> int:
+    own = f"node {node.rank} ({hosts[node.rank]})"
     for fault in faults:
-        show(f"node {node.rank} ({host}): {'note' if fault.kind == 'note' else 'fault'}: {fault}")
+        show(f"{own}: {'note' if fault.kind == 'note' else 'fault'}: {fault}")
     kinds = {kind for verdict in verdicts for kind in verdict}
     if not kinds & {"fault", "usage"}:
         if node.is_head:
-            hosts = ", ".join(str(other["host"]) for other in nodes)
-            show(f"preflight: {len(nodes)} {'node is' if len(nodes) == 1 else 'nodes are'} fit ({hosts})")
+            show(f"preflight: {len(hosts)} {'node is' if len(hosts) == 1 else 'nodes are'} fit ({', '.join(hosts)})")
         return 0
     if not any(fault.kind != "note" for fault in faults):
         unfit = [str(rank) for rank, verdict in enumerate(verdicts) if set(verdict) - {"note"}]
-        show(f"node {node.rank} ({host}): stopped: node {', '.join(unfit)} found what keeps the run from starting")
+        show(f"{own}: stopped: node {', '.join(unfit)} found what keeps the run from starting")
     return 1 if "fault" in kinds else 2
 
 

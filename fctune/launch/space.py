@@ -12,6 +12,11 @@ from fctune.planner.storage import plan_storage
 GIB = 1024**3
 
 
+def tell_bytes(count: int) -> str:
+    """As a disk's room is spoken of."""
+    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.0f} MiB"
+
+
 @dataclass(frozen=True, slots=True)
 class Space:
     """Bytes by what they are of."""
@@ -27,8 +32,8 @@ class Space:
 
     def __str__(self) -> str:
         parts = {"model": self.model, "checkpoints": self.checkpoints, "export": self.export}
-        named = ", ".join(f"{name} {value / GIB:,.1f}" for name, value in parts.items() if value)
-        return f"{self.total / GIB:,.1f} GiB ({named})"
+        named = ", ".join(f"{name} {tell_bytes(value)}" for name, value in parts.items() if value)
+        return f"{tell_bytes(self.total)} ({named})"
 
 
 def count_space(config: RunConfig, is_downloaded: bool) -> Space:

@@ -13,11 +13,13 @@ asked=''
 trap 'asked=USR1; echo "$(date -Is) asked to stop: the run saves, and the job goes back into the queue" >&2; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
 trap 'asked=TERM' TERM
 
-# Run a command to its end, which a signal to this script does not cut short; then say how it went, and go back into the
-# queue where the run was stopped and has saved: the same job goes on with it.
+# Run a command on all nodes to its end, which a signal to this script does not cut short; then say how it went, and go
+# back into the queue where the run was stopped and has saved: the same job goes on with it.
 run_and_report() {
   local code=0 last now elapsed
-  "$@" &
+  # A node that has ended gives the others two minutes. With --kill-on-bad-exit they would be killed at once, and the
+  # job would end with the code of the kill, which is higher, in place of the run's.
+  srun --kill-on-bad-exit=0 --wait=120 --gpu-bind=none "$@" &
   while kill -0 "$!" 2> /dev/null; do
     wait "$!"
     code=$?
@@ -25,6 +27,7 @@ run_and_report() {
   wait "$!" 2> /dev/null # it may have ended while a trap ran; 127: its code has been had
   last=$?
   [ "$last" = 127 ] || code=$last
+  [ "$code" -le 128 ] || code=1 # a node was killed: srun gives the highest code of all
   now=$(date +%s)
   elapsed=$((now - started))
   {

@@ -61,7 +61,7 @@ def _run(spec: NodeSpec, rank: int, count: int, port: int, out: Path) -> None:
     from fctune.launch import checks
     from fctune.launch.checks import Mounts
     from fctune.launch.meeting import Node
-    from fctune.launch.preflight import run_preflight
+    from fctune.launch.preflight import Request, run_preflight
 
     if spec.clock_s:
         checks.now = lambda: time.time() + spec.clock_s
@@ -75,9 +75,8 @@ def _run(spec: NodeSpec, rank: int, count: int, port: int, out: Path) -> None:
     node = Node(rank, count, "127.0.0.1", port, spec.wait_s)
     lines: list[str] = []
     start = time.monotonic()
-    code, launch = run_preflight(
-        node, spec.config, spec.overrides, spec.num_gpus, mounts, spec.environment, lines.append
-    )
+    request = Request(spec.config, spec.overrides, spec.num_gpus, mounts, spec.environment)
+    code, launch = run_preflight(node, request, lines.append)
     seconds = time.monotonic() - start
     shell = None if launch is None else launch.to_shell(rank)
     result: dict[str, Any] = {"code": code, "lines": lines, "shell": shell, "seconds": seconds}

@@ -33,6 +33,11 @@ def test_sky_holds_no_python() -> None:
     assert not [f for f in tracked_files() if f.startswith("sky/") and f.endswith(".py")], "it would shadow SkyPilot"
 
 
+def test_git_keeps_no_tokens() -> None:
+    done = subprocess.run(["git", "check-ignore", ".env"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == ".env"
+
+
 def test_recipes_is_a_package_and_is_not_shipped() -> None:
     import tomllib
 

@@ -23,7 +23,7 @@ NODE_INFO = (
     *("architecture", "bootID", "containerRuntimeVersion", "kernelVersion", "kubeProxyVersion", "kubeletVersion"),
     *("machineID", "operatingSystem", "osImage", "systemUUID"),
 )
-VERSION = {"major": "1", "minor": "32", "gitVersion": "v1.32.0", "platform": "linux/amd64", "buildDate": BORN}
+VERSION = {"major": "1", "minor": "36", "gitVersion": "v1.36.0", "platform": "linux/amd64", "buildDate": BORN}
 VERSION |= dict.fromkeys(("gitCommit", "gitTreeState", "goVersion", "compiler"), "x")
 
 Key = tuple[str, str | None, str, str]  # group and version, namespace, plural, name

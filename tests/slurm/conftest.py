@@ -1,0 +1,65 @@
+"""One cluster for all tests of the room; its logs are kept where one of them failed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+from tests.sky.skypilot import need_skypilot
+from tests.slurm.client import SkyPilot
+from tests.slurm.cluster import Cluster, why_not
+
+KEPT = ROOT / "runs" / "test-slurm"
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Up, both nodes idle; gone afterwards."""
+    if reason := why_not():
+        pytest.skip(f"no Slurm cluster: {reason}")
+    cluster = Cluster()
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        if request.session.testsfailed:
+            keep_logs(cluster)
+        cluster.stop()
+
+
+def keep_logs(cluster: Cluster) -> None:
+    """What Slurm, SkyPilot and the runs have said, where it outlives the cluster."""
+    shutil.rmtree(KEPT, ignore_errors=True)
+    for folder in ("log", "desk/sky_logs", "desk/.sky/api_server", "shared/logs"):
+        if (cluster.root / folder).is_dir():
+            shutil.copytree(cluster.root / folder, KEPT / folder, symlinks=True)
+    for path in [*cluster.home.glob("fctune/train_*"), *cluster.shared.glob("runs/*/*.json*")]:
+        target = KEPT / path.relative_to(cluster.root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    print(f"\nlogs of the cluster: {KEPT}")
+
+
+@pytest.fixture(scope="session")
+def sky(cluster: Cluster) -> SkyPilot:
+    """The desk, with SkyPilot on it."""
+    need_skypilot()
+    return SkyPilot(cluster)
+
+
+@pytest.fixture(scope="session")
+def trial(cluster: Cluster) -> str:
+    """A config on the shared disk: the demo's with shorter packs, saved every 10 steps."""
+    config: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "tiny_lora.yaml").read_text())
+    config["checkpoint"] = {"every_n_steps": 10}
+    config["data"]["seq_len"] = 512
+    config["log_every_n_steps"] = 5
+    config["validation"] = {"every_n_steps": 0}
+    path = cluster.shared / "trial.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return "/mnt/shared/trial.yaml"

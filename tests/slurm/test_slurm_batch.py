@@ -1,0 +1,141 @@
+"""The sbatch script under a real Slurm: what a job leaves, how it is stopped and goes on, what ends it for good."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.slurm.cluster import UID, Cluster, copy_project, wait_until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
+
+SCRIPT = "sky/slurm/finetune_venv.sbatch"
+
+
+class Job:
+    """A job that was submitted from a clone in the user's home, on two nodes with a rank on the CPU of each."""
+
+    def __init__(self, cluster: Cluster, clone: Path, trial: str, name: str, *overrides: str) -> None:
+        self.cluster, self.clone = cluster, clone
+        self.run = cluster.run_files(name)
+        choices = f"CONFIG={trial} OUTPUT_DIR=runs/{name} DATASET=synthetic:train:2000:1 FCTUNE_CPU_RANKS=1"
+        disks = "FCTUNE_SHARED=/mnt/shared FCTUNE_NETWORK=/mnt/network"
+        words = " ".join(overrides)
+        submit = f"cd {clone} && {choices} {disks} sbatch --parsable {SCRIPT} {words}"
+        self.id = cluster.ssh(submit).strip()
+
+    def facts(self) -> dict[str, str]:
+        """What Slurm says of it."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.cluster.ssh(f"scontrol show job --oneliner {self.id}")))
+
+    def wait_for_state(self, *states: str, timeout_s: float = 120) -> dict[str, str]:
+        """Its facts, once it is in one of these."""
+        seen: dict[str, str] = {}
+
+        def is_there() -> bool:
+            seen.update(self.facts())
+            return seen["JobState"] in states
+
+        wait_until(is_there, f"job {self.id} in {states}; it is in {seen}", timeout_s)
+        return seen
+
+    def text(self, name: str) -> str:
+        """One of the files it leaves where it was submitted."""
+        return (self.clone / f"train_{self.id}{name}").read_text()
+
+    def wait_for_checkpoint(self) -> int:
+        """The step of its first, once it is whole."""
+        wait_until(lambda: self.run.newest_checkpoint() or self.run.ended(), f"a checkpoint of job {self.id}", 120)
+        assert self.run.ended() is None, self.run.ended()
+        return self.run.newest_checkpoint()
+
+
+@pytest.fixture(scope="module")
+def clone(cluster: Cluster) -> Path:
+    """The project in the home that all nodes see, set up."""
+    folder = copy_project(cluster.home / "fctune")
+    (folder / ".venv").symlink_to(ROOT / ".venv")
+    subprocess.run(["chown", "--recursive", "--no-dereference", f"{UID}:{UID}", str(cluster.home)], check=True)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def free_nodes(cluster: Cluster) -> Iterator[None]:
+    """Nothing of one test runs in the next."""
+    yield
+    cluster.ssh("scancel --user $USER", check=False)
+    cluster.wait_idle()
+
+
+def test_a_job_trains_on_both_nodes_and_leaves_its_log_and_a_summary(cluster: Cluster, clone: Path, trial: str) -> None:
+    job = Job(cluster, clone, trial, "whole", "max_steps=12")
+    job.wait_for_state("COMPLETED")
+    assert "preflight: 2 nodes are fit (n0, n1)" in job.text(".log")
+    assert job.run.steps() == list(range(1, 13))
+    assert (job.run.folder / "checkpoints" / "checkpoint-10").is_dir()
+    assert (job.run.folder / "export" / "merged" / "model.safetensors").is_file()
+    summary = job.text("_summary.txt")
+    assert f"job        {job.id} (restart 0) on 2 nodes, n[0-1]" in summary
+    assert "exit code  0\n" in summary
+    assert job.text(".err") == ""
+
+
+def test_a_job_that_slurm_asks_to_stop_saves_goes_back_into_the_queue_and_resumes_at_the_next_step(
+    cluster: Cluster, clone: Path, trial: str
+) -> None:
+    job = Job(cluster, clone, trial, "asked", "max_steps=80")
+    job.wait_for_checkpoint()
+    cluster.ssh(f"scancel --signal=USR1 --batch {job.id}")  # as --signal=B:USR1@300 does
+    ended = wait_until(job.run.ended, "the run ends", 60)
+    assert ended["code"] == 75, ended
+    assert "by SIGUSR1, saved" in ended["reason"]
+    assert 10 <= ended["step"] < 80
+    facts = job.wait_for_state("COMPLETED")
+    assert facts["Restarts"] == "1"
+    assert job.run.steps() == list(range(1, 81)), "no step is lost, none is taken twice"
+    log = job.text(".log")
+    assert f"going on from {ended['checkpoint']}, after step {ended['step']}" in log
+    assert Path(ended["checkpoint"]).name.endswith(f"checkpoint-{ended['step']}")
+    assert "(restart 1)" in job.text("_summary.txt")
+
+
+def test_a_job_whose_node_dies_goes_on_from_its_last_checkpoint(cluster: Cluster, clone: Path, trial: str) -> None:
+    job = Job(cluster, clone, trial, "robbed", "max_steps=50")
+    whole = job.wait_for_checkpoint()
+    cluster.kill_machine("n1")
+    job.wait_for_state("PENDING", "COMPLETING", "REQUEUED", "FAILED", "NODE_FAIL")
+    cluster.start_machine("n1")
+    facts = job.wait_for_state("COMPLETED", "FAILED", timeout_s=150)
+    assert facts["JobState"] == "COMPLETED", job.text(".log")[-3000:] + job.text(".err")
+    assert facts["Restarts"] == "1"
+    (step,) = re.findall(r"going on from \S+, after step (\d+)", job.text(".log"))
+    assert whole <= int(step) < 50
+    assert job.run.steps() == list(range(1, 51))
+
+
+def test_a_job_with_a_wrong_config_stays_over_with_its_own_code(cluster: Cluster, clone: Path, trial: str) -> None:
+    job = Job(cluster, clone, trial, "wrong", "optimizer.lrr=1")
+    facts = job.wait_for_state("FAILED")
+    assert facts["ExitCode"] == "2:0"
+    assert facts["Restarts"] == "0"
+    assert "did you mean optimizer.lr?" in job.text(".log")
+    assert "exit code  2\n" in job.text("_summary.txt")
+    assert not job.run.folder.exists()
+
+
+def test_a_node_without_the_shared_disk_stops_both_in_a_line(cluster: Cluster, clone: Path, trial: str) -> None:
+    subprocess.run(cluster.on_machine("n1", ["umount", "/mnt/shared"]), check=True)
+    try:
+        job = Job(cluster, clone, trial, "alone", "max_steps=5")
+        facts = job.wait_for_state("FAILED")
+    finally:
+        mount = ["mount", "--bind", str(cluster.shared), "/mnt/shared"]
+        subprocess.run(cluster.on_machine("n1", mount), check=True)
+    assert facts["ExitCode"] == "1:0"
+    assert "node 1 (n1): fault: /mnt/shared: cannot be written" in job.text(".log")
+    assert "node 0 (n0): stopped: node 1 found what keeps the run from starting" in job.text(".log")
