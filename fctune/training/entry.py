@@ -115,7 +115,11 @@ def _describe_start(directory: RunDirectory, world: World, argv: Sequence[str]) 
 
 def _describe_end(directory: RunDirectory, has_thresholds: bool) -> None:
     """When the run ended, into run.json; where thresholds are asked for, also whether it reached them."""
-    directory.describe(finished_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+    try:
+        directory.describe(finished_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+    except OSError as error:
+        logger.error("%s: when the run ended is not in it (%s)", directory.path / "run.json", error.strerror)
+        return
     if not has_thresholds:  # reading all metrics again is not free
         return
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from typing import Any
 from fctune.config import RunConfig
 from fctune.errors import ConfigError
 from fctune.training.lock import DirectoryLock
+
+logger = logging.getLogger("fctune")
 
 _PACKAGES = ("fctune", "torch", "torchtune", "torchao", "transformers", "peft", "safetensors", "tokenizers", "numpy")
 
@@ -186,8 +189,12 @@ class RunDirectory:
         if is_defect and (self.path / "exit.json").exists():
             return
         shown = None if checkpoint is None else str(checkpoint)
-        if self.path.is_dir():
+        if not self.path.is_dir():
+            return
+        try:
             self._write("exit.json", {"code": code, "reason": reason, "step": step, "checkpoint": shown})
+        except OSError as error:  # most likely a full disk; why the run ended was said already, and the code tells it
+            logger.error("%s: cannot be written (%s)", self.path / "exit.json", error.strerror)
 
     def _cannot_write(self, error: OSError) -> ConfigError:
         return ConfigError(
@@ -196,8 +203,11 @@ class RunDirectory:
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
         partial = self.path / f".{name}.partial"
-        partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        partial.rename(self.path / name)
+        try:
+            partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+            partial.rename(self.path / name)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def _now() -> str:

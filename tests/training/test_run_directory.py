@@ -80,3 +80,13 @@ def test_what_was_said_of_an_end_that_was_none_is_taken_back(tmp_path: Path) -> 
     directory.describe(**said)
     go_on(tmp_path / "run", 10, world_size=8)
     assert not said.keys() & json.loads((tmp_path / "run" / "run.json").read_text()).keys()
+
+
+def test_a_disk_that_is_full_at_the_end_hides_neither_the_reason_nor_the_code(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = begin(tmp_path / "run", hours_ago=1)
+    (directory.path / "exit.json").mkdir()  # what cannot be replaced by a file, whoever asks
+    directory.finish(1, "no room", 10)
+    assert "exit.json: cannot be written" in caplog.text
+    assert not list(directory.path.glob(".*.partial"))
