@@ -2,15 +2,22 @@
 
     python -m benchmarks.acceptance --ranks 4 --out benchmarks/results/all_reduce.json
     python -m benchmarks.acceptance --compute --size 8192 --copy-mib 4096 --out benchmarks/results/compute.json
+    python -m benchmarks.acceptance --machine [--toy] --out benchmarks/results/machine.json
 
-``--compute`` measures one device: products, copies and checksums beside ``torch.utils.benchmark``.
-
-Without it, all_reduce is measured ``--rounds`` times at each size by each side, which goes first by turns. Ours is
+Without a flag, all_reduce is measured ``--rounds`` times at each size by each side, which goes first by turns. Ours is
 ``measure_collective`` of ``fctune/acceptance``, which times every repetition and checks the data; the other a loop of
 ``dist.all_reduce`` with one clock around it and a barrier before. On CUDA devices it runs over NCCL, else over gloo.
-Compared is the mean time of a repetition by round: ``difference`` is the median over rounds of the loop's over ours,
-less 1. ``loop_spread`` is how far the loop's own quartiles lie apart, as a share of its median: on a machine that is
-shared it shows how much of a difference is the machine's.
+``--nccl-tests FOLDER`` names where all_reduce_perf was built, which is then measured too.
+
+``--compute`` measures one device: products and copies beside ``torch.utils.benchmark``, by turns as well, each time on
+tensors that were made for it, since where memory came to lie makes copies faster or slower; and checksums beside plain
+products.
+
+``difference`` is the median over rounds of our rate over the other's, less 1; ``spread`` how far the quartiles of the
+other's own rates lie apart, as a share of their median: on a machine that is shared it shows how much of a difference
+is the machine's.
+
+``--machine`` runs all that this machine has devices for, and an acceptance run without thresholds; ``--toy`` small.
 """
 
 from __future__ import annotations
@@ -20,7 +27,11 @@ import datetime
 import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +44,13 @@ from fctune.acceptance.collectives import measure_collective
 from fctune.acceptance.compute import checksum_products, measure_copies, measure_products
 from fctune.acceptance.config import CollectivesConfig, ComputeConfig, LimitsConfig
 from fctune.acceptance.faults import Faults
+from fctune.acceptance.metrics import CHECKS
 from fctune.acceptance.session import Session
 from fctune.acceptance.statistics import bandwidth
 from fctune.training.distributed import read_launch
+
+ROOT = Path(__file__).parents[1]
+LIMITS = LimitsConfig(total_s=86_400.0)
 
 
 def plain_loop(num_bytes: int, repetitions: int, device: torch.device) -> float:
@@ -56,7 +71,20 @@ def plain_loop(num_bytes: int, repetitions: int, device: torch.device) -> float:
     return float(mean) / dist.get_world_size()
 
 
-def measure(rank: int, arguments: argparse.Namespace, port: int) -> None:
+def read_nccl_tests(text: str) -> dict[int, float]:
+    """Busbw in GB/s by bytes, in place, of what all_reduce_perf prints."""
+    lines = [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    return {int(fields[0]): float(fields[11]) for fields in lines if len(fields) == 13}
+
+
+def run_nccl_tests(folder: Path, num_bytes: int, num_gpus: int) -> float:
+    """Busbw of one size, on the GPUs of this machine."""
+    command = [str(folder / "all_reduce_perf"), "-b", str(num_bytes), "-e", str(num_bytes), "-g", str(num_gpus)]
+    done = subprocess.run([*command, "-w", "5", "-n", "20"], capture_output=True, text=True, check=True)
+    return read_nccl_tests(done.stdout)[num_bytes]
+
+
+def measure_all_reduce(rank: int, arguments: argparse.Namespace, port: int) -> None:
     """One rank's part; rank 0 writes."""
     size = arguments.ranks
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
@@ -65,7 +93,7 @@ def measure(rank: int, arguments: argparse.Namespace, port: int) -> None:
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    session = Session(read_launch(), LimitsConfig(), arguments.out.parent, lambda ending: print(ending))
+    session = Session(read_launch(), LIMITS, arguments.out.parent, lambda ending: print(ending))
     session.arrive()
     world = session.join("all", range(size), device)
     faults = Faults([], rank)
@@ -82,113 +110,179 @@ def measure(rank: int, arguments: argparse.Namespace, port: int) -> None:
                     loops.append(plain_loop(num_bytes, arguments.repetitions, device))
                     continue
                 found = measure_collective(session, config, "all_reduce", num_bytes, world, faults)
-                session.put(f"{mib} {number}", found)
-                session.meet(f"{mib} {number}")
-                samples = [json.loads(text) for text in session.read(f"{mib} {number}").values()]
+                session.put("found", found)
+                session.meet("found")
+                samples = [json.loads(text) for text in session.read("found").values()]
+                session.meet("read")
                 ours.append(statistics.fmean(s for sample in samples for s in sample["seconds"]))
                 wrong += sum(sample["wrong"] for sample in samples)
-        mine, loop = statistics.median(ours), statistics.median(loops)
-        low, _, high = statistics.quantiles(loops)
-        rows.append(
-            {
-                "mib": mib,
-                "busbw_gb_s": round(bandwidth("all_reduce", num_bytes, size, mine)[1], 4),
-                "loop_busbw_gb_s": round(bandwidth("all_reduce", num_bytes, size, loop)[1], 4),
-                "difference": round(statistics.median(b / a for a, b in zip(ours, loops, strict=True)) - 1, 4),
-                "loop_spread": round((high - low) / loop, 4),
-                "wrong_elements": wrong,
-            }
-        )
+        rates = [[bandwidth("all_reduce", num_bytes, size, s)[1] for s in side] for side in (ours, loops)]
+        row = {"mib": mib, "unit": "GB/s busbw", **compare(*rates), "wrong_elements": wrong}
+        if arguments.nccl_tests is not None and rank == 0:
+            other = run_nccl_tests(arguments.nccl_tests, num_bytes, size)
+            row |= {"nccl_tests": other, "difference_from_nccl_tests": round(row["ours"] / other - 1, 4)}
+        session.meet("the next size", LIMITS.build_s)
+        rows.append(row)
         if rank == 0:
-            print(json.dumps(rows[-1]), flush=True)
+            print(json.dumps(row), flush=True)
     session.leave_group()
     session.close()
     if rank == 0:
-        command = f"--ranks {size} --rounds {arguments.rounds} --repetitions {arguments.repetitions}"
-        result = {"command": f"python -m benchmarks.acceptance {command}", **describe(device)}
-        result |= {"backend": "nccl" if device.type == "cuda" else "gloo", "rows": rows}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        sizes = " ".join(f"{mib:g}" for mib in arguments.mib)
+        flags = f"--ranks {size} --mib {sizes} --rounds {arguments.rounds} --repetitions {arguments.repetitions}"
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        write(arguments.out, flags, device, {"backend": backend, "rows": rows})
+
+
+def compare(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Rates of two sides by round, each round's beside the other's."""
+    low, middle, high = statistics.quantiles(theirs, n=4)
+    return {
+        "ours": round(statistics.median(ours), 4),
+        "theirs": round(middle, 4),
+        "difference": round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)) - 1, 4),
+        "spread": round((high - low) / middle, 4),
+    }
 
 
 def measure_compute(arguments: argparse.Namespace) -> dict[str, Any]:
     """Products and copies of one device beside ``torch.utils.benchmark``, and checksums beside plain products."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = "bf16" if device.type == "cuda" else "fp32"
-    config = ComputeConfig(dtypes=[dtype], size=arguments.size, sustain_s=2.0, copy_mib=arguments.copy_mib)
+    lasts_s = arguments.slice_s
+    config = ComputeConfig(dtypes=[dtype], size=arguments.size, sustain_s=lasts_s, copy_mib=arguments.copy_mib)
     config.checksum_size = min(arguments.size, config.checksum_size)
-    session = Session(read_launch(), LimitsConfig(), arguments.out.parent, lambda ending: print(ending))
+    session = Session(read_launch(), LIMITS, arguments.out.parent, lambda ending: print(ending))
     session.arrive()
-    faults, size = Faults([], 0), arguments.size
+    faults = Faults([], 0)
     format = torch.bfloat16 if dtype == "bf16" else torch.float32
-    a, b = (torch.randn(size, size, device=device, dtype=format) for _ in range(2))
-    source = torch.randn(config.copy_mib * 2**18, device=device)
-    target = torch.empty_like(source)
-    threads = torch.get_num_threads()
-    product = Timer("a @ b", globals={"a": a, "b": b}, num_threads=threads)
-    copy = Timer("target.copy_(source)", globals={"target": target, "source": source}, num_threads=threads)
     ours: dict[str, list[float]] = {"tflops": [], "memory_gb_s": []}
     theirs: dict[str, list[float]] = {"tflops": [], "memory_gb_s": []}
-    for _ in range(arguments.rounds):
-        ours["tflops"].append(measure_products(session, config, dtype, device, faults)["tflops"])
-        theirs["tflops"].append(2 * size**3 / product.blocked_autorange(min_run_time=2.0).median / 1e12)
-        ours["memory_gb_s"].append(measure_copies(session, config, device, faults)["memory"]["gb_s"])
-        seconds = copy.blocked_autorange(min_run_time=0.5).median
-        theirs["memory_gb_s"].append(2 * source.numel() * 4 / seconds / 1e9)
+    source = torch.randn(arguments.copy_mib * 2**18, device=device)
+    seconds = time_statement("b.copy_(a)", {"a": source, "b": torch.empty_like(source)}, lasts_s)
+    config.copy_repetitions = max(config.copy_repetitions, round(lasts_s / seconds))  # as long as the other side
+    for number in range(arguments.rounds):
+        for is_ours in (number % 2 == 0, number % 2 == 1):
+            if is_ours:
+                product: dict[str, Any] = {}
+                measure_products(session, config, dtype, device, faults, product)
+                ours["tflops"].append(product["tflops"])
+                copies: dict[str, Any] = {}
+                measure_copies(session, config, device, faults, copies)
+                ours["memory_gb_s"].append(copies["memory"]["gb_s"])
+                continue
+            matrices = [torch.randn(arguments.size, arguments.size, device=device, dtype=format) for _ in range(2)]
+            seconds = time_statement("a @ b", dict(zip("ab", matrices, strict=True)), lasts_s)
+            theirs["tflops"].append(2 * arguments.size**3 / seconds / 1e12)
+            source = torch.randn(arguments.copy_mib * 2**18, device=device)
+            seconds = time_statement("b.copy_(a)", {"a": source, "b": torch.empty_like(source)}, lasts_s)
+            theirs["memory_gb_s"].append(2 * source.numel() * 4 / seconds / 1e9)
+            del matrices, source
     checksums = [checksum_products(config, [dtype], device, faults)[dtype] for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
     plain = [torch.randn(config.checksum_size, config.checksum_size, generator=generator) for _ in range(2)]
     result = torch.mm(*(matrix.to(device).to(format) for matrix in plain)).contiguous()
     expected = xxhash.xxh3_64_hexdigest(result.view(torch.uint8).cpu().numpy().tobytes())
     session.close()
-    figures = {
-        name: {
-            "ours": round(statistics.median(values), 4),
-            "torch.utils.benchmark": round(statistics.median(theirs[name]), 4),
-            "difference": round(statistics.median(x / y for x, y in zip(values, theirs[name], strict=True)) - 1, 4),
-        }
-        for name, values in ours.items()
-    }
-    return {"dtype": dtype, "size": size, "checksums_equal": {*checksums} == {expected}, "figures": figures}
+    figures = {name: compare(values, theirs[name]) for name, values in ours.items()}
+    return {"dtype": dtype, "size": arguments.size, "checksums_equal": {*checksums} == {expected}, "figures": figures}
 
 
-def describe(device: torch.device) -> dict[str, Any]:
-    """What the numbers are of."""
+def time_statement(statement: str, tensors: dict[str, torch.Tensor], lasts_s: float) -> float:
+    """Median seconds of a statement, by torch's own benchmark."""
+    timer = Timer(statement, globals=tensors, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=lasts_s).median)
+
+
+def measure_machine(is_toy: bool) -> dict[str, Any]:
+    """All that this machine has devices for; ``ok`` where all of it ran and every check of an acceptance run passed."""
+    num_devices = torch.cuda.device_count() or 2
+    small = ["--size", "256", "--copy-mib", "16", "--rounds", "4", "--slice-s", "0.1"]
+    large = ["--size", "8192", "--copy-mib", "4096", "--rounds", "6", "--slice-s", "2"]
+    found: dict[str, Any] = {"ok": True}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        parts = {"compute": ["--compute", *(small if is_toy else large)]}
+        if num_devices > 1:
+            sizes = ["0.25", "1"] if is_toy else ["1", "16", "256", "1024"]
+            parts["all_reduce"] = ["--ranks", str(num_devices), "--rounds", "6", "--mib", *sizes]
+        for part, flags in parts.items():
+            out = folder / f"{part}.json"
+            done = subprocess.run([sys.executable, "-m", "benchmarks.acceptance", *flags, "--out", str(out)], cwd=ROOT)
+            found["ok"] &= done.returncode == 0
+            found[part] = json.loads(out.read_text()) if out.exists() else None
+        launch = [str(Path(sys.executable).with_name("tune")), "run", "--nproc_per_node", str(num_devices)]
+        command = [*launch, "recipes/cluster_acceptance", *list_overrides(folder, num_devices, is_toy)]
+        code = subprocess.run(command, cwd=ROOT).returncode
+        document = json.loads((folder / "run" / "acceptance.json").read_text())
+    found["ok"] &= code == 0
+    found["run"] = {name: document[name] for name in ("verdict", "reason", "seconds", "bandwidths")}
+    found["run"]["figures"] = {f["name"]: f["value"] for check in document["checks"] for f in check["figures"]}
+    found["run"]["skipped"] = {c["name"]: c["reason"] for c in document["checks"] if c["status"] == "SKIPPED"}
+    return found
+
+
+def list_overrides(folder: Path, num_devices: int, is_toy: bool) -> list[str]:
+    """The acceptance run of one node of so many devices, short, of every figure and without thresholds."""
+    on_gpus = torch.cuda.is_available()
+    absent = {"collectives_all", "training_all"}
+    absent |= set() if on_gpus else {"transfer", "health"}
+    absent |= {"links", "collectives_node", "collective_data"} if num_devices == 1 else set()
+    required = [check for check in CHECKS if check not in absent]
+    config = "configs/acceptance_2x8_h100.yaml" if on_gpus and not is_toy else "configs/acceptance_cpu.yaml"
+    overrides = [f"device={'cuda' if on_gpus else 'cpu'}", "nodes=1", f"ranks_per_node={num_devices}", "gpu=null"]
+    overrides += ["thresholds={}", f"required=[{', '.join(required)}]", f"output_dir={folder / 'run'}"]
+    overrides += [f"storage.{disk}_dir={folder / disk}" for disk in ("node", "shared")]
+    if not is_toy:
+        overrides += ["compute.sustain_s=8", "storage.mib=256", "limits.total_s=200"]
+    elif on_gpus:
+        overrides += ["compute.dtypes=[bf16, fp8]", "compute.size=1024"]
+    return ["--config", config, *overrides]
+
+
+def write(out: Path, flags: str, device: torch.device, found: dict[str, Any]) -> None:
+    """A result, with what it is of."""
     is_cuda = device.type == "cuda"
-    return {
+    made = {
+        "command": f"python -m benchmarks.acceptance {flags}",
         "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
         "device": torch.cuda.get_device_name(device) if is_cuda else f"cpu, {os.cpu_count()} cores",
         "torch": torch.__version__,
         "load": [round(load, 2) for load in os.getloadavg()],
     }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(made | found, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
-    """Start the ranks on this machine."""
+    """Start what was asked for on this machine."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mib", type=float, nargs="+", default=[0.25, 1.0, 4.0, 16.0])
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--port", type=int, default=29517)
+    parser.add_argument("--nccl-tests", type=Path, metavar="FOLDER", help="where all_reduce_perf was built")
     parser.add_argument("--compute", action="store_true", help="one device, beside torch.utils.benchmark")
     parser.add_argument("--size", type=int, default=8192, help="of the matrices")
     parser.add_argument("--copy-mib", type=int, default=4096)
+    parser.add_argument("--slice-s", type=float, default=1.0, help="seconds of a side in each round")
+    parser.add_argument("--machine", action="store_true", help="all that this machine has devices for")
+    parser.add_argument("--toy", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    if arguments.compute:
-        command = f"--compute --size {arguments.size} --copy-mib {arguments.copy_mib} --rounds {arguments.rounds}"
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        result = {"command": f"python -m benchmarks.acceptance {command}", **describe(device)}
-        result |= measure_compute(arguments)
-        print(json.dumps(result, indent=1))
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        return
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if arguments.machine or arguments.compute:
+        found = measure_machine(arguments.toy) if arguments.machine else measure_compute(arguments)
+        flags = f"--compute --size {arguments.size} --copy-mib {arguments.copy_mib} --rounds {arguments.rounds}"
+        write(
+            arguments.out, f"{flags} --slice-s {arguments.slice_s}" if arguments.compute else "--machine", device, found
+        )
+        print(json.dumps(found), flush=True)
+        raise SystemExit(not found.get("ok", True))
     context = torch.multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=measure, args=(rank, arguments, arguments.port)) for rank in range(arguments.ranks)
-    ]
+    ranks = range(arguments.ranks)
+    processes = [context.Process(target=measure_all_reduce, args=(r, arguments, arguments.port)) for r in ranks]
     for process in processes:
         process.start()
     for process in processes:

@@ -9,16 +9,14 @@ from typing import Any
 
 from fctune.acceptance.compute import THROTTLED
 from fctune.acceptance.config import AcceptanceConfig
+from fctune.acceptance.disks import judge_storage
+from fctune.acceptance.ending import Ending
 from fctune.acceptance.identity import SAME
 from fctune.acceptance.judge import Check, Culprit, Jury, Samples
-from fctune.acceptance.metrics import DISKS
-from fctune.acceptance.session import Ending
-from fctune.acceptance.statistics import excess, minority, percentile
+from fctune.acceptance.statistics import excess, minority
 from fctune.acceptance.traffic import judge_collectives, judge_data, judge_pairs
 
 Ranks = Mapping[int, Any]
-
-_DISK_S = 0.02  # disks are compared by shares of this at least: less is a cache that missed
 
 
 def judge(
@@ -52,9 +50,12 @@ def judge(
                 jury.skip(name, reason)
         elif len(found) == world_size:
             function(jury, found)
+            for cut in {sample["cut"] for sample in found.values() if "cut" in sample}:
+                for name in names:
+                    jury.checks[name].omit(f"cut short: {cut}")
         elif ending is not None:
+            why = {"asked": "interrupted", "late": "cut short"}.get(ending.kind, "the run ended before")
             for name in names:
-                why = "interrupted" if ending.kind == "asked" else "the run ended before"
                 jury.skip(name, f"{why} ({ending.says})")
     judge_data(jury, samples)
     return list(jury.checks.values())
@@ -69,7 +70,7 @@ def _judge_arrival(jury: Jury, world_size: int, ending: Ending | None) -> None:
     ):
         if wanted is not None and found != wanted:
             check.worsen("FAIL", f"{found} {what} launched, {wanted} wanted ({what.replace(' a ', '_per_')}={wanted})")
-    if ending is not None and ending.kind != "asked":
+    if ending is not None and ending.is_failure:
         check.worsen("FAIL", ending.says)
         known = {rank: jury.hosts.get(rank, "host unknown") for rank in range(world_size)}
         everyone = len(ending.ranks) == world_size and world_size > 1
@@ -128,38 +129,49 @@ def _difference(mine: str, common: str) -> str:
 
 
 def _judge_compute(jury: Jury, found: Ranks) -> None:
-    jury.open("compute")
-    for dtype in next(iter(found.values()))["products"]:
-        results = {rank: sample["products"][dtype] for rank, sample in found.items()}
+    check = jury.open("compute")
+    for dtype in jury.config.compute.dtypes:
+        results = {rank: sample.get("products", {}).get(dtype, {}) for rank, sample in found.items()}
         reason = next((r["skipped"] for r in results.values() if "skipped" in r), None)
         if reason is not None:
-            jury.checks["compute"].worsen("SKIPPED", f"{dtype}: {reason}")
+            check.omit(f"{dtype}: {reason}")
             continue
-        rates = {rank: result["tflops"] for rank, result in results.items()}
+        rates = _pick(results, "tflops")
         jury.add(f"matmul_{dtype}_tflops", rates)
-        jury.add(f"matmul_{dtype}_spread", excess({rank: 1 / rate for rank, rate in rates.items()}))
-    copies = {rank: sample["copies"] for rank, sample in found.items()}
+        jury.add(f"matmul_{dtype}_spread", _spread(rates))
+    copies = {rank: sample.get("copies", {}) for rank, sample in found.items()}
     jury.open("memory")
-    memory = {rank: copy["memory"]["gb_s"] for rank, copy in copies.items()}
+    memory = _pick({rank: copy.get("memory", {}) for rank, copy in copies.items()}, "gb_s")
     jury.add("memory_gb_s", memory)
-    jury.add("memory_spread", excess({rank: 1 / rate for rank, rate in memory.items()}))
-    if all("host_to_device" in copy for copy in copies.values()):
-        jury.open("transfer")
-        over = dict.fromkeys(copies, 0.0)
-        for way in ("host_to_device", "device_to_host"):
-            rates = {rank: copy[way]["gb_s"] for rank, copy in copies.items()}
-            jury.add(f"{way}_gb_s", rates)
-            for rank, value in excess({rank: 1 / rate for rank, rate in rates.items()}).items():
-                over[rank] = max(over[rank], value)
-        jury.add("transfer_spread", over)
-    else:
+    jury.add("memory_spread", _spread(memory))
+    jury.open("transfer")
+    if jury.config.device == "cpu":
         jury.skip("transfer", "no GPU: the device is the host")
+    over = dict.fromkeys(found, 0.0)
+    for way in ("host_to_device", "device_to_host"):
+        rates = _pick({rank: copy.get(way, {}) for rank, copy in copies.items()}, "gb_s")
+        jury.add(f"{way}_gb_s", rates)
+        for rank, value in _spread(rates).items():
+            over[rank] = max(over[rank], value)
+    if jury.checks["transfer"].figures:
+        jury.add("transfer_spread", over)
     _judge_checksums(jury, found)
     _judge_health(jury, found)
 
 
+def _pick(results: Mapping[int, Mapping[str, float]], name: str) -> dict[int, float]:
+    """A figure of each rank, where the run came as far on all."""
+    return {rank: result[name] for rank, result in results.items()} if all(name in r for r in results.values()) else {}
+
+
+def _spread(rates: Mapping[int, float]) -> dict[int, float]:
+    return excess({rank: 1 / rate for rank, rate in rates.items()})
+
+
 def _judge_checksums(jury: Jury, found: Ranks) -> None:
     check = jury.open("corruption")
+    if not all(sample.get("checksums") for sample in found.values()):
+        return
     unsteady = [rank for rank, s in found.items() if len({json.dumps(c, sort_keys=True) for c in s["checksums"]}) > 1]
     steady = {r: json.dumps(s["checksums"][0], sort_keys=True) for r, s in found.items() if r not in unsteady}
     odd = minority(steady) if steady else []
@@ -177,10 +189,10 @@ def _judge_checksums(jury: Jury, found: Ranks) -> None:
 
 def _judge_health(jury: Jury, found: Ranks) -> None:
     readings = {
-        rank: [r for product in sample["products"].values() for r in product.get("readings", ())]
+        rank: [r for product in sample.get("products", {}).values() for r in product.get("readings", ())]
         for rank, sample in found.items()
     }
-    xids = {rank: float(sample["xids"]) for rank, sample in found.items() if sample["xids"] is not None}
+    xids = {rank: float(sample["xids"]) for rank, sample in found.items() if sample.get("xids") is not None}
     if not any(readings.values()):
         jury.skip("health", "no readings: no GPU, or no NVML (nvidia-ml-py) to ask")
         return
@@ -200,39 +212,11 @@ def _judge_health(jury: Jury, found: Ranks) -> None:
         check.worsen("PASS", "Xids not known: this process may not read the kernel's log")
 
 
-def _judge_storage(jury: Jury, found: Ranks) -> None:
-    for disk in DISKS:
-        name = f"storage_{disk}"
-        results = {rank: sample[disk] for rank, sample in found.items()}
-        reason = next((r["skipped"] for r in results.values() if "skipped" in r), None)
-        if reason is not None:
-            jury.skip(name, reason)
-            continue
-        check = jury.open(name)
-        mib = jury.config.storage.mib * 2**20 / 1e9
-        for way in ("write", "read"):
-            rounds = zip(*(result[way] for result in results.values()), strict=True)
-            rate = statistics.median(len(results) * mib / max(times) for times in rounds)
-            jury.add(f"{name}_{way}_gb_s", {None: rate})
-        jury.add(f"{name}_one_write_gb_s", {None: mib / min(results[0]["one"])})
-        count = jury.config.storage.num_small_files
-        jury.add(f"{name}_files_per_s", {rank: count / min(r["files"]) for rank, r in results.items()})
-        jury.add(f"{name}_fsync_s", {rank: percentile(r["flush"], 0.99) for rank, r in results.items()})
-        # By its best time of each kind: what disturbs a disk for a moment is not the disk.
-        over: dict[int, float] = dict.fromkeys(results, 0.0)
-        for kind in ("write", "read", "files", "flush"):
-            for rank, value in excess({rank: min(r[kind]) for rank, r in results.items()}, _DISK_S).items():
-                over[rank] = max(over[rank], value)
-        jury.add(f"{name}_spread", over)
-        blind = [rank for rank, sample in found.items() if disk == "shared" and not sample["sees_shared"]]
-        if blind:
-            check.worsen("FAIL", "not shared: what rank 0 writes is not seen everywhere")
-            jury.blame(check, blind, "does not see what rank 0 writes")
-
-
 def _judge_training(scope: str) -> Callable[[Jury, Ranks], None]:
     def judge_scope(jury: Jury, found: Ranks) -> None:
         jury.open(f"training_{scope}")
+        if not all(sample.get("seconds") for sample in found.values()):
+            return
         groups = list(jury.nodes.values()) if scope == "node" else [sorted(found)]
         seconds = {tuple(g): max(statistics.median(found[r]["seconds"]) for r in g) for g in groups}
         sample, is_several = found[0], len(groups) > 1
@@ -258,7 +242,8 @@ def _judge_training(scope: str) -> Callable[[Jury, Ranks], None]:
 def _judge_checkpoint(jury: Jury, found: Ranks) -> None:
     jury.open("checkpoint")
     for name in ("save_s", "load_s"):
-        jury.add(f"checkpoint_{name}", {None: max(sample[name] for sample in found.values())})
+        if all(name in sample for sample in found.values()):
+            jury.add(f"checkpoint_{name}", {None: max(sample[name] for sample in found.values())})
 
 
 # Phase -> the checks that its samples answer, and who asks; in the order of a run.
@@ -268,9 +253,16 @@ _PHASES: dict[str, tuple[tuple[str, ...], Callable[[Jury, Ranks], None]]] = {
     "pairs": (("links",), judge_pairs),
     "collectives_node": (("collectives_node",), judge_collectives("node")),
     "collectives_all": (("collectives_all",), judge_collectives("all")),
-    "storage": (("storage_node", "storage_shared"), _judge_storage),
+    "storage": (("storage_node", "storage_shared"), judge_storage),
     "training_node": (("training_node",), _judge_training("node")),
     "training_all": (("training_all",), _judge_training("all")),
     "checkpoint": (("checkpoint",), _judge_checkpoint),
 }
 PHASES = tuple(_PHASES)
+
+# Phase -> the checks of it that compare ranks by their speed.
+NAMED_BY_SPEED = {
+    "compute": ("compute", "memory", "transfer"),
+    "pairs": ("links",),
+    "storage": ("storage_node", "storage_shared"),
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,15 +39,17 @@ class Buffers:
 
 def make_buffers(operation: str, num_bytes: int, world: World) -> Buffers:
     """Buffers of float32; ``num_bytes`` is of the larger side, rounded down to a multiple of 4 x the ranks."""
-    n, device = world.world_size, world.device
+    n, rank, device = world.world_size, world.rank, world.device
     part = max(1, num_bytes // 4 // n)
     whole = torch.empty(part * n, device=device)
     if operation in ("all_reduce", "broadcast"):
         call = (lambda: dist.all_reduce(whole)) if operation == "all_reduce" else (lambda: dist.broadcast(whole, 0))
         return Buffers(whole, whole, call)
-    if operation == "all_to_all":
+    if operation in ("all_to_all", "point_to_point"):
         other = torch.empty_like(whole)
-        return Buffers(whole, other, lambda: dist.all_to_all_single(other, whole))
+        if operation == "all_to_all":
+            return Buffers(whole, other, lambda: dist.all_to_all_single(other, whole))
+        return Buffers(whole, other, lambda: _pass_on(whole, other, (rank + 1) % n, (rank - 1) % n))
     piece = torch.empty(part, device=device)
     if operation == "all_gather":
         return Buffers(piece, whole, lambda: _gather(whole, piece))
@@ -68,9 +71,10 @@ def count_wrong(operation: str, receive: Tensor, world: World) -> tuple[int, dic
         return _count(receive, 0, n, n * (n - 1) // 2), {}
     if operation == "reduce_scatter":
         return _count(receive, rank * len(receive), n, n * (n - 1) // 2), {}
-    if operation == "broadcast":
-        wrong = _count(receive, 0, 1, 0)
-        return wrong, {0: wrong} if wrong else {}
+    if operation in ("broadcast", "point_to_point"):
+        source = 0 if operation == "broadcast" else (rank - 1) % n
+        wrong = _count(receive, 0, 1, source)
+        return wrong, {source: wrong} if wrong else {}
     offset = rank * part if operation == "all_to_all" else 0
     found = {source: _count(receive[source * part :][:part], offset, 1, source) for source in range(n)}
     return sum(found.values()), {source: count for source, count in found.items() if count}
@@ -80,8 +84,8 @@ def measure_collective(
     session: Session, config: CollectivesConfig, operation: str, num_bytes: int, world: World, faults: Faults
 ) -> dict[str, Any]:
     """Seconds of each repetition, and what was wrong before and after them."""
-    name = f"{operation} of {num_bytes / 2**20:g} MiB"
-    session.enter(name)
+    lasts_s = min(config.max_s, session.time_left())
+    session.enter(f"{operation} of {num_bytes / 2**20:g} MiB")
     buffers = make_buffers(operation, num_bytes, world)
     wrong, sources = _verify(operation, buffers, world, faults)
 
@@ -89,10 +93,10 @@ def measure_collective(
         faults.delay("slow_collectives")
         buffers.call()
 
-    seconds = time_calls(call, max(1, config.warmup), world.device)
-    budget = torch.tensor(min(seconds), dtype=torch.float64)
+    seconds = time_calls(call, max(2, config.warmup), world.device)[1:]
+    budget = torch.tensor(statistics.fmean(seconds), dtype=torch.float64)
     dist.all_reduce(budget, op=dist.ReduceOp.MAX)  # on the CPU: every rank must repeat as often
-    repetitions = max(2, min(config.repetitions, int(config.max_s / max(budget.item(), 1e-9))))
+    repetitions = max(2, min(config.repetitions, int(lasts_s / max(budget.item(), 1e-9))))
     dist.barrier()
     seconds = time_calls(call, repetitions, world.device)
     wrong_after, sources_after = _verify(operation, buffers, world, faults)
@@ -105,8 +109,12 @@ def measure_collective(
     }
 
 
-def measure_pairs(session: Session, config: PairsConfig, world: World, faults: Faults) -> dict[str, list[float]]:
-    """Seconds that a message each way took with every other rank, by its rank; as many pairs at a time as there are.
+def measure_pairs(
+    session: Session, config: PairsConfig, world: World, faults: Faults, found: dict[str, list[float]]
+) -> None:
+    """Add to ``found`` the seconds that a message each way took with every other rank, by its rank.
+
+    As many pairs at a time as there are.
 
     Rounds are dealt again and again rather than a pair at a time, so that what disturbs the machine for a moment does
     not fall on one pair.
@@ -114,8 +122,8 @@ def measure_pairs(session: Session, config: PairsConfig, world: World, faults: F
     count = max(1, int(config.mib * 2**18))
     send, receive = (torch.empty(count, device=world.device) for _ in range(2))
     fill_(send, world.rank)
-    found: dict[str, list[float]] = {}
     for repetition in range(config.repetitions + 1):
+        session.time_left()
         for number, pairs in enumerate(make_rounds(world.world_size)):
             other = next((b if a == world.rank else a for a, b in pairs if world.rank in (a, b)), None)
             session.meet(f"pairs {repetition}.{number}")
@@ -125,13 +133,12 @@ def measure_pairs(session: Session, config: PairsConfig, world: World, faults: F
 
             def call(partner: int = other) -> None:
                 faults.delay("slow_collectives")
-                _exchange(send, receive, partner)
+                _pass_on(send, receive, partner, partner)
 
-            _exchange(send[:1], receive[:1], other)  # so that both begin together
+            _pass_on(send[:1], receive[:1], other, other)  # so that both begin together
             seconds = time_calls(call, _MESSAGES, world.device)
             if repetition:  # the first opens connections
                 found.setdefault(str(other), []).extend(float(f"{s:.5g}") for s in seconds)
-    return found
 
 
 def check_pair(world: World, faults: Faults, mib: float) -> dict[str, int]:
@@ -145,7 +152,7 @@ def check_pair(world: World, faults: Faults, mib: float) -> dict[str, int]:
         send, receive = (torch.empty(count, device=world.device) for _ in range(2))
         fill_(send, world.rank)
         faults.corrupt_("corrupt_send", send)
-        _exchange(send, receive, other)
+        _pass_on(send, receive, other, other)
         faults.corrupt_("corrupt_receive", receive)
         found[str(other)] = _count(receive, 0, 1, other)
     return found
@@ -163,9 +170,9 @@ def make_rounds(num_ranks: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def _exchange(send: Tensor, receive: Tensor, partner: int) -> None:
-    """A message each way at once."""
-    both = [dist.P2POp(dist.isend, send, partner), dist.P2POp(dist.irecv, receive, partner)]
+def _pass_on(send: Tensor, receive: Tensor, to: int, source: int) -> None:
+    """A message to one rank and one from another, or from the same, at once."""
+    both = [dist.P2POp(dist.isend, send, to), dist.P2POp(dist.irecv, receive, source)]
     for work in dist.batch_isend_irecv(both):
         work.wait()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,16 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], tolerance: float) ->
 
 
 def _figures(document: Mapping[str, Any]) -> dict[str, Any]:
-    return {figure["name"]: figure for check in document["checks"] for figure in check["figures"]}
+    """Figures by name; and those of collectives at other sizes than the judged one, of the slowest node."""
+    found = {figure["name"]: figure for check in document["checks"] for figure in check["figures"]}
+    judged = int(document["config"]["collectives"]["judged_mib"] * 2**20)
+    for row in document["bandwidths"]:
+        if row["asked"] == judged:
+            continue
+        name = f"{row['operation']}_{row['scope']}_gb_s at {row['asked'] / 2**20:.4g} MiB"
+        value = min(row["busbw_gb_s"], found.get(name, {}).get("value", math.inf))
+        found[name] = {"value": value, "unit": "GB/s", "better": "higher"}
+    return found
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

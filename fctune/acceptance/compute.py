@@ -22,7 +22,10 @@ from fctune.acceptance.session import Session
 from fctune.telemetry.device import capability_of, read_device
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-_WINDOW_S = 0.1  # of products timed together
+# Of products timed together: on a GPU enough to launch ahead; on a CPU less than a scheduler's slice, so that some are
+# whole on a machine that does other things too.
+_WINDOW_S = {"cuda": 0.1, "cpu": 0.001}
+_LEAST_WINDOWS = 5
 _FP8_FROM = (8, 9)
 _MOST_PINNED = 2**28  # float32 numbers; pinning takes a second a few GiB, on every rank of the host
 
@@ -63,16 +66,20 @@ def make_product(dtype: str, size: int, device: torch.device) -> Callable[[], Te
 
 
 def measure_products(
-    session: Session, config: ComputeConfig, dtype: str, device: torch.device, faults: Faults
-) -> dict[str, Any]:
-    """Rates of windows of products over ``sustain_s``, and what the device says of itself meanwhile."""
+    session: Session, config: ComputeConfig, dtype: str, device: torch.device, faults: Faults, found: dict[str, Any]
+) -> None:
+    """Add to ``found`` the rates of windows of products over ``sustain_s``, and what the device says of itself.
+
+    ``tflops`` is what stands for the rank, of all rates that ``found`` has.
+    """
     capability = capability_of(device)
     if dtype == "fp8" and capability is not None and capability < _FP8_FROM:
-        return {"skipped": f"compute capability {capability[0]}.{capability[1]}; fp8 products need 8.9"}
+        found["skipped"] = f"compute capability {capability[0]}.{capability[1]}; fp8 products need 8.9"
+        return
     product = make_product(dtype, config.size, device)
     for _ in range(3):
         once = min(time_calls(product, 1, device))
-    num_products = max(1, round(_WINDOW_S / once)) if device.type == "cuda" else 1
+    num_products = max(1, round(_WINDOW_S[device.type] / once))
 
     def window() -> None:
         faults.delay("slow_compute")
@@ -80,44 +87,46 @@ def measure_products(
             product()
 
     session.meet(f"products in {dtype}")
+    lasts_s = min(config.sustain_s, session.time_left())
     seconds: list[float] = []
-    readings: list[dict[str, Any]] = []
+    readings: list[dict[str, Any]] = found.setdefault("readings", [])
     started, read_at = time.monotonic(), 0.0
-    while time.monotonic() - started < config.sustain_s or len(seconds) < 5:
+    while time.monotonic() - started < lasts_s or len(seconds) < _LEAST_WINDOWS:
         session.enter(f"products in {dtype}")
         seconds += time_calls(window, 1, device)
         if device.type == "cuda" and time.monotonic() - read_at > 1:
             read_at = time.monotonic()
             readings += _read(device.index)
     flops = 2 * config.size**3 * num_products
-    rates = [flops / s / 1e12 for s in seconds]
-    rate = max(rates) if config.estimator == "best" else statistics.median(rates)
-    return {"tflops": rate, "windows": len(rates), "rates": _thin(rates), "readings": readings}
+    _add_rates(found, "tflops", [flops / s / 1e12 for s in seconds], config)
 
 
-def measure_copies(session: Session, config: ComputeConfig, device: torch.device, faults: Faults) -> dict[str, Any]:
-    """Bandwidth of copies on the device, counted both ways, and between it and the host."""
+def measure_copies(
+    session: Session, config: ComputeConfig, device: torch.device, faults: Faults, found: dict[str, Any]
+) -> None:
+    """Add to ``found`` the bandwidth of copies on the device, counted both ways, and between it and the host."""
     source = torch.empty(config.copy_mib * 2**18, device=device).normal_()
     target = torch.empty_like(source)
 
-    def rate(call: Callable[[], object], num_bytes: int) -> list[float]:
+    def measure(name: str, call: Callable[[], object], num_bytes: int) -> None:
         def delayed() -> None:
             faults.delay("slow_compute")
             call()
 
+        session.time_left()
         session.enter("copies")
         time_calls(call, 2, device)
-        return [num_bytes / s / 1e9 for s in time_calls(delayed, config.copy_repetitions, device)]
+        session.meet(f"copies, {name}")
+        session.enter("copies")
+        seconds = time_calls(delayed, config.copy_repetitions, device)
+        _add_rates(found.setdefault(name, {}), "gb_s", [num_bytes / s / 1e9 for s in seconds], config)
 
-    session.meet("copies")
-    found: dict[str, Any] = {"memory": rate(lambda: target.copy_(source), 2 * 4 * source.numel())}
+    measure("memory", lambda: target.copy_(source), 2 * 4 * source.numel())
     if device.type == "cuda":
         size = min(source.numel(), _MOST_PINNED)
         host, there = torch.empty(size, pin_memory=True), target[:size]
-        found["host_to_device"] = rate(lambda: there.copy_(host, non_blocking=True), 4 * size)
-        found["device_to_host"] = rate(lambda: host.copy_(there, non_blocking=True), 4 * size)
-    choose = max if config.estimator == "best" else statistics.median
-    return {name: {"gb_s": choose(rates), "rates": _thin(rates)} for name, rates in found.items()}
+        measure("host_to_device", lambda: there.copy_(host, non_blocking=True), 4 * size)
+        measure("device_to_host", lambda: host.copy_(there, non_blocking=True), 4 * size)
 
 
 def checksum_products(config: ComputeConfig, dtypes: list[str], device: torch.device, faults: Faults) -> dict[str, str]:
@@ -154,7 +163,7 @@ def _read(index: int) -> list[dict[str, Any]]:
     ]
 
 
-def _thin(values: list[float], most: int = 200) -> list[float]:
-    """At most so many values, evenly taken, to four digits."""
-    step = max(1, len(values) // most)
-    return [float(f"{value:.4g}") for value in values[::step]]
+def _add_rates(found: dict[str, Any], name: str, rates: list[float], config: ComputeConfig) -> None:
+    """Keep rates, and what stands for all that there are."""
+    found["rates"] = found.get("rates", []) + [float(f"{rate:.5g}") for rate in rates]
+    found[name] = max(found["rates"]) if config.estimator == "best" else statistics.median(found["rates"])

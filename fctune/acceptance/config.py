@@ -21,7 +21,15 @@ from fctune.errors import ConfigError
 from fctune.schema import apply_override, parse_dataclass, suggest
 
 FaultKind = Literal[
-    "slow_compute", "slow_collectives", "slow_disk", "corrupt_compute", "corrupt_send", "corrupt_receive", "die", "hang"
+    "slow_compute",
+    "slow_collectives",
+    "slow_disk",
+    "corrupt_compute",
+    "corrupt_send",
+    "corrupt_receive",
+    "die",
+    "hang",
+    "crash",
 ]
 
 
@@ -33,7 +41,8 @@ class LimitsConfig:
     silence_s: float = 15.0  # without a sign of life from a process
     step_s: float = 60.0  # for one measurement of a rank, waiting for the others included
     build_s: float = 300.0  # the same, for building a model and its first step
-    total_s: float = 600.0  # for the run; what has not begun by then is skipped
+    total_s: float = 540.0  # for the run: what is measured then is cut short where it can be, and the rest skipped
+    cut_s: float = 30.0  # over that, for a piece that has begun: then the run is ended where it is
 
 
 @dataclass(kw_only=True, slots=True)
@@ -114,7 +123,8 @@ class FaultConfig:
     kind: FaultKind
     rank: int
     seconds: float = 0.05  # of each delay
-    at: str = "compute"  # the phase in which a rank dies or hangs
+    times: int | None = None  # that it is slow, and then no more; null: always
+    at: str = "compute"  # the phase in which a rank dies, hangs or crashes
 
 
 @dataclass(kw_only=True, slots=True)
@@ -131,6 +141,9 @@ class AcceptanceConfig:
     profiles: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     required: list[str] = field(default_factory=lambda: list(CHECKS))  # a verdict of PASS needs all of these
+    # Times that a phase is measured again, by all ranks, where it would name someone for being slow; who is named is
+    # so by all samples together
+    rechecks: int = 1
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     pairs: PairsConfig = field(default_factory=PairsConfig)
@@ -213,7 +226,7 @@ def _parse_thresholds(raw: dict[str, Any], problems: list[str]) -> dict[str, Any
 def _find_problems(config: AcceptanceConfig, problems: list[str]) -> None:
     positive: dict[str, tuple[Any, tuple[str, ...]]] = {
         "": (config, tuple(n for n in ("nodes", "ranks_per_node") if getattr(config, n) is not None)),
-        "limits.": (config.limits, ("arrive_s", "silence_s", "step_s", "build_s", "total_s")),
+        "limits.": (config.limits, ("arrive_s", "silence_s", "step_s", "build_s", "total_s", "cut_s")),
         "compute.": (config.compute, ("size", "sustain_s", "copy_mib", "copy_repetitions", "checksum_size")),
         "pairs.": (config.pairs, ("mib", "repetitions")),
         "collectives.": (config.collectives, ("judged_mib", "repetitions", "max_s")),
@@ -225,6 +238,8 @@ def _find_problems(config: AcceptanceConfig, problems: list[str]) -> None:
         for name in names:
             if not getattr(section, name) > 0:
                 problems.append(f"{prefix}{name}={getattr(section, name)}: expected more than 0")
+    if config.rechecks < 0:
+        problems.append(f"rechecks={config.rechecks}: expected 0 or more")
     _check_names("required", config.required, CHECKS, problems)
     _check_names("compute.dtypes", config.compute.dtypes, DTYPES, problems)
     _check_names("collectives.operations", config.collectives.operations, OPERATIONS, problems)

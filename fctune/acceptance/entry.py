@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fctune.acceptance.config import load_acceptance
 from fctune.acceptance.run import Acceptance
-from fctune.acceptance.table import Progress, print_result
+from fctune.acceptance.table import Progress
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.training.distributed import read_launch
 from fctune.training.entry import read_command_line
@@ -25,10 +25,9 @@ def run_acceptance(argv: Sequence[str]) -> int:
     """
     launch = read_launch()
     logging.getLogger("fctune").setLevel(logging.WARNING)
-    console = Console()
     try:
         config = load_acceptance(*read_command_line(argv, _USAGE))
-        acceptance = Acceptance(config, launch, Progress(console))
+        acceptance = Acceptance(config, launch, Progress(Console(), config.output_dir))
         document = acceptance.run()
     except (ConfigError, DataError, CheckpointError) as error:
         if launch.rank == 0:
@@ -37,8 +36,7 @@ def run_acceptance(argv: Sequence[str]) -> int:
     except ConnectionError as error:
         print(f"\n{error}\n", file=sys.stderr, flush=True)
         return 1
-    if launch.rank == 0:
-        console.print()
-        print_result(console, document)
-        console.print(f"{config.output_dir}/acceptance.json", soft_wrap=True, highlight=False)
+    if acceptance.unwritten:
+        print(f"\n{acceptance.unwritten}\n", file=sys.stderr, flush=True)
+        return 1
     return 0 if document["verdict"] == "PASS" else 1

@@ -6,7 +6,7 @@ Pure functions of the config and the samples, which are plain JSON: ``samples[ph
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fctune.acceptance.config import AcceptanceConfig, ThresholdConfig
@@ -89,6 +89,12 @@ class Check:
     def next_step(self) -> str:
         """What to try, where something is wrong."""
         return _NEXT[self.name] if self.status in ("FAIL", "WARN") else ""
+
+    def omit(self, reason: str) -> None:
+        """A part of it was not measured: what was can still fail it, and no more."""
+        if self.status != "FAIL":
+            self.status = "SKIPPED"
+        self.reason = f"{self.reason}; {reason}" if self.reason else reason
 
     def worsen(self, status: Status, reason: str = "") -> None:
         """Take a status that is worse, and its reason."""
@@ -181,10 +187,13 @@ class Jury:
     def accuse(
         self, check: Check, kind: Literal["rank", "host", "link", "unknown"], ranks: Sequence[int], says: str
     ) -> None:
-        """Name a culprit, once."""
+        """Name a culprit, once, with all that is said of it."""
         hosts = tuple(dict.fromkeys(self.hosts.get(rank, "host unknown") for rank in ranks))
-        if not any(c.kind == kind and c.ranks == tuple(ranks) for c in check.culprits):
-            check.culprits.append(Culprit(kind, tuple(ranks), hosts, says))
+        for number, known in enumerate(check.culprits):
+            if known.kind == kind and known.ranks == tuple(ranks):
+                check.culprits[number] = replace(known, says=f"{known.says}; {says}")
+                return
+        check.culprits.append(Culprit(kind, tuple(ranks), hosts, says))
 
 
 def decide(checks: Sequence[Check]) -> tuple[Verdict, str]:
@@ -196,7 +205,7 @@ def decide(checks: Sequence[Check]) -> tuple[Verdict, str]:
         return "FAIL", f"{', '.join(check.name for check in failed)} failed{laid}"
     missing = [check for check in checks if check.required and check.status == "SKIPPED"]
     if missing:
-        return "INCOMPLETE", f"required and not run: {', '.join(check.name for check in missing)}"
+        return "INCOMPLETE", f"required and not run: {', '.join(c.name for c in missing)} ({missing[0].reason})"
     warned = [check.name for check in checks if check.status == "WARN"]
     return "PASS", "all required checks passed" + (f"; look at {', '.join(warned)}" if warned else "")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "point_to_point")
 DTYPES = ("fp32", "bf16", "fp8")
 SCOPES = ("node", "all")  # each node by itself, all nodes together
 DISKS = ("node", "shared")
@@ -63,8 +63,12 @@ def _list_metrics() -> dict[str, Metric]:
         check = f"storage_{disk}"
         found[f"{check}_write_gb_s"] = Metric(check, "GB/s", "higher", "all ranks at once, summed, flushed")
         found[f"{check}_read_gb_s"] = Metric(check, "GB/s", "higher", "all ranks at once, summed")
-        found[f"{check}_one_write_gb_s"] = Metric(check, "GB/s", "higher", "one rank alone, flushed")
         found[f"{check}_files_per_s"] = Metric(check, "files/s", "higher", "small ones, written and read, slowest rank")
+        for group, who in (("one_rank", "rank 0 alone"), ("one_node", "the ranks of one node at once, summed")):
+            found[f"{check}_{group}_write_gb_s"] = Metric(check, "GB/s", "higher", f"{who}, flushed")
+            found[f"{check}_{group}_read_gb_s"] = Metric(check, "GB/s", "higher", who)
+            says = "small ones, written and read, " + ("rank 0 alone" if group == "one_rank" else "slowest of one node")
+            found[f"{check}_{group}_files_per_s"] = Metric(check, "files/s", "higher", says)
         found[f"{check}_fsync_s"] = Metric(check, "s", "lower", "99th percentile of flushing 4 kB, slowest rank")
         found[f"{check}_spread"] = Metric(check, "", "lower", slower)
     return found

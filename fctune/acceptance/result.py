@@ -15,6 +15,7 @@ import jsonschema
 from fctune.acceptance.config import AcceptanceConfig
 from fctune.acceptance.judge import Check, Samples, decide
 from fctune.acceptance.metrics import METRICS
+from fctune.acceptance.traffic import list_bandwidths
 from fctune.errors import ConfigError
 
 VERSION = 1
@@ -43,6 +44,7 @@ def make_document(
         "world_size": world_size,
         "ranks_per_node": ranks_per_node,
         "checks": [_describe(check) for check in checks],
+        "bandwidths": list_bandwidths(samples, ranks_per_node, world_size),
         "config": config.to_dict(),
         "samples": {
             phase: {str(rank): by_rank[rank] for rank in sorted(by_rank)} for phase, by_rank in samples.items()
@@ -60,8 +62,11 @@ def write_document(document: Mapping[str, Any], folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{NAME}.partial"
-    partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    partial.rename(folder / NAME)
+    try:
+        partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        partial.rename(folder / NAME)
+    finally:
+        partial.unlink(missing_ok=True)
     # As every run says why it ended, for launch scripts.
     ended = {"code": 0 if document["verdict"] == "PASS" else 1, "reason": document["reason"], "step": 0}
     (folder / "exit.json").write_text(json.dumps(ended | {"checkpoint": None}, indent=2) + "\n", encoding="utf-8")

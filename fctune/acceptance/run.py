@@ -1,38 +1,41 @@
-"""The order of an acceptance run: who measures what when, and what is made of it."""
+"""The order of an acceptance run: which phase when and how often, and what is made of all of them."""
 
 from __future__ import annotations
 
 import functools
-import gc
 import json
-import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from fctune.acceptance.checks import PHASES, judge
-from fctune.acceptance.collectives import check_pair, measure_collective, measure_pairs, sizes_of
-from fctune.acceptance.compute import checksum_products, measure_copies, measure_products
+from fctune.acceptance.checks import NAMED_BY_SPEED, PHASES, judge
 from fctune.acceptance.config import AcceptanceConfig
-from fctune.acceptance.faults import Faults
-from fctune.acceptance.identity import count_xids, describe_rank, measure_clock, read_kernel_log
-from fctune.acceptance.result import make_document, write_document
-from fctune.acceptance.session import Ending, Session
-from fctune.acceptance.storage import find_obstacle, folder_in, measure_disk
-from fctune.acceptance.training import (
-    load_run,
-    measure_checkpoint,
-    measure_steps,
-    sizes_of_shards,
-)
+from fctune.acceptance.ending import Ending
+from fctune.acceptance.phases import Phases
+from fctune.acceptance.result import NAME, make_document, read_document, write_document
+from fctune.acceptance.session import OutOfTime, Session
+from fctune.acceptance.training import load_run
+from fctune.errors import ConfigError
 from fctune.training.distributed import Launch, World
-from fctune.training.loop import TrainState
 
-Listener = Callable[[dict[str, Any]], None]
+
+class Listener(Protocol):
+    """Is told on rank 0 how a run goes."""
+
+    def begin(self, phase: str, seconds: float) -> None:
+        """A phase begins, so many seconds after the run did."""
+
+    def tell(self, text: str) -> None:
+        """What a piece of it came to on rank 0."""
+
+    def show(self, document: dict[str, Any]) -> None:
+        """The document as it stands after a phase."""
+
+    def end(self, document: dict[str, Any]) -> None:
+        """The document of a run that is over; of one that ended early, on the rank that writes it."""
 
 
 class Acceptance:
@@ -41,19 +44,18 @@ class Acceptance:
     Args:
         config: of the run.
         launch: what the launcher says of this process.
-        listen: called on rank 0 with the document as it stands after each phase.
+        listener: to how it goes.
     """
 
-    def __init__(self, config: AcceptanceConfig, launch: Launch, listen: Listener = lambda _: None):
+    def __init__(self, config: AcceptanceConfig, launch: Launch, listener: Listener | None = None):
         self.config, self.launch = config, launch
-        self._listen = listen
+        self._listener = listener
         self._folder = Path(config.output_dir)
         self._started, self._started_at = time.monotonic(), time.time()
-        self._faults = Faults(config.faults, launch.rank)
         self._skipped: dict[str, str] = {}
         self._mine: dict[str, Any] = {}  # this rank's samples
-        self._state: TrainState | None = None
         self._session: Session | None = None
+        self.unwritten = ""  # why the result could not be written, where it could not
         if config.device == "cuda" and torch.cuda.is_available():
             self._device = torch.device("cuda", launch.local_rank)
             torch.cuda.set_device(self._device)
@@ -61,12 +63,19 @@ class Acceptance:
             self._device = torch.device("cpu")
 
     def run(self) -> dict[str, Any]:
-        """The document, the same on all ranks; of a run that ends early, none comes back: its process ends too."""
+        """The document, the same on all ranks; of a run that ends early, none comes back: its process ends too.
+
+        Raises:
+            ConfigError: the run to be trained does not hold, or the result cannot be written where it is wanted.
+        """
         if self.config.training is not None:  # a config that does not hold is found before anything is measured
             with tempfile.TemporaryDirectory() as folder:
                 load_run(self.config.training, Path(folder))
         self._session = session = Session(self.launch, self.config.limits, self._folder, self._write_early)
         session.arrive()
+        if session.share("place for the result", lambda: self._write(self._document({}, None))):
+            session.close()
+            raise ConfigError(f"output_dir={self._folder}: cannot be written, or has no space. Choose another.")
         try:
             return self._measure(session)
         except BaseException as error:
@@ -74,53 +83,73 @@ class Acceptance:
             raise
 
     def _measure(self, session: Session) -> dict[str, Any]:
-        launch = self.launch
-        self._run_id = session.share("run", lambda: f"{self._started_at:.0f}-{launch.port}")
-        go = session.share("start", lambda: not self._arrival_failed(session))
-        if go:
-            phases: dict[str, Callable[[World], dict[str, Any]]] = {
-                "identity": self._identify,
-                "compute": self._compute,
-                "pairs": self._pairs,
-                "collectives_node": self._collectives,
-                "storage": self._storage,
-                "training_node": self._train,
-                "collectives_all": self._collectives,
-                "training_all": self._train,
-                "checkpoint": self._checkpoint,
-            }
+        run_id = session.share("run", lambda: f"{self._started_at:.0f}-{self.launch.port}")
+        if session.share("start", lambda: not self._arrival_failed(session)):
+            phases = Phases(session, self.config, self._device, run_id, self._keep, self._tell)
             scope, world = "", None
-            for phase, measure in phases.items():
-                reason = session.share(f"begin {phase}", functools.partial(self._find_reason, phase))
+            for phase in phases.by_name:
+                reason = session.share(f"begin {phase}", functools.partial(self._find_reason, phase, session, phases))
                 if reason:
                     self._skipped[phase] = reason
                     continue
                 wanted = "node" if phase in ("collectives_node", "training_node") else "all"
                 wanted = "all" if self._num_nodes == 1 else scope if phase == "storage" and scope else wanted
                 if world is None or wanted != scope:
-                    scope, world = wanted, self._join(wanted, f"{wanted} for {phase}")
-                session.enter(phase)
-                self._faults.end(phase)
-                self._put(phase, measure(world))
-                session.meet(f"the end of {phase}", self.config.limits.build_s)
-                if launch.rank == 0:
-                    self._listen(self._document(self._samples(session), None))
+                    phases.let_go()
+                    scope, world = wanted, self._join(session, wanted, f"{wanted} for {phase}")
+                self._run_phase(session, phases, phase, world)
+            session.end_of_time()
             session.leave_group()
-        document: dict[str, Any] = session.share("document", self._finish)
+        document: dict[str, Any] = session.share("document", lambda: self._finish(session))
         session.close()
+        if self._listener is not None and self.launch.rank == 0:
+            self._listener.end(document)
         return document
+
+    def _run_phase(self, session: Session, phases: Phases, phase: str, world: World) -> None:
+        """Measure a phase, and again where it would name someone for being slow: what passes is not the machine's."""
+        if self._listener is not None and self.launch.rank == 0:
+            self._listener.begin(phase, time.monotonic() - self._started)
+        found: dict[str, Any] = {}
+        for attempt in range(1 + self.config.rechecks):
+            try:
+                phases.begin(phase, world, found)
+            except OutOfTime as error:
+                if not attempt:
+                    found["cut"] = str(error)
+            self._put(phase, found)
+            session.meet(f"the end of {phase}", self.config.limits.build_s)
+            if not session.share(f"{phase} again", functools.partial(self._is_to_repeat, session, phase, attempt)):
+                break
+        if self.launch.rank == 0:
+            document = self._document(self._samples(session), None)
+            self._write(document)
+            if self._listener is not None:
+                self._listener.show(document)
+
+    def _is_to_repeat(self, session: Session, phase: str, attempt: int) -> bool:
+        if phase not in NAMED_BY_SPEED or attempt == self.config.rechecks or session.is_out_of_time:
+            return False
+        checks = self._document(self._samples(session), None)["checks"]
+        suspects = [
+            culprit
+            for check in checks
+            for culprit in check["culprits"]
+            if check["name"] in NAMED_BY_SPEED[phase] and culprit["kind"] != "unknown"
+        ]
+        if suspects:
+            self._tell(f"once more, for {suspects[0]['text']}")
+        return bool(suspects)
 
     @property
     def _num_nodes(self) -> int:
         return max(1, self.launch.world_size // self.launch.ranks_per_node)
 
-    def _join(self, scope: str, name: str) -> World:
-        assert self._session is not None
-        self._state = None
+    def _join(self, session: Session, scope: str, name: str) -> World:
         launch = self.launch
         first = launch.rank // launch.ranks_per_node * launch.ranks_per_node if scope == "node" else 0
         size = launch.ranks_per_node if scope == "node" else launch.world_size
-        return self._session.join(name, range(first, first + size), self._device)
+        return session.join(name, range(first, first + size), self._device)
 
     def _arrival_failed(self, session: Session) -> bool:
         """Whether there are other nodes or devices than asked for: nothing measured there would be what was asked."""
@@ -129,12 +158,11 @@ class Acceptance:
             self._skipped = dict.fromkeys(PHASES, "arrival failed")
         return failed
 
-    def _find_reason(self, phase: str) -> str:
+    def _find_reason(self, phase: str, session: Session, phases: Phases) -> str:
         """Why a phase is not to be run; empty where it is. What rank 0 finds holds for all."""
         config = self.config
-        elapsed = time.monotonic() - self._started
-        if elapsed > config.limits.total_s:
-            return f"out of time: {elapsed:.0f} s of limits.total_s={config.limits.total_s:g} are over"
+        if session.is_out_of_time:
+            return f"out of time: limits.total_s={config.limits.total_s:g} over"
         if phase in ("collectives_all", "training_all") and self._num_nodes == 1:
             return "one node"
         if phase in ("pairs", "collectives_node") and self.launch.world_size == 1:
@@ -148,131 +176,32 @@ class Acceptance:
                 return "training.checkpoint=false"
             if config.storage.shared_dir is None:
                 return "storage.shared_dir is not set"
-            if self._state is None:
+            if not phases.has_state:
                 return "no training before it"
         return ""
 
-    # --- phases ---
-
-    def _identify(self, world: World) -> dict[str, Any]:
-        assert self._session is not None
-        self._session.enter("identity")
-        return describe_rank(world, self.launch.rank) | {"clock_offset_s": measure_clock(world)}
-
-    def _compute(self, world: World) -> dict[str, Any]:
-        assert self._session is not None
-        session, config, device = self._session, self.config.compute, self._device
-        session.enter("checksums")
-        first = checksum_products(config, config.dtypes, device, self._faults)
-        products = {dtype: measure_products(session, config, dtype, device, self._faults) for dtype in config.dtypes}
-        copies = measure_copies(session, config, device, self._faults)
-        session.enter("checksums")
-        second = checksum_products(config, config.dtypes, device, self._faults)
-        log = read_kernel_log() if device.type == "cuda" else None
-        pci = json.loads(session.read("identity")[self.launch.rank])["pci"]
-        xids = None if log is None or pci is None else count_xids(log, pci)
-        return {"products": products, "copies": copies, "checksums": [first, second], "xids": xids}
-
-    def _pairs(self, world: World) -> dict[str, Any]:
-        assert self._session is not None
-        config = self.config.pairs
-        seconds = measure_pairs(self._session, config, world, self._faults)
-        self._session.enter("checking messages")
-        wrong = check_pair(world, self._faults, min(config.mib, 16.0))
-        return {"seconds": seconds, "wrong": wrong, "bytes": max(1, int(config.mib * 2**18)) * 4}
-
-    def _collectives(self, world: World) -> dict[str, Any]:
-        assert self._session is not None
-        extra: dict[str, int] = {}
-        if self.config.training is not None:
-            with tempfile.TemporaryDirectory() as folder:
-                extra = sizes_of_shards(*load_run(self.config.training, Path(folder)), world)
-        results: list[dict[str, Any]] = []
-        scope = "node" if world.world_size < self.launch.world_size or self._num_nodes == 1 else "all"
-        for operation in self.config.collectives.operations:
-            sharded = list(extra.values()) if operation in ("all_gather", "reduce_scatter") else []
-            for num_bytes in sizes_of(self.config.collectives, sharded):
-                found = measure_collective(
-                    self._session, self.config.collectives, operation, num_bytes, world, self._faults
-                )
-                label = next((name for name, size in extra.items() if size == num_bytes and size in sharded), "")
-                results.append({"operation": operation, "asked": num_bytes, "label": label} | found)
-                self._put(f"partial_collectives_{scope}", {"results": results})
-        return {"results": results}
-
-    def _storage(self, world: World) -> dict[str, Any]:
-        assert self._session is not None
-        session, config, found = self._session, self.config.storage, {}
-        sees_shared = False
-        for disk in ("node", "shared"):
-            directory: str | None = getattr(config, f"{disk}_dir")
-            if directory is None:
-                found[disk] = {"skipped": f"storage.{disk}_dir is not set"}
-                continue
-            sharing = self.launch.ranks_per_node if disk == "node" else self.launch.world_size
-            session.enter(f"looking at the {disk} disk")
-            session.put(f"obstacle {disk}", find_obstacle(config, directory, sharing))
-            session.meet(f"the {disk} disk", session.limits.build_s)
-            obstacles = [json.loads(text) for _, text in sorted(session.read(f"obstacle {disk}").items())]
-            obstacle = next((text for text in obstacles if text is not None), None)
-            if obstacle is not None:
-                found[disk] = {"skipped": obstacle}
-                continue
-            folder = folder_in(directory, self._run_id)
-            found[disk] = measure_disk(session, config, folder, disk, self.launch.rank, self._faults)
-            if disk == "shared":
-                sees_shared = self._see_shared(session, folder)
-            session.meet(f"leaving the {disk} disk", session.limits.build_s)
-            session.clean()
-        return found | {"sees_shared": sees_shared}
-
-    def _see_shared(self, session: Session, folder: Path) -> bool:
-        if self.launch.rank == 0:
-            (folder / "seen").touch()
-        session.meet("shared disk: a file is there")
-        return (folder / "seen").exists()
-
-    def _train(self, world: World) -> dict[str, Any]:
-        assert self._session is not None
-        assert self.config.training is not None
-        self._state = None
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        with tempfile.TemporaryDirectory() as folder:
-            run, model_dir = load_run(self.config.training, Path(folder))
-            found, self._state = measure_steps(self._session, self.config.training, run, model_dir, world, self._faults)
-        return found
-
-    def _checkpoint(self, world: World) -> dict[str, Any]:
-        assert self._session is not None
-        assert self._state is not None
-        config = self.config.storage
-        obstacle = find_obstacle(config, str(config.shared_dir), self.launch.world_size)
-        if obstacle is not None:
-            return {"skipped": obstacle}
-        free = shutil.disk_usage(str(config.shared_dir)).free
-        folder = folder_in(str(config.shared_dir), self._run_id) / "checkpoint"
-        found = measure_checkpoint(self._session, self._state, folder, int(config.max_share_of_free * free))
-        self._session.meet("the checkpoint is read", self._session.limits.build_s)
-        self._session.clean()
-        return found
-
-    # --- what is made of it ---
-
     def _samples(self, session: Session) -> dict[str, dict[int, Any]]:
-        names = ("hello", *PHASES, "partial_collectives_node", "partial_collectives_all")
-        found = {name: {r: json.loads(text) for r, text in session.read(name).items()} for name in names}
-        for scope in ("node", "all"):
-            partial = found.pop(f"partial_collectives_{scope}")
-            if len(found[f"collectives_{scope}"]) < len(partial):
-                found[f"partial_collectives_{scope}"] = partial
+        found: dict[str, dict[int, Any]] = {}
+        for name in ("hello", *PHASES):
+            found[name] = {rank: json.loads(text) for rank, text in session.read(name).items()}
+            if name == "hello" or len(found[name]) == self.launch.world_size:
+                continue
+            partial = {rank: json.loads(text) for rank, text in session.read(f"partial_{name}").items()}
+            found[f"partial_{name}"] = {rank: value for rank, value in partial.items() if rank not in found[name]}
         return {name: by_rank for name, by_rank in found.items() if by_rank}
 
     def _put(self, phase: str, value: dict[str, Any]) -> None:
         assert self._session is not None
         self._mine[phase] = value
+        self._mine.pop(f"partial_{phase}", None)
         self._session.put(phase, value)
+
+    def _keep(self, phase: str, value: dict[str, Any]) -> None:
+        self._put(f"partial_{phase}", value)
+
+    def _tell(self, text: str) -> None:
+        if self._listener is not None and self.launch.rank == 0:
+            self._listener.tell(text)
 
     def _document(self, samples: dict[str, dict[int, Any]], ending: Ending | None) -> dict[str, Any]:
         hosts = {rank: hello["host"] for rank, hello in samples.get("hello", {}).items()}
@@ -288,18 +217,41 @@ class Acceptance:
             seconds=time.monotonic() - self._started,
         )
 
-    def _finish(self) -> dict[str, Any]:
-        assert self._session is not None
-        document = self._document(self._samples(self._session), None)
-        write_document(document, self._folder)
+    def _finish(self, session: Session) -> dict[str, Any]:
+        document = self._document(self._samples(session), None)
+        self._write(document)
         return document
+
+    def _write(self, document: dict[str, Any]) -> str:
+        """Write what is known: after each phase, so that it outlives whatever ends the run; why not, where not."""
+        try:
+            write_document(document, self._folder)
+            self.unwritten = ""
+        except OSError as error:
+            self.unwritten = f"{self._folder}: the result cannot be written ({error.strerror})"
+        return self.unwritten
 
     def _write_early(self, ending: Ending) -> None:
         """Write what there is of a run that ends here."""
-        is_alone = self._session is None or ending.kind == "lost"  # what the others measured is out of reach
-        mine = {phase: {self.launch.rank: value} for phase, value in self._mine.items()}
-        if self._session is not None:
-            mine["hello"] = dict(self._session.hellos)
-        document = self._document(mine if is_alone else self._samples(self._session), ending)  # type: ignore[arg-type]
+        if self._session is None or ending.kind == "lost":  # what the others left with rank 0 is out of reach
+            samples = self._recover()
+            for phase, value in self._mine.items():
+                samples.setdefault(phase, {})[self.launch.rank] = value
+            if self._session is not None:
+                samples["hello"] = dict(self._session.hellos)
+        else:
+            samples = self._samples(self._session)
+        document = self._document(samples, ending)
         write_document(document, self._folder)
-        self._listen(document)
+        if self._listener is not None:
+            self._listener.end(document)
+
+    def _recover(self) -> dict[str, dict[int, Any]]:
+        """The samples that rank 0 wrote down after its last phase, where this rank sees the same disk."""
+        try:
+            if (self._folder / NAME).stat().st_mtime < self._started_at:  # of an earlier run
+                return {}
+            samples: dict[str, dict[str, Any]] = read_document(self._folder)["samples"]
+        except (OSError, ConfigError):
+            return {}
+        return {phase: {int(rank): value for rank, value in found.items()} for phase, found in samples.items()}

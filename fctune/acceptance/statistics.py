@@ -13,13 +13,14 @@ Name = TypeVar("Name", bound="int | str | tuple[int, int]")
 def bus_factor(operation: str, num_ranks: int) -> float:
     """What bandwidth by size (algbw) is multiplied by to compare it with the hardware's (busbw).
 
-    Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. A message between two counts as it is.
+    Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. There, a message to the next rank
+    is sendrecv, and counts as it is.
     """
     if operation == "all_reduce":
         return 2 * (num_ranks - 1) / num_ranks
     if operation in ("all_gather", "reduce_scatter", "all_to_all"):
         return (num_ranks - 1) / num_ranks
-    assert operation in ("broadcast", "send"), operation
+    assert operation in ("broadcast", "point_to_point"), operation
     return 1.0
 
 

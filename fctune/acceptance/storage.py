@@ -1,16 +1,19 @@
-"""Disks: how fast they write, flush and read, alone and all at once, within a bound and cleaned up."""
+"""Disks: how fast they write, flush and read, for one rank, one node and all, within a bound and cleaned up."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fctune.acceptance.config import StorageConfig
 from fctune.acceptance.faults import Faults
 from fctune.acceptance.session import Session
+
+KINDS = ("write", "read", "files", "flush")
 
 _MIB = 2**20
 _BLOCK = 4 * _MIB
@@ -34,101 +37,130 @@ def find_obstacle(config: StorageConfig, directory: str, ranks: int) -> str | No
     needed = ranks * (config.mib * _MIB + config.num_small_files * config.small_kib * 1024)
     if needed > config.max_share_of_free * free:
         return (
-            f"{directory}: {free / 2**30:.1f} GiB free, and the test would take {needed / 2**30:.2f} GiB, over "
+            f"{directory}: {free / _MIB:,.0f} MiB free, and the test would take {needed / _MIB:,.0f} MiB, over "
             f"{config.max_share_of_free:.0%} of it; free space, or lower storage.mib"
         )
     return None
 
 
+def list_groups(disk: str, ranks_per_node: int, world_size: int) -> dict[str, range]:
+    """The ranks that use a disk at once, one group after the other; ``all`` comes last."""
+    groups = {"one_rank": range(1)}
+    if disk == "shared" and world_size > ranks_per_node:
+        groups["one_node"] = range(ranks_per_node)
+    return groups | {"all": range(world_size)}
+
+
 def measure_disk(
-    session: Session, config: StorageConfig, folder: Path, disk: str, rank: int, faults: Faults
-) -> dict[str, Any]:
-    """What this rank sees of a disk that all ranks use: rank 0 alone first, then all at once.
+    session: Session,
+    config: StorageConfig,
+    folder: Path,
+    disk: str,
+    groups: Mapping[str, Sequence[int]],
+    faults: Faults,
+    found: dict[str, Any],
+) -> None:
+    """Add to ``found`` what this rank sees of a disk, by group: seconds of each kind of use; and what went wrong.
+
+    A rank stops within a round when the run's time is over. It heard of the time left after rank 0 did, so at the
+    round's end rank 0 finds that there is none, and all stop.
 
     Args:
         session: of the run.
         config: how much.
-        folder: on the disk; removed at the end.
+        folder: on the disk; this rank's part is removed at the end.
         disk: its name, ``node`` or ``shared``.
-        rank: global.
+        groups: of ``list_groups``.
         faults: of this rank.
+        found: filled here, in place.
     """
+    rank, limit_s = session.launch.rank, session.limits.build_s
     mine = folder / f"rank-{rank}"
     session.keep_clean(folder)
     mine.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"write": [], "read": [], "files": [], "flush": []}
     try:
-        if rank == 0:
-            session.enter(f"writing to the {disk} disk, alone", session.limits.build_s)
-            found["one"] = [_write(mine / "large", config.mib, faults) for _ in range(config.repetitions)]
-        for repetition in range(config.repetitions):
-            session.meet(f"{disk} disk {repetition}", session.limits.build_s)
-            session.enter(f"writing to the {disk} disk")
-            found["write"].append(_write(mine / "large", config.mib, faults))
-            session.meet(f"{disk} disk {repetition}, read")
-            session.enter(f"reading from the {disk} disk")
-            found["read"].append(_read(mine / "large", faults))
-            (mine / "large").unlink()
-            session.enter(f"small files on the {disk} disk")
-            found["files"].append(_small_files(mine, config, faults))
-        session.enter(f"flushing to the {disk} disk")
-        found["flush"] = _flushes(mine, config.num_flushes, faults)
+        for group, ranks in groups.items():
+            times = found.setdefault(group, {kind: [] for kind in KINDS})
+            who = f"{disk} disk, {group.replace('_', ' ')}"
+            for _ in range(config.repetitions):
+                until = time.monotonic() + session.time_left()
+                for kind in KINDS:
+                    session.meet(f"{who}: {kind}", limit_s)
+                    if rank not in ranks or found.get("error"):
+                        continue
+                    session.enter(f"{who}: {kind}", limit_s)
+                    try:
+                        times[kind] += _use(kind, mine, config, until, faults)
+                    except OSError as error:  # a quota, or a disk that fails: an answer to what is asked here
+                        found["error"] = f"{who}, {kind}: {error.strerror}"
     finally:
         shutil.rmtree(mine, ignore_errors=True)
-    return {name: [float(f"{value:.5g}") for value in values] for name, values in found.items()}
 
 
-def _write(path: Path, mib: int, faults: Faults) -> float:
-    """Seconds to write and flush."""
-    block = os.urandom(_BLOCK)  # not compressible
+def _use(kind: str, folder: Path, config: StorageConfig, until: float, faults: Faults) -> list[float]:
+    """Seconds of one kind of use of a disk, none where its time was over."""
+    if kind == "flush":
+        return _flush(folder, max(1, config.num_flushes // config.repetitions), until, faults)
+    steps = {"write": _write, "read": _read, "files": _write_and_read_small}[kind](folder, config)
+    next(steps)
     started = time.perf_counter()
     faults.delay("slow_disk")
-    with open(path, "wb", buffering=0) as file:
-        left = mib * _MIB
+    for _ in steps:
+        if time.monotonic() > until:
+            return []
+    return [float(f"{time.perf_counter() - started:.5g}")]
+
+
+def _write(folder: Path, config: StorageConfig) -> Iterator[None]:
+    """A large file, written and flushed."""
+    block = os.urandom(_BLOCK)  # not compressible
+    with open(folder / "large", "wb", buffering=0) as file:
+        yield
+        left = config.mib * _MIB
         while left > 0:
             left -= file.write(block[: min(left, _BLOCK)])
+            yield
         os.fsync(file.fileno())
-    return time.perf_counter() - started
 
 
-def _read(path: Path, faults: Faults) -> float:
-    """Seconds to read, from the disk as far as the system lets go of what it keeps in memory."""
+def _read(folder: Path, config: StorageConfig) -> Iterator[None]:
+    """The same file, from the disk as far as the system lets go of what it keeps in memory."""
+    path = folder / "large"
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        started = time.perf_counter()
-        faults.delay("slow_disk")
+        yield
         while os.read(descriptor, _BLOCK):
-            pass
-        return time.perf_counter() - started
+            yield
     finally:
         os.close(descriptor)
 
 
-def _small_files(folder: Path, config: StorageConfig, faults: Faults) -> float:
-    """Seconds to write and read many files."""
+def _write_and_read_small(folder: Path, config: StorageConfig) -> Iterator[None]:
+    """Many small files, new ones."""
     content = os.urandom(config.small_kib * 1024)
-    started = time.perf_counter()
-    faults.delay("slow_disk")
     paths = [folder / f"small-{number}" for number in range(config.num_small_files)]
     for path in paths:
+        path.unlink(missing_ok=True)
+    yield
+    for path in paths:
         path.write_bytes(content)
+        yield
     for path in paths:
         path.read_bytes()
-    seconds = time.perf_counter() - started
-    for path in paths:
-        path.unlink()
-    return seconds
+        yield
 
 
-def _flushes(folder: Path, count: int, faults: Faults) -> list[float]:
+def _flush(folder: Path, count: int, until: float, faults: Faults) -> list[float]:
     """Seconds of each flush of 4 kB."""
     seconds = []
     with open(folder / "flushed", "wb", buffering=0) as file:
         for _ in range(count):
+            if time.monotonic() > until:
+                break
             file.write(b"x" * 4096)
             started = time.perf_counter()
             faults.delay("slow_disk")
             os.fsync(file.fileno())
-            seconds.append(time.perf_counter() - started)
+            seconds.append(float(f"{time.perf_counter() - started:.5g}"))
     return seconds

@@ -1,4 +1,4 @@
-"""The result in a terminal: a line for each check as it is known, and the table at the end."""
+"""A run in a terminal: what is measured, a line for each check as it is known, and the table at the end."""
 
 from __future__ import annotations
 
@@ -13,21 +13,37 @@ _COLOURS = {"PASS": "green", "WARN": "yellow", "FAIL": "bold red", "SKIPPED": "d
 
 
 class Progress:
-    """Says of each check, once, how it came out; called with the document as it stands."""
+    """Says how a run goes: each phase as it begins, its pieces, and of each check, once, how it came out."""
 
-    def __init__(self, console: Console):
-        self._console = console
+    def __init__(self, console: Console, output_dir: str):
+        self._console, self._output_dir = console, output_dir
         self._said: set[str] = set()
 
-    def __call__(self, document: Mapping[str, Any]) -> None:
+    def begin(self, phase: str, seconds: float) -> None:
+        """Say that a phase begins."""
+        self._say(Text(f"{seconds:7.1f} s  ").append(f"{'...':<8}{phase}", "dim"))
+
+    def tell(self, text: str) -> None:
+        """Say what a piece came to."""
+        self._say(Text(f"{'':19}{text}", "dim"))
+
+    def show(self, document: Mapping[str, Any]) -> None:
         """Say what is new."""
         for check in document["checks"]:
             if check["status"] == "SKIPPED" or check["name"] in self._said:
                 continue
             self._said.add(check["name"])
             text = Text(f"{document['seconds']:7.1f} s  ").append(f"{check['status']:<8}", _COLOURS[check["status"]])
-            text.append(f"{check['name']:<18}").append(_tell_figures(check), "dim")
-            self._console.print(text, soft_wrap=True, highlight=False)
+            self._say(text.append(f"{check['name']:<18}").append(_tell_figures(check), "dim"))
+
+    def end(self, document: Mapping[str, Any]) -> None:
+        """Print the table and the verdict."""
+        self._console.print()
+        print_result(self._console, document)
+        self._say(Text(f"{self._output_dir}/acceptance.json"))
+
+    def _say(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True, highlight=False)
 
 
 def print_result(console: Console, document: Mapping[str, Any]) -> None:
@@ -86,4 +102,5 @@ def tell_threshold(figure: Mapping[str, Any]) -> str:
 
 
 def _tell_figures(check: Mapping[str, Any]) -> str:
-    return "  ".join(f"{figure['name']} {figure['value']:.4g}" for figure in check["figures"]) or check["reason"]
+    shown = (f"{f['name'].removeprefix(check['name'] + '_')} {f['value']:.4g}" for f in check["figures"])
+    return "  ".join(shown) or check["reason"]

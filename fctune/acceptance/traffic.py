@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fctune.acceptance.judge import Jury, Samples
-from fctune.acceptance.statistics import bandwidth, excess, isolate_pairs
+from fctune.acceptance.metrics import SCOPES
+from fctune.acceptance.statistics import bandwidth, describe, excess, isolate_pairs
 
 Ranks = Mapping[int, Any]
 
@@ -19,10 +20,11 @@ def judge_pairs(jury: Jury, found: Ranks) -> None:
     check = jury.open("links")
     seconds: dict[tuple[int, int], float] = {}
     for rank, sample in found.items():
-        for other, mine in sample["seconds"].items():
+        for other, mine in sample.get("seconds", {}).items():
             if rank < int(other):
-                theirs = found[int(other)]["seconds"][str(rank)]
-                seconds[rank, int(other)] = min(max(both) for both in zip(mine, theirs, strict=True))
+                theirs = found[int(other)]["seconds"].get(str(rank), [])
+                if both := list(zip(mine, theirs, strict=False)):
+                    seconds[rank, int(other)] = min(map(max, both))
     if not seconds:
         jury.skip("links", "one rank has no pairs")
         return
@@ -49,22 +51,46 @@ def judge_pairs(jury: Jury, found: Ranks) -> None:
             jury.accuse(check, "link", link, f"{over[link]:.0%} slower than the median {kind}, its ranks not otherwise")
 
 
+def list_bandwidths(
+    samples: Samples, ranks_per_node: int, world_size: int, scopes: Sequence[str] = SCOPES
+) -> list[dict[str, Any]]:
+    """Every collective at every size: rates and times over the repetitions of all ranks, of each node and of all."""
+    rows = []
+    for scope in scopes:
+        found = samples.get(f"collectives_{scope}", {})
+        if len(found) < world_size or not all("results" in sample for sample in found.values()):
+            continue
+        size = ranks_per_node if scope == "node" else world_size
+        for first in range(0, world_size, size):
+            for number, result in enumerate(found[first]["results"]):
+                members = [found[rank]["results"][number] for rank in range(first, first + size)]
+                times = describe([second for member in members for second in member["seconds"]])
+                algbw, busbw = bandwidth(result["operation"], result["bytes"], size, times["mean_s"])
+                rows.append(
+                    {name: result[name] for name in ("operation", "asked", "bytes", "label")}
+                    | {"scope": scope, "first_rank": first, "algbw_gb_s": algbw, "busbw_gb_s": busbw}
+                    | times
+                    | {"wrong": sum(member["wrong"] for member in members)}
+                )
+    return rows
+
+
 def judge_collectives(scope: str) -> Callable[[Jury, Ranks], None]:
     """Asks for the bandwidth of each operation at the judged size, of the slowest node or of all."""
 
     def judge_scope(jury: Jury, found: Ranks) -> None:
         jury.open(f"collectives_{scope}")
-        groups = list(jury.nodes.values()) if scope == "node" else [sorted(found)]
-        judged = int(jury.config.collectives.judged_mib * 2**20)
-        for number, result in enumerate(found[0]["results"]):
-            if result["asked"] != judged or result["operation"] not in jury.config.collectives.operations:
-                continue
-            busbw = {}
-            for ranks in groups:
-                mean = statistics.fmean(s for r in ranks for s in found[r]["results"][number]["seconds"])
-                key = tuple(ranks) if len(groups) > 1 else None
-                busbw[key] = bandwidth(result["operation"], result["bytes"], len(ranks), mean)[1]
-            jury.add(f"{result['operation']}_{scope}_gb_s", busbw)
+        config = jury.config.collectives
+        judged = int(config.judged_mib * 2**20)
+        rows = list_bandwidths({f"collectives_{scope}": found}, jury.ranks_per_node, len(found), [scope])
+        for operation in config.operations:
+            at = [row for row in rows if row["asked"] == judged and row["operation"] == operation]
+            of = {row["first_rank"]: row["busbw_gb_s"] for row in at}
+            if len(of) > 1:
+                nodes = {tuple(jury.nodes[first // jury.ranks_per_node]): value for first, value in of.items()}
+                jury.add(f"{operation}_{scope}_gb_s", nodes)
+            elif of:  # of the only node, or of all: laid to no one
+                jury.add(f"{operation}_{scope}_gb_s", {None: of[0]})
         if scope == "all":
             _judge_kept(jury)
 
@@ -94,16 +120,18 @@ def judge_data(jury: Jury, samples: Samples) -> None:
     for phase, by_rank in measured.items():
         for rank, sample in by_rank.items():
             if phase == "pairs":
-                edges |= {(int(source), rank) for source, count in sample["wrong"].items() if count}
-                wrong += sum(sample["wrong"].values())
+                edges |= {(int(source), rank) for source, count in sample.get("wrong", {}).items() if count}
+                wrong += sum(sample.get("wrong", {}).values())
                 continue
             first = rank // jury.ranks_per_node * jury.ranks_per_node if phase == "collectives_node" else 0
-            for result in sample["results"]:
+            for result in sample.get("results", ()):
                 wrong += result["wrong"]
                 edges |= {(first + int(source), rank) for source, count in result["sources"].items() if count}
                 if result["wrong"]:
                     receivers.add(rank)
     jury.add("wrong_elements", {None: float(wrong)})
+    for cut in {sample["cut"] for by_rank in measured.values() for sample in by_rank.values() if "cut" in sample}:
+        check.omit(f"cut short: {cut}")
     if not wrong:
         return
     check.worsen("FAIL", f"{wrong} wrong elements")

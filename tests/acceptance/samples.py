@@ -48,8 +48,8 @@ def all_pairs(slow: dict[tuple[int, int], float] | None = None) -> dict[int, Any
 
 
 def disk(**changes: list[float]) -> dict[str, Any]:
-    made = {"write": [1.0, 1.1], "read": [0.5, 0.5], "files": [0.2, 0.2], "flush": [0.001] * 10, "one": [0.5]}
-    return made | changes
+    made = {"write": [1.0, 1.1], "read": [0.5, 0.5], "files": [0.2, 0.2], "flush": [0.001] * 10}
+    return {"one_rank": {kind: [] for kind in made}, "all": made | changes}
 
 
 def healthy() -> dict[str, Any]:

@@ -11,9 +11,9 @@ import pytest
 
 from fctune.acceptance.checks import judge
 from fctune.acceptance.config import AcceptanceConfig, FaultConfig, ThresholdConfig
+from fctune.acceptance.ending import Ending
 from fctune.acceptance.metrics import CHECKS
 from fctune.acceptance.result import make_document, read_document, read_schema, write_document
-from fctune.acceptance.session import Ending
 from fctune.cli import main
 from fctune.errors import ConfigError
 from fctune.report.acceptance_page import write_acceptance_html
@@ -86,7 +86,7 @@ def test_the_page_names_who_is_to_blame_and_what_to_try(page: Path) -> None:
     assert text.count("onerror=alert(1)") >= 2
     assert ">= 600 (warns: 650)" in text
     opened = open_page(page, act='document.querySelectorAll("details").forEach((d) => { d.open = true; });')
-    assert "all_reduce\t1\t0.5243\t2,000\t2,000" in opened.probe["text"]
+    assert "all_reduce\t0\t1\t0.5243\t0.5243\t2,000\t2,000" in opened.probe["text"]
 
 
 @needs_chromium
@@ -145,6 +145,25 @@ def test_compare_finds_what_has_become_slower(tmp_path: Path, capsys: pytest.Cap
     assert main(["acceptance", "compare", old, new, "--tolerance", "0.01"]) == 1
     assert "matmul_bf16_tflops" in capsys.readouterr().out
     assert main(["acceptance", "compare", new, old]) == 0
+
+
+def test_compare_looks_at_every_size_of_the_slowest_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents = []
+    for slow in (1.0, 1.2):
+        samples = healthy()
+        for rank in HOSTS:
+            (result,) = collectives(0.01)["results"]
+            seconds = [0.01 * (slow if rank >= 2 else 1.0)] * 2
+            samples["collectives_node"][rank]["results"].append(
+                result | {"asked": 2**24, "bytes": 2**24, "seconds": seconds}
+            )
+        documents.append(make(samples))
+    old, new = (write(tmp_path, name, document) for name, document in zip(("old", "new"), documents, strict=True))
+    assert main(["acceptance", "compare", old, new]) == 1
+    out = capsys.readouterr().out
+    assert "all_reduce_node_gb_s at 16 MiB" in out
+    assert "16.7%" in out
+    assert out.count("GB/s") == 2
 
 
 def test_compare_says_what_fails_now_and_what_is_not_the_same(

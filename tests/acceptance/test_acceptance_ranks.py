@@ -60,7 +60,7 @@ def test_every_sample_of_every_rank_is_in_the_document(healthy: Path) -> None:
         assert list(samples[phase]) == ["0", "1", "2", "3"], phase
     for sample in samples["collectives_node"].values():
         sizes = {(r["operation"], r["asked"]) for r in sample["results"] if not r["label"]}
-        assert len(sizes) == 5 * 3
+        assert len(sizes) == len(OPERATIONS) * 3
         labels = {r["operation"] for r in sample["results"] if r["label"] == "a block of the model"}
         assert labels == {"all_gather", "reduce_scatter"}
     assert {len(v) for sample in samples["pairs"].values() for v in sample["seconds"].values()} == {20 * 5}
@@ -113,6 +113,18 @@ def test_a_rank_that_is_slow_is_named_and_no_other(kind: str, tmp_path: Path) ->
     assert done.checks[check]["next"]
 
 
+@pytest.mark.parametrize("rechecks", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_rank_that_was_slow_for_a_moment_is_measured_again_and_not_named(rechecks: int, tmp_path: Path) -> None:
+    # All 5 windows and 40 copies of the first time, and one window of the second.
+    fault = "faults=[{kind: slow_compute, rank: 1, seconds: 0.05, times: 46}]"
+    done = run(tmp_path, *SHORT, f"rechecks={rechecks}", fault)
+    assert done.named == ([] if rechecks else [1])
+    assert done.document is not None
+    copies = {len(s["copies"]["memory"]["rates"]) for s in done.document["samples"]["compute"].values()}
+    assert copies == {40 * (1 + rechecks)}
+    assert {len(s["checksums"]) for s in done.document["samples"]["compute"].values()} == {2 * (1 + rechecks)}
+
+
 def test_two_nodes_are_measured_by_themselves_and_together(tmp_path: Path) -> None:
     required = "required=[arrival, collectives_node, collectives_all, training_node, training_all, checkpoint]"
     done = run(tmp_path, required, "nodes=2", "compute.sustain_s=0.2", "training.steps=2", ranks_per_node=2)
@@ -121,6 +133,10 @@ def test_two_nodes_are_measured_by_themselves_and_together(tmp_path: Path) -> No
     assert figures["all_reduce_kept"] == pytest.approx(figures["all_reduce_all_gb_s"] / figures["all_reduce_node_gb_s"])
     assert figures["training_kept"] > 0
     assert done.document is not None
+    assert {f"storage_shared_{group}_write_gb_s" for group in ("one_rank", "one_node")} <= set(figures)
+    disk = done.document["samples"]["storage"]
+    assert [rank for rank, sample in disk.items() if sample["shared"]["one_node"]["write"]] == ["0", "1"]
+    assert all(sample["shared"]["all"]["read"] for sample in disk.values())
     layouts = {scope: done.document["samples"][f"training_{scope}"]["0"]["layout"] for scope in ("node", "all")}
     assert "over 2" in layouts["node"]
     assert "over 4" in layouts["all"]
@@ -153,9 +169,8 @@ def _repeat(world: Any, argv: list[str], kind: str | None, count: int) -> list[t
 @pytest.mark.parametrize("kind", [None, *SLOW])
 def test_twenty_of_twenty(kind: str | None, tmp_path: Path) -> None:
     short = [*SHORT, "compute.copy_repetitions=10", "collectives.operations=[all_reduce]", "storage.num_flushes=3"]
-    if kind == "slow_collectives":
-        short += ["pairs.repetitions=10"]
-    found = run_ranks(_repeat, 4, arguments(tmp_path, *short), kind, 20)[0]
+    short += {"slow_collectives": ["pairs.repetitions=10"], "slow_disk": ["storage.repetitions=2"]}.get(str(kind), [])
+    found = run_ranks(_repeat, 4, arguments(tmp_path, *short), kind, 20, timeout_s=560)[0]
     assert [named for named, _ in found] == [[] if kind is None else [number % 4] for number in range(20)]
     if kind is not None:
         assert {statuses[SLOW[kind][0]] for _, statuses in found} == {"FAIL"}

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,9 @@ def test_a_rank_that_dies_is_named_and_what_was_measured_is_kept(rank: int, tmp_
     assert done.codes[rank] == -signal.SIGKILL
     assert {code for other, code in enumerate(done.codes) if other != rank} == {1}
     assert done.document is not None
-    if rank:
-        assert done.checks["compute"]["status"] == "PASS"
-        assert list(done.document["samples"]["collectives_node"]) == ["0", "1", "2", "3"]
-    else:  # what the others left with it is gone with it; the one that writes has its own
-        assert len(done.document["samples"]["collectives_node"]) == 1
+    # What all left with rank 0 is gone with it, but for what it wrote down after each phase.
+    assert done.checks["compute"]["status"] == "PASS"
+    assert list(done.document["samples"]["collectives_node"]) == ["0", "1", "2", "3"]
     assert left_behind(tmp_path) == []
 
 
@@ -60,7 +59,7 @@ def test_a_rank_that_hangs_is_named_and_not_those_that_wait_for_it(tmp_path: Pat
 def test_a_rank_that_hangs_in_its_own_work_is_named(tmp_path: Path) -> None:
     fault = "faults=[{kind: slow_disk, rank: 0, seconds: 600}]"
     done = run(tmp_path, *SHORT, *LIMITS, "limits.build_s=5", fault, limit_s=LIMIT_S)
-    assert "alone" in arrival(done)["culprits"][0]["text"]
+    assert "node disk, one rank: write" in arrival(done)["culprits"][0]["text"]
     assert done.named == [0]
     assert left_behind(tmp_path) == []
 
@@ -73,8 +72,16 @@ def test_a_rank_that_never_arrives_is_named(rank: int, tmp_path: Path) -> None:
     assert set(done.codes) == {1}
 
 
-@pytest.mark.slow
 def test_a_rank_that_meets_an_error_is_named_with_it(tmp_path: Path) -> None:
+    done = run(tmp_path, *SHORT, *LIMITS, "faults=[{kind: crash, rank: 2, at: pairs}]", limit_s=LIMIT_S)
+    assert "RuntimeError: an error on purpose (in: pairs)" in arrival(done)["culprits"][0]["text"]
+    assert done.named == [2]
+    assert done.checks["compute"]["status"] == "PASS"
+    assert set(done.codes) == {1}
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_write_fails_its_disk_and_the_rest_goes_on(tmp_path: Path) -> None:
     """A file stands where one rank's folder was, so that it alone cannot write."""
     (tmp_path / "node").mkdir()
 
@@ -82,12 +89,17 @@ def test_a_rank_that_meets_an_error_is_named_with_it(tmp_path: Path) -> None:
         wait = interrupt_in("storage", tmp_path, signal.SIGCONT, [0])
         wait(processes)
         for folder in (tmp_path / "node").iterdir():
+            while not (folder / "rank-2").exists():
+                time.sleep(0.001)
             shutil.rmtree(folder / "rank-2", ignore_errors=True)
             (folder / "rank-2").touch()
 
-    done = run(tmp_path, *SHORT, *LIMITS, "storage.repetitions=200", meanwhile=block, limit_s=LIMIT_S)
-    assert "Error" in arrival(done)["culprits"][0]["text"]
+    done = run(tmp_path, *SHORT, *LIMITS, "storage.repetitions=12", meanwhile=block, limit_s=LIMIT_S)
+    check = done.checks["storage_node"]
+    assert check["status"] == "FAIL"
+    assert "Not a directory" in check["reason"]
     assert done.named == [2]
+    assert done.checks["storage_shared"]["status"] == "PASS"
     assert left_behind(tmp_path) == []
 
 
@@ -112,6 +124,61 @@ def test_a_run_out_of_time_skips_the_rest_and_is_incomplete(tmp_path: Path) -> N
     assert set(done.codes) == {1}
 
 
+@pytest.mark.parametrize(
+    ("override", "check"),
+    [
+        ("compute.sustain_s=600", "compute"),
+        *(
+            pytest.param(override, check, marks=pytest.mark.slow)
+            for override, check in (
+                ("pairs.repetitions=1000000", "links"),
+                ("collectives={repetitions: 100000, max_s: 600}", "collectives_node"),
+                ("storage.repetitions=1000000", "storage_node"),
+                (
+                    "training={config: configs/tiny_lora.yaml, overrides: [data.seq_len=32], steps: 9000}",
+                    "training_node",
+                ),
+            )
+        ),
+    ],
+)
+def test_a_phase_that_is_running_when_the_time_is_over_is_cut_short_on_all_ranks(
+    override: str, check: str, tmp_path: Path
+) -> None:
+    shorts = [s for s in SHORT if not override.startswith("training") or s != "~training"]
+    total_s = 4 if check == "compute" else 10
+    done = run(tmp_path, *shorts, override, f"limits.total_s={total_s}", "limits.cut_s=30", limit_s=LIMIT_S)
+    assert done.document is not None
+    assert done.document["verdict"] == "INCOMPLETE"
+    assert done.document["seconds"] < total_s + 10
+    assert done.checks[check]["status"] == "SKIPPED"
+    assert done.checks[check]["reason"] == f"cut short: out of time: limits.total_s={total_s} over"
+    phase = {"links": "pairs", "storage_node": "storage"}.get(check, check)
+    assert all(len(sample) > 1 for sample in done.document["samples"][phase].values()), "what was measured is kept"
+    assert done.checks["checkpoint"]["status"] == "SKIPPED"
+    assert done.named == []
+    assert set(done.codes) == {1}
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "verdict"), [pytest.param([0, 1, 2, 3], "INCOMPLETE", marks=pytest.mark.slow), ([2], "FAIL")]
+)
+def test_a_run_whose_pieces_do_not_end_is_ended_in_time_and_one_that_holds_up_the_others_is_named(
+    ranks: list[int], verdict: str, tmp_path: Path
+) -> None:
+    faults = ", ".join(f"{{kind: hang, rank: {rank}, at: pairs}}" for rank in ranks)
+    limits = ("limits.total_s=10", "limits.cut_s=2", "limits.step_s=300", "limits.build_s=300")
+    done = run(tmp_path, *SHORT, *limits, f"faults=[{faults}]", limit_s=LIMIT_S)
+    assert done.document is not None
+    assert done.document["verdict"] == verdict
+    assert done.document["seconds"] < 19
+    assert "limits.total_s=10 and limits.cut_s=2 over" in done.checks["links"]["reason"]
+    assert done.checks["compute"]["status"] == "PASS"
+    assert done.named == (ranks if verdict == "FAIL" else [])
+    assert set(done.codes) == {1}
+
+
 def test_a_disk_without_space_is_not_filled(tmp_path: Path) -> None:
     done = run(tmp_path, *SHORT, "storage.mib=1000000", "storage.max_share_of_free=0.01", ranks=2)
     assert done.document is not None
@@ -119,6 +186,14 @@ def test_a_disk_without_space_is_not_filled(tmp_path: Path) -> None:
     for disk in ("node", "shared"):
         assert done.checks[f"storage_{disk}"]["status"] == "SKIPPED"
         assert "lower storage.mib" in done.checks[f"storage_{disk}"]["reason"]
+    assert left_behind(tmp_path) == []
+
+
+def test_a_result_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    done = run(tmp_path, *SHORT, ranks=2)
+    assert done.codes == [2, 2]
+    assert done.document is None
     assert left_behind(tmp_path) == []
 
 

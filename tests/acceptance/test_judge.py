@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from fctune.acceptance.checks import judge
+from fctune.acceptance.checks import PHASES, judge
 from fctune.acceptance.config import AcceptanceConfig, ThresholdConfig
+from fctune.acceptance.ending import Ending
 from fctune.acceptance.judge import Check, decide
 from fctune.acceptance.metrics import CHECKS, METRICS
-from fctune.acceptance.session import Ending
+from fctune.acceptance.traffic import list_bandwidths
 from tests.acceptance.samples import HOSTS, all_pairs, collectives, compute, disk, identity
 
 
@@ -198,6 +199,59 @@ def test_a_slow_disk_and_one_that_is_not_shared_are_laid_to_their_host() -> None
     checks = ask(limits, worse)
     assert named(checks["storage_node"]) == [("rank", (1,))]
     assert named(checks["storage_shared"]) == [("host", (2, 3))]
+
+
+def test_a_rank_that_could_not_write_is_named_with_the_error_of_its_disk() -> None:
+    samples = {"storage": {r: {"node": disk(), "shared": disk(), "sees_shared": True} for r in range(4)}}
+    samples["storage"][2]["node"]["error"] = "node disk, all: write: No space left on device"
+    checks = ask(config(), samples)
+    assert checks["storage_node"].status == "FAIL"
+    assert "No space left" in str(checks["storage_node"].culprits[0])
+    assert named(checks["storage_node"]) == [("rank", (2,))]
+    assert checks["storage_shared"].status == "PASS"
+
+
+@pytest.mark.parametrize(("rate", "status"), [(700.0, "SKIPPED"), (640.0, "SKIPPED"), (500.0, "FAIL")])
+def test_a_phase_that_was_cut_short_passes_nothing_and_fails_by_what_it_has(rate: float, status: str) -> None:
+    samples = {"compute": {r: {"products": {"bf16": {"tflops": rate}}, "cut": "out of time"} for r in range(4)}}
+    checks = ask(config(matmul_bf16_tflops=(650.0, 600.0)), samples)
+    assert checks["compute"].status == status
+    assert checks["compute"].figures[0].value == rate
+    assert "cut short: out of time" in checks["compute"].reason
+    for name in ("corruption", "memory", "transfer", "health"):
+        assert checks[name].status == "SKIPPED"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_phase_that_was_cut_before_its_first_piece_is_skipped(phase: str) -> None:
+    if phase == "identity":  # it has one piece
+        return
+    checks = ask(config(), {phase: {rank: {"cut": "out of time"} for rank in range(4)}})
+    skipped = [check for check in checks.values() if "cut short" in check.reason]
+    assert skipped
+    assert all(check.status == "SKIPPED" for check in skipped)
+
+
+def test_all_that_is_said_of_one_rank_is_said_at_once() -> None:
+    samples = {"compute": {rank: compute() for rank in range(4)}}
+    samples["compute"][1]["products"]["bf16"]["tflops"] = 350.0
+    limits = config(matmul_bf16_tflops=(None, 600.0), matmul_bf16_spread=(None, 0.05))
+    (culprit,) = ask(limits, samples)["compute"].culprits
+    assert culprit.says == "matmul_bf16_tflops 350; matmul_bf16_spread: 2 times the median of the others"
+
+
+def test_bandwidths_are_of_each_node_and_of_all_with_their_percentiles() -> None:
+    samples = {
+        "collectives_node": {rank: collectives(0.002 if rank < 2 else 0.004) for rank in range(4)},
+        "collectives_all": {rank: collectives(0.003, wrong=rank) for rank in range(4)},
+    }
+    rows = list_bandwidths(samples, 2, 4)
+    assert [(row["scope"], row["first_rank"]) for row in rows] == [("node", 0), ("node", 2), ("all", 0)]
+    assert [row["algbw_gb_s"] for row in rows] == pytest.approx([2**20 / s / 1e9 for s in (0.002, 0.004, 0.003)])
+    assert rows[2]["busbw_gb_s"] == pytest.approx(1.5 * rows[2]["algbw_gb_s"])
+    assert rows[2]["wrong"] == 6
+    assert rows[1]["p50_s"] == rows[1]["p99_s"] == 0.004
+    assert list_bandwidths({"collectives_all": {0: collectives(1.0)}}, 2, 4) == []
 
 
 def test_two_nodes_are_held_to_what_one_trains() -> None:

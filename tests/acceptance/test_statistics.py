@@ -18,7 +18,7 @@ from fctune.acceptance.statistics import bandwidth, describe, excess, isolate_pa
         ("reduce_scatter", 8, 0.875),
         ("all_to_all", 4, 0.75),
         ("broadcast", 16, 1.0),
-        ("send", 2, 1.0),
+        ("point_to_point", 2, 1.0),
     ],
 )
 def test_busbw_is_algbw_by_the_factor_of_nccl_tests(operation: str, num_ranks: int, factor: float) -> None:
