@@ -7,6 +7,7 @@ import json
 import logging
 import platform
 import subprocess
+import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -149,8 +150,11 @@ class RunDirectory:
                 part["until"] = _tell(datetime.fromtimestamp(file.stat().st_mtime, UTC))
                 break
         if exit_file.exists():
-            ended = json.loads(exit_file.read_text(encoding="utf-8"))
-            part["exit"] = {"code": ended.get("code"), "reason": ended.get("reason")}
+            try:
+                ended = json.loads(exit_file.read_text(encoding="utf-8"))
+                part["exit"] = {"code": ended["code"], "reason": ended["reason"]}
+            except (ValueError, KeyError, TypeError):  # a note, which no run should fail of
+                part["exit"] = {"code": None, "reason": "exit.json cannot be read"}
         return part
 
     def _forget_steps_after(self, step: int) -> None:
@@ -202,7 +206,8 @@ class RunDirectory:
         )
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
-        partial = self.path / f".{name}.partial"
+        # Of a name of its own: ranks that fail at once each say why.
+        partial = self.path / f".{name}.{uuid.uuid4().hex}.partial"
         try:
             partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
             partial.rename(self.path / name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -90,3 +91,25 @@ def test_a_disk_that_is_full_at_the_end_hides_neither_the_reason_nor_the_code(
     directory.finish(1, "no room", 10)
     assert "exit.json: cannot be written" in caplog.text
     assert not list(directory.path.glob(".*.partial"))
+
+
+def test_ranks_that_fail_at_once_leave_one_whole_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = begin(tmp_path / "run", hours_ago=1).path
+    reasons = [f"rank {rank}: " + "x" * 5000 * rank for rank in range(8)]
+
+    def fail(reason: str) -> None:
+        for step in range(20):
+            RunDirectory(path).finish(1, reason, step)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(fail, reasons))
+    assert json.loads((path / "exit.json").read_text())["reason"] in reasons
+    assert not caplog.records
+    assert not list(path.glob(".*.partial"))
+
+
+def test_a_run_goes_on_whatever_its_exit_json_is(tmp_path: Path) -> None:
+    path = begin(tmp_path / "run", hours_ago=1).path
+    (path / "exit.json").write_text('{"code": 1}\n}')
+    go_on(path, 5, 8)
+    assert json.loads((path / "run.json").read_text())["resumed"][-1]["before"]["exit"]["code"] is None
