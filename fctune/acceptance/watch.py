@@ -226,6 +226,8 @@ class Watch:
                 return None
             return read_words(self._words, self._peers, now, self._has_arrived)
         if self._has_arrived:
+            if now - self._peers[self._launch.rank].seen > 4 * _BEAT_S:
+                return None  # this rank stood still, or the store did: it saw nobody, whoever moved
             return find_culprits(self._peers, self._limits, now, now - self.over_at)
         if now - self._started < self._limits.arrive_s:
             return None
