@@ -61,6 +61,9 @@ UV = """#!/bin/bash
 words=()
 for word in "$@"; do [ "$word" != 3.10 ] || word={python}; words+=("$word"); done
 export SSL_CERT_FILE=${{SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}} UV_CACHE_DIR={home}/.cache/uv
+# Both nodes have one /tmp here, where each would have its own: what one makes, the other waits for.
+[ "$1" != venv ] || exec flock {home}/.uv.lock {home}/bin/uv-of-the-wheel "${{words[@]}}"
+flock {home}/.uv.lock true
 exec {home}/bin/uv-of-the-wheel "${{words[@]}}"
 """
 
