@@ -146,11 +146,8 @@ class Bench:
         """The fastest of some settings; all are in the result."""
 
         def run(limit: float) -> dict[str, Any]:
-            ends = time.monotonic() + limit
             found = []
-            for job in jobs:
-                left = ends - time.monotonic()
-                one = measure(job, left) if left > 20 else {"error": "no time left"}
+            for job, one in measure_each(jobs, limit):
                 found.append({"settings": job.name, "job": json.loads(to_json(job))} | one)
                 found[-1].pop("supervised_by_step", None)
             good = [one for one in found if "error" not in one]
@@ -191,11 +188,8 @@ class Bench:
         jobs += [lora[0].but(compile=True, checkpointed=0.5), full.but(compile=True), full.but(dtype="bf16")]
 
         def run(limit: float) -> dict[str, Any]:
-            ends = time.monotonic() + limit
             rows = []
-            for job in jobs:
-                left = ends - time.monotonic()
-                found = measure(job, left) if left > 20 else {"error": "no time left"}
+            for job, found in measure_each(jobs, limit):
                 row = {"settings": job.name, "job": json.loads(to_json(job))}
                 row |= {"error": found["error"]} if "error" in found else _plan(job, found)
                 rows.append(row)
@@ -287,6 +281,14 @@ def main() -> None:
             with open(arguments.out, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             print(tell(line), flush=True)
+
+
+def measure_each(jobs: list[Job], limit: float) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Each job with what was measured of it; an error for those that too little of the limit, in seconds, is left."""
+    ends = time.monotonic() + limit
+    for job in jobs:
+        left = ends - time.monotonic()
+        yield job, measure(job, left) if left > 20 else {"error": "no time left"}
 
 
 def _plan(job: Job, found: dict[str, Any]) -> dict[str, Any]:
