@@ -1,13 +1,15 @@
 """What metrics cost training: steps with every sink open beside steps with none, in turns, in one run.
 
-    python -m benchmarks.sinks [--seq-len 1024] [--rows 2] [--steps 10] [--pairs 20] [--out FILE]
+    python -m benchmarks.sinks [--seq-len 1024] [--rows 4] [--steps 10] [--pairs 40] [--line] [--out FILE]
 
 The tiny base is trained on one rank by the loop itself, so that what is measured of a step costs both halves of a pair
-alike. With sinks are metrics.jsonl, the console's line, alerts, W&B (offline), TensorBoard and Prometheus, which a
-client asks once a second. The cost of a step is how much longer it took, which counts what the sinks' threads and
-processes take from it, and the median of the pairs is reported; beside it, how long the training thread itself was in
-the sinks' hands, and the CPU time that this process took more, its sinks' threads counted. A step of a large model
-takes seconds and the sinks as long as here, so the share is the most there is of it. Two cores or more, quiet ones.
+alike; all steps are of the same number of rows, in one epoch. With sinks are metrics.jsonl, the progress bar (with
+``--line`` the lines of an output that is no terminal), alerts, W&B (offline), TensorBoard and Prometheus, which a
+client asks once a second. Which half of a pair comes first changes from pair to pair, so that a machine that gets
+slower favours none. The cost of a step is how much longer it took, the mean of the pairs and its 95 % interval, which
+counts what the sinks' threads and processes take from it; beside it, how long the training thread itself was in the
+sinks' hands, and the CPU time of each other thread, with sinks and without. A step of a large model takes seconds and
+the sinks as long as here, so the share is the most there is of it. Two cores or more, quiet ones.
 """
 
 from __future__ import annotations
@@ -15,68 +17,122 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
-import threading
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import psutil
 
 from benchmarks.training import ROOT, describe_machine
 
+CONVERSATION_TOKENS = 180  # fewer than a synthetic one has on average
+_CLIENT = """
+import sys, time, urllib.request
+while True:
+    time.sleep(1.0)
+    try:
+        urllib.request.urlopen(sys.argv[1], timeout=5).read()
+    except OSError:
+        pass
+"""
+NUM_SETTLING = 6  # untimed steps of each half: what the half before left to the sinks' threads is written by then
 NUM_WARMUP = 20  # steps before the first pair: wandb starts, memory is touched
 
 
-class Turns:
-    """A sink that hands steps on in every second block of them, and times the steps of each."""
+class Times(NamedTuple):
+    """Seconds so far, or of a step."""
 
-    def __init__(self, sinks: Any, block: int):
-        self._sinks, self._block = sinks, block
-        self._entered: list[tuple[float, float, bool]] = []
+    clock: float
+    training_cpu: float  # of the thread that trains
+    threads_cpu: float  # of all other threads of this process
+    services_cpu: float  # of wandb's process
+
+    @classmethod
+    def now(cls) -> Times:
+        """As they stand, asked on the thread that trains."""
+        own = time.thread_time()
+        services = 0.0
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                services += sum(child.cpu_times()[:2]) if child.name().startswith("wandb") else 0.0
+        return cls(time.perf_counter(), own, time.process_time() - own, services)
+
+    def a_step_since(self, before: Times, num_steps: int) -> Times:
+        """What each of ``num_steps`` steps took."""
+        return Times(*((after - start) / num_steps for after, start in zip(self, before, strict=True)))
+
+
+class Turns:
+    """A sink that hands steps on in one half of each pair of blocks, and times the steps of both.
+
+    Args:
+        sinks: where steps go.
+        block: steps of a half that are timed, after some that are not.
+        accompany: what goes on while steps are handed on: what runs whether or not a step ends.
+    """
+
+    def __init__(self, sinks: Any, block: int, accompany: Callable[[], contextlib.AbstractContextManager[Any]]):
+        self._sinks, self._num_timed, self._accompany = sinks, block, accompany
+        self._block = NUM_SETTLING + block
+        self._stack = ExitStack()
+        self._shown: Any = self._stack.enter_context(accompany())
+        self.halves: list[tuple[bool, Times]] = []  # whether sinks were on, and what a step took
+        self._begun: Times | None = None  # where the timed steps of this half began
+        self._is_on = True
         self.held_s: list[float] = []  # of the training thread, a step that was handed on
 
     def write(self, metrics: dict[str, Any]) -> None:
         """One step ended."""
-        step = metrics["step"]
-        is_on = step <= NUM_WARMUP or (step - NUM_WARMUP - 1) // self._block % 2 == 1
+        since = metrics["step"] - NUM_WARMUP - 1
+        pair, half = divmod(max(0, since) // self._block, 2)
+        is_on = since < 0 or (pair + half) % 2 == 1
+        if since >= 0 and since % self._block == 0:
+            self._turn(is_on)
+        elif since > 0 and since % self._block == NUM_SETTLING:
+            self._begun = Times.now()
         entered = time.perf_counter()
-        self._entered.append((entered, time.process_time(), is_on))
         if is_on:
             self._sinks.write(metrics)
+            self._shown.write(metrics)
             self.held_s.append(time.perf_counter() - entered)
 
     def close(self) -> None:
         """The sinks are closed by who opened them."""
+        self._stack.close()
 
-    def blocks(self) -> list[tuple[bool, float, float]]:
-        """Of each block after the warm-up: whether sinks were on; seconds a step, by the clock and of the CPU."""
-        found = []
-        for start in range(NUM_WARMUP, len(self._entered) - self._block, self._block):
-            (clock, cpu, is_on), (clock_after, cpu_after, _) = self._entered[start], self._entered[start + self._block]
-            found.append((is_on, (clock_after - clock) / self._block, (cpu_after - cpu) / self._block))
-        return found
+    def _turn(self, is_on: bool) -> None:
+        if self._begun is not None:
+            self.halves.append((self._is_on, Times.now().a_step_since(self._begun, self._num_timed)))
+        self._stack.close()
+        self._is_on = is_on
+        if is_on:
+            self._shown = self._stack.enter_context(self._accompany())
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The pairs of one run."""
     import torch
+    from rich.console import Console
 
     from fctune.config import parse_config
     from fctune.modeling.lora import apply_lora_, init_adapters_
-    from fctune.telemetry.sinks import Sinks
+    from fctune.telemetry.sinks import ConsoleSink, Sinks
     from fctune.training.distributed import start_world, stop_world
     from fctune.training.loop import train
     from fctune.training.run_directory import RunDirectory
     from fctune.training.state import build_base, open_sinks, place_, prepare_data, start_state
 
     port = _free_port()
-    num_steps = NUM_WARMUP + 2 * arguments.pairs * arguments.steps + 1
+    num_steps = NUM_WARMUP + 2 * arguments.pairs * (NUM_SETTLING + arguments.steps) + 1  # one ends the last half
     problems: list[str] = []
     config = parse_config(_config(arguments, folder, port, num_steps), problems)
     assert config is not None, problems
@@ -89,43 +145,65 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model = build_base(config, model_dir, world)
     apply_lora_(model, config.adapter)
     prepared = prepare_data(config, model_dir, world)
+    assert prepared.num_packs("train") >= num_steps * arguments.rows, "a step at an epoch's end has fewer rows"
     place_(model, config, model_dir, world)
     init_adapters_(model, config.seed)
-    with open_sinks(config, directory, num_steps, world) as sinks, _asked(port):
-        turns = Turns(sinks, arguments.steps)
+
+    @contextmanager
+    def accompany() -> Iterator[ConsoleSink]:
+        with open(os.devnull, "w") as nowhere, _asked(port):
+            shown = ConsoleSink(
+                Console(file=nowhere, force_terminal=not arguments.line), num_steps, config.log_every_n_steps
+            )
+            yield shown
+            shown.close()
+
+    with open_sinks(config, directory, num_steps, world) as sinks:
+        turns = Turns(sinks, arguments.steps, accompany)
         train(config, start_state(model, config, num_steps), prepared, num_steps, world, Sinks(turns))
+        turns.close()
     stop_world()
-    blocks = turns.blocks()
-    halves = list(zip(blocks[::2], blocks[1::2], strict=True))
-    assert all(on[0] and not off[0] for off, on in halves)
-    pairs = [(off[1], on[1]) for off, on in halves]
-    cpu_s = statistics.median(off[2] for off, _ in halves)
-    added_cpu_s = statistics.median(on[2] - off[2] for off, on in halves)
-    step_s, added_s = statistics.median(off for off, _ in pairs), statistics.median(on - off for off, on in pairs)
+    halves = turns.halves
+    pairs = [
+        (second, first) if is_on else (first, second)
+        for (is_on, first), (_, second) in zip(halves[::2], halves[1::2], strict=True)
+    ]
     written = (directory.path / "metrics.jsonl").read_text(encoding="utf-8").count("\n")
+    return _summary(pairs, turns.held_s) | {"steps_written": written}
+
+
+def _summary(pairs: list[tuple[Times, Times]], held_s: list[float]) -> dict[str, Any]:
+    """Of pairs without sinks and with them: what these add to a step, and the 95 % interval of the mean."""
+    added = [with_sinks.clock - without.clock for without, with_sinks in pairs]
+    step_s, added_s = statistics.mean(without.clock for without, _ in pairs), statistics.mean(added)
+    margin_s = 1.96 * statistics.stdev(added) / math.sqrt(len(added))
     return {
         "step_s": step_s,
         "added_s": added_s,
+        "added_interval_s": [added_s - margin_s, added_s + margin_s],
         "added_share": added_s / step_s,
-        "added_cpu_s": added_cpu_s,
-        "added_cpu_share": added_cpu_s / cpu_s,
-        "held_s": {
-            "median": statistics.median(turns.held_s),
-            "p99": sorted(turns.held_s)[int(0.99 * len(turns.held_s))],
+        "added_interval": [(added_s - margin_s) / step_s, (added_s + margin_s) / step_s],
+        "cpu_s": {
+            kind: {
+                name: statistics.mean(getattr(pair[index], name) for pair in pairs)
+                for name in ("training_cpu", "threads_cpu", "services_cpu")
+            }
+            for index, kind in enumerate(("without", "with"))
         },
-        "held_share": statistics.median(turns.held_s) / step_s,
-        "pairs_s": pairs,
-        "steps_written": written,
+        "held_s": {"median": statistics.median(held_s), "p99": sorted(held_s)[int(0.99 * len(held_s))]},
+        "held_share": statistics.median(held_s) / step_s,
+        "pairs_s": [[without.clock, with_sinks.clock] for without, with_sinks in pairs],
     }
 
 
 def _config(arguments: argparse.Namespace, folder: Path, port: int, num_steps: int) -> dict[str, Any]:
+    num_conversations = math.ceil(num_steps * arguments.rows * arguments.seq_len / CONVERSATION_TOKENS)
     return {
         "output_dir": str(folder / "run"),
         "model": {"path": str(ROOT / "fctune" / "assets" / "tiny_base")},
         "adapter": {"rank": 8, "alpha": 16},
         "data": {
-            "sources": [{"path": "synthetic:train:600:1"}],
+            "sources": [{"path": f"synthetic:train:{num_conversations}:1"}],
             "seq_len": arguments.seq_len,
             "validation_share": 0.0,
             "prepared_dir": str(folder / "prepared"),
@@ -146,22 +224,13 @@ def _config(arguments: argparse.Namespace, folder: Path, port: int, num_steps: i
 
 @contextmanager
 def _asked(port: int) -> Iterator[None]:
-    """While it lasts, the endpoint is asked every second, as by a server."""
-    stop = threading.Event()
-
-    def ask() -> None:
-        while not stop.wait(1.0):
-            with (
-                contextlib.suppress(OSError),
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as a,
-            ):
-                a.read()
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    yield
-    stop.set()
-    thread.join()
+    """While it lasts, the endpoint is asked every second, from a process of its own, as by a server."""
+    client = subprocess.Popen([sys.executable, "-c", _CLIENT, f"http://127.0.0.1:{port}/metrics"])
+    try:
+        yield
+    finally:
+        client.kill()
+        client.wait()
 
 
 def _free_port() -> int:
@@ -173,12 +242,13 @@ def _free_port() -> int:
 
 
 def main() -> int:
-    """Run the pairs; 0 where the median cost is at most 1 % of a step."""
+    """Run the pairs; 0 where the mean cost is at most 1 % of a step."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--rows", type=int, default=2, help="of a step")
-    parser.add_argument("--steps", type=int, default=10, help="of each half of a pair")
-    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--rows", type=int, default=4, help="of a step")
+    parser.add_argument("--steps", type=int, default=10, help="timed, of each half of a pair")
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--line", action="store_true", help="a line every 10 steps in place of the progress bar")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(open(os.devnull, "w")):
@@ -190,10 +260,13 @@ def main() -> int:
         "versions": {name: version(name) for name in ("torch", "wandb", "tensorboard", "prometheus-client")},
     }
     step_ms, added_ms, held_ms = (1000 * s for s in (found["step_s"], found["added_s"], found["held_s"]["median"]))
+    low, high = found["added_interval"]
+    others = {kind: 1000 * (cpu["threads_cpu"] + cpu["services_cpu"]) for kind, cpu in found["cpu_s"].items()}
     print(
-        f"a step {step_ms:.1f} ms; sinks add {added_ms:+.2f} ms ({found['added_share']:+.2%}, median of "
-        f"{len(found['pairs_s'])} pairs), of CPU {1000 * found['added_cpu_s']:+.2f} ms; the training thread is held "
-        f"{held_ms:.3f} ms ({found['held_share']:.2%})"
+        f"a step {step_ms:.1f} ms; sinks add {added_ms:+.2f} ms ({found['added_share']:+.2%}; "
+        f"95 % interval {low:+.2%} to {high:+.2%}, {len(found['pairs_s'])} pairs); the training thread is held "
+        f"{held_ms:.3f} ms ({found['held_share']:.2%}); CPU of other threads and processes {others['with']:.2f} ms a "
+        f"step, without sinks {others['without']:.2f} ms"
     )
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -27,6 +27,8 @@ class Background:
         capacity: steps and alerts that may wait; those beyond are left out of this sink.
         tick_s: how often the sink is told that nothing came, if it has a ``tick``.
         close_s: longest time to wait at the end.
+        rest_s: pause between two looks at what came. Steps that take less are then written together: each time the
+            thread wakes, training waits for the interpreter's lock and finds its caches cold.
     """
 
     def __init__(
@@ -36,9 +38,10 @@ class Background:
         capacity: int = 10_000,
         tick_s: float = 5.0,
         close_s: float = _CLOSE_S,
+        rest_s: float = 0.0,
     ):
         self.name = name
-        self._open, self._tick_s, self._close_s = open_sink, tick_s, close_s
+        self._open, self._tick_s, self._close_s, self._rest_s = open_sink, tick_s, close_s, rest_s
         self._queue: queue.Queue[dict[str, Any] | Alert | None] = queue.Queue(capacity)
         self._has_failed = False
         self._num_lost = 0
@@ -92,6 +95,8 @@ class Background:
                 self._fail(error)
 
     def _next(self, sink: EventSink) -> dict[str, Any] | Alert | None:
+        if self._queue.empty():
+            self._closing.wait(self._rest_s)
         while True:
             try:
                 return self._queue.get(timeout=self._tick_s)

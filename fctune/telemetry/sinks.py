@@ -63,7 +63,8 @@ class ConsoleSink:
         self._progress: Progress | None = None
         if console.is_terminal:
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, TextColumn("{task.description}"), console=console)
+            # Ten times a second, as it is by default, keeps the training thread waiting for the interpreter's lock.
+            self._progress = Progress(*columns, TextColumn("{task.description}"), console=console, refresh_per_second=1)
             self._task = self._progress.add_task("", total=num_steps)
             self._progress.start()
 

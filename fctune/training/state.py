@@ -156,14 +156,15 @@ def open_sinks(config: RunConfig, run: RunDirectory, num_steps: int, world: Worl
     if not world.is_main:
         return Sinks()
     services: list[Background] = []
+    open_service = functools.partial(Background, rest_s=1.0)
     telemetry = config.telemetry or TelemetryConfig()
     wandb, prometheus = telemetry.wandb, telemetry.prometheus
     if wandb is not None and wandb.mode != "disabled":
-        services.append(Background("wandb", lambda: WandbSink(wandb, run.path, config.to_dict())))
+        services.append(open_service("wandb", lambda: WandbSink(wandb, run.path, config.to_dict())))
     if telemetry.tensorboard:
-        services.append(Background("tensorboard", lambda: TensorBoardSink(run.path / "tensorboard")))
+        services.append(open_service("tensorboard", lambda: TensorBoardSink(run.path / "tensorboard")))
     if prometheus.port is not None:
-        services.append(Background("prometheus", lambda: PrometheusSink(prometheus, run.path.name, num_steps)))
+        services.append(open_service("prometheus", lambda: PrometheusSink(prometheus, run.path.name, num_steps)))
     watchman = Background("alerts", lambda: Watchman(run.path, services, hosts))  # closed before those it tells
     console = ConsoleSink(Console(), num_steps, config.log_every_n_steps)
     return Sinks(JsonlSink(run.metrics), console, watchman, *services)

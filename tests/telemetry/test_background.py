@@ -101,6 +101,17 @@ def test_a_sink_that_is_too_slow_leaves_steps_out_and_says_how_many(warnings: py
     assert f"slow: was too slow for the run; {num_lost} steps" in warnings.records[-1].message
 
 
+def test_what_comes_while_a_sink_rests_is_written_together_and_the_end_does_not_wait_for_it() -> None:
+    recorder, started = Recorder(), time.perf_counter()
+    with Sinks(Background("rests", lambda: recorder, rest_s=60)) as sinks:
+        for step in range(1, 4):
+            sinks.write({"step": step})
+        time.sleep(0.1)
+        assert recorder.taken == []
+    assert recorder.taken == [1, 2, 3]
+    assert time.perf_counter() - started < 30
+
+
 def test_a_full_disk_is_said_once_and_does_not_stop_training(warnings: pytest.LogCaptureFixture) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
