@@ -22,6 +22,11 @@ LABELS = {
 }
 
 
+def can_hold_gradients(whole_bytes: int, device_bytes: int | None) -> bool:
+    """Whether gradients stay whole while they accumulate, so that they are reduced once; None: memory is not known."""
+    return device_bytes is None or whole_bytes <= HELD_GRADIENTS * device_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """Bytes on one rank at one moment."""

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from fctune.config import ParallelConfig
 from fctune.errors import ConfigError
 from fctune.modeling.build import CausalLM
-from fctune.modeling.footprint import GIB, HELD_GRADIENTS, SAFE_SHARE, Footprint
+from fctune.modeling.footprint import GIB, SAFE_SHARE, Footprint, can_hold_gradients
 from fctune.modeling.precision import Formats
 
 _MOST_SHARDS = 8192
@@ -166,7 +166,7 @@ def shard_(model: CausalLM, layout: Layout, config: ParallelConfig, formats: For
     elif layout.mode == "ddp":
         # Every rank loads the same weights, so none need be sent at the start.
         replicate(model, init_sync=False, gradient_as_bucket_view=True)
-    model.holds_gradients = not isinstance(model, FSDPModule) or _can_hold_gradients(model, formats, hardware)
+    model.holds_gradients = not isinstance(model, FSDPModule) or _holds_gradients(model, formats, hardware)
 
 
 def _fully_shard_(model: CausalLM, layout: Layout, config: ParallelConfig, formats: Formats, device_type: str) -> None:
@@ -193,11 +193,11 @@ def _fully_shard_(model: CausalLM, layout: Layout, config: ParallelConfig, forma
         following.set_modules_to_backward_prefetch([block])
 
 
-def _can_hold_gradients(model: CausalLM, formats: Formats, hardware: Hardware) -> bool:
+def _holds_gradients(model: CausalLM, formats: Formats, hardware: Hardware) -> bool:
     """Whether whole gradients of what trains fit beside the rest while they accumulate."""
     trained = [p for p in model.parameters() if p.requires_grad]
     held = sum(p.numel() * (4 if formats.is_mixed else p.element_size()) for p in trained)
-    return hardware.memory_bytes is None or held <= HELD_GRADIENTS * hardware.memory_bytes
+    return can_hold_gradients(held, hardware.memory_bytes)
 
 
 def defer_reduce(model: CausalLM, is_deferred: bool) -> None:

@@ -13,7 +13,7 @@ import torch
 from fctune.config import RunConfig, parse_config
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared import open_prepared, prepare
-from fctune.modeling import shard
+from fctune.modeling import footprint
 from fctune.modeling.lora import apply_lora_, init_adapters_
 from fctune.modeling.weights import to_hf_name
 from fctune.telemetry.sinks import Sinks
@@ -87,7 +87,7 @@ def run_training(
 ) -> dict[str, Any]:
     """Train as the recipe does; metrics and whole weights."""
     if held_gradients is not None:
-        shard.HELD_GRADIENTS = held_gradients
+        footprint.HELD_GRADIENTS = held_gradients
     prepared = open_prepared(prepared_path)
     model = build_base(config, Path(config.model.path), world)
     if config.adapter is not None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fctune.config import RunConfig
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared import open_prepared, prepare
-from fctune.modeling import shard
+from fctune.modeling import footprint
 from fctune.modeling.lora import apply_lora_, init_adapters_
 from fctune.telemetry.sinks import Sinks
 from fctune.training.distributed import World
@@ -55,7 +55,7 @@ class CountingKeeper(StepKeeper):
 
 def count_collectives(world: World, config: RunConfig, path: Path, held_gradients: float) -> dict[str, Any]:
     """Collectives of the first step, and the sizes to hold them against."""
-    shard.HELD_GRADIENTS = held_gradients
+    footprint.HELD_GRADIENTS = held_gradients
     model = build_base(config, Path(config.model.path), world)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
