@@ -6,8 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from rich.console import Console
-
+from fctune.cli.terminal import Terminal
 from fctune.config import load_config
 
 
@@ -75,7 +74,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         from fctune.planner.table import print_plan
 
-        print_plan(Console(), plan)
+        print_plan(Terminal(), plan)
     return 0 if plan.fits else 1
 
 

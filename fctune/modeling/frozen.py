@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -142,7 +143,16 @@ def _start_nf4(base: nn.Linear) -> Tensor:
             f"adapter.base=nf4: a linear of [{rows}, {columns}] is not a multiple of the {_NF4_BLOCK:,} weights that "
             "share scales; use bf16 or float8."
         )
+    if base.weight.is_meta:
+        return _start_meta_nf4(base.weight.shape, base.weight.dtype)
     started: Tensor = to_nf4(base.weight.detach())
+    return started
+
+
+@functools.cache
+def _start_meta_nf4(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Without storage, and so one for all linears of a shape: a 70B model's would take ten seconds."""
+    started: Tensor = to_nf4(torch.empty(shape, dtype=dtype, device="meta"))
     return started
 
 

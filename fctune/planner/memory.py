@@ -11,8 +11,9 @@ import math
 from dataclasses import replace
 
 from fctune.config import RunConfig
+from fctune.modeling.activations import is_chosen
 from fctune.modeling.build import CausalLM
-from fctune.modeling.footprint import GIB, HELD_GRADIENTS, SAFE_SHARE, Footprint
+from fctune.modeling.footprint import GIB, SAFE_SHARE, Footprint, can_hold_gradients
 from fctune.modeling.loss import MAX_LOGITS
 from fctune.modeling.precision import Formats
 from fctune.planner.blocks import BlockMemory, measure_block
@@ -63,15 +64,15 @@ class MemoryModel:
             # Llama's scaled RoPE makes its tables when it is filled: float32 frequencies, sines and cosines.
             self.buffers += (config.data.seq_len * 4 + 2) * model.architecture.head_dim
         self._states: dict[int, Footprint] = {}
-        whole = self.reduced_bytes(self.all)
-        # Whether gradients stay whole while they accumulate, so that they are reduced once.
-        self.holds_gradients = device_bytes is None or whole <= HELD_GRADIENTS * device_bytes
+        self.holds_gradients = can_hold_gradients(self.reduced_bytes(self.all), device_bytes)
         self.block_memory: BlockMemory = measure_block(model.architecture, config, self.formats.compute.itemsize)
 
     def state(self, setting: Setting) -> Footprint:
         """Weights, gradients and optimizer, each cut by rows; a rank whose part is smaller holds as much, padded."""
-        if self.config.parallel.cpu_offload:
-            return Footprint()
+        return Footprint() if self.config.parallel.cpu_offload else self.part_of_state(setting)
+
+    def part_of_state(self, setting: Setting) -> Footprint:
+        """The same, wherever it lies: offloaded, the host holds it."""
         if setting.shard not in self._states:
             self._states[setting.shard] = self._count_state(setting.shard)
         return self._states[setting.shard]
@@ -107,9 +108,10 @@ class MemoryModel:
         return self.peak(self.accumulated(Setting(mode, copies, num_shards, fraction, size))).parts
 
     def accumulated(self, setting: Setting) -> Setting:
-        """The same with its number of micro-batches a step."""
-        held = setting.micro_batch_size * setting.world_size
-        return replace(setting, accumulation=max(1, math.ceil(self.config.global_batch_size / held)))
+        """The same with its number of micro-batches a step, none of them larger than a rank's share of the batch."""
+        share = math.ceil(self.config.global_batch_size / setting.world_size)
+        size = min(setting.micro_batch_size, share)
+        return replace(setting, micro_batch_size=size, accumulation=math.ceil(share / size))
 
     def largest_micro_batch(self, setting: Setting, most: int, global_batch_size: int) -> int:
         """Most packs a rank can safely hold at a time, at most ``most``; 0 where not even one fits."""
@@ -151,6 +153,13 @@ class MemoryModel:
     def ends_gradient_bytes(self) -> int:
         """Of the head's and the embedding's weights, before those of one table that both use are summed."""
         return 2 * self.head_gradient_bytes()
+
+    def kept_per_token(self, fraction: float) -> int:
+        """Bytes of a token that all blocks keep, where so many of them are computed again."""
+        work, count = self.block_memory, len(self.blocks)
+        kept = work.operators if self.config.activation_checkpointing.policy == "op" else work.inputs
+        again = sum(is_chosen(index, fraction) for index in range(count))
+        return again * kept + (count - again) * work.all
 
     def local_gradients(self, tensors: Tensors, num_shards: int) -> int:
         """Of a unit, one rank's part."""

@@ -15,6 +15,7 @@ from fctune.modeling.frozen import check_shards
 from fctune.modeling.hub import describe_failure, parse_name
 from fctune.modeling.lora import apply_lora_
 from fctune.modeling.precision import choose_formats
+from fctune.planner.gpus import GPUS, Gpu
 
 _LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -75,6 +76,8 @@ def find_architecture(path: str, by_hand: str | None = None) -> tuple[Architectu
         ConfigError: a model that is not here, is not known, and whose config.json cannot be downloaded.
     """
     named = parse_name(path)
+    if by_hand is not None and not Path(by_hand).is_dir():
+        raise ConfigError(f"--model {by_hand}: no such directory; name the one that holds the model's config.json.")
     if by_hand is not None or named is None:
         folder = Path(by_hand or path)
         return read_architecture(folder), folder, str(folder / "config.json")
@@ -86,12 +89,15 @@ def find_architecture(path: str, by_hand: str | None = None) -> tuple[Architectu
         return read_architecture(Path(cached).parent), Path(cached).parent, cached
     known = KNOWN.get(name.removesuffix("-Instruct"))
     if known is not None:
-        with tempfile.TemporaryDirectory() as made:
-            (Path(made) / "config.json").write_text(json.dumps(known), encoding="utf-8")
-            return read_architecture(made), None, f"{name}, as this version of the planner knows it"
+        content, source = json.dumps(known).encode(), f"{name}, as this version of the planner knows it"
+    else:
+        content, source = _download_config(path, name, revision), f"{name} on the hub"
     with tempfile.TemporaryDirectory() as made:
-        (Path(made) / "config.json").write_bytes(_download_config(path, name, revision))
-        return read_architecture(made), None, f"{name} on the hub"
+        (Path(made) / "config.json").write_bytes(content)
+        try:
+            return read_architecture(made), None, source
+        except ConfigError as error:  # of a file that is gone by the time that it is read of
+            raise ConfigError(str(error).replace(made, f"hf:{name}")) from None
 
 
 def _download_config(path: str, name: str, revision: str | None) -> bytes:
@@ -124,10 +130,41 @@ def shape_model(config: RunConfig, architecture: Architecture) -> CausalLM:
     return model
 
 
-def can_be_cut(model: CausalLM, num_shards: int) -> bool:
-    """Whether weights of a frozen base can lie in so many shards."""
+def check_run(config: RunConfig, gpu: Gpu) -> None:
+    """Stop where the run would stop on this kind of GPU; one that is described by hand is taken at its word.
+
+    Raises:
+        ConfigError: products in float8 on a GPU that has none.
+    """
+    formats = choose_formats(config.precision, config.adapter is not None, "cuda")
+    is_base = config.adapter is not None and config.adapter.base == "float8"
+    known = GPUS.get(gpu.name)
+    if known is not None and known.fp8_tflops is None and (formats.has_float8_products or is_base):
+        key = "adapter.base=float8" if is_base else f"precision={config.precision}"
+        raise ConfigError(
+            f"{key}: --gpu {gpu.name} has no products in float8, so the run would not start on it. Use bf16, or a GPU "
+            f"that has them: {', '.join(name for name, one in GPUS.items() if one.fp8_tflops is not None)}."
+        )
+
+
+def check_layout(config: RunConfig, model: CausalLM, mode: str, num_shards: int) -> None:
+    """Stop where the run would stop as it is laid out so.
+
+    Raises:
+        ConfigError: weights in 4 bits that cannot be cut so; an optimizer that cannot round in shards.
+    """
+    check_shards(model, num_shards)
+    if config.optimizer.get("bf16_stochastic_round") and mode in ("fsdp", "hsdp"):
+        raise ConfigError(
+            f"optimizer.bf16_stochastic_round: torchao cannot round so in shards, and the layout is {mode}; set "
+            "parallel.mode=ddp, or leave it out."
+        )
+
+
+def can_be_laid_out(config: RunConfig, model: CausalLM, mode: str, num_shards: int) -> bool:
+    """Whether a run can start so."""
     try:
-        check_shards(model, num_shards)
+        check_layout(config, model, mode, num_shards)
     except ConfigError:
         return False
     return True

@@ -84,8 +84,8 @@ class Timeline:
         yield Peak("update", replace(self.state, working=self.memory.update_bytes(self.state)))
 
     def _telling_blocks(self) -> list[int]:
-        """Those among which the highest is: what is kept falls block by block and gradients grow, so they are at the
-        ends, or the first and last that are computed again, or are not.
+        """Those among which the highest is, or one within a block's activations of it: what is kept falls block by
+        block and gradients grow, so they are at the ends, or the first and last that are computed again, or are not.
         """
         found = {0, 1, self.num_blocks - 2, self.num_blocks - 1}
         for again in (True, False):

@@ -14,9 +14,9 @@ from fctune.modeling.shard import Hardware, choose_layout
 from fctune.planner.ask import Ask
 from fctune.planner.hand import HandEstimate, estimate_by_hand, flops_by_hand
 from fctune.planner.memory import MemoryModel
-from fctune.planner.models import can_be_cut, find_architecture, shape_model
+from fctune.planner.models import can_be_laid_out, check_layout, check_run, find_architecture, shape_model
 from fctune.planner.moments import Peak, Setting
-from fctune.planner.rows import Rows, count_rows
+from fctune.planner.rows import Rows, count_rows, count_steps
 from fctune.planner.speed import EFFICIENCY, EFFICIENCY_RANGE, Flops, StepTime, count_flops, time_step
 from fctune.planner.storage import Storage, plan_storage
 
@@ -31,7 +31,7 @@ WORTH = 1.6
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to lay the run out, at the largest micro-batch that fits (the config's, where none does)."""
+    """One way to lay the run out, at the largest micro-batch that fits (1, where none does)."""
 
     setting: Setting
     peak: Peak
@@ -66,6 +66,7 @@ class Plan:
     peak: Peak
     largest_micro_batch: int
     flops: Flops
+    compute_width: int  # bytes of a number that is multiplied
     efficiency: float
     time: StepTime
     slowest_s: float  # a step, at the ends of the range that the efficiency is of
@@ -101,18 +102,13 @@ class Plan:
     @property
     def hours(self) -> float | None:
         """Of training, saves and failures as expected; start, compilation and evaluation aside."""
-        return self._hours_of(self.time.total_s)
+        return self.storage.hours(self.num_steps, self.time.total_s)
 
     @property
     def hours_range(self) -> tuple[float, float] | None:
         """The same at both ends of the range of efficiencies; None where one was given, or steps are not known."""
-        ends = self._hours_of(self.quickest_s), self._hours_of(self.slowest_s)
-        return None if ends[0] is None or ends[1] is None or ends[0] == ends[1] else (ends[0], ends[1])
-
-    def _hours_of(self, step_s: float) -> float | None:
-        if self.num_steps is None:
-            return None
-        return self.num_steps * step_s / 3600 / max(0.1, 1 - self.storage.lost_share)
+        low, high = (self.storage.hours(self.num_steps, step_s) for step_s in (self.quickest_s, self.slowest_s))
+        return None if low is None or high is None or low == high else (low, high)
 
     def to_json(self) -> dict[str, Any]:
         """The plan in the layout that ``version`` names; bytes and seconds, None where not known."""
@@ -129,6 +125,9 @@ class Plan:
             "gpu": asdict(self.ask.gpu),
             "nodes": self.ask.nodes,
             "gpus_per_node": self.ask.gpus_per_node,
+            "price": self.ask.price,
+            "disk_gb_s": self.ask.disk_gb_s,
+            "failures_per_gpu_day": self.ask.failures_per_gpu_day,
             "layout": asdict(self.setting) | {"reason": self.layout_reason},
             "memory": self.peak.parts.to_json()
             | {"moment": self.peak.moment, "fits": self.fits, "margin": self.margin_bytes},
@@ -173,23 +172,23 @@ def make_plan(config: RunConfig, ask: Ask) -> Plan:
             f"global_batch_size={config.global_batch_size}: under the {world} GPUs of --nodes {ask.nodes} "
             f"--gpus-per-node {ask.gpus_per_node}, so some would idle; use fewer GPUs or a larger batch."
         )
+    check_run(config, ask.gpu)
     architecture, model_dir, shape_source = find_architecture(config.model.path, ask.model)
     model = shape_model(config, architecture)
-    rows = count_rows(config, model_dir, ask.rows, ask.mean_tokens)
+    rows = count_rows(config, model_dir, ask.rows, ask.mean_tokens, world)
     share = 1.0 if rows is None else rows.supervised / rows.slots
     memory = MemoryModel(model, config, ask.gpu.memory_bytes, share)
     bench = _Bench(config, ask, model, memory, rows)
     setting, reason = bench.configured()
     num_trained = sum(t.numel for t in memory.all.tensors if t.is_trained)
     num_parameters = sum(t.numel for t in memory.all.tensors)
-    flops = bench.flops(setting)
-    num_steps = _count_steps(config, rows)
+    num_steps = count_steps(config, rows)
     largest = memory.largest_micro_batch(setting, math.ceil(config.global_batch_size / world), config.global_batch_size)
     hand = estimate_by_hand(
         num_parameters,
         num_trained,
         world,
-        config.micro_batch_size,
+        setting.micro_batch_size,
         config.data.seq_len,
         architecture.embed_dim,
         architecture.num_layers,
@@ -205,7 +204,8 @@ def make_plan(config: RunConfig, ask: Ask) -> Plan:
         layout_reason=reason,
         peak=memory.peak(setting),
         largest_micro_batch=largest,
-        flops=flops,
+        flops=bench.flops(setting),
+        compute_width=memory.formats.compute.itemsize,
         efficiency=bench.efficiency,
         time=bench.time(setting),
         slowest_s=bench.time(setting, EFFICIENCY_RANGE[0]).total_s,
@@ -214,7 +214,7 @@ def make_plan(config: RunConfig, ask: Ask) -> Plan:
         num_steps=num_steps,
         hand=hand,
         hand_flops=None if total_tokens is None else flops_by_hand(num_parameters, total_tokens, setting.fraction > 0),
-        storage=plan_storage(memory, config, world, rows, ask.disk_gb_s, ask.failures_per_gpu_day),
+        storage=bench.storage(setting, num_steps),
         variants=bench.variants(ask.nodes),
         scales=bench.search(num_steps) if ask.is_searching else [],
     )
@@ -232,6 +232,7 @@ class _Bench:
         self.pairs_per_token = (seq_len + 1) / 2 if rows is None else rows.pairs / rows.slots
         self.slots_per_pack = seq_len if rows is None else rows.slots / rows.packs
         self.steps_per_epoch = 1 if rows is None else math.ceil(rows.packs / config.global_batch_size)
+        self.packs = config.global_batch_size if rows is None else min(config.global_batch_size, rows.packs)
 
     def configured(self) -> tuple[Setting, str]:
         """The setting that a run of this config would choose, and why."""
@@ -241,24 +242,40 @@ class _Bench:
         memory = MemoryModel(self.model, config, ask.gpu.memory_bytes)
         need = partial(memory.need, hardware.world_size)
         layout = choose_layout(config.parallel, hardware, config.adapter is not None, need)
+        check_layout(config, self.model, layout.mode, layout.shard)
         fraction = config.activation_checkpointing.fraction
         setting = Setting(layout.mode, layout.replicate, layout.shard, fraction, config.micro_batch_size)
         return self.memory.accumulated(setting), layout.reason
 
     def flops(self, setting: Setting) -> Flops:
         """Of a token."""
-        return count_flops(self.memory, setting.fraction, self.supervised_share, self.pairs_per_token)
+        return count_flops(
+            self.memory,
+            setting.fraction,
+            self.supervised_share,
+            self.pairs_per_token,
+            micro_batch_size=setting.micro_batch_size,
+        )
 
     def time(self, setting: Setting, efficiency: float | None = None) -> StepTime:
         """Of a step, at another efficiency than the plan's where none was asked for."""
         if efficiency is None or self.ask.efficiency is not None:
             efficiency = self.efficiency
-        packs = self.config.global_batch_size * self.slots_per_pack / self.config.data.seq_len
-        if self.rows is not None:
-            packs *= min(1.0, self.rows.packs / self.config.global_batch_size)
         return time_step(
-            self.memory, self.ask.gpu, setting, self.flops(setting), packs, self.ask.gpus_per_node, efficiency
+            self.memory,
+            self.ask.gpu,
+            setting,
+            self.flops(setting),
+            self.packs,
+            self.ask.gpus_per_node,
+            efficiency,
+            self.slots_per_pack,
         )
+
+    def storage(self, setting: Setting, num_steps: int | None) -> Storage:
+        """On the shared disk, and what saves and failures take."""
+        rates = self.ask.disk_gb_s, self.ask.failures_per_gpu_day
+        return plan_storage(self.memory, self.config, setting.world_size, self.rows, *rates, setting.shard, num_steps)
 
     def variants(self, nodes: int) -> list[Variant]:
         """Every layout by every fraction, each at the largest micro-batch that fits."""
@@ -278,7 +295,7 @@ class _Bench:
         return [
             self.try_setting(Setting(mode, replicate, shard, fraction, self.config.micro_batch_size))
             for mode, replicate, shard in layouts
-            if can_be_cut(self.model, shard)
+            if can_be_laid_out(self.config, self.model, mode, shard)
             for fraction in _FRACTIONS
         ]
 
@@ -288,9 +305,7 @@ class _Bench:
         largest = self.memory.largest_micro_batch(setting, most, self.config.global_batch_size)
         setting = self.memory.accumulated(replace(setting, micro_batch_size=largest or 1))
         time = self.time(setting)
-        tokens = self.config.global_batch_size * self.slots_per_pack * (1 - self.padding_share)
-        if self.rows is not None:
-            tokens *= min(1.0, self.rows.packs / self.config.global_batch_size)
+        tokens = self.packs * self.slots_per_pack * (1 - self.padding_share)
         rate = tokens / time.total_s / setting.world_size
         return Variant(setting, self.memory.peak(setting), largest > 0, time, rate)
 
@@ -309,7 +324,9 @@ class _Bench:
                 break
             fitting = [variant for variant in self.variants(nodes) if variant.fits]
             best = min(fitting, key=lambda variant: variant.time.total_s, default=None)
-            hours = None if best is None or num_steps is None else num_steps * best.time.total_s / 3600
+            hours = None
+            if best is not None:
+                hours = self.storage(best.setting, num_steps).hours(num_steps, best.time.total_s)
             gpu_hours = None if hours is None else hours * world
             cost = None if gpu_hours is None or self.ask.price is None else gpu_hours * self.ask.price
             pays = best is not None
@@ -318,13 +335,6 @@ class _Bench:
             before = Scale(nodes, best, hours, gpu_hours, cost, pays)
             scales.append(before)
         return scales
-
-
-def _count_steps(config: RunConfig, rows: Rows | None) -> int | None:
-    if rows is None:
-        return config.max_steps
-    steps = config.epochs * math.ceil(rows.packs / config.global_batch_size)
-    return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
 def _describe_variant(variant: Variant) -> dict[str, Any]:

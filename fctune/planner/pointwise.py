@@ -61,12 +61,16 @@ def _adapted(a: Architecture, adapter: AdapterConfig) -> list[tuple[int, int]]:
 
 
 def _adapter(in_dim: int, out_dim: int, adapter: AdapterConfig, is_compiled: bool, width: int) -> Moved:
-    """Of one adapter: two thin products forward, four backward, its scaling and sum; dropout hashes 64-bit keys."""
+    """Of one adapter: two thin products forward, four backward, its scaling and sum; dropout hashes 64-bit keys.
+
+    DoRA scales the sum, and its backward gives gradients of the sum and of the scales.
+    """
     dropped = 0
     if adapter.dropout:
         dropped = 2 * width * in_dim if is_compiled else (250 + 4 * width) * in_dim
     dropped_back = in_dim * (1 + (2 if is_compiled else 4) * width) if adapter.dropout else 0
     sums = 3 if is_compiled else 5
-    forward = (in_dim + out_dim + sums * out_dim) * width
-    backward = (2 * in_dim + 2 * out_dim + (1 if is_compiled else 2) * out_dim + 3 * in_dim) * width
+    scaled, scaled_back = ((1, 3) if is_compiled else (2, 6)) if adapter.dora else (0, 0)
+    forward = (in_dim + out_dim + (sums + scaled) * out_dim) * width
+    backward = (2 * in_dim + 2 * out_dim + ((1 if is_compiled else 2) + scaled_back) * out_dim + 3 * in_dim) * width
     return Moved(forward + dropped, backward + dropped_back)

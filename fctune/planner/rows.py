@@ -8,9 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fctune.config import RunConfig
 from fctune.data.prepared import PreparedSet, fingerprint_inputs, open_prepared, prepared_root
-from fctune.errors import ConfigError, DataError
+from fctune.data.sources.fingerprint import FileDigests
+from fctune.errors import ConfigError
 
 # Share of packed places that hold a token, and of tokens that are learnt, where nothing was counted. The first is what
 # best-fit packing reaches on conversations much shorter than a pack; the second is common in function-calling data.
@@ -39,11 +43,14 @@ class Rows:
         return asdict(self) | {"padding_share": self.padding_share}
 
 
-def count_rows(config: RunConfig, model_dir: Path | None, rows: int | None, mean_tokens: float | None) -> Rows | None:
+def count_rows(
+    config: RunConfig, model_dir: Path | None, rows: int | None, mean_tokens: float | None, world_size: int = 1
+) -> Rows | None:
     """What the run trains on an epoch; None where it is neither prepared nor said.
 
     Raises:
         ConfigError: half of what is needed by hand, or numbers that cannot be.
+        DataError: the prepared set is damaged.
     """
     if (rows is None) != (mean_tokens is None):
         missing = "--mean-tokens" if mean_tokens is None else "--rows"
@@ -51,24 +58,33 @@ def count_rows(config: RunConfig, model_dir: Path | None, rows: int | None, mean
     if rows is not None and mean_tokens is not None:
         return _count_by_hand(config, rows, mean_tokens)
     found = find_prepared(config, model_dir)
-    return None if found is None else _count_prepared(config, *found)
+    return None if found is None else _count_prepared(config, *found, world_size)
+
+
+def count_steps(config: RunConfig, rows: Rows | None) -> int | None:
+    """Optimizer steps of the run; of rows that are not known, as many as the config allows at the most."""
+    if rows is None:
+        return config.max_steps
+    steps = config.epochs * math.ceil(rows.packs / config.global_batch_size)
+    return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
 def find_prepared(config: RunConfig, model_dir: Path | None) -> tuple[PreparedSet, str] | None:
-    """The prepared set of a config and how sure that is; rows on a hub are not fetched to compare their contents."""
+    """The prepared set of a config and how sure that is: its name tells all inputs, the model's tokenizer among them.
+
+    Raises:
+        DataError: it is damaged.
+    """
     root = prepared_root(config)
     candidates = [file.parent for file in sorted(root.glob("*/meta.json")) if _is_alike(config, file)]
     if not candidates:
         return None
-    is_remote = any(source.path.startswith("hf:") for source in config.data.sources)
-    try:
-        if model_dir is not None and not is_remote:
-            name, _ = fingerprint_inputs(config.data, model_dir)
-            return (open_prepared(root / name), "counted in") if root / name in candidates else None
-        newest = max(candidates, key=lambda path: path.stat().st_mtime)
-        return open_prepared(newest), "counted in (its rows were not compared with their source)"
-    except (DataError, OSError):
-        return None
+    if model_dir is not None and (model_dir / "tokenizer.json").is_file():
+        # Digests that were kept when it was prepared: files are not read again.
+        name, _ = fingerprint_inputs(config.data, model_dir, FileDigests(root / "file_digests.json"))
+        return (open_prepared(root / name), "counted in") if root / name in candidates else None
+    newest = max(candidates, key=lambda path: (path / "meta.json").stat().st_mtime)
+    return open_prepared(newest), "counted, without the model's tokenizer or the source's rows to compare, in"
 
 
 def _is_alike(config: RunConfig, meta: Path) -> bool:
@@ -84,13 +100,12 @@ def _is_alike(config: RunConfig, meta: Path) -> bool:
     )
 
 
-def _count_prepared(config: RunConfig, prepared: PreparedSet, how: str) -> Rows:
+def _count_prepared(config: RunConfig, prepared: PreparedSet, how: str, world_size: int) -> Rows:
     flat, _ = prepared.packs["train"]
     lengths = (prepared.offsets[flat + 1] - prepared.offsets[flat]).astype("int64")
     tokens, packs = int(lengths.sum()), prepared.num_packs("train")
     is_constant = prepared.is_packed or config.data.pad_to == "seq_len"
-    # Unpacked rows are as long as the longest of their micro-batch: expected of random draws without replacement.
-    slots = packs * prepared.seq_len if is_constant else int(_mean_longest(lengths, config.micro_batch_size) * packs)
+    slots = packs * prepared.seq_len if is_constant else _count_unpacked(lengths, config, world_size)
     share = prepared.counts.supervised / max(1, prepared.counts.tokens)
     return Rows(
         packs,
@@ -102,16 +117,19 @@ def _count_prepared(config: RunConfig, prepared: PreparedSet, how: str) -> Rows:
     )
 
 
-def _mean_longest(lengths: Any, size: int) -> float:
-    """Expected longest of ``size`` draws: sum over sorted lengths of P(all draws up to it) - P(all before it)."""
-    ordered = sorted(int(length) for length in lengths)
-    count = len(ordered)
-    mean, before = 0.0, 0.0
-    for place, length in enumerate(ordered, start=1):
-        upto = (place / count) ** size
-        mean += length * (upto - before)
-        before = upto
-    return mean
+def _count_unpacked(lengths: NDArray[np.int64], config: RunConfig, world_size: int) -> int:
+    """Places of the first epoch, whose rows are as long as the longest of their micro-batch.
+
+    Rows of a step are dealt in order of length (``fctune.data.loader``), so those of a micro-batch are much alike.
+    """
+    batch, round_size = config.global_batch_size, world_size * config.micro_batch_size
+    shuffled = lengths[np.random.default_rng([config.seed, 0]).permutation(len(lengths))]
+    steps = np.zeros((math.ceil(len(lengths) / batch), batch), dtype=np.int64)
+    steps.flat[: len(lengths)] = shuffled
+    steps = -np.sort(-steps, axis=1)
+    steps = np.pad(steps, ((0, 0), (0, -batch % round_size)))
+    rounds = steps.reshape(-1, config.micro_batch_size, world_size)  # a rank's rows are one column
+    return int((rounds[:, 0] * (rounds > 0).sum(axis=1)).sum())
 
 
 def _count_by_hand(config: RunConfig, rows: int, mean_tokens: float) -> Rows:
@@ -122,11 +140,10 @@ def _count_by_hand(config: RunConfig, rows: int, mean_tokens: float) -> Rows:
         raise ConfigError(
             f"--mean-tokens {mean_tokens:g}: expected 1 to data.seq_len={data.seq_len}, as longer ones are not kept."
         )
-    kept = rows * (1 - data.validation_share)
-    if data.max_samples is not None:
-        kept = min(kept, data.max_samples * len(data.sources) * (1 - data.validation_share))
+    read = rows if data.max_samples is None else min(rows, data.max_samples * len(data.sources))
+    kept = max(1, round(read * (1 - data.validation_share)))
     tokens = int(kept * mean_tokens)
-    packs = math.ceil(tokens / (data.seq_len * _PACKED_SHARE)) if data.packed else math.ceil(kept)
+    packs = math.ceil(tokens / (data.seq_len * _PACKED_SHARE)) if data.packed else kept
     slots = packs * data.seq_len if data.packed or data.pad_to == "seq_len" else tokens
     described = f"by hand: {rows:,} rows of {mean_tokens:g} tokens, {_SUPERVISED_SHARE:.0%} of them learnt (assumed)"
     described += f", packs {_PACKED_SHARE:.0%} full (assumed)" if data.packed else ""

@@ -11,6 +11,7 @@ from fctune.planner.gpus import Gpu
 from fctune.planner.memory import MemoryModel
 from fctune.planner.moments import Setting
 from fctune.planner.pointwise import count_moved, fused
+from fctune.planner.storage import HOST_GB_S
 
 # Share of the dense peak that a step with fused kernels reaches, all that it waits for counted: Megatron-LM's README
 # gives 41 % to 48 % of H100's for 2 to 462 billion weights; the middle is taken, the ends are the range of a plan.
@@ -31,6 +32,9 @@ _MEMORY_SHARE = 0.8
 # some of the processors. An assumption.
 _OVERLAP = 0.9
 
+# Of the host's memory, what one rank's update has of it beside the others of its node. An assumption.
+_HOST_MEMORY_GB_S = 40
+
 
 @dataclass(frozen=True, slots=True)
 class Flops:
@@ -49,11 +53,12 @@ class Flops:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one optimizer step; ``collectives_s`` is what is sent, ``exposed_s`` what training waits for."""
+    """Seconds of one optimizer step; ``exposed_s`` is what training waits for of what is sent."""
 
     compute_s: float
     moving_s: float  # what kernels move beyond those that efficiencies are of: eager ones', adapters'
     collectives_s: float
+    host_s: float  # that what is offloaded takes between the GPU and the host
     exposed_s: float
     update_s: float
     gathered_bytes: int  # that a rank receives a step
@@ -75,6 +80,7 @@ def count_flops(
     supervised_share: float,
     pairs_per_token: float,
     max_logits: float = MAX_LOGITS,
+    micro_batch_size: int | None = None,
 ) -> Flops:
     """Operations a token: 2N forward, 2N for gradients of inputs, 2N for those of weights that train.
 
@@ -83,7 +89,7 @@ def count_flops(
     is computed again adds its forward; with policy ``op``, its first and every second product alone. What a block
     ends with is not computed again, as no backward reads it (torch.utils.checkpoint, early stop). Attention costs
     4d a pair forward and 10d backward, where it forms its scores again (https://arxiv.org/abs/2205.14135). The head
-    meets supervised places alone; its chunks' logits are computed again.
+    meets supervised places alone; where they are too many for one chunk, logits are computed again.
     """
     a, config = memory.architecture, memory.config
     adapter = config.adapter
@@ -108,7 +114,7 @@ def count_flops(
     head_adapter = 0
     if adapter is not None and "lm_head" in adapter.modules:
         head_adapter = 6 * adapter.rank * (a.vocab_size + a.embed_dim)
-    places = config.micro_batch_size * config.data.seq_len * supervised_share
+    places = (micro_batch_size or config.micro_batch_size) * config.data.seq_len * supervised_share
     if places * a.vocab_size > max_logits:
         head_cost += 2
     return Flops(products, recomputed, 14 * pair, supervised_share * (head_cost * head + head_adapter))
@@ -119,34 +125,45 @@ def time_step(
     gpu: Gpu,
     setting: Setting,
     flops: Flops,
-    packs: float,
+    packs: int,
     ranks_per_node: int,
     efficiency: float = EFFICIENCY,
+    slots_per_pack: float | None = None,
 ) -> StepTime:
-    """Seconds of a step of ``packs`` packs over all ranks; a rank with a micro-batch less waits for the others.
+    """Seconds of a step of ``packs`` packs over all ranks; a rank with a pack less waits for the others.
+
+    ``slots_per_pack`` are places computed, padding among them; None where packs are as long as rows may be.
 
     A ring moves (n - 1)/n of what is gathered or scattered through each link, and twice that to reduce to all
     (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
     """
     per_rank = math.ceil(packs / setting.world_size)
-    tokens = per_rank * memory.config.data.seq_len
+    tokens = per_rank * (memory.config.data.seq_len if slots_per_pack is None else slots_per_pack)
     micro_batches = math.ceil(per_rank / setting.micro_batch_size)
-    compute = tokens * flops.total / (gpu.bf16_tflops * 1e12 * efficiency)
+    compute = tokens * flops.total / (gpu.tflops(memory.formats.compute.itemsize) * 1e12 * efficiency)
     moving = tokens * extra_seconds(memory, gpu, setting.fraction)
     compute -= saved_by_float8(memory, gpu, flops, tokens, micro_batches)
     gathered, scattered, summed = count_traffic(memory, setting, micro_batches)
-    node = min(setting.shard, ranks_per_node)
     inner = _bus_bytes_per_s(gpu, setting.shard, ranks_per_node)
-    outer = _bus_bytes_per_s(gpu, setting.world_size, ranks_per_node)
-    if setting.shard > 1 and setting.replicate > 1 and node == ranks_per_node:
-        outer = gpu.nic_gb_s * 1e9 * _LINK_SHARE  # each shard's copies meet over its own adapter
+    # The copies of each shard meet in a ring of their own, at the same time.
+    outer = _bus_bytes_per_s(gpu, setting.world_size, ranks_per_node, num_rings=min(setting.shard, ranks_per_node))
     shards, copies = setting.shard, setting.replicate
-    sent = (gathered + scattered) * (shards - 1) / shards / inner + 2 * summed * (copies - 1) / copies / outer
-    exposed = max(sent / len(memory.blocks), sent - _OVERLAP * (compute + moving))  # the first block's at the least
-    state = memory.state(setting)
+    each = (shards - 1) / shards / inner
+    last = 2 * summed * (copies - 1) / copies / outer
+    last += scattered * each if memory.holds_gradients else 0.0
+    steady = gathered * each + (0.0 if memory.holds_gradients else scattered * each)
+    sent = steady + last
+    host = offloaded_bytes(memory, setting, tokens, micro_batches) / (HOST_GB_S * 1e9)
+    hidden = _OVERLAP * (compute + moving)
+    # What is sent once a step goes beside its last micro-batch; the others hide none of it.
+    exposed = (micro_batches - 1) * max(0.0, steady - hidden) / micro_batches
+    exposed += max(0.0, (steady - hidden) / micro_batches + last)
+    # Network and host are different wires; of each, the first block's has nothing to go beside.
+    exposed = max(exposed, host - hidden, max(sent, host) / len(memory.blocks))
+    state = memory.part_of_state(setting)
     moved = 2 * (state.optimizer + state.gradients) + 2 * state.gradients
-    update = moved / _memory_bytes_per_s(gpu)
-    return StepTime(compute, moving, sent, exposed, update, int(gathered), int(scattered + summed))
+    update = moved / (_HOST_MEMORY_GB_S * 1e9 if memory.config.parallel.cpu_offload else _memory_bytes_per_s(gpu))
+    return StepTime(compute, moving, sent, host, exposed, update, int(gathered), int(scattered + summed))
 
 
 def extra_seconds(memory: MemoryModel, gpu: Gpu, fraction: float) -> float:
@@ -182,7 +199,7 @@ def count_traffic(memory: MemoryModel, setting: Setting, micro_batches: int) -> 
     Sharded blocks are gathered for each forward and each backward; the head once a micro-batch, as it stays whole
     (ZeRO stage 3, https://arxiv.org/abs/1910.02054). Gradients that fit are reduced once a step, else each time.
     """
-    trained = sum(t.numel * (4 if memory.formats.is_mixed else t.itemsize) for t in memory.all.tensors if t.is_trained)
+    trained = memory.reduced_bytes(memory.all)
     times = 1 if memory.holds_gradients else micro_batches
     gathered = scattered = 0.0
     if setting.shard > 1:
@@ -194,11 +211,29 @@ def count_traffic(memory: MemoryModel, setting: Setting, micro_batches: int) -> 
     return gathered, scattered, summed
 
 
-def _bus_bytes_per_s(gpu: Gpu, ranks: int, ranks_per_node: int) -> float:
-    """Of a ring: the node's links, or between nodes all of a node's adapters together."""
+def offloaded_bytes(memory: MemoryModel, setting: Setting, tokens: float, micro_batches: int) -> float:
+    """Bytes that a rank sends to the host and gets from it in a step.
+
+    Under ``parallel.cpu_offload`` its shards come for each time that they are gathered, and its gradients go
+    (torch.distributed.fsdp, CPUOffloadPolicy); under ``activation_checkpointing.offload`` what blocks keep goes and
+    comes back.
+    """
+    config, total = memory.config, 0.0
+    if config.parallel.cpu_offload:
+        state = memory.part_of_state(setting)
+        times = 1 if memory.holds_gradients else micro_batches
+        passes = 2 if config.parallel.reshard_after_forward else 1
+        total += micro_batches * passes * (state.parameters + state.adapters) + times * state.gradients
+    if config.activation_checkpointing.offload:
+        total += 2 * memory.kept_per_token(setting.fraction) * tokens
+    return total
+
+
+def _bus_bytes_per_s(gpu: Gpu, ranks: int, ranks_per_node: int, num_rings: int = 1) -> float:
+    """Of each of so many rings: the node's links, or between nodes their share of all of a node's adapters."""
     rate = gpu.link_gb_s
     if ranks > ranks_per_node:
-        rate = min(rate, gpu.nic_gb_s * ranks_per_node)
+        rate = min(rate, gpu.nic_gb_s * ranks_per_node / num_rings)
     return rate * 1e9 * _LINK_SHARE
 
 

@@ -13,7 +13,10 @@ from fctune.planner.tensors import state_bytes
 # Unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 H100 (https://arxiv.org/abs/2407.21783).
 FAILURES_PER_GPU_DAY = 419 / 54 / 16_384
 
-_HOST_GB_S = 25  # of a GPU's copies to pinned memory over PCIe, beside the other GPUs of its node
+HOST_GB_S = 25  # of a GPU's copies to pinned memory over PCIe, beside the other GPUs of its node
+
+# Where saves and failures take more of the time than this, first order says no more: hours are at least so many.
+MOST_LOST = 0.9
 
 # Bytes a token in the prepared set: an int32 and a code.
 _PREPARED_BYTES = 5
@@ -39,6 +42,10 @@ class Storage:
         """All of it."""
         return self.checkpoints_bytes + self.base_bytes + self.export_bytes + (self.prepared_bytes or 0)
 
+    def hours(self, num_steps: int | None, step_s: float) -> float | None:
+        """Of so many steps with saves and failures as expected, where all is saved in the best rhythm."""
+        return None if num_steps is None else num_steps * step_s / 3600 / (1 - min(MOST_LOST, self.lost_share))
+
     def to_json(self) -> dict[str, float | None]:
         """All of it."""
         return asdict(self) | {"total_bytes": self.total_bytes}
@@ -51,16 +58,28 @@ def plan_storage(
     rows: Rows | None,
     disk_gb_s: float,
     failures_per_gpu_day: float,
+    num_shards: int = 1,
+    num_steps: int | None = None,
 ) -> Storage:
-    """Sizes of what a run writes, and how often to save."""
+    """Sizes of what a run writes, and how often to save.
+
+    Args:
+        memory: of the run's model.
+        config: of the run.
+        world_size: ranks.
+        rows: None where they are not known.
+        disk_gb_s: of the shared disk, all ranks writing.
+        failures_per_gpu_day: on average.
+        num_shards: ranks that a copy of what trains is cut over; each holds its part and copies that for a save.
+        num_steps: of the run; None where it is not known.
+    """
     trained = [t for t in memory.all.tensors if t.is_trained]
     weights = sum(t.num_bytes for t in trained)
     size = weights + sum(state_bytes(config.optimizer, t.numel, t.itemsize) for t in trained)
     base = 2 * sum(t.numel for t in memory.all.tensors if not t.is_adapter)
     adapters = sum(t.num_bytes for t in memory.all.tensors if t.is_adapter)
-    kinds = (config.checkpoint.every_n_steps > 0) + 1  # an elastic one there always is
     save_s = size / (disk_gb_s * 1e9)
-    stall_s = size / world_size / (_HOST_GB_S * 1e9) if config.checkpoint.async_save else save_s
+    stall_s = size / num_shards / (HOST_GB_S * 1e9) if config.checkpoint.async_save else save_s
     between_s = 86_400 / (failures_per_gpu_day * world_size) if failures_per_gpu_day else math.inf
     interval = save_every(stall_s, between_s)
     if config.checkpoint.async_save and math.isfinite(interval):
@@ -68,7 +87,7 @@ def plan_storage(
     lost = stall_s / interval + (interval / 2 + save_s) / between_s if math.isfinite(interval) else 0.0
     return Storage(
         checkpoint_bytes=size,
-        checkpoints_bytes=kinds * (config.checkpoint.keep_last + 1) * size,
+        checkpoints_bytes=_most_kept(config, num_steps) * size,
         base_bytes=base,
         export_bytes=base + adapters,
         prepared_bytes=None if rows is None else _PREPARED_BYTES * rows.tokens,
@@ -78,6 +97,27 @@ def plan_storage(
         best_interval_s=interval,
         lost_share=lost,
     )
+
+
+def _most_kept(config: RunConfig, num_steps: int | None) -> int:
+    """Checkpoints that lie there at the fullest, one of each kind being written among them.
+
+    Of each kind the newest stay, and every nth; of the elastic ones also the best evaluation's
+    (``fctune.checkpoint.store``). A run has one at its end, or where it is stopped, whatever its steps. Of a run whose
+    steps are not known, every nth cannot be counted.
+    """
+    checkpoint, evaluated_every = config.checkpoint, config.eval.every_n_steps
+    newest = max(1, checkpoint.keep_last) + 1
+    most = 0
+    for every, is_elastic in ((checkpoint.every_n_steps, False), (checkpoint.elastic_every_n_steps, True)):
+        has_best = is_elastic and evaluated_every > 0
+        if num_steps is None:
+            most += newest + has_best if every or has_best else 1
+            continue
+        written = 1 + ((num_steps - 1) // every if every else 0) + (num_steps // evaluated_every if has_best else 0)
+        nth = math.lcm(every, checkpoint.keep_every_n_steps) if every and checkpoint.keep_every_n_steps else 0
+        most += min(written, newest + has_best + ((num_steps - 1) // nth if nth else 0))
+    return most
 
 
 def save_every(stall_s: float, between_failures_s: float) -> float:

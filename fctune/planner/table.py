@@ -10,7 +10,7 @@ from rich.table import Table
 from fctune.modeling.footprint import GIB, LABELS, SAFE_SHARE
 from fctune.planner.plan import WORTH, Plan, Variant
 from fctune.planner.speed import EFFICIENCY_RANGE
-from fctune.planner.storage import FAILURES_PER_GPU_DAY
+from fctune.planner.storage import FAILURES_PER_GPU_DAY, MOST_LOST
 
 
 def print_plan(console: Console, plan: Plan) -> None:
@@ -78,29 +78,45 @@ def _print_variants(console: Console, plan: Plan) -> None:
         )
     _show(console, table)
     if fastest is None:
-        has_adapter = plan.config.adapter is not None
-        other = "adapter.base=nf4" if has_adapter else "an adapter in place of all weights, an 8-bit optimizer"
-        _say(console, f"nothing fits: more or larger GPUs, {other}, or parallel.cpu_offload=true", "red")
+        _say(console, f"nothing fits: {', '.join(name_remedies(plan))}", "red")
     else:
         _say(console, f"fastest that fits: {_as_overrides(fastest)}")
+
+
+def name_remedies(plan: Plan) -> list[str]:
+    """What of a run that fits in no layout can still be changed."""
+    config, remedies = plan.config, ["more or larger GPUs"]
+    if config.adapter is None:
+        remedies += ["an adapter in place of all weights", "an 8-bit optimizer"]
+    elif config.adapter.base != "nf4":
+        remedies.append("adapter.base=nf4")
+    least = min((variant.peak for variant in plan.variants), key=lambda peak: peak.parts.total, default=plan.peak)
+    if least.parts.of_batch > least.parts.total / 4:
+        remedies.append(f"data.seq_len under {config.data.seq_len}")
+    return remedies if config.parallel.cpu_offload else [*remedies, "parallel.cpu_offload=true"]
 
 
 def _print_time(console: Console, plan: Plan) -> None:
     time, flops = plan.time, plan.flops
     mover = "adapters" if plan.config.compile else "kernels that are not compiled"
+    rate = plan.ask.gpu.tflops(plan.compute_width)
+    host = f" or for the host (of {_seconds(time.host_s)})" if time.host_s else ""
     moving = f" + {_seconds(time.moving_s)} in which {mover} move memory" if time.moving_s else ""
     _say(
         console,
         f"a step: {_seconds(time.total_s)} = {_seconds(time.compute_s)} arithmetic ({flops.total / 1e9:.3g} GFLOP a "
-        f"token at {plan.efficiency:.1%} of {plan.ask.gpu.bf16_tflops:g} TFLOP/s){moving} + "
-        f"{_seconds(time.exposed_s)} waiting for the network (of {_seconds(time.collectives_s)} sending) + "
+        f"token at {plan.efficiency:.1%} of {rate:g} TFLOP/s){moving} + "
+        f"{_seconds(time.exposed_s)} waiting for the network (of {_seconds(time.collectives_s)} sending){host} + "
         f"{_seconds(time.update_s)} update",
     )
+    if plan.compute_width > 2 and rate == plan.ask.gpu.bf16_tflops:
+        _say(console, f"  the rate of precision={plan.config.precision} is not known here: bf16's is taken", "yellow")
     if plan.rows is None:
+        steps = "steps and hours are not known" if plan.num_steps is None else "max_steps are taken, of full packs"
         _say(
             console,
-            "data: not prepared here, so steps and hours are not known; run `fctune data prepare`, or pass --rows and "
-            "--mean-tokens. All places are taken as learnt",
+            f"data: not prepared here, so {steps}; run `fctune data prepare`, or pass --rows and --mean-tokens. All "
+            "places are taken as learnt",
             "yellow",
         )
     else:
@@ -114,11 +130,11 @@ def _print_time(console: Console, plan: Plan) -> None:
     if plan.hours is not None:
         _say(console, _describe_cost(plan, plan.hours), "bold")
     if plan.hand_flops is not None:
-        rate = plan.ask.gpu.bf16_tflops * 1e12 * plan.efficiency
         factor = 8 if plan.setting.fraction else 6
+        hours = plan.hand_flops / (rate * 1e12 * plan.efficiency) / 3600
         _say(
             console,
-            f"by hand, {factor} N D: {plan.hand_flops / rate / 3600:,.1f} GPU-hours; it counts a frozen base as "
+            f"by hand, {factor} N D: {hours:,.1f} GPU-hours; it counts a frozen base as "
             "trained and the embedding as a product, and leaves out attention, padding, memory and the network",
             "dim",
         )
@@ -152,10 +168,12 @@ def _print_storage(console: Console, plan: Plan) -> None:
         source = " (as Llama 3's)" if plan.ask.failures_per_gpu_day == FAILURES_PER_GPU_DAY else ""
         _say(
             console,
-            f"a failure every {storage.hours_between_failures:,.0f} h{source}: saving every {rhythm / 60:,.1f} min "
+            f"a failure every {_hours(storage.hours_between_failures)}{source}: saving every {rhythm / 60:,.1f} min "
             f"loses least, {storage.lost_share:.2%} of the time (Young, Daly): checkpoint.every_n_steps={steps:,}; the "
             f"config has {plan.config.checkpoint.every_n_steps:,}",
         )
+    if storage.lost_share > MOST_LOST:
+        _say(console, "  the run hardly advances: fewer GPUs, a faster disk, or hours that are longer than told", "red")
     _say(
         console,
         f"room on the shared disk (/mnt/shared in sky/): {_gib(storage.total_bytes)} GiB (checkpoints "
@@ -178,7 +196,7 @@ def _print_search(console: Console, plan: Plan) -> None:
         else:
             cells += [_describe_briefly(best), _seconds(best.time.total_s), f"{best.tokens_per_s_per_gpu:,.0f}"]
         figures = [scale.hours, scale.gpu_hours] * is_timed + [scale.cost] * is_priced
-        cells += ["" if value is None else f"{value:,.2f}" for value in figures]
+        cells += ["" if value is None else f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}" for value in figures]
         table.add_row(*cells, "yes" if scale.pays else "no")
     _show(console, table)
     paying = [scale.nodes for scale in plan.scales if scale.pays]
@@ -234,7 +252,7 @@ def _hours(hours: float) -> str:
 def _show(console: Console, table: Table) -> None:
     """As wide as it is, wherever it goes: figures broken over two lines cannot be compared."""
     width = console.measure(table, options=console.options.update(width=1000)).maximum
-    Console(file=console.file, width=max(width, console.width), highlight=False).print(table)
+    type(console)(file=console.file, width=max(width, console.width), highlight=False).print(table)
 
 
 def _say(console: Console, line: str, style: str | None = None) -> None:

@@ -14,6 +14,7 @@ from fctune.modeling.footprint import GIB
 from fctune.planner.ask import Ask
 from fctune.planner.gpus import find_gpu
 from fctune.planner.plan import Plan, Variant, make_plan
+from fctune.planner.table import name_remedies
 from fctune.telemetry.device import peak_tflops, total_memory
 from fctune.training.distributed import World
 
@@ -59,8 +60,9 @@ class MemorySnapshot:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is an allocator's that has no more memory: CUDA's or the CPU's."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    """Whether an error is of memory that is full: of an allocator, CUDA's or the CPU's, or beside it, as NCCL's."""
+    is_typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_typed or any(sign in str(error) for sign in ("can't allocate memory", "out of memory", "ALLOC_FAILED"))
 
 
 def suggest_less_memory(config: RunConfig, model_dir: Path, world: World) -> str:
@@ -102,8 +104,7 @@ def _tell(plan: Plan, config: RunConfig) -> str:
     remedies = [text for variant in fitting if (text := _tell_variant(variant, plan, config))]
     lines += [f"What fits, the fastest first: {'; or '.join(remedies[:_NUM_REMEDIES])}."] if remedies else []
     if not remedies:
-        base = "adapter.base=nf4" if config.adapter is not None else "an adapter, or an optimizer in 8 bits"
-        lines.append(f"No layout of these ranks fits by plan: more ranks, a lower data.seq_len, or {base}.")
+        lines.append(f"No layout of these ranks fits by plan; what may help: {', '.join(name_remedies(plan))}.")
     lines.append("fctune plan --config FILE shows all of it.")
     return " ".join(lines)
 

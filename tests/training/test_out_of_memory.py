@@ -89,6 +89,18 @@ def test_errors_of_memory_are_told_from_others(make: Callable[[], Any], due: boo
     assert is_out_of_memory(caught.value) is due
 
 
+@pytest.mark.parametrize(
+    "message",
+    [  # as CUDA, cuBLAS and NCCL word it, whose memory is not the allocator's
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+    ],
+)
+def test_memory_that_is_full_beside_the_allocator_is_out_of_memory(message: str) -> None:
+    assert is_out_of_memory(RuntimeError(message))
+
+
 def test_on_a_cpu_nothing_is_attached(tmp_path: Path) -> None:
     snapshot = MemorySnapshot(tmp_path, World(0, 1, 0, torch.device("cpu")), keeps_history=True)
     assert not snapshot.file.exists()

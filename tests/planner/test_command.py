@@ -1,0 +1,170 @@
+"""``fctune plan``: what it prints and how it exits, JSON, bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.cli import main
+from tests.conftest import ROOT, TINY_BASE
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["plan", "--config", str(ROOT / "configs" / "llama3_1_8b_lora.yaml"), *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_json_holds_the_plan_and_says_what_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--nodes", "2", "--json", "--failures-per-gpu-day", "0")
+    plan = json.loads(out)
+    assert (code, plan["version"], plan["memory"]["fits"]) == (0, 1, True)
+    assert plan["hours"] is None
+    assert plan["storage"]["best_interval_s"] is None
+    known = set(plan["memory"]) - {"total", "moment", "fits", "margin"}
+    assert plan["memory"]["total"] == sum(plan["memory"][name] for name in known)
+    _, out, _ = run(capsys, "--nodes", "2", "--json", "--rows", "100000", "--mean-tokens", "600", "--price", "2")
+    plan = json.loads(out)
+    assert plan["cost"] == pytest.approx(2 * plan["gpu_hours"]) == pytest.approx(32 * plan["hours"])
+    assert (plan["price"], plan["disk_gb_s"]) == (2, 1)
+
+
+def test_the_configs_price_is_taken_where_none_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    data = ("--nodes", "2", "--json", "--rows", "100000", "--mean-tokens", "600", "price_per_gpu_hour=3")
+    _, out, _ = run(capsys, *data)
+    plan = json.loads(out)
+    assert plan["cost"] == pytest.approx(3 * plan["gpu_hours"])
+    low, high = plan["hours_range"]
+    assert low < plan["hours"] < high
+    _, out, _ = run(capsys, *data, "--price", "2", "--efficiency", "0.4")
+    plan = json.loads(out)
+    assert plan["cost"] == pytest.approx(2 * plan["gpu_hours"])
+    assert plan["hours_range"] is None
+
+
+def test_a_model_that_is_nowhere_is_named_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, _, err = run(capsys, "model.path=hf:some/model@main")
+    assert code == 2
+    assert "model.path=hf:some/model@main: config.json cannot be downloaded (ConnectionError: HF_HUB_OFFLINE" in err
+    assert "Pass --model DIR" in err
+
+
+def test_a_model_of_the_hub_that_has_no_builder_is_named_and_no_file_that_is_gone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    served = tmp_path / "some" / "model" / "resolve" / "main"
+    served.mkdir(parents=True)
+    (served / "config.json").write_text('{"model_type": "mamba"}')
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+            f"http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+        )
+        code, _, err = run(capsys, "model.path=hf:some/model@main")
+        server.shutdown()
+    assert code == 2
+    assert err.startswith("hf:some/model/config.json: model_type='mamba' has no builder here")
+
+
+def test_the_table_says_whether_it_fits_and_the_exit_code_too(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--nodes", "2", "--search", "--rows", "100000", "--mean-tokens", "600")
+    assert code == 0
+    for words in (
+        "fits: ",
+        "by hand",
+        "fastest that fits: ",
+        "GPU-hours",
+        "room on the shared disk",
+        "the most nodes that pay: ",
+    ):
+        assert words in out
+    code, out, _ = run(capsys, "--gpu", "l4", "parallel.mode=ddp")
+    assert code == 1
+    assert "does not fit" in out
+
+
+def test_where_nothing_fits_the_plan_says_what_might(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(ROOT / "configs" / "qwen2_5_72b_full.yaml")
+    assert main(["plan", "--config", config, "--nodes", "1", "--search"]) == 1
+    out = capsys.readouterr().out
+    assert "nothing fits: more or larger GPUs, an adapter in place of all weights, an 8-bit optimizer" in out
+    rows = {line.split()[0]: line for line in out[out.index("fastest that fits") :].splitlines() if line[:1].isdigit()}
+    assert "nothing fits" in rows["1"]
+    assert rows["1"].split()[-1] == "no"
+    assert rows["8"].split()[-1] == "yes"
+    assert "the most nodes that pay: 16; global_batch_size=128 packs cannot be dealt to twice as many GPUs" in out
+
+
+def test_what_is_set_already_is_not_advised(capsys: pytest.CaptureFixture[str]) -> None:
+    long = ("--gpu", "l4", "--gpus-per-node", "1", "data.seq_len=65536", "parallel.cpu_offload=true")
+    code, out, _ = run(capsys, *long, "adapter.base=nf4")
+    assert code == 1
+    assert "nothing fits: more or larger GPUs, data.seq_len under 65536\n" in out
+    _, out, _ = run(capsys, *long)
+    assert "nothing fits: more or larger GPUs, adapter.base=nf4, data.seq_len under 65536\n" in out
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--gpu", "l4"], 1)])
+def test_a_reader_that_has_seen_enough_does_not_change_the_exit_code(arguments: list[str], code: int) -> None:
+    config = ["--config", "configs/llama3_1_8b_lora.yaml", "--nodes", "2", "parallel.mode=ddp"]
+    command = [sys.executable, "-m", "fctune.cli", "plan", *config, *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    assert process.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpu", "h900"], "--gpu h900: not known; known: b200, h200, h100"),
+        (["--gpu", "h900", "--gpu-memory-gib", "80"], "give --gpu-memory-gib and --tflops"),
+        (["--gpu-memory-gib", "-1"], "--gpu-memory-gib -1: expected a finite number over 0."),
+        (["--nodes", "0"], "--nodes 0: expected 1 or more."),
+        (["--nodes", "100"], "global_batch_size=512: under the 800 GPUs"),
+        (["--rows", "10"], "--mean-tokens: missing"),
+        (["--rows", "10", "--mean-tokens", "5000"], "--mean-tokens 5000: expected 1 to data.seq_len=4096"),
+        (["--rows", "0", "--mean-tokens", "50"], "--rows 0: expected 1 or more."),
+        (["--efficiency", "2"], "--efficiency 2: expected over 0 and at most 1."),
+        (["--disk-gb-s", "0"], "--disk-gb-s 0: expected a finite number over 0."),
+        (["--model", "nowhere"], "--model nowhere: no such directory; name the one that holds the model's config.json"),
+        (["--model", str(TINY_BASE / "config.json")], "/config.json: no such directory; name the one that holds"),
+        (["--model", str(ROOT / "configs")], "configs/config.json: no such file"),
+        (["--gpu", "a100", "adapter.base=float8"], "adapter.base=float8: --gpu a100 has no products in float8"),
+        (["--gpus-per-node", "6", "adapter.base=nf4", "parallel.mode=fsdp"], "cannot be cut over 6 ranks"),
+        (
+            ["optimizer={_component_: torchao.optim._AdamW, bf16_stochastic_round: true}", "parallel.mode=fsdp"],
+            "optimizer.bf16_stochastic_round: torchao cannot round so in shards, and the layout is fsdp",
+        ),
+        (["--nodes", "2", "parallel.mode=hsdp", "parallel.replicate=3"], "does not divide the 16 ranks"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line_that_says_what_to_do(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert len(err.strip().splitlines()) == 1
