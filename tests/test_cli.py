@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -27,6 +28,34 @@ def test_check_fails_on_a_bad_row_and_not_where_it_is_skipped(
     assert main(["data", "check", rows]) == 1
     assert "messages[1].role" in capsys.readouterr().out
     assert main(["data", "check", rows, "--on-invalid", "skip"]) == 0
+
+
+@pytest.mark.parametrize(("rows", "code"), [([GOOD], 0), ([GOOD, BAD], 1)])
+def test_a_reader_that_has_seen_enough_changes_neither_the_exit_code_nor_what_is_written(
+    rows: list[dict[str, Any]], code: int, write_rows: Callable[..., Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "report.json"
+    command = [sys.executable, "-m", "fctune.cli", "data", "check", str(write_rows(rows)), "--json", str(out)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    assert process.returncode == code
+    assert json.loads(out.read_text())["rows"] == len(rows)
+
+
+def test_overrides_may_stand_on_both_sides_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(ROOT / "configs" / "llama3_1_8b_lora.yaml")
+    assert main(["plan", "micro_batch_size=1", "--config", config, "--json", "data.seq_len=1024"]) == 0
+    apart = capsys.readouterr().out
+    assert main(["plan", "--config", config, "--json", "micro_batch_size=1", "data.seq_len=1024"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(apart)
+    for wrong in (["stray"], ["--odd", "a=1"]):
+        with pytest.raises(SystemExit) as stop:
+            main(["plan", "micro_batch_size=1", "--config", config, *wrong])
+        assert stop.value.code == 2
+        assert f"unrecognized arguments: {wrong[0]}" in capsys.readouterr().err
 
 
 def test_check_writes_a_report_of_the_documented_schema_and_a_page(

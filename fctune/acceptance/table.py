@@ -51,7 +51,7 @@ def print_result(console: Console, document: Mapping[str, Any]) -> None:
     table = make_table(document)
     # As wide as it is, wherever it goes: figures broken over two lines cannot be compared.
     width = console.measure(table, options=console.options.update(width=1000)).maximum
-    wide = Console(file=console.file, width=max(width, console.width), highlight=False)
+    wide = type(console)(file=console.file, width=max(width, console.width), highlight=False)
     wide.print(table)
     wide.print()
     wide.print(tell_verdict(document), soft_wrap=True)

@@ -12,7 +12,7 @@ from fctune.errors import CheckpointError, ConfigError, DataError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 done, 1 a failed check, 2 wrong usage, config or input."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         code: int = arguments.run(arguments)
     except (ConfigError, DataError, CheckpointError) as error:
@@ -21,6 +21,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough
         return 0
     return code
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; of those in more than one place, as ``a=1 --gpu h100 b=2``, argparse takes the first alone."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and not (hasattr(arguments, "overrides") and all("=" in r and not r.startswith("-") for r in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

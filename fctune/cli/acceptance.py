@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from fctune.cli.files import write_file
+from fctune.cli.terminal import Terminal
 
 
 def add_commands(commands: Any) -> None:
@@ -35,7 +35,7 @@ def _report(arguments: argparse.Namespace) -> int:
     from fctune.acceptance.table import print_result
 
     document = read_document(arguments.result)
-    print_result(Console(), document)
+    print_result(Terminal(), document)
     if arguments.html is not None:
         from fctune.report.acceptance_page import write_acceptance_html
 
@@ -48,7 +48,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     from fctune.acceptance.result import read_document
 
     comparison = compare(read_document(arguments.old), read_document(arguments.new), arguments.tolerance)
-    console = Console(soft_wrap=True, highlight=False)
+    console = Terminal(soft_wrap=True, highlight=False)
     for line in comparison.different:
         console.print(f"not the same: {line}", style="yellow")
     for line in comparison.checks:
@@ -63,7 +63,7 @@ def _compare(arguments: argparse.Namespace) -> int:
             old, new = (f"{value:.4g} {change.unit}".strip() for value in (change.old, change.new))
             table.add_row(change.name, old, new, f"{change.worse:.1%}")
         width = console.measure(table, options=console.options.update(width=1000)).maximum
-        Console(width=max(width, console.width), highlight=False).print(table)
+        Terminal(width=max(width, console.width), highlight=False).print(table)
     else:
         shown = f"{len(comparison.changes)} figures"
         console.print(f"nothing of {shown} is worse by more than {arguments.tolerance:.1%}")

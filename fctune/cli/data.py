@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from fctune.cli.files import write_file
+from fctune.cli.terminal import Terminal
 from fctune.config import load_config
 from fctune.errors import ConfigError
 
@@ -69,7 +68,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
             return len(encoded.tokens), encoded.num_supervised
 
         encode = count
-    console = Console()
+    console = Terminal()
     with console.status("reading") as status:
         report = check_sources(
             arguments.paths,
@@ -102,7 +101,7 @@ def _show_row(arguments: argparse.Namespace) -> int:
         train_on=arguments.train_on,
         parallel_calls=arguments.parallel_calls,
     )
-    console = Console(soft_wrap=True, highlight=False)
+    console = Terminal(soft_wrap=True, highlight=False)
     for renderable in renderables:
         console.print(renderable)
     return 0
@@ -113,7 +112,7 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
     from fctune.modeling.hub import resolve_model_dir
 
     config = load_config(arguments.config, arguments.overrides)
-    console = Console()
+    console = Terminal()
     with console.status("preparing") as status:
         prepared = prepare(
             config.data,
@@ -136,5 +135,5 @@ def _write_synthetic(arguments: argparse.Namespace) -> int:
     else:
         rows = (c.to_openai() for c in iter_conversations(arguments.split, arguments.rows, arguments.seed))
     write_file(arguments.out, "--out", lambda: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    Console().print(f"{arguments.rows:,} rows in {arguments.out}", soft_wrap=True)
+    Terminal().print(f"{arguments.rows:,} rows in {arguments.out}", soft_wrap=True)
     return 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from fctune.cli.files import write_file
+from fctune.cli.terminal import Terminal
 from fctune.errors import ConfigError
 
 _STYLES = {"PASS": "green", "FAIL": "red"}
@@ -45,7 +45,7 @@ def _report(arguments: argparse.Namespace) -> int:
         raise ConfigError("--after, --before: are of one run; of several, results are found by their exports.")
     if arguments.before and not arguments.after:
         raise ConfigError("--before: needs --after, the results that it is compared with.")
-    if arguments.price is not None and not arguments.price >= 0:
+    if arguments.price is not None and not 0 <= arguments.price < math.inf:
         raise ConfigError(f"--price {arguments.price}: expected 0 or more.")
     records = [read_run(path) for path in arguments.runs]
     if arguments.after:
@@ -59,7 +59,7 @@ def _report(arguments: argparse.Namespace) -> int:
     write_file(
         arguments.out, "--out", lambda: write_run_html(records, arguments.out, accuracies, verdicts, arguments.price)
     )
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = Terminal(soft_wrap=True, highlight=False, markup=False)
     for record, judged in zip(records, verdicts, strict=True):
         for note in record.notes():
             console.print(f"{record.path}: {note}", style="yellow")

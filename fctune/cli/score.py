@@ -7,8 +7,9 @@ import gc
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+
+from fctune.cli.terminal import Terminal
 
 _NUM_SHOWN = 5
 
@@ -66,10 +67,10 @@ def _collect_less() -> None:
 
 def _show(summary: dict[str, Any], out: Path, has_own_rules: bool = False) -> None:
     table = _table(summary["categories"], has_own_rules)
-    console = Console(soft_wrap=True, highlight=False)
+    console = Terminal(soft_wrap=True, highlight=False)
     # As wide as it is, wherever it goes: rates broken over two lines cannot be compared.
     width = console.measure(table, options=console.options.update(width=1000)).maximum
-    Console(width=max(width, console.width), highlight=False).print(table)
+    Terminal(width=max(width, console.width), highlight=False).print(table)
     missing, unknown, repeated = summary["missing_ids"], summary["unknown_ids"], summary["num_repeated_ids"]
     if missing:
         console.print(f"{_count(len(missing), 'case')} without a prediction, counted as wrong: {_few(missing)}")

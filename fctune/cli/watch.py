@@ -6,9 +6,9 @@ import argparse
 import time
 from typing import Any
 
-from rich.console import Console
 from rich.live import Live
 
+from fctune.cli.terminal import Terminal
 from fctune.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ def _watch(arguments: argparse.Namespace) -> int:
         is_judged = record.exit is not None and record.config.get("success") is not None
         return render_run(record, judge_run(record, accuracies=find_accuracies(record)) if is_judged else ())
 
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     if arguments.once or not console.is_terminal:
         console.print(render(), soft_wrap=True)
     else:
