@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import logging
@@ -120,7 +121,8 @@ class RunDirectory:
             self._run |= {"config": config.to_dict(), "world_size": world_size, "versions": versions()}
             self._run["resumed"] = [*self._run.get("resumed", []), resumed]
             self._write("run.json", self._run)
-            self._forget_steps_after(step)
+            for file in (self.metrics, self.path / "alerts.jsonl"):
+                _forget_steps_after(file, step)
             for name in ("exit.json", "stop"):
                 (self.path / name).unlink(missing_ok=True)
         except (OSError, ValueError) as error:
@@ -156,20 +158,6 @@ class RunDirectory:
             except (ValueError, KeyError, TypeError):  # a note, which no run should fail of
                 part["exit"] = {"code": None, "reason": "exit.json cannot be read"}
         return part
-
-    def _forget_steps_after(self, step: int) -> None:
-        if not self.metrics.exists():
-            return
-        kept = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-            except ValueError:  # a line that a kill cut in half
-                continue
-        partial = self.metrics.with_name(".metrics.jsonl.partial")
-        partial.write_text("".join(kept), encoding="utf-8")
-        partial.rename(self.metrics)
 
     def describe(self, **details: Any) -> None:
         """Add to run.json what is known only after the start."""
@@ -249,3 +237,17 @@ def _git_revision() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+def _forget_steps_after(file: Path, step: int) -> None:
+    """Keep the lines of steps up to this one; what is taken again is written again."""
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that a kill cut, or that another wrote
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    partial.rename(file)

@@ -113,3 +113,15 @@ def test_a_run_goes_on_whatever_its_exit_json_is(tmp_path: Path) -> None:
     (path / "exit.json").write_text('{"code": 1}\n}')
     go_on(path, 5, 8)
     assert json.loads((path / "run.json").read_text())["resumed"][-1]["before"]["exit"]["code"] is None
+
+
+def test_what_is_taken_again_is_forgotten_with_its_alerts_and_with_lines_that_are_none(tmp_path: Path) -> None:
+    path = begin(tmp_path / "run", hours_ago=1).path
+    steps = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 9)]
+    odd = ["7\n", "{}\n", '{"step": null}\n', '{"step": 3, "lo']
+    (path / "metrics.jsonl").write_text("".join(steps + odd))
+    alerts = [json.dumps({"step": step, "name": "disk"}) + "\n" for step in (4, 6)]
+    (path / "alerts.jsonl").write_text("".join(alerts))
+    go_on(path, 5, 8)
+    assert (path / "metrics.jsonl").read_text() == "".join(steps[:5])
+    assert (path / "alerts.jsonl").read_text() == alerts[0]
