@@ -148,7 +148,9 @@ def escape(value: object) -> str:
     """The value as text in HTML; numbers with thousands separators."""
     if isinstance(value, bool | None):
         return "" if value is None else str(value).lower()
-    text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if isinstance(value, float) else str(value)
+    text = str(value)
+    if isinstance(value, int | float):
+        text = f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     # A half surrogate pair cannot be written as UTF-8; the page shows that something stood there.
     return html.escape(text.encode("utf-8", "replace").decode("utf-8"))
 

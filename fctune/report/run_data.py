@@ -5,6 +5,8 @@ It is read while the run goes on, after it was killed, and by versions that wrot
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 import re
 from dataclasses import dataclass, field
@@ -24,24 +26,33 @@ _NUM_NAMED = 5
 
 # What is read of these files; older versions have less, newer ones more.
 _COUNT = {"type": "integer", "minimum": 0}
-_BEFORE = {"type": ["object", "null"], "properties": {"exit": {"type": ["object", "null"]}}}
+_BEFORE = {
+    "type": ["object", "null"],
+    "properties": {"world_size": {"type": ["integer", "null"]}, "exit": {"type": ["object", "null"]}},
+}
 _PART = {
     "type": "object",
     "required": ["step"],
-    "properties": {"step": _COUNT, "world_size": _COUNT, "before": _BEFORE},
+    "properties": {
+        "step": _COUNT,
+        "world_size": _COUNT,
+        "checkpoint": {"type": ["string", "null"]},
+        "before": _BEFORE,
+    },
 }
 _SOURCE = {"type": "object", "required": ["path"], "properties": {"weight": {"type": "number"}}}
+_INPUTS = {"type": "object", "properties": {"sources": {"type": "array", "items": {"type": "object"}}}}
 _CONFIG = {
     "type": "object",
     "properties": {
-        "model": {"type": "object"},
+        "model": {"type": "object", "properties": {"path": {"type": "string"}}},
         "adapter": {
             "type": ["object", "null"],
             "required": ["rank", "alpha"],
-            "properties": {"alpha": {"type": "number"}},
+            "properties": {"alpha": {"type": "number"}, "scaling": {"type": "string"}},
         },
         "data": {"type": "object", "properties": {"sources": {"type": "array", "items": _SOURCE}}},
-        "success": {"type": ["object", "null"]},
+        "success": {"type": ["object", "null"], "additionalProperties": {"type": ["number", "boolean", "null"]}},
         "price_per_gpu_hour": {"type": ["number", "null"]},
     },
 }
@@ -56,7 +67,8 @@ _RUN_SCHEMA = {
         "versions": {"type": "object"},
         "resumed": {"type": "array", "items": _PART},
         "closing": {"type": "object", "additionalProperties": {"type": "number"}},
-        "data": {"type": "object"},
+        "data": {"type": "object", "properties": {"inputs": _INPUTS}},
+        "hosts": {"type": "array"},
     },
 }
 _EXIT_SCHEMA = {"type": "object", "required": ["code"], "properties": {"code": {"type": "integer"}}}
@@ -134,6 +146,19 @@ class RunRecord:
             for start, end in zip(starts, ends, strict=True)
         ]
 
+    def taken_in(self) -> list[int]:
+        """The part that took each step of the metrics, by its place in ``parts``.
+
+        It is the last that went on from before that step: what the parts before it had taken beyond was forgotten.
+        """
+        earliest = list(itertools.accumulate((part.after_step for part in reversed(self.parts)), min))[::-1]
+        return [max(0, bisect.bisect_left(earliest, step) - 1) for step in self.metrics.steps]
+
+    def began_after(self, file: Path) -> bool:
+        """Whether a file is older than the run, so that what it says of this place is of an earlier run in it."""
+        begun = self.parts[0].at
+        return begun is not None and file.stat().st_mtime < begun.timestamp()
+
     @property
     def ended_at(self) -> datetime | None:
         """When it ended, or wrote last."""
@@ -203,7 +228,7 @@ def read_run(path: str | Path) -> RunRecord:
 
 def _read_object(path: Path, schema: dict[str, Any]) -> dict[str, Any] | None:
     try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -212,6 +237,10 @@ def _read_object(path: Path, schema: dict[str, Any]) -> dict[str, Any] | None:
     if defect is not None:
         raise DataError(f"{path}: {defect.json_path}: {defect.message[:200]}; it is not the file of a run.")
     return value
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
 
 
 def _read_alerts(path: Path) -> list[dict[str, Any]]:
@@ -242,7 +271,9 @@ def _find_checkpoints(root: Path) -> list[SavedState]:
 
 
 def _read_time(text: Any) -> datetime | None:
+    """A time of a record; one that names no zone is in UTC, as all that are written here."""
     try:
-        return datetime.fromisoformat(str(text))
+        read = datetime.fromisoformat(str(text))
     except ValueError:
         return None
+    return read if read.tzinfo else read.replace(tzinfo=UTC)

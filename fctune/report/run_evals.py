@@ -72,7 +72,8 @@ def read_results(path: str | Path) -> Results:
 def find_accuracies(record: RunRecord) -> list[Accuracy]:
     """Results in the run's directory, beside it, and in ``eval/`` of both, of its exports and of its base.
 
-    Of a suite that was run more than once the newest counts; the base must have been asked the same cases.
+    Of a suite that was run more than once the newest counts; the base must have been asked the same cases. Results that
+    are older than the run are of an earlier one, which was moved to make room.
     """
     after: dict[str, Path] = {}
     before: list[Path] = []
@@ -80,14 +81,16 @@ def find_accuracies(record: RunRecord) -> list[Accuracy]:
     for summary_path in sorted(_summaries(record.path), key=lambda path: path.stat().st_mtime):
         try:
             summary = json.loads(summary_path.read_text(encoding="utf-8"))
-            model, adapter, suite = summary["model"], summary.get("adapter"), str(summary["suite"])
+            model, adapter, suite = Path(summary["model"]), summary.get("adapter"), str(summary["suite"])
+            places = [model, Path(adapter)] if adapter else [model]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
         rows = summary_path.with_name(summary_path.name.removesuffix(".summary.json") + ".jsonl")
         if not rows.is_file():
             continue
-        if any(_is_inside(place, record.path) for place in (model, adapter) if place):
-            after[suite] = rows
+        if any(_is_inside(place, record.path) for place in places):
+            if not record.began_after(summary_path):
+                after[suite] = rows
         elif adapter is None and base is not None and _is_same(model, base):
             before.append(rows)
     found = []
@@ -169,12 +172,12 @@ def _summaries(run: Path) -> Iterator[Path]:
             yield from folder.glob(place)
 
 
-def _is_inside(place: str, run: Path) -> bool:
-    return Path(place).resolve().is_relative_to(run.resolve())
+def _is_inside(place: Path, run: Path) -> bool:
+    return place.resolve().is_relative_to(run.resolve())
 
 
-def _is_same(model: str, base: str) -> bool:
-    return model == base or Path(model).resolve() == Path(base).resolve()
+def _is_same(model: Path, base: str) -> bool:
+    return model.resolve() == Path(base).resolve()
 
 
 def _same_cases(before: Path, after: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,6 @@ def describe_run(record: RunRecord, price: float | None = None) -> Figures:
     tokens, supervised = total(metrics, "tokens_total"), total(metrics, "tokens_supervised")
     padding = total(metrics, "tokens_padding")
     step_s, data_s = total(metrics, "step_time_s"), total(metrics, "data_time_s")
-    speed, world_size = median(metrics, "tokens_per_s"), record.run.get("world_size")
     validation = metrics.last("validation_loss")
     return Figures(
         num_steps=metrics.steps[-1] if metrics.steps else 0,
@@ -63,8 +63,8 @@ def describe_run(record: RunRecord, price: float | None = None) -> Figures:
         tokens_total=tokens,
         supervised_share=_ratio(supervised, tokens),
         padding_share=None if tokens is None or padding is None else _ratio(padding, tokens + padding),
-        tokens_per_s=speed,
-        tokens_per_s_per_rank=speed / world_size if speed is not None and world_size else None,
+        tokens_per_s=median(metrics, "tokens_per_s"),
+        tokens_per_s_per_rank=_speed_of_a_rank(record),
         step_time_p50_s=median(metrics, "step_time_s"),
         step_time_p99_s=quantile(metrics, "step_time_s", 0.99),
         data_share=_ratio(data_s, step_s),
@@ -88,12 +88,18 @@ def describe_end(record: RunRecord) -> tuple[str, Tone]:
     of = f" of {record.num_steps:,}" if record.num_steps else ""
     if record.exit is None:
         return f"At step {step:,}{of}: running, or killed without a word.", "warn"
-    code, reason = record.exit.get("code"), " ".join(str(record.exit.get("reason", "")).split())
+    code, reason = record.exit.get("code"), next(iter(tell_reason(record)), "")
     if code == 0:
         return f"Completed after step {step:,}{of}.", "good"
     if code == 75:
         return f"{reason[:1].upper()}{reason[1:]}.", "warn"
     return f"Ended with code {code} after step {step:,}{of}: {reason}", "bad"
+
+
+def tell_reason(record: RunRecord) -> list[str]:
+    """The lines of why it ended, as ``exit.json`` has them."""
+    lines = str((record.exit or {}).get("reason", "")).splitlines()
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 def median(metrics: MetricsFile, name: str, last: int | None = None) -> float | None:
@@ -102,13 +108,13 @@ def median(metrics: MetricsFile, name: str, last: int | None = None) -> float | 
 
 
 def quantile(metrics: MetricsFile, name: str, share: float, last: int | None = None) -> float | None:
-    """The value that ``share`` of the steps are at most at; the median is of the two in the middle."""
+    """The value that ``share`` of the steps are at most at (nearest rank); the median is of the two in the middle."""
     values = sorted(value for value in metrics.column(name)[-last if last else 0 :] if value is not None)
     if not values:
         return None
     if share == 0.5:
         return statistics.median(values)
-    return values[min(len(values) - 1, int(share * len(values)))]
+    return values[math.ceil(share * len(values)) - 1]
 
 
 def mean(metrics: MetricsFile, name: str, last: int | None = None) -> float | None:
@@ -159,6 +165,15 @@ def tell_seconds(seconds: float | None) -> str:
 
 def _most(metrics: MetricsFile, name: str) -> float | None:
     return max((value for value in metrics.column(name) if value is not None), default=None)
+
+
+def _speed_of_a_rank(record: RunRecord) -> float | None:
+    """Median tokens/s over the ranks that each step had; of older metrics, only where all parts had as many."""
+    told = median(record.metrics, "tokens_per_s_per_device")
+    if told is not None:
+        return told
+    speed, sizes = median(record.metrics, "tokens_per_s"), {part.world_size for part in record.parts} - {None}
+    return speed / size if speed is not None and len(sizes) == 1 and (size := sizes.pop()) else None
 
 
 def _with_bounds(metrics: MetricsFile) -> tuple[float, float, float] | None:

@@ -32,6 +32,8 @@ class MetricsFile:
     def update(self) -> bool:
         """Read on; whether there was anything new. A file that was replaced, as restarts do, is read from its start.
 
+        Where it is gone, as when the directory was moved to make room for a new run, nothing is left of it here either.
+
         Raises:
             DataError: it cannot be read, or holds lines and none is a step.
         """
@@ -44,7 +46,8 @@ class MetricsFile:
                 file.seek(self._offset)
                 read = file.read()
         except FileNotFoundError:
-            return False
+            self._forget(None)
+            return before != (None, 0)
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read ({error.strerror}).") from None
         *lines, tail = read.split(b"\n")

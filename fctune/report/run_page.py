@@ -18,6 +18,7 @@ from fctune.report.run_figures import (
     differing,
     flatten,
     tell_number,
+    tell_reason,
     tell_seconds,
 )
 from fctune.report.run_metrics import Column
@@ -102,6 +103,8 @@ def make_run_page(
     if len(records) == 1:
         page = Page(f"Run: {names[0]}", *describe_end(records[0]))
         _add_tiles(page, figures[0], accuracies[0])
+        if len(reason := tell_reason(records[0])) > 1:
+            page.add_section("Why it ended", f'<div class="case"><pre>{escape(chr(10).join(reason))}</pre></div>')
     else:
         page = Page(f"{len(records)} runs: {', '.join(names)}")
         _add_comparison(page, names, records, figures, accuracies)
@@ -112,7 +115,7 @@ def make_run_page(
     for name, record, figure, found, judged in zip(names, records, figures, accuracies, verdicts, strict=True):
         suffix = "" if len(records) == 1 else f": {name}"
         if judged:
-            add_success(page, judged, suffix)
+            add_success(page, judged, suffix, is_over=record.exit is not None)
         add_subject(page, record, suffix)
         _add_events(page, record, suffix)
         _add_time(page, figure, suffix)
@@ -228,7 +231,7 @@ def _add_curves(page: Page, names: Sequence[str], records: Sequence[RunRecord]) 
 def _add_events(page: Page, record: RunRecord, suffix: str) -> None:
     events: list[tuple[int, str, str]] = []
     for part in record.parts[1:]:
-        ranks = f", {part.world_size} ranks" if part.world_size else ""
+        ranks = f", {part.world_size} rank{'s' * (part.world_size > 1)}" if part.world_size else ""
         at = f" at {part.at:%Y-%m-%d %H:%M:%SZ}" if part.at else ""
         events.append((part.after_step, "restart", f"from {Path(part.checkpoint or '').name}{ranks}{at}"))
     events += [(alert["step"], "alert", f"{alert['name']}: {alert.get('message', '')}") for alert in record.alerts]

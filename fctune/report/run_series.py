@@ -35,7 +35,10 @@ def make_lines(
     marks: Sequence[Mark] = (),
     is_log: bool = False,
 ) -> Chart:
-    """A chart of (name, steps, values) over steps; ``is_log`` where all values are over 0."""
+    """A chart of (name, steps, values) over steps; ``is_log`` where all are over 0 and they span a decade or more.
+
+    Over less than a decade an axis of logarithms has hardly a round number to label.
+    """
     num_points = max(100, min(NUM_POINTS, 3 * NUM_POINTS // len(curves)))
     shown: list[dict[int, float | None]] = []
     for _, steps, values in curves:
@@ -44,11 +47,21 @@ def make_lines(
     series = []
     for (name, steps, values), points in zip(curves, shown, strict=True):
         # Where another curve has a point and this one has a value, the value is shown: both read off at one step.
-        known = dict(zip(steps, values, strict=True)) if len(labels) > len(points) else points
-        row = [known.get(label) for label in labels]
-        series.append(Series(name, row, is_sparse=None in row))
-    is_positive = all(value > 0 for one in series for value in one.values if value is not None)
-    return Chart("lines", labels, series, "step", value_label, marks, is_log and is_positive)
+        own = dict(zip(steps, values, strict=True)) if len(labels) > len(points) else points
+        row = [own.get(label) for label in labels]
+        series.append(Series(name, row, is_sparse=_is_sparse(row)))
+    known = [value for one in series for value in one.values if value is not None]
+    is_wide = bool(known) and 0 < 10 * min(known) <= max(known)
+    return Chart("lines", labels, series, "step", value_label, marks, is_log and is_wide)
+
+
+def _is_sparse(row: Column) -> bool:
+    """Whether there is a gap between the first value and the last, as none is where a run ended sooner than another.
+
+    So is a single value, which no line leads to.
+    """
+    places = [place for place, value in enumerate(row) if value is not None]
+    return len(places) == 1 or (bool(places) and places[-1] - places[0] >= len(places))
 
 
 def find_marks(record: RunRecord) -> list[Mark]:

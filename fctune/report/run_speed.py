@@ -25,15 +25,18 @@ class AnswerSpeed:
 def find_speed(record: RunRecord) -> AnswerSpeed | None:
     """The greatest over the widths, in the newest file of it in the run's directory or beside it; None without one.
 
-    Beside the run, rows count whose model lies in the run's directory; within it, those of a server, too.
+    Beside the run, rows count whose model lies in the run's directory; within it, those of a server, too. What is older
+    than the run is of an earlier one in its place.
     """
     run = record.path.resolve()
     for path in sorted(_files(run), key=lambda path: path.stat().st_mtime, reverse=True):
+        if record.began_after(path):
+            continue
         is_within = path.resolve().is_relative_to(run)
         speeds = [
-            AnswerSpeed(float(row["tokens_per_s"]), int(row["width"]), path)
+            AnswerSpeed(float(row["tokens_per_s"]), row["width"], path)
             for row in _read_rows(path)
-            if _is_of(str(row["model"]), run, is_within)
+            if _is_of(row["model"], run, is_within)
         ]
         if speeds:
             return max(speeds, key=lambda speed: speed.tokens_per_s)
@@ -58,11 +61,11 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    keys = ("model", "width", "tokens_per_s")
+    kinds = {"model": str, "width": int, "tokens_per_s": int | float}
     if not isinstance(rows, list):
         return []
     return [
         row
         for row in rows
-        if isinstance(row, dict) and all(key in row for key in keys) and isinstance(row["tokens_per_s"], int | float)
+        if isinstance(row, dict) and all(isinstance(row.get(key), kind) for key, kind in kinds.items())
     ]

@@ -30,7 +30,7 @@ def add_subject(page: Page, record: RunRecord, suffix: str = "") -> None:
         f"{source['path']}" + (f" x {source['weight']:g}" if source.get("weight", 1.0) != 1.0 else "")
         for source in data.get("sources", ())
     ]
-    rows = [
+    rows: list[list[object]] = [
         ["model", config.get("model", {}).get("path")],
         ["trained", _describe_method(config.get("adapter")) if config else None],
         ["data", ", ".join(sources)],
@@ -49,7 +49,7 @@ def add_subject(page: Page, record: RunRecord, suffix: str = "") -> None:
         ["memory when it was full", _list(record.path, "out-of-memory-*.pickle")],
     ]
     said = [row for row in rows if row[1] not in (None, "")]
-    page.add_section(f"What was trained{suffix}", make_table([("What", False), ("Value", False)], said))
+    page.add_section(f"What was trained{suffix}", _make_facts(said))
 
 
 def add_data(page: Page, record: RunRecord, suffix: str = "") -> None:
@@ -65,12 +65,17 @@ def add_data(page: Page, record: RunRecord, suffix: str = "") -> None:
     rows += [[_COUNTS.get(name, name), count] for name, count in counts.items() if count]
     if report := _read_json(record.path / DATA_REPORT):
         rows += [[f"{DATA_REPORT}: {name.replace('_', ' ')}", report[name]] for name in _REPORTED if name in report]
-    page.add_section(f"Data{suffix}", make_table([("What", False), ("Value", False)], rows))
+    page.add_section(f"Data{suffix}", _make_facts(rows))
 
 
-def tell_value(value: Any) -> object:
-    """A value of a config, as JSON where it is no text or number."""
-    return value if isinstance(value, str | int | float) and not isinstance(value, bool) else json.dumps(value)
+def tell_value(value: Any) -> str:
+    """A value of a config to its last digit, as JSON where it is no text."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _make_facts(rows: list[list[object]]) -> str:
+    """HTML of a table of what there is to say, whose first column is of words that stay whole on a phone."""
+    return f'<div class="facts">{make_table([("What", False), ("Value", False)], rows)}</div>'
 
 
 def _describe_method(adapter: dict[str, Any] | None) -> str:

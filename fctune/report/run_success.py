@@ -26,7 +26,7 @@ _HOLDS: dict[str, Callable[[float, float], bool]] = {
 _LOSS_OF_ADAPTERS, _LOSS_OF_ALL = 1.5, 0.5
 # What may differ between runs whose speeds are compared over ranks.
 _OF_SCALE = ("output_dir", "seed", "epochs", "max_steps", "global_batch_size", "parallel.", "success", "checkpoint.")
-_OUT_OF_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|MemoryError", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|MemoryError|ALLOC_FAILED", re.I)
 _TONES: dict[Verdict, Tone] = {"PASS": "good", "FAIL": "bad", "not measured": "warn"}
 
 
@@ -112,17 +112,18 @@ def is_success(judged: Sequence[Criterion], is_strict: bool = False) -> bool:
     return all(one.verdict == "PASS" or (one.verdict == "not measured" and not is_strict) for one in judged)
 
 
-def add_success(page: Page, judged: Sequence[Criterion], suffix: str = "") -> None:
-    """Adds the table of verdicts."""
+def add_success(page: Page, judged: Sequence[Criterion], suffix: str = "", is_over: bool = True) -> None:
+    """Adds the table of verdicts; of a run that is not over, they are on what it is so far."""
     body = "".join(
         f'<tr><td class="{_TONES[one.verdict]}" style="white-space:nowrap">{one.verdict}</td>'
-        f'<td>{escape(one.name)}</td><td style="white-space:nowrap">{escape(one.wanted)}</td>'
-        f"<td>{escape(one.shown)}</td></tr>"
+        f'<td style="min-width:6em">{escape(one.name)}</td><td style="white-space:nowrap">{escape(one.wanted)}</td>'
+        f'<td style="min-width:5em">{escape(one.shown)}</td></tr>'
         for one in judged
     )
     head = "<th>Verdict</th><th>What</th><th>Wanted</th><th>Found</th>"
     table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    page.add_section(f"What it had to reach{suffix}", table)
+    lead = "" if is_over else "Where it stands: the run has not said that it ended."
+    page.add_section(f"What it had to reach{suffix}", table, lead=lead)
 
 
 def _accuracy(record: RunRecord, accuracies: Sequence[Accuracy]) -> tuple[float | None, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
@@ -21,13 +23,14 @@ from fctune.report.run_figures import (
     median,
     quantile,
     tell_number,
+    tell_reason,
     tell_seconds,
 )
 from fctune.report.run_metrics import Column
 from fctune.report.run_success import Criterion, tell_table
 
 RECENT = 100  # steps that "now" is over
-_WIDTH = 60
+_WIDTH = 44  # of a curve and of the bar, so that with what stands beside them a line is 80 at most
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _NUM_ALERTS = 5
 _STYLES = {"good": "green", "warn": "yellow", "bad": "red", "": "", "PASS": "green", "FAIL": "red"}
@@ -44,6 +47,7 @@ def render_run(record: RunRecord, judged: Sequence[Criterion] = (), now: datetim
     """
     text, tone = describe_end(record)
     parts: list[RenderableType] = [Text.assemble((record.name, "bold"), "  ", (text, _STYLES[tone]))]
+    parts += [Text(line, _STYLES[tone]) for line in tell_reason(record)[1:]]
     parts += _render_progress(record, now or datetime.now(UTC))
     if record.metrics.steps:
         parts += [Text(), _render_curves(record), Text(), _render_figures(record)]
@@ -161,12 +165,15 @@ def _spent(figures: Figures) -> str | None:
 
 
 def _slowest(record: RunRecord) -> str | None:
-    rank, skew = record.metrics.last("slowest_rank"), mean(record.metrics, "compute_skew", RECENT)
-    if rank is None or skew is None:
+    """The rank that was slowest most often of late, and by how much it was when it was; of one rank there is none."""
+    ranks, skews = (record.metrics.column(name)[-RECENT:] for name in ("slowest_rank", "compute_skew"))
+    known = [(int(r), skew) for r, skew in zip(ranks, skews, strict=True) if r is not None and skew is not None]
+    if not known or record.run.get("world_size") == 1:
         return None
-    hosts, number = record.run.get("hosts") or [], int(rank[1])
-    where = f" ({hosts[number]})" if number < len(hosts) else ""
-    return f"{number}{where}, by {skew - 1:.1%} over the median, mean of the last {RECENT} steps"
+    (rank, times), hosts = Counter(rank for rank, _ in known).most_common(1)[0], record.run.get("hosts") or []
+    where = f" ({hosts[rank]})" if rank < len(hosts) else ""
+    by = statistics.fmean(skew for slowest, skew in known if slowest == rank) - 1
+    return f"{rank}{where} in {times} of the last {len(known)} steps, by {by:.1%} over the median"
 
 
 def _step_times(record: RunRecord) -> str | None:

@@ -35,14 +35,16 @@ def account_time(record: RunRecord) -> TimeUse:
     metrics = record.metrics
     names = ("step_time_s", "data_time_s", "save_wait_s", "save_time_s", "eval_time_s", "validation_time_s")
     took, waited, held, saved, evaluated, validated = ([v or 0.0 for v in metrics.column(name)] for name in names)
-    skipped = metrics.column("is_skipped")
+    skipped, taken_in = metrics.column("is_skipped"), record.taken_in()
     worked = [max(0.0, step - data - save) for step, data, save in zip(took, waited, held, strict=True)]
-    starts = {part.after_step + 1 for part in record.parts} | set(metrics.steps[:1])
-    usual = statistics.median(worked) if worked else 0.0
+    sizes = _sizes(record.parts)
+    usual = _medians(worked, [sizes[part] for part in taken_in])
     parts = dict.fromkeys(("training", "data", "stalls", "first steps", "skipped steps"), 0.0)
-    for step, work, is_skipped in zip(metrics.steps, worked, skipped, strict=True):
-        excess = max(0.0, work - usual) if step in starts or work > _STALL * usual else 0.0
-        parts["first steps" if step in starts else "stalls"] += excess
+    before = -1
+    for part, work, is_skipped in zip(taken_in, worked, skipped, strict=True):
+        typical, is_first, before = usual[sizes[part]], part != before, part
+        excess = max(0.0, work - typical) if is_first or work > _STALL * typical else 0.0
+        parts["first steps" if is_first else "stalls"] += excess
         parts["skipped steps" if is_skipped else "training"] += work - excess
     closing = record.run.get("closing", {}) if record.exit is not None else {}
     parts["data"], parts["saves"] = sum(waited), sum(held) + sum(saved) + closing.get("save_s", 0.0)
@@ -50,9 +52,10 @@ def account_time(record: RunRecord) -> TimeUse:
     parts["export"] = closing.get("export_s", 0.0)
     elapsed_s = _elapsed(record)
     if elapsed_s is not None:
-        whole = (sum(of_step) for of_step in zip(took, saved, evaluated, validated, strict=True))
-        by_step = dict(zip(metrics.steps, whole, strict=True))
-        parts["restarts"] = _lost_to_restarts(record.parts, by_step)
+        kept = [0.0] * len(record.parts)
+        for part, of_step in zip(taken_in, zip(took, saved, evaluated, validated, strict=True), strict=True):
+            kept[part] += sum(of_step)
+        parts["restarts"] = _lost_to_restarts(record.parts, kept)
         parts["other"] = max(0.0, elapsed_s - sum(parts.values()))
     return TimeUse(elapsed_s, parts, _gpu_hours(record, elapsed_s))
 
@@ -79,28 +82,39 @@ def _elapsed(record: RunRecord) -> float | None:
     return max((ended - begun).total_seconds(), 1.0) if ended >= begun else None
 
 
-def _lost_to_restarts(parts: list[Part], seconds: dict[int, float]) -> float:
-    """What the parts that were cut lasted, less their steps that were kept."""
+def _lost_to_restarts(parts: list[Part], kept_s: list[float]) -> float:
+    """What the parts that were cut lasted, less what of each its steps that were kept took."""
     lost = 0.0
-    for part, following in itertools.pairwise(parts):
+    for (part, following), kept in zip(itertools.pairwise(parts), kept_s, strict=False):
         if part.at is not None and following.at is not None:
-            kept = sum(s for step, s in seconds.items() if part.after_step < step <= following.after_step)
             lost += max(0.0, (following.at - part.at).total_seconds() - kept)
     return lost
 
 
-def _gpu_hours(record: RunRecord, elapsed_s: float | None) -> float | None:
-    """Each part's time, by the ranks it had, without the time between a part's end and a restart where it is known.
+def _sizes(parts: list[Part]) -> list[int | None]:
+    """Each part's count of ranks; that of the next where it is not on record, as of a first part in older records."""
+    sizes: list[int | None] = []
+    for part in reversed(parts):
+        sizes.append(part.world_size or (sizes[-1] if sizes else None))
+    return sizes[::-1]
 
-    The first part's count of ranks is that of the next where it is not on record.
-    """
+
+def _medians(worked: list[float], sizes: list[int | None]) -> dict[int | None, float]:
+    """The usual time of a step on each count of ranks: on half of them it takes twice as long, and stands not still."""
+    by_size: dict[int | None, list[float]] = {}
+    for work, size in zip(worked, sizes, strict=True):
+        by_size.setdefault(size, []).append(work)
+    return {size: statistics.median(of_size) for size, of_size in by_size.items()}
+
+
+def _gpu_hours(record: RunRecord, elapsed_s: float | None) -> float | None:
+    """Each part's time, by the ranks it had, without the time between a part's end and a restart where it is known."""
     if elapsed_s is None:
         return None
     parts, ended = record.parts, record.ended_at
     ends = [part.until or following.at for part, following in itertools.pairwise(parts)] + [ended]
     total = 0.0
-    for number, (part, end) in enumerate(zip(parts, ends, strict=True)):
-        size = part.world_size or (parts[number + 1].world_size if number + 1 < len(parts) else None)
+    for part, end, size in zip(parts, ends, _sizes(parts), strict=True):
         if part.at is None or end is None or size is None:
             return None
         total += max(0.0, (end - part.at).total_seconds()) * size

@@ -19,6 +19,7 @@ SKEW = 1.2  # slowest rank's time over the median of ranks
 DISK_FREE = 0.05  # share of the disk
 _IDLE_LEAST_S = 120.0
 _IDLE_STEPS = 20.0  # times the median step
+_IDLE_EARLY_S = 600.0  # least of the first steps, any of which may compile
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ ALERTS = {
     "data_wait": f"over {DATA_WAIT:.0%} of the time of {WINDOW} steps spent waiting for data",
     "straggler": f"the same rank slowest, by {SKEW - 1:.0%} or more over the median, in each of {WINDOW} steps",
     "disk": f"under {DISK_FREE:.0%} of the disk of output_dir free",
-    "no_progress": f"no step for {_IDLE_LEAST_S:.0f} s, {_IDLE_STEPS:.0f} median steps and twice the longest pause",
+    "no_progress": f"no step for {_IDLE_LEAST_S:.0f} s ({_IDLE_EARLY_S:.0f} s among the first {_WARM_UP}), "
+    f"{_IDLE_STEPS:.0f} median steps and twice the longest pause",
 }
 
 
@@ -62,6 +64,7 @@ class AlertRules:
         self._recent_speeds: deque[float] = deque(maxlen=WINDOW)
         self._times: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # of the step, and of it waited for data
         self._slowest: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # rank, skew
+        self._durations: deque[float] = deque(maxlen=WINDOW)  # of steps, the first among them
         self._longest_pause_s = 0.0
 
     def observe(
@@ -77,6 +80,8 @@ class AlertRules:
         self._step = metrics["step"]
         self._num_seen += 1
         self._active.discard("no_progress")
+        if metrics.get("step_time_s") is not None:
+            self._durations.append(metrics["step_time_s"])
         if self._num_seen > 1:
             self._longest_pause_s = max(self._longest_pause_s, pause_s)
         found = [self._check_spike(metrics), self._check_disk(disk_free_share)]
@@ -86,10 +91,11 @@ class AlertRules:
 
     def observe_silence(self, silent_s: float) -> list[Alert]:
         """What ``silent_s`` seconds without a step give reason to say."""
-        if not self._times:
+        if not self._durations:
             return []
-        typical = statistics.median(seconds for seconds, _ in self._times)
-        limit = max(_IDLE_LEAST_S, _IDLE_STEPS * typical, 2 * self._longest_pause_s)
+        typical = statistics.median(self._durations)
+        least = _IDLE_LEAST_S if self._num_seen > _WARM_UP else _IDLE_EARLY_S
+        limit = max(least, _IDLE_STEPS * typical, 2 * self._longest_pause_s)
         text = (
             f"no step for {silent_s:.0f} s after step {self._step}, where one takes {typical:.1f} s. An evaluation or "
             "a save may be under way; else see the ranks' stacks (stacks/) and the network."

@@ -23,8 +23,9 @@ _KINDS = (
     (r"\bL4\b", "l4"),
     (r"\bA10G\b", "a10g"),
     (r"\bRTX A6000\b", "a6000"),
-    (r"\bRTX 4090\b", "rtx4090"),
+    (r"\bRTX 4090\b(?! (?:D|Laptop)\b)", "rtx4090"),
 )
+_SLICE = re.compile(r"\bMIG\b")  # a part of a GPU, which has a part of its rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def peak_tflops(device: torch.device) -> float | None:
 
 def peak_tflops_of(name: str) -> float | None:
     """The same of a GPU by the name that its driver gives it."""
-    kind = next((kind for pattern, kind in _KINDS if re.search(pattern, name)), None)
+    kind = next((kind for pattern, kind in _KINDS if re.search(pattern, name) and not _SLICE.search(name)), None)
     return None if kind is None else GPUS[kind].bf16_tflops
 
 

@@ -109,10 +109,12 @@ class StepClock:
 def describe_skew(seconds: Sequence[float]) -> dict[str, Any]:
     """How evenly the ranks work, from the seconds each took: the slowest one's over the median, and which it is.
 
-    Ranks that wait for one another within the span, as sharded ones do at each block, hide a slow one among them.
+    Of an even number of ranks the median is the lower of the two in the middle, so that of two ranks the slower is held
+    to the other, and not to what both took. Ranks that wait for one another within the span, as sharded ones do at each
+    block, hide a slow one among them.
     """
     slowest = max(range(len(seconds)), key=lambda rank: seconds[rank])
-    median = statistics.median(seconds)
+    median = statistics.median_low(seconds)
     return {"compute_skew": seconds[slowest] / median if median > 0 else 1.0, "slowest_rank": slowest}
 
 

@@ -32,7 +32,7 @@ _RATE = "share of held-out cases, where an evaluation was due"
 METRICS = (
     Metric("step", "steps", "optimizer steps taken", "from 1, over restarts"),
     Metric("epoch", "epochs", "pass over the training split that the step's last pack is of", "as the loader counts"),
-    Metric("loss", "nats/token", "mean cross entropy over supervised tokens", _EACH + ", before the update"),
+    Metric("loss", "nats/token", "mean cross entropy of supervised tokens, by weight", _EACH + ", before the update"),
     Metric("lr", "", "learning rate that the step was taken with", "of the first parameter group"),
     Metric("grad_norm", "", "2-norm of the gradient of all that trains", "before clipping"),
     Metric("tokens_total", "tokens", "tokens of conversations", _EACH + ", without padding"),
@@ -49,7 +49,7 @@ METRICS = (
     Metric("save_wait_max_s", "s", "the same, of the rank that waited longest", _STRETCH),
     Metric("save_time_s", "s", "starting saves", "rank 0; between the step before and this one, in neither's time"),
     Metric("compute_time_s", "s", "forward and backward", "mean of ranks, of the step before"),
-    Metric("compute_skew", "ratio", "slowest rank's compute time over the median of ranks", "of the step before"),
+    Metric("compute_skew", "ratio", "slowest rank's compute time over the ranks' (lower) median", "of the step before"),
     Metric("slowest_rank", "rank", "which rank that was", "of the step before"),
     Metric(
         "tflops_per_device",
@@ -104,10 +104,3 @@ def find_metric(name: str) -> Metric | None:
     """The metric of a key; None where no metric is called so."""
     family, slash, _ = name.partition("/")
     return _BY_NAME.get(f"{family}/*" if slash else name)
-
-
-def describe_metrics() -> str:
-    """The metrics as a Markdown table."""
-    lines = ["| metric | unit | what | how |", "|---|---|---|---|"]
-    lines += [f"| `{m.name}` | {m.unit} | {m.meaning} | {m.convention} |" for m in METRICS]
-    return "\n".join(lines) + "\n"

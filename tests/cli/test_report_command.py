@@ -59,6 +59,7 @@ def test_the_exit_code_is_the_verdict(
         (["{}/run", "{}/run", "--after", "x.jsonl"], "are of one run"),
         (["{}/run", "--after", "x.jsonl"], "x.jsonl: cannot be read"),
         (["{}/run", "--price", "-1"], "--price -1.0: expected 0 or more"),
+        (["{}/run", "--price", "inf"], "--price inf: expected 0 or more"),
         (["{}/run", "--out", "{}/run/run.json/page.html"], "cannot be written"),
     ],
 )

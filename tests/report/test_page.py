@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -61,6 +62,12 @@ def test_the_numbers_of_the_report_are_on_the_page(data_page: Path, report: Repo
         assert f"<code>{finding.kind}</code>" in text
 
 
+def test_numbers_of_tables_are_digits_and_no_powers_of_ten() -> None:
+    table = make_table([("x", True)], [[12345.6], [9999.7], [1234.5], [0.123456], [2e-05], [0.0], [-12345.6]])
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", table)
+    assert cells == ["12,346", "10,000", "1,234", "0.1235", "2e-05", "0", "-12,346"]
+
+
 def test_a_gap_in_a_line_and_a_number_without_json_are_told_apart() -> None:
     page = Page("x")
     page.make_chart(Chart("lines", [1, 2], [Series("loss", [1.0, None])]))
@@ -108,6 +115,41 @@ def test_a_line_chart_with_gaps_is_drawn(tmp_path: Path) -> None:
     state = open_page(tmp_path / "lines.html")
     assert state.console == []
     assert state.probe["inked"] == [True]
+
+
+TICKS = """const [{ scales: { y } }] = Object.values(Chart.instances);
+document.querySelector("main").prepend(JSON.stringify(y.ticks.map((tick) => tick.label).filter(Boolean)));"""
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    ("values", "is_log", "due"),
+    [
+        ([0.0, 2e-5], False, ["0", "5e-6", "1e-5", "1.5e-5", "2e-5", "2.5e-5"]),  # a learning rate
+        ([0.0, 2e-3], False, [f"{n / 5000:g}" for n in range(11)]),
+        ([0.03, 6.8], True, ["0.05", "0.1", "0.2", "0.5", "1", "2", "5"]),
+        ([0.0, 16000.0], False, [f"{n:,}" for n in range(0, 16001, 2000)]),
+    ],
+)
+def test_ticks_say_what_they_stand_for(values: list[float], is_log: bool, due: list[str], tmp_path: Path) -> None:
+    page = Page("Ticks")
+    chart = Chart("lines", [1, 2], [Series("x", values)], "step", is_log=is_log)
+    page.add_section("", page.make_chart(chart))
+    page.write(tmp_path / "ticks.html")
+    (shown, *_) = open_page(tmp_path / "ticks.html", act=TICKS).probe["text"].splitlines()
+    assert json.loads(shown) == due
+
+
+@needs_chromium
+def test_no_two_lines_look_alike(tmp_path: Path) -> None:
+    page = Page("Runs")
+    runs = [Series(f"run {number}", [number, number + 1.0]) for number in range(12)]
+    page.add_section("", page.make_chart(Chart("lines", [1, 2], runs, "step")))
+    page.write(tmp_path / "runs.html")
+    act = """const [{ data }] = Object.values(Chart.instances);
+    document.querySelector("main").prepend(JSON.stringify(data.datasets.map((s) => [s.borderColor, s.borderDash])));"""
+    (shown, *_) = open_page(tmp_path / "runs.html", act=act).probe["text"].splitlines()
+    assert len({json.dumps(look) for look in json.loads(shown)}) == 12
 
 
 @needs_chromium

@@ -13,6 +13,7 @@ from fctune.checkpoint.store import CheckpointStore, FileRecord
 from fctune.errors import DataError
 from fctune.report.run_data import read_run
 from fctune.report.run_metrics import MetricsFile
+from fctune.report.run_time import account_time
 from fctune.telemetry.alerts import Alert
 from fctune.telemetry.watchman import Watchman
 from fctune.training.run_directory import RunDirectory
@@ -150,6 +151,14 @@ def write(path: Path, files: dict[str, str]) -> Path:
         ({"run.json": "{"}, "run.json: cannot be read as JSON"),
         ({"run.json": "[]"}, r"run.json: \$: \[\] is not of type 'object'"),
         ({"run.json": '{"config": {"model": "x"}}'}, r"run.json: \$.config.model: 'x' is not of type 'object'"),
+        ({"run.json": '{"config": {"model": {"path": 1}}}'}, r"\$.config.model.path: 1 is not of type 'string'"),
+        ({"run.json": '{"config": {"success": {"min_accuracy": "x"}}}'}, r"min_accuracy: 'x' is not of type 'number'"),
+        (
+            {"run.json": '{"closing": {"save_s": Infinity}}'},
+            r"run.json: cannot be read as JSON \(Infinity is no number",
+        ),
+        ({"run.json": '{"hosts": 8}'}, r"run.json: \$.hosts: 8 is not of type 'array'"),
+        ({"run.json": '{"data": {"inputs": []}}'}, r"\$.data.inputs: \[\] is not of type 'object'"),
         ({"run.json": '{"resumed": [{}]}'}, "'step' is a required property"),
         ({"run.json": "{}", "exit.json": "{}"}, "exit.json: .*'code' is a required property"),
         ({"metrics.jsonl": '{"iteration": 1}\n{"iteration": 2}\n'}, "none of its 2 lines is a step of a run"),
@@ -208,6 +217,25 @@ def test_what_a_run_said_of_its_end_goes_before_the_files_times(tmp_path: Path) 
     ended = read_run(tmp_path / "run").ended_at
     assert ended is not None
     assert abs(ended.timestamp() - time.time()) < 60
+
+
+def test_a_time_without_a_zone_is_in_utc(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 3)
+    change_run(directory, started_at="2026-01-01T00:00:00", finished_at="2026-01-01T00:01:00Z")
+    assert account_time(read_run(tmp_path / "run")).elapsed_s == 60
+
+
+def test_a_run_that_makes_room_for_another_leaves_nothing_of_it_to_whoever_watches(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 15, code=None)
+    watching = read_run(tmp_path / "run")
+    again = RunDirectory(tmp_path / "run")
+    again.start(make_config(tmp_path / "run"), 2)
+    assert watching.update()
+    assert (watching.metrics.steps, watching.notes()) == ([], ["metrics.jsonl: no step in it."])
+    assert not watching.update()
+    write_steps(again, 1, 3)
+    assert watching.update()
+    assert watching.metrics.steps == [1, 2, 3]
 
 
 def test_a_hundred_thousand_steps_are_read_and_reported_in_seconds(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import statistics
 import subprocess
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,30 @@ def test_categories_before_and_after_are_those_of_the_results(page: Path, run: P
     assert [case["title"].split(":")[0] for case in failures_in(text)] == [smoke.cases[1].id]
 
 
+def test_results_of_an_earlier_run_in_the_same_place_are_not_this_ones(smoke: Suite, tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    make_run(path, 3)
+    write_results(tmp_path / "eval" / "mine" / "smoke.jsonl", smoke, right(smoke), str(path / "export" / "merged"))
+    assert len(find_accuracies(read_run(path))) == 1
+    later = (datetime.now(UTC) + timedelta(minutes=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    RunDirectory(path).start(make_config(path), 2)
+    change_run(RunDirectory(path), started_at=later)
+    assert (tmp_path / "mine.1").is_dir()
+    assert find_accuracies(read_run(path)) == []
+    (criterion,) = (one for one in judge_run(read_run(path)) if one.name == "tool-call accuracy")
+    assert criterion.verdict == "not measured"
+
+
+@pytest.mark.parametrize(
+    "summary", ["{", "[]", '{"model": 5, "suite": "x"}', '{"model": "a", "adapter": 5, "suite": 1}']
+)
+def test_summaries_of_something_else_are_passed_over(summary: str, tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 3)
+    (tmp_path / "run" / "x.summary.json").write_text(summary)
+    (tmp_path / "run" / "x.jsonl").write_text("{}\n")
+    assert find_accuracies(read_run(tmp_path / "run")) == []
+
+
 def failures_in(text: str) -> list[dict[str, Any]]:
     start = text.index("data-cases>") + len("data-cases>")
     found: list[dict[str, Any]] = json.loads(text[start : text.index("</script>", start)])
@@ -262,6 +287,16 @@ def test_several_runs_are_laid_over_each_other_with_what_differs(page_of_two: Pa
     assert side["tool calls right, smoke"] == ["75.0% (30.1% - 95.4%)", ""]
 
 
+def test_values_of_a_config_are_shown_to_their_last_digit(tmp_path: Path) -> None:
+    for name, lr in (("a", 0.00012345), ("b", 0.00012346)):
+        make_run(tmp_path / name, 5, seed=20260101, optimizer={"lr": lr}, epochs=1000)
+    text = write_page([tmp_path / "a", tmp_path / "b"], tmp_path / "two.html")
+    differ = {row[0]: row[1:] for row in cells_of(text, "What differs in their configs")}
+    assert differ == {"optimizer.lr": ["0.00012345", "0.00012346"]}
+    config = dict(cells_of(write_page([tmp_path / "a"], tmp_path / "one.html"), "Config"))
+    assert (config["seed"], config["epochs"], config["optimizer.lr"]) == ("20260101", "1000", "0.00012345")
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         make_run(tmp_path / folder / "x", 5)
@@ -281,6 +316,22 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 def test_how_a_run_ended_is_the_first_thing_said(code: int | None, due: str, tmp_path: Path) -> None:
     make_run(tmp_path / "run", 5, code=code)
     assert f">{due}</p>" in write_page([tmp_path / "run"], tmp_path / "a.html")
+
+
+@pytest.mark.parametrize("code", [None, 0])
+def test_verdicts_on_a_run_that_goes_on_say_so(code: int | None, tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 5, code=code)
+    text = write_page([tmp_path / "run"], tmp_path / "a.html")
+    assert "<h2>What it had to reach</h2>" in text
+    assert ("Where it stands: the run has not said that it ended." in text) is (code is None)
+
+
+def test_a_reason_of_many_lines_is_said_by_its_first_and_kept_whole(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 5, code=None)
+    directory.finish(2, "66 of 400 rows cannot be trained on\n  a.jsonl:3: <292> tokens\nFix the rows.", 5)
+    text = write_page([tmp_path / "run"], tmp_path / "a.html")
+    assert ">Ended with code 2 after step 5 of 5: 66 of 400 rows cannot be trained on</p>" in text
+    assert "<pre>66 of 400 rows cannot be trained on\n  a.jsonl:3: &lt;292&gt; tokens\nFix the rows.</pre>" in text
 
 
 def test_runs_with_little_on_record_are_pages_too(tmp_path: Path) -> None:
@@ -322,6 +373,21 @@ def test_a_browser_shows_it_without_errors_or_network(
     assert all(state.probe["inked"])
     assert state.probe["background"] == ("rgb(20, 22, 26)" if dark else "rgb(247, 247, 245)")
     assert "Loss" in state.probe["text"]
+
+
+@needs_chromium
+def test_words_of_what_was_trained_stay_whole_on_a_phone(page: Path) -> None:
+    act = """
+    const lines = (cell) => {
+      const range = document.createRange();
+      range.selectNodeContents(cell);
+      return range.getClientRects().length;
+    };
+    const words = [...document.querySelectorAll(".facts td:first-child")].filter((td) => !td.innerText.includes(" "));
+    const cut = words.filter((td) => lines(td) > 1).map((td) => td.innerText);
+    document.querySelector("main").prepend(`${words.length} words, cut: ${cut.join()}.`);
+    """
+    assert re.match(r"[1-9]\d* words, cut: \.", open_page(page, 390, act=act).probe["text"])
 
 
 @needs_chromium

@@ -42,9 +42,18 @@ def test_curves_of_other_steps_share_an_axis_and_keep_their_values() -> None:
     a, b = (dict(zip(chart.labels, series.values, strict=True)) for series in chart.series)
     assert all(value is None or value == label for label, value in a.items())
     assert {label: value for label, value in b.items() if value is not None} == dict(zip(*second[1:], strict=True))
-    assert all(series.is_sparse for series in chart.series)
+    assert [series.is_sparse for series in chart.series] == [False, True]  # the first ends sooner, without a gap
 
 
-def test_a_logarithmic_axis_is_for_values_over_zero() -> None:
-    assert make_lines([("loss", [1, 2], [0.5, 0.1])], "", is_log=True).is_log
+def test_a_single_value_is_drawn_as_a_point() -> None:
+    chart = make_lines([("loss", [1, 2, 3], [3.0, 2.0, 1.0]), ("validation", [1, 2, 3], [None, 2.5, None])], "")
+    assert [series.is_sparse for series in chart.series] == [False, True]
+    assert make_lines([("loss", [1], [3.0])], "").series[0].is_sparse
+
+
+def test_a_logarithmic_axis_is_for_values_over_zero_that_span_a_decade() -> None:
+    assert make_lines([("loss", [1, 2, 3], [0.5, None, 0.05])], "", is_log=True).is_log
     assert not make_lines([("loss", [1, 2], [0.5, 0.0])], "", is_log=True).is_log
+    assert not make_lines([("loss", [1, 2], [0.5, -0.1])], "", is_log=True).is_log
+    assert not make_lines([("loss", [1, 2], [0.9, 0.6])], "", is_log=True).is_log
+    assert not make_lines([("loss", [1, 2], [9.0, 0.6])], "").is_log

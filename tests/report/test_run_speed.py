@@ -12,7 +12,7 @@ import pytest
 from fctune.report.run_data import read_run
 from fctune.report.run_speed import find_speed
 from fctune.report.run_success import judge_run
-from tests.report.run_samples import make_run
+from tests.report.run_samples import change_run, make_run
 
 
 def write(path: Path, *rows: tuple[str, int, float], age_s: float = 0.0) -> None:
@@ -36,17 +36,29 @@ def test_the_fastest_width_of_the_runs_own_model_counts(tmp_path: Path) -> None:
 
 
 def test_the_newest_file_counts_and_a_server_where_its_file_is_the_runs(tmp_path: Path) -> None:
-    make_run(tmp_path / "run", 3)
+    change_run(make_run(tmp_path / "run", 3), started_at="2020-01-01T00:00:00Z")
     write(tmp_path / "eval" / "throughput.json", (str(tmp_path / "run" / "export"), 8, 10.0), age_s=100)
     write(tmp_path / "run" / "server-throughput.json", ("http://127.0.0.1:8000", 16, 700.0), age_s=50)
     write(tmp_path / "throughput.json", ("http://127.0.0.1:9000", 16, 9000.0))  # of who knows what
     assert speed_of(tmp_path / "run") == (700.0, 16)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "[1]", '{"model": 1}', '[{"model": "x", "width": 1}]'])
+def test_what_was_measured_before_the_run_began_is_of_an_earlier_one(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 3)
+    write(tmp_path / "throughput.json", (str(tmp_path / "run"), 8, 150.0), age_s=100)
+    assert speed_of(tmp_path / "run") is None
+
+
+ROW = '[{"model": "RUN", "width": %s, "tokens_per_s": %s}]'
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "[1]", '{"model": 1}', '[{"model": "x", "width": 1}]', ROW % ("null", 1), ROW % (1, '"x"')],
+)
 def test_files_of_something_else_are_passed_over(content: str, tmp_path: Path) -> None:
     make_run(tmp_path / "run", 3)
-    (tmp_path / "run" / "throughput.json").write_text(content)
+    (tmp_path / "run" / "throughput.json").write_text(content.replace("RUN", str(tmp_path / "run")))
     assert speed_of(tmp_path / "run") is None
 
 

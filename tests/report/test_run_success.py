@@ -58,6 +58,7 @@ def test_thresholds_are_those_of_the_config_and_null_asks_nothing(tmp_path: Path
         (0, "completed", "PASS"),
         (75, "stopped after step 9", "PASS"),
         (1, "rank 3: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "FAIL"),
+        (1, "rank 3: RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", "FAIL"),
         (1, "rank 3: ValueError: x", "PASS"),
         (None, "", "not measured"),
     ],
@@ -111,5 +112,5 @@ def test_the_table_of_verdicts_says_each_with_its_figure(tmp_path: Path) -> None
     page = Page("x")
     add_success(page, [Criterion("loss", "< 1.5", "FAIL", 2.0, "2")])
     text = page.render()
-    assert '<td class="bad" style="white-space:nowrap">FAIL</td><td>loss</td>' in text
-    assert '<td style="white-space:nowrap">&lt; 1.5</td><td>2</td>' in text
+    assert '<td class="bad" style="white-space:nowrap">FAIL</td><td style="min-width:6em">loss</td>' in text
+    assert '<td style="white-space:nowrap">&lt; 1.5</td><td style="min-width:5em">2</td>' in text

@@ -13,11 +13,11 @@ from fctune.report.run_success import judge_run
 from fctune.report.run_terminal import draw_sparkline, render_run
 from fctune.telemetry.alerts import Alert
 from fctune.telemetry.watchman import Watchman
-from tests.report.run_samples import change_run, make_run, make_steps, tear
+from tests.report.run_samples import change_run, make_run, make_steps, tear, write_steps
 
 
-def show(record: RunRecord, **more: object) -> str:
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+def show(record: RunRecord, width: int = 100, **more: object) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(render_run(record, **more))  # type: ignore[arg-type]
     return console.export_text()
 
@@ -40,13 +40,45 @@ def test_the_figures_are_the_files(tmp_path: Path) -> None:
         assert due in text, due
 
 
+def test_a_terminal_of_80_columns_shows_a_curve_to_its_end(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 200, code=None)
+    directory.describe(num_steps=120_000)
+    write_steps(directory, 201, 300, tokens_per_s=19_123.0, loss=0.0001234)
+    lines = show(read_run(tmp_path / "run"), width=80).splitlines()
+    for name, shown in (("loss", "0.0001234 to 6"), ("tokens/s", " to 19,123")):
+        (line,) = (line for line in lines if line.startswith(f"{name} ") and "to" in line)
+        assert "…" not in line
+        assert shown in line
+    (bar,) = (line for line in lines if "300/120,000" in line)
+    assert bar.rstrip().endswith("left")
+
+
 def test_the_slowest_rank_is_named_with_its_machine_and_the_hours_with_their_cost(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 30, price_per_gpu_hour=3600.0)
     directory.describe(hosts=["node-a", "node-b"])
     change_run(directory, started_at="2026-01-01T00:00:00Z", finished_at="2026-01-01T00:00:10Z")
     text = show(read_run(tmp_path / "run"))
-    assert "0 (node-a), by 2.0% over the median" in text
+    assert "1 (node-b) in 15 of the last 30 steps, by 2.0% over the median" in text
     assert "0.005556, cost 20.00" in text  # two ranks for ten seconds
+
+
+def test_the_slowest_rank_is_the_one_that_was_most_often_and_of_one_there_is_none(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 1, code=None)
+    for step in range(2, 202):
+        is_theirs = step % 4 != 0
+        slow = {"slowest_rank": 3, "compute_skew": 1.5} if is_theirs else {"slowest_rank": 0, "compute_skew": 1.01}
+        write_steps(directory, step, step, **slow)
+    assert "3 in 75 of the last 100 steps, by 50.0% over the median" in show(read_run(tmp_path / "run"))
+    change_run(directory, world_size=1)
+    assert "slowest rank" not in show(read_run(tmp_path / "run"))
+
+
+def test_a_reason_of_many_lines_keeps_them(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 5, code=None)
+    directory.finish(2, "2 rows cannot be trained on\n  a.jsonl:3: too long\nFix the rows.", 5)
+    lines = [line.rstrip() for line in show(read_run(tmp_path / "run"), width=200).splitlines()]
+    assert lines[1:3] == ["  a.jsonl:3: too long", "Fix the rows."]
+    assert lines[0].endswith("Ended with code 2 after step 5 of 5: 2 rows cannot be trained on")
 
 
 def test_a_run_that_goes_on_says_what_is_left_and_one_that_is_silent_that_it_may_be_gone(tmp_path: Path) -> None:

@@ -64,6 +64,30 @@ def test_a_slow_start_after_a_restart_is_no_stall(tmp_path: Path) -> None:
     assert (time.parts["stalls"], time.parts["first steps"]) == (0.0, 28.0)
 
 
+def test_steps_on_fewer_ranks_take_longer_and_are_no_stalls(tmp_path: Path) -> None:
+    steps = [{"step_time_s": 1.0 if i < 30 else 4.0, "data_time_s": 0.0} for i in range(50)]
+    steps[40] = {"step_time_s": 14.0, "data_time_s": 0.0}  # stands still for 10 s
+    before = {"world_size": 8, "until": "2026-01-01T00:00:30Z", "exit": None}
+    resumed = [{"step": 30, "at": "2026-01-01T00:00:30Z", "world_size": 2, "before": before}]
+    record = make(tmp_path / "run", steps, world_size=2, resumed=resumed, finished_at="2026-01-01T00:02:00Z")
+    time = account_time(record)
+    assert (time.parts["stalls"], time.parts["training"]) == (10.0, 30 * 1.0 + 20 * 4.0)
+    assert time.goodput == pytest.approx(110 / 120)
+
+
+def test_steps_that_a_later_restart_took_back_are_kept_of_no_earlier_part(tmp_path: Path) -> None:
+    steps = [{"step_time_s": 2.0, "data_time_s": 0.0}] * 30
+    resumed = [
+        {"step": 20, "at": "2026-01-01T00:01:00Z", "world_size": 4},
+        {"step": 5, "at": "2026-01-01T00:01:10Z", "world_size": 4},  # from an older checkpoint: 15 steps again
+    ]
+    record = make(tmp_path / "run", steps, resumed=resumed, finished_at="2026-01-01T00:02:10Z")
+    assert record.taken_in() == [0] * 5 + [2] * 25
+    time = account_time(record)
+    assert time.parts["restarts"] == pytest.approx((60 - 5 * 2) + 10)
+    assert time.parts["other"] == pytest.approx(130 - 60 - 60)
+
+
 def test_time_that_is_not_on_record_is_not_made_up(tmp_path: Path) -> None:
     time = account_time(make(tmp_path / "run", [{"step_time_s": 2.0}] * 5, started_at="yesterday"))
     assert (time.elapsed_s, time.goodput, time.gpu_hours) == (None, None, None)

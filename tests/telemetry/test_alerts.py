@@ -132,6 +132,17 @@ def test_silence_is_told_once_and_only_beyond_the_pauses_that_a_run_has() -> Non
     assert named(rules.observe_silence(700)) == [("no_progress", 51)]
 
 
+def test_silence_among_the_first_steps_is_told_too_but_later() -> None:
+    rules = AlertRules()
+    for metrics in healthy(3)[1:]:
+        rules.observe(metrics, pause_s=1.0)
+    assert not rules.observe_silence(590)  # one more may be compiled
+    assert named(rules.observe_silence(610)) == [("no_progress", 3)]
+    slow = AlertRules()
+    slow.observe({"step": 1, "loss": 1.0, "step_time_s": 60.0})
+    assert not slow.observe_silence(1190)
+
+
 def test_metrics_without_what_a_rule_needs_give_no_alert() -> None:
     assert not alerts_of([{"step": step, "loss": 1.0} for step in range(1, 200)])
     rules = AlertRules()

@@ -41,6 +41,8 @@ def test_attention_is_counted_within_conversations() -> None:
 def test_the_slowest_rank_is_named() -> None:
     assert describe_skew([1.0, 1.0, 1.5, 1.0]) == {"compute_skew": 1.5, "slowest_rank": 2}
     assert describe_skew([2.0]) == {"compute_skew": 1.0, "slowest_rank": 0}
+    assert describe_skew([1.0, 1.3]) == {"compute_skew": 1.3, "slowest_rank": 1}  # over the other, not over both's mean
+    assert describe_skew([4.0, 1.0, 3.0, 2.0]) == {"compute_skew": 2.0, "slowest_rank": 0}
 
 
 def test_a_clock_gives_the_span_that_was_settled() -> None:

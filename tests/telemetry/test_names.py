@@ -13,7 +13,7 @@ import yaml
 
 from fctune.config import parse_config
 from fctune.evaluation.live import _RATES
-from fctune.telemetry.names import METRICS, describe_metrics, find_metric
+from fctune.telemetry.names import METRICS, find_metric
 from fctune.telemetry.sinks import Sinks
 from fctune.training.distributed import World
 from fctune.training.loop import count_steps, train
@@ -108,12 +108,6 @@ def test_a_category_is_of_its_family_and_an_unknown_name_of_none() -> None:
     assert metric.name == "eval_accuracy/*"
     assert find_metric("losss") is None
     assert find_metric("loss/single") is None
-
-
-def test_the_table_has_a_line_for_each_metric() -> None:
-    lines = describe_metrics().splitlines()
-    assert len(lines) == 2 + len(METRICS)
-    assert all(line.count("|") == 5 for line in lines)
 
 
 def test_the_dashboard_asks_only_for_metrics_that_the_endpoint_has() -> None:

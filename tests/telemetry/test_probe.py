@@ -82,7 +82,9 @@ def test_a_device_that_answers_slowly_holds_nobody() -> None:
         ("NVIDIA L4", 121),
         ("NVIDIA RTX A6000", 154.8),
         ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 3060", None),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),  # a part of one
         ("Tesla T4", None),
     ],
 )

@@ -14,7 +14,13 @@
     draw();
   };
 
-  const number = (value) => typeof value === "number" ? value.toLocaleString("en-US", { maximumFractionDigits: 4 }) : value;
+  // Four digits after the point, but of small numbers, such as a learning rate, the first four that say something.
+  const number = (value) => {
+    if (typeof value !== "number") return value;
+    const size = Math.abs(value);
+    if (size > 0 && size < 1e-4) return Number(value.toPrecision(4)).toExponential();
+    return value.toLocaleString("en-US", size < 0.1 ? { maximumSignificantDigits: 4 } : { maximumFractionDigits: 4 });
+  };
 
   // Long names take a third of the width at most: they break at spaces, and end in dots where they have none.
   const wrap = (name, limit) => {
@@ -41,7 +47,7 @@
     }
     if (spec.is_log) {  // every tick of a decade, labelled, would write over the next one
       values.type = "logarithmic";
-      values.ticks.callback = (value) => "125".includes(value.toExponential()[0]) ? number(value) : null;
+      values.ticks.callback = (value) => /^[125](\.0*)?e/.test(value.toExponential(4)) ? number(value) : null;
     }
     if (spec.kind === "lines") { names.type = "linear"; names.ticks.callback = number; names.ticks.color = color("muted"); }
     return {
@@ -64,6 +70,7 @@
       return spec.kind === "lines"
         ? { label: series.name, data: series.values.map((y, j) => ({ x: spec.labels[j], y })), borderColor: shade,
             backgroundColor: shade, borderWidth: series.values.length > 300 ? 1.3 : 2,
+            borderDash: i < 5 ? [] : i < 10 ? [7, 4] : [2, 3],  // where the colours begin again
             pointRadius: series.is_sparse && series.values.filter((y) => y !== null).length <= 60 ? 2.5 : 0,
             spanGaps: series.is_sparse, tension: 0 }
         : { label: series.name, data: series.values, backgroundColor: shade, maxBarThickness: 26,

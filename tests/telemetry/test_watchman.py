@@ -1,0 +1,58 @@
+"""What looks after a run goes on when the disk, which it looks at too, fails it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.report.run_data import read_run
+from fctune.telemetry.alerts import Alert
+from fctune.telemetry.watchman import Watchman
+from tests.report.run_samples import make_run
+
+
+def steps(first: int, last: int, spikes: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+    return [
+        {"step": step, "loss": 1.0, **({"is_spike": True} if step in spikes else {})} for step in range(first, last)
+    ]
+
+
+def test_alerts_go_on_in_the_log_where_their_file_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    watchman = Watchman(folder)
+    shutil.rmtree(folder)
+    with caplog.at_level(logging.WARNING, "fctune"):
+        for metrics in steps(1, 30, spikes=(20, 25)):
+            watchman.write(metrics)
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.split(",")[0] for text in said if "loss_spike" in text] == [
+        "alert: loss_spike: the loss of step 20",
+        "alert: loss_spike: the loss of step 25",
+    ]
+    assert len([text for text in said if text.startswith("alerts.jsonl: ")]) == 1
+
+
+def test_an_alert_after_one_that_a_kill_cut_in_half_is_read(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 3)
+    for step in (1, 2):
+        Watchman(tmp_path / "run").alert(Alert("disk", step, 0.01, 0.05, "nearly full"))
+        with open(tmp_path / "run" / "alerts.jsonl", "a") as file:
+            file.write('{"at": "2026-01-01T00:00:00Z", "na')
+    Watchman(tmp_path / "run").alert(Alert("disk", 3, 0.01, 0.05, "nearly full"))
+    assert [alert["step"] for alert in read_run(tmp_path / "run").alerts] == [1, 2, 3]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="of Linux: a file system that counts no blocks")
+def test_a_disk_that_does_not_say_its_size_gives_no_alert(caplog: pytest.LogCaptureFixture) -> None:
+    assert shutil.disk_usage("/proc").total == 0
+    with caplog.at_level(logging.WARNING, "fctune"):
+        for metrics in steps(1, 5):
+            Watchman(Path("/proc")).write(metrics)
+    assert not caplog.records
