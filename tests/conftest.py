@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,3 +90,14 @@ def write_rows(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+def run_unheard(*arguments: str) -> int:
+    """The exit code of the ``fctune`` command where nobody reads what it prints, and which says nothing of it."""
+    command = [sys.executable, "-m", "fctune.cli", *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    return process.returncode

@@ -15,7 +15,7 @@ import pytest
 from fctune.cli import main
 from fctune.data.check import REPORT_SCHEMA
 from tests.calls.bfcl_wheel import data_dir, gold_calls, load_cases, needs_wheel
-from tests.conftest import REAL_DATA, ROOT
+from tests.conftest import REAL_DATA, ROOT, run_unheard
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
 BAD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "robot", "content": "Hello."}]}
@@ -35,13 +35,7 @@ def test_a_reader_that_has_seen_enough_changes_neither_the_exit_code_nor_what_is
     rows: list[dict[str, Any]], code: int, write_rows: Callable[..., Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "report.json"
-    command = [sys.executable, "-m", "fctune.cli", "data", "check", str(write_rows(rows)), "--json", str(out)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.close()
-        assert process.stderr is not None
-        assert process.stderr.read() == b""
-    assert process.returncode == code
+    assert run_unheard("data", "check", str(write_rows(rows)), "--json", str(out)) == code
     assert json.loads(out.read_text())["rows"] == len(rows)
 
 

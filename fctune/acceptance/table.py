@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fctune.terminal import print_whole
+
 _COLOURS = {"PASS": "green", "WARN": "yellow", "FAIL": "bold red", "SKIPPED": "dim", "INCOMPLETE": "yellow"}
 
 
@@ -48,13 +50,9 @@ class Progress:
 
 def print_result(console: Console, document: Mapping[str, Any]) -> None:
     """Print the table and the verdict."""
-    table = make_table(document)
-    # As wide as it is, wherever it goes: figures broken over two lines cannot be compared.
-    width = console.measure(table, options=console.options.update(width=1000)).maximum
-    wide = type(console)(file=console.file, width=max(width, console.width), highlight=False)
-    wide.print(table)
-    wide.print()
-    wide.print(tell_verdict(document), soft_wrap=True)
+    print_whole(console, make_table(document))
+    console.print()
+    console.print(tell_verdict(document), soft_wrap=True, highlight=False)
 
 
 def make_table(document: Mapping[str, Any]) -> Table:

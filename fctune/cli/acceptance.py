@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from fctune.cli.files import write_file
-from fctune.cli.terminal import Terminal
+from fctune.terminal import Terminal, print_whole
 
 
 def add_commands(commands: Any) -> None:
@@ -62,8 +62,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         for change in comparison.slower:
             old, new = (f"{value:.4g} {change.unit}".strip() for value in (change.old, change.new))
             table.add_row(change.name, old, new, f"{change.worse:.1%}")
-        width = console.measure(table, options=console.options.update(width=1000)).maximum
-        Terminal(width=max(width, console.width), highlight=False).print(table)
+        print_whole(console, table)
     else:
         shown = f"{len(comparison.changes)} figures"
         console.print(f"nothing of {shown} is worse by more than {arguments.tolerance:.1%}")

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fctune.cli.files import write_file
-from fctune.cli.terminal import Terminal
 from fctune.config import load_config
 from fctune.errors import ConfigError
+from fctune.terminal import Terminal
 
 
 def add_commands(commands: Any) -> None:

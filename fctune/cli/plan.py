@@ -6,8 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from fctune.cli.terminal import Terminal
 from fctune.config import load_config
+from fctune.terminal import Terminal
 
 
 def add_commands(commands: Any) -> None:

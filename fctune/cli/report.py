@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fctune.cli.files import write_file
-from fctune.cli.terminal import Terminal
 from fctune.errors import ConfigError
+from fctune.terminal import Terminal
 
 _STYLES = {"PASS": "green", "FAIL": "red"}
 

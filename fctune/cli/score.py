@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from fctune.cli.terminal import Terminal
+from fctune.terminal import Terminal, print_whole
 
 _NUM_SHOWN = 5
 
@@ -68,9 +68,7 @@ def _collect_less() -> None:
 def _show(summary: dict[str, Any], out: Path, has_own_rules: bool = False) -> None:
     table = _table(summary["categories"], has_own_rules)
     console = Terminal(soft_wrap=True, highlight=False)
-    # As wide as it is, wherever it goes: rates broken over two lines cannot be compared.
-    width = console.measure(table, options=console.options.update(width=1000)).maximum
-    Terminal(width=max(width, console.width), highlight=False).print(table)
+    print_whole(console, table)
     missing, unknown, repeated = summary["missing_ids"], summary["unknown_ids"], summary["num_repeated_ids"]
     if missing:
         console.print(f"{_count(len(missing), 'case')} without a prediction, counted as wrong: {_few(missing)}")

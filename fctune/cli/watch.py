@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.live import Live
 
-from fctune.cli.terminal import Terminal
 from fctune.errors import ConfigError
+from fctune.terminal import Terminal
 
 
 def add_commands(commands: Any) -> None:

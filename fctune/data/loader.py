@@ -60,6 +60,11 @@ class Batch:
     weight_sum: float
 
 
+def shuffled(num_packs: int, seed: int, epoch: int) -> np.ndarray:
+    """The order in which an epoch's packs are dealt, the same on every rank."""
+    return np.random.default_rng([seed, epoch]).permutation(num_packs)
+
+
 class GlobalLoader:
     """Deals the packs of a split in the order of (seed, epoch), ``global_batch_size`` a step.
 
@@ -208,9 +213,7 @@ class GlobalLoader:
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:
             count = self.prepared.num_packs(self.split)
-            order = (
-                np.random.default_rng([self.seed, epoch]).permutation(count) if self.is_shuffled else np.arange(count)
-            )
+            order = shuffled(count, self.seed, epoch) if self.is_shuffled else np.arange(count)
             self._order = (epoch, order)
         return self._order[1]
 

@@ -12,10 +12,11 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from fctune.config import ParallelConfig
+from fctune.config import ParallelConfig, RunConfig
 from fctune.errors import ConfigError
 from fctune.modeling.build import CausalLM
 from fctune.modeling.footprint import GIB, SAFE_SHARE, Footprint, can_hold_gradients
+from fctune.modeling.frozen import check_shards
 from fctune.modeling.precision import Formats
 
 _MOST_SHARDS = 8192
@@ -152,6 +153,20 @@ def check_memory(
     if need.total - need.of_batch > memory:
         raise ConfigError(report)
     return report
+
+
+def check_layout(config: RunConfig, model: CausalLM, mode: str, num_shards: int) -> None:
+    """Stop where a run cannot start so.
+
+    Raises:
+        ConfigError: weights in 4 bits that cannot be cut over so many ranks; an optimizer that cannot round in shards.
+    """
+    check_shards(model, num_shards)
+    if config.optimizer.get("bf16_stochastic_round") and mode in ("fsdp", "hsdp"):
+        raise ConfigError(
+            f"optimizer.bf16_stochastic_round: torchao cannot round so in shards, and the layout is {mode}; set "
+            "parallel.mode=ddp, or leave it out."
+        )
 
 
 def shard_(model: CausalLM, layout: Layout, config: ParallelConfig, formats: Formats, hardware: Hardware) -> None:

@@ -11,10 +11,10 @@ from fctune.config import RunConfig
 from fctune.errors import ConfigError
 from fctune.modeling.architecture import Architecture, read_architecture
 from fctune.modeling.build import CausalLM, build_model
-from fctune.modeling.frozen import check_shards
 from fctune.modeling.hub import describe_failure, parse_name
 from fctune.modeling.lora import apply_lora_
 from fctune.modeling.precision import choose_formats
+from fctune.modeling.shard import check_layout
 from fctune.planner.gpus import GPUS, Gpu
 
 _LLAMA: dict[str, Any] = {
@@ -144,20 +144,6 @@ def check_run(config: RunConfig, gpu: Gpu) -> None:
         raise ConfigError(
             f"{key}: --gpu {gpu.name} has no products in float8, so the run would not start on it. Use bf16, or a GPU "
             f"that has them: {', '.join(name for name, one in GPUS.items() if one.fp8_tflops is not None)}."
-        )
-
-
-def check_layout(config: RunConfig, model: CausalLM, mode: str, num_shards: int) -> None:
-    """Stop where the run would stop as it is laid out so.
-
-    Raises:
-        ConfigError: weights in 4 bits that cannot be cut so; an optimizer that cannot round in shards.
-    """
-    check_shards(model, num_shards)
-    if config.optimizer.get("bf16_stochastic_round") and mode in ("fsdp", "hsdp"):
-        raise ConfigError(
-            f"optimizer.bf16_stochastic_round: torchao cannot round so in shards, and the layout is {mode}; set "
-            "parallel.mode=ddp, or leave it out."
         )
 
 

@@ -10,11 +10,11 @@ from typing import Any
 from fctune.config import RunConfig
 from fctune.errors import ConfigError
 from fctune.modeling.build import CausalLM
-from fctune.modeling.shard import Hardware, choose_layout
+from fctune.modeling.shard import Hardware, check_layout, choose_layout
 from fctune.planner.ask import Ask
 from fctune.planner.hand import HandEstimate, estimate_by_hand, flops_by_hand
 from fctune.planner.memory import MemoryModel
-from fctune.planner.models import can_be_laid_out, check_layout, check_run, find_architecture, shape_model
+from fctune.planner.models import can_be_laid_out, check_run, find_architecture, shape_model
 from fctune.planner.moments import Peak, Setting
 from fctune.planner.rows import Rows, count_rows, count_steps
 from fctune.planner.speed import EFFICIENCY, EFFICIENCY_RANGE, Flops, StepTime, count_flops, time_step
@@ -218,6 +218,19 @@ def make_plan(config: RunConfig, ask: Ask) -> Plan:
         variants=bench.variants(ask.nodes),
         scales=bench.search(num_steps) if ask.is_searching else [],
     )
+
+
+def name_remedies(plan: Plan) -> list[str]:
+    """What of a run that fits in no layout can still be changed."""
+    config, remedies = plan.config, ["more or larger GPUs"]
+    if config.adapter is None:
+        remedies += ["an adapter in place of all weights", "an 8-bit optimizer"]
+    elif config.adapter.base != "nf4":
+        remedies.append("adapter.base=nf4")
+    least = min((variant.peak for variant in plan.variants), key=lambda peak: peak.parts.total, default=plan.peak)
+    if least.parts.of_batch > least.parts.total / 4:
+        remedies.append(f"data.seq_len under {config.data.seq_len}")
+    return remedies if config.parallel.cpu_offload else [*remedies, "parallel.cpu_offload=true"]
 
 
 class _Bench:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fctune.config import RunConfig
+from fctune.data.loader import shuffled
 from fctune.data.prepared import PreparedSet, fingerprint_inputs, open_prepared, prepared_root
 from fctune.data.sources.fingerprint import FileDigests
 from fctune.errors import ConfigError
@@ -123,9 +124,8 @@ def _count_unpacked(lengths: NDArray[np.int64], config: RunConfig, world_size: i
     Rows of a step are dealt in order of length (``fctune.data.loader``), so those of a micro-batch are much alike.
     """
     batch, round_size = config.global_batch_size, world_size * config.micro_batch_size
-    shuffled = lengths[np.random.default_rng([config.seed, 0]).permutation(len(lengths))]
     steps = np.zeros((math.ceil(len(lengths) / batch), batch), dtype=np.int64)
-    steps.flat[: len(lengths)] = shuffled
+    steps.flat[: len(lengths)] = lengths[shuffled(len(lengths), config.seed, 0)]
     steps = -np.sort(-steps, axis=1)
     steps = np.pad(steps, ((0, 0), (0, -batch % round_size)))
     rounds = steps.reshape(-1, config.micro_batch_size, world_size)  # a rank's rows are one column

@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from fctune.modeling.footprint import GIB, LABELS, SAFE_SHARE
-from fctune.planner.plan import WORTH, Plan, Variant
+from fctune.planner.plan import WORTH, Plan, Variant, name_remedies
 from fctune.planner.speed import EFFICIENCY_RANGE
 from fctune.planner.storage import FAILURES_PER_GPU_DAY, MOST_LOST
+from fctune.terminal import print_whole
 
 
 def print_plan(console: Console, plan: Plan) -> None:
@@ -41,7 +42,7 @@ def _print_memory(console: Console, plan: Plan) -> None:
         if size:
             table.add_row(LABELS.get(part.name, part.name), _gib(size))
     table.add_row("peak", _gib(parts.total), style="bold")
-    _show(console, table)
+    print_whole(console, table)
     _say(console, f"  highest at: {plan.peak.moment}")
     if plan.fits:
         margin = plan.margin_bytes / memory
@@ -76,24 +77,11 @@ def _print_variants(console: Console, plan: Plan) -> None:
             f"{variant.tokens_per_s_per_gpu:,.0f}" if variant.fits else "",
             style="bold" if variant is fastest else None if variant.fits else "dim",
         )
-    _show(console, table)
+    print_whole(console, table)
     if fastest is None:
         _say(console, f"nothing fits: {', '.join(name_remedies(plan))}", "red")
     else:
         _say(console, f"fastest that fits: {_as_overrides(fastest)}")
-
-
-def name_remedies(plan: Plan) -> list[str]:
-    """What of a run that fits in no layout can still be changed."""
-    config, remedies = plan.config, ["more or larger GPUs"]
-    if config.adapter is None:
-        remedies += ["an adapter in place of all weights", "an 8-bit optimizer"]
-    elif config.adapter.base != "nf4":
-        remedies.append("adapter.base=nf4")
-    least = min((variant.peak for variant in plan.variants), key=lambda peak: peak.parts.total, default=plan.peak)
-    if least.parts.of_batch > least.parts.total / 4:
-        remedies.append(f"data.seq_len under {config.data.seq_len}")
-    return remedies if config.parallel.cpu_offload else [*remedies, "parallel.cpu_offload=true"]
 
 
 def _print_time(console: Console, plan: Plan) -> None:
@@ -198,7 +186,7 @@ def _print_search(console: Console, plan: Plan) -> None:
         figures = [scale.hours, scale.gpu_hours] * is_timed + [scale.cost] * is_priced
         cells += ["" if value is None else f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}" for value in figures]
         table.add_row(*cells, "yes" if scale.pays else "no")
-    _show(console, table)
+    print_whole(console, table)
     paying = [scale.nodes for scale in plan.scales if scale.pays]
     if not paying:
         return
@@ -247,12 +235,6 @@ def _seconds(seconds: float) -> str:
 
 def _hours(hours: float) -> str:
     return f"{hours:,.1f} h" if hours >= 2 else f"{hours * 60:,.1f} min"
-
-
-def _show(console: Console, table: Table) -> None:
-    """As wide as it is, wherever it goes: figures broken over two lines cannot be compared."""
-    width = console.measure(table, options=console.options.update(width=1000)).maximum
-    type(console)(file=console.file, width=max(width, console.width), highlight=False).print(table)
 
 
 def _say(console: Console, line: str, style: str | None = None) -> None:

@@ -62,7 +62,7 @@ class Watchman:
 
 
 def _append(path: Path, line: str) -> None:
-    """Add a line, on one of its own where a kill cut the last in half."""
+    """Add a line, on one of its own where a full disk cut the last in half."""
     with open(path, "ab+") as file:
         is_torn = False
         if file.seek(0, os.SEEK_END):

@@ -13,8 +13,7 @@ from fctune.config import RunConfig
 from fctune.modeling.footprint import GIB
 from fctune.planner.ask import Ask
 from fctune.planner.gpus import find_gpu
-from fctune.planner.plan import Plan, Variant, make_plan
-from fctune.planner.table import name_remedies
+from fctune.planner.plan import Plan, Variant, make_plan, name_remedies
 from fctune.telemetry.device import peak_tflops, total_memory
 from fctune.training.distributed import World
 

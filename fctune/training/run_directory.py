@@ -194,13 +194,7 @@ class RunDirectory:
         )
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
-        # Of a name of its own: ranks that fail at once each say why.
-        partial = self.path / f".{name}.{uuid.uuid4().hex}.partial"
-        try:
-            partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-            partial.rename(self.path / name)
-        finally:
-            partial.unlink(missing_ok=True)
+        _replace(self.path / name, json.dumps(value, indent=2) + "\n")
 
 
 def _now() -> str:
@@ -239,6 +233,17 @@ def _git_revision() -> str | None:
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
 
 
+def _replace(file: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    # Of a name of its own: ranks that fail at once each say why.
+    partial = file.with_name(f".{file.name}.{uuid.uuid4().hex}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.rename(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def _forget_steps_after(file: Path, step: int) -> None:
     """Keep the lines of steps up to this one; what is taken again is written again."""
     if not file.exists():
@@ -248,6 +253,4 @@ def _forget_steps_after(file: Path, step: int) -> None:
         with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that a kill cut, or that another wrote
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    partial.rename(file)
+    _replace(file, "".join(kept))

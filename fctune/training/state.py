@@ -13,14 +13,12 @@ from torch._functorch import config as functorch
 from fctune.config import RunConfig, TelemetryConfig
 from fctune.data.encode import Counts
 from fctune.data.prepared import PreparedSet, describe_counts, open_prepared, prepare, prepared_root
-from fctune.errors import ConfigError
 from fctune.modeling.activations import checkpoint_blocks_, compile_blocks_, round_products_
 from fctune.modeling.architecture import read_architecture
 from fctune.modeling.attention import choose_kernel
 from fctune.modeling.build import CausalLM, build_model, materialize_
-from fctune.modeling.frozen import check_shards
 from fctune.modeling.precision import check_device, choose_formats
-from fctune.modeling.shard import Hardware, Layout, check_memory, choose_layout, shard_
+from fctune.modeling.shard import Hardware, Layout, check_layout, check_memory, choose_layout, shard_
 from fctune.modeling.weights import load_base_
 from fctune.planner.memory import MemoryModel
 from fctune.rules import resolve_component
@@ -92,12 +90,7 @@ def lay_out_(model: CausalLM, config: RunConfig, world: World) -> None:
 
     def choose() -> tuple[Layout, str | None]:
         layout = choose_layout(config.parallel, hardware, has_adapter, need)
-        check_shards(model, layout.shard)
-        if config.optimizer.get("bf16_stochastic_round") and layout.mode in ("fsdp", "hsdp"):
-            raise ConfigError(
-                f"optimizer.bf16_stochastic_round: torchao cannot round so in shards, and this run is {layout}; "
-                "set parallel.mode=ddp, or leave it out."
-            )
+        check_layout(config, model, layout.mode, layout.shard)
         warning = check_memory(hardware, layout, has_adapter, need, config.model.path)
         checkpoint_blocks_(model, config.activation_checkpointing, world.device.type)
         return layout, warning

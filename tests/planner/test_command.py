@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 
 from fctune.cli import main
-from tests.conftest import ROOT, TINY_BASE
+from tests.conftest import ROOT, TINY_BASE, run_unheard
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -126,13 +124,7 @@ def test_what_is_set_already_is_not_advised(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--gpu", "l4"], 1)])
 def test_a_reader_that_has_seen_enough_does_not_change_the_exit_code(arguments: list[str], code: int) -> None:
     config = ["--config", "configs/llama3_1_8b_lora.yaml", "--nodes", "2", "parallel.mode=ddp"]
-    command = [sys.executable, "-m", "fctune.cli", "plan", *config, *arguments]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.close()
-        assert process.stderr is not None
-        assert process.stderr.read() == b""
-    assert process.returncode == code
+    assert run_unheard("plan", *config, *arguments) == code
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What commands print on."""
+"""What commands print on, and how tables stay whole on it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 
 from rich.console import Console
+from rich.table import Table
 
 
 class Terminal(Console):
@@ -20,3 +21,9 @@ class Terminal(Console):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """As wide as it is, wherever it goes: figures broken over two lines cannot be compared."""
+    width = console.measure(table, options=console.options.update(width=1000)).maximum
+    type(console)(file=console.file, width=max(width, console.width), highlight=False).print(table)
