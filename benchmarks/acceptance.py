@@ -43,11 +43,11 @@ from torch.utils.benchmark import Timer
 from fctune.acceptance.collectives import measure_collective
 from fctune.acceptance.compute import checksum_products, measure_copies, measure_products
 from fctune.acceptance.config import CollectivesConfig, ComputeConfig, LimitsConfig
-from fctune.acceptance.faults import Faults
+from fctune.acceptance.fault_injection import Faults
 from fctune.acceptance.metrics import CHECKS
 from fctune.acceptance.session import Session
 from fctune.acceptance.statistics import bandwidth
-from fctune.training.distributed import read_launch
+from fctune.distributed import read_launch
 
 ROOT = Path(__file__).parents[1]
 LIMITS = LimitsConfig(total_s=86_400.0)

@@ -56,7 +56,7 @@ def run(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
     from fctune.checkpoint.sharded import read_shards_, write_shards
     from fctune.checkpoint.snapshot import collect_tensors
     from fctune.checkpoint.store import CheckpointStore
-    from fctune.training.distributed import start_world, stop_world
+    from fctune.distributed import start_world, stop_world
 
     world = start_world()
     torch.set_num_threads(arguments.threads)

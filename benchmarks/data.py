@@ -36,11 +36,11 @@ SETTLED_S = 5  # rows are older than a file system's clock is coarse, as they ar
 
 
 def run_ours(folder: Path) -> dict[str, float]:
-    """fctune.data.prepared."""
+    """fctune.data.prepared_set."""
     from transformers import AutoTokenizer
 
-    from fctune.config import DataConfig, SourceConfig
-    from fctune.data.prepared import prepare
+    from fctune.config.schema import DataConfig, SourceConfig
+    from fctune.data.prepared_set import prepare
 
     AutoTokenizer.from_pretrained(TINY_BASE)
     config = DataConfig(sources=[SourceConfig(path=str(folder / "rows.jsonl"))], validation_share=0.0, seq_len=SEQ_LEN)
@@ -129,7 +129,7 @@ RUNS = {"fctune": run_ours, "trl": run_trl, "torchtune": run_torchtune}
 def run_rank(folder: Path) -> dict[str, float]:
     """Memory of a rank that reads an epoch of a prepared set, as it starts and at its end, in MiB."""
     from fctune.data.loader import GlobalLoader
-    from fctune.data.prepared import open_prepared
+    from fctune.data.prepared_set import open_prepared
 
     before = _resident_mib()
     start = time.perf_counter()
@@ -150,8 +150,8 @@ def _resident_mib() -> float:
 
 def measure_memory(num_rows: int) -> dict[str, Any]:
     """Write a large set, then read it as a rank does, in another process."""
-    from fctune.config import DataConfig, SourceConfig
-    from fctune.data.prepared import prepare
+    from fctune.config.schema import DataConfig, SourceConfig
+    from fctune.data.prepared_set import prepare
 
     config = DataConfig(
         sources=[SourceConfig(path=f"synthetic:train:{num_rows}:1")], validation_share=0.0, seq_len=SEQ_LEN

@@ -297,11 +297,12 @@ def _plan(job: Job, found: dict[str, Any]) -> dict[str, Any]:
     On the CPU what was measured is the process, so that the share says nothing.
     """
     from benchmarks.train_fctune import fctune_config
-    from fctune.config import RunConfig, parse_config
-    from fctune.modeling.architecture import read_architecture
+    from fctune.config.loading import parse_config
+    from fctune.config.schema import RunConfig
+    from fctune.models.torchtune.architecture import read_architecture
     from fctune.planner.memory import MemoryModel
+    from fctune.planner.memory_timeline import Setting
     from fctune.planner.models import shape_model
-    from fctune.planner.moments import Setting
 
     config = parse_config(fctune_config(job, Path(job.rows_dir)), [])
     assert isinstance(config, RunConfig)

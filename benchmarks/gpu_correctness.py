@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.workload import Shape, write_model
-from fctune.modeling.activations import checkpoint_blocks_, compile_blocks_
-from fctune.modeling.architecture import read_architecture
-from fctune.modeling.attention import Kernel, choose_kernel, make_bounds
-from fctune.modeling.build import CausalLM, build_model, materialize_
-from fctune.modeling.weights import load_base_
+from fctune.models.attention import Kernel, choose_kernel, make_bounds
+from fctune.models.torchtune.architecture import read_architecture
+from fctune.models.torchtune.build import CausalLM, build_model, materialize_
+from fctune.models.torchtune.weights import load_base_
+from fctune.parallel.activations import checkpoint_blocks_, compile_blocks_
 
 # Head size 32: what every kernel takes.
 SHAPE = Shape(vocab=512, layers=2, width=128, heads=4, kv_heads=2, hidden=256)
@@ -98,7 +98,7 @@ def check(model_dir: Path, device: torch.device) -> dict[str, Any]:
         if dtype is torch.bfloat16 and device.type == "cuda":
             compare(f"{kind} packed by flex", build(model_dir, dtype, device, "flex"), dtype)
         model = build(model_dir, dtype, device, kernel)
-        from fctune.config import ActivationCheckpointingConfig
+        from fctune.config.schema import ActivationCheckpointingConfig
 
         checkpoint_blocks_(model, ActivationCheckpointingConfig(fraction=1.0, policy="op"), device.type)
         compile_blocks_(model)

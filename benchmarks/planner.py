@@ -30,22 +30,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.training import ROOT, describe_machine
-from fctune.config import RunConfig, parse_config
+from fctune.config.loading import parse_config
+from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalStep, StepTotals
-from fctune.modeling import layers
-from fctune.modeling.activations import checkpoint_blocks_
-from fctune.modeling.architecture import Architecture
-from fctune.modeling.attention import make_bounds
-from fctune.modeling.build import CausalLM, materialize_
-from fctune.modeling.frozen import fill_rows_, is_nf4
-from fctune.modeling.shard import Hardware, Layout, defer_reduce, shard_
+from fctune.distributed import World
+from fctune.models.attention import make_bounds
+from fctune.models.frozen import fill_rows_, is_nf4
+from fctune.models.torchtune import layers
+from fctune.models.torchtune.architecture import Architecture
+from fctune.models.torchtune.build import CausalLM, materialize_
+from fctune.parallel.activations import checkpoint_blocks_
+from fctune.parallel.sharding import Hardware, Layout, defer_reduce, shard_
 from fctune.planner.memory import MemoryModel
+from fctune.planner.memory_timeline import Setting
 from fctune.planner.models import find_architecture, shape_model
-from fctune.planner.moments import Setting
 from fctune.training import step
-from fctune.training.distributed import World
-from fctune.training.feed import Inputs, StepData
-from fctune.training.state import start_state
+from fctune.training.prefetch import Inputs, StepData
+from fctune.training.setup import start_state
 
 GIB = 1024**3
 DEVICE = 80 * GIB

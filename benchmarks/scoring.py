@@ -30,14 +30,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from fctune.calls.bfcl import BfclJudge, judge_bfcl  # noqa: E402
-from fctune.calls.bfcl_data import MULTI_TURN, read_bfcl  # noqa: E402
-from fctune.calls.bfcl_match import AnswerKey  # noqa: E402
-from fctune.calls.bfcl_multi_turn import judge_multi_turn, load_simulators  # noqa: E402
-from fctune.calls.bfcl_suite import BfclSuite  # noqa: E402
-from fctune.calls.formats import FORMATS  # noqa: E402
-from fctune.calls.scorer import score_file  # noqa: E402
-from fctune.calls.wire import Parsed  # noqa: E402
+from fctune.calls.bfcl.answer_key import AnswerKey  # noqa: E402
+from fctune.calls.bfcl.cases import MULTI_TURN, read_bfcl  # noqa: E402
+from fctune.calls.bfcl.checker import BfclJudge, judge_bfcl  # noqa: E402
+from fctune.calls.bfcl.multi_turn import judge_multi_turn, load_simulators  # noqa: E402
+from fctune.calls.bfcl.suite import BfclSuite  # noqa: E402
+from fctune.calls.formats.base import Parsed  # noqa: E402
+from fctune.calls.formats.registry import FORMATS  # noqa: E402
+from fctune.calls.judge import score_file  # noqa: E402
 from fctune.data.conversation import Call  # noqa: E402
 from tests.calls.bfcl_wheel import (  # noqa: E402
     PYTHON_CATEGORIES,

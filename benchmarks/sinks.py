@@ -123,13 +123,13 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import torch
     from rich.console import Console
 
-    from fctune.config import parse_config
-    from fctune.modeling.lora import apply_lora_, init_adapters_
+    from fctune.config.loading import parse_config
+    from fctune.distributed import start_world, stop_world
+    from fctune.models.lora import apply_lora_, init_adapters_
     from fctune.telemetry.sinks import ConsoleSink, Sinks
-    from fctune.training.distributed import start_world, stop_world
     from fctune.training.loop import train
     from fctune.training.run_directory import RunDirectory
-    from fctune.training.state import build_base, open_sinks, place_, prepare_data, start_state
+    from fctune.training.setup import build_base, open_sinks, place_, prepare_data, start_state
 
     port = _free_port()
     num_steps = NUM_WARMUP + 2 * arguments.pairs * (NUM_SETTLING + arguments.steps) + 1  # one ends the last half

@@ -42,9 +42,10 @@ def fctune_config(job: Job, out: Path) -> dict[str, Any]:
 
 def train(job: Job, recorder: Recorder) -> None:
     """The recipe's own setup and loop; what it writes at a run's end is left out."""
-    from fctune.config import RunConfig, parse_config
+    from fctune import distributed
+    from fctune.config.loading import parse_config
+    from fctune.config.schema import RunConfig
     from fctune.telemetry.sinks import JsonlSink, Sinks
-    from fctune.training import distributed
     from fctune.training.preemption import StopRequest
     from fctune.training.run import open_run
     from recipes.full_fc_distributed import FullFunctionCallingRecipe
@@ -96,10 +97,11 @@ def train(job: Job, recorder: Recorder) -> None:
 
 def _draw_weights_of_fctune() -> None:
     """Put random weights where a checkpoint would be read; a block's tensor at a time, rounded as the run holds it."""
-    from fctune.modeling.build import CausalLM
-    from fctune.modeling.frozen import fill_rows_, is_scale, rows_to_fill
-    from fctune.modeling.lora import is_adapter
-    from fctune.training import run, state
+    from fctune.models.frozen import fill_rows_, is_scale, rows_to_fill
+    from fctune.models.lora import is_adapter
+    from fctune.models.torchtune.build import CausalLM
+    from fctune.training import run
+    from fctune.training import setup as state
 
     def draw_base_(model: CausalLM, model_dir: object) -> None:
         device = next(p.device for p in model.parameters() if p.device.type != "meta")

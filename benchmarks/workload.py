@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
 from fctune.data.synthetic import iter_conversations
-from fctune.data.template import ChatTemplate
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = ROOT / "fctune" / "assets" / "tiny_base_template.jinja"

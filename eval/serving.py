@@ -20,8 +20,8 @@ from typing import Any
 
 from eval import tool_calls
 from eval.tables import format_rate, make_console, make_table
-from fctune.calls.formats import detect_format, get_format
-from fctune.data.template import ChatTemplate
+from fctune.calls.formats.registry import detect_format, get_format
+from fctune.data.chat_template import ChatTemplate
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.evaluation.results import Row, read_rows
 from fctune.evaluation.serving import PARSERS, SERVERS, Served, parse_as_served

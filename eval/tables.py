@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fctune.calls.score import wilson_interval
+from fctune.calls.metrics import wilson_interval
 
 _WIDTH_OF_A_PIPE = 140
 

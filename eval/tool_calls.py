@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from eval.tables import make_console, make_score_table
-from fctune.calls.formats import FORMATS, CallFormat, detect_format, get_format
+from fctune.calls.formats.registry import FORMATS, CallFormat, detect_format, get_format
+from fctune.distributed import World, agree, start_world, stop_world
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.evaluation.dialogue import summarise_run
 from fctune.evaluation.proposals import write_proposals
@@ -41,7 +42,6 @@ from fctune.generation.engine import Engine, Sampling
 from fctune.generation.http_client import Patience
 from fctune.generation.in_process import InProcessEngine
 from fctune.generation.model_files import find_model
-from fctune.training.distributed import World, agree, start_world, stop_world
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from torchtune.recipe_interfaces import FTRecipeInterface
 
 from fctune.checkpoint.portable import PortableModel
-from fctune.config import RunConfig
+from fctune.config.schema import RunConfig
+from fctune.distributed import World
 from fctune.errors import ConfigError
-from fctune.modeling.export import export_merged
-from fctune.training.distributed import World
+from fctune.models.export import export_merged
 from fctune.training.entry import run_recipe
 from fctune.training.recipe import FineTuning
 from fctune.training.run import Run

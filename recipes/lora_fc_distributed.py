@@ -13,11 +13,11 @@ from collections.abc import Callable
 from torchtune.recipe_interfaces import FTRecipeInterface
 
 from fctune.checkpoint.portable import PortableAdapter
-from fctune.config import RunConfig
+from fctune.config.schema import RunConfig
+from fctune.distributed import World
 from fctune.errors import ConfigError
-from fctune.modeling.export import export_adapter, export_merged
-from fctune.modeling.lora import apply_lora_, init_adapters_
-from fctune.training.distributed import World
+from fctune.models.export import export_adapter, export_merged
+from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.training.entry import run_recipe
 from fctune.training.recipe import FineTuning
 from fctune.training.run import Run

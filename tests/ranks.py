@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torchtune.modules", "transformers", "fctune.training.state", "peft"])
+context.set_forkserver_preload(["torch", "torchtune.modules", "transformers", "fctune.training.setup", "peft"])
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 240) -> list[Any]:
@@ -71,7 +71,7 @@ def _run(
     be_rank(rank, world_size, port)
     import torch
 
-    from fctune.training.distributed import start_world, stop_world
+    from fctune.distributed import start_world, stop_world
 
     torch.set_num_threads(1)
     try:

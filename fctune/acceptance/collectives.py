@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fctune.acceptance.compute import time_calls
 from fctune.acceptance.config import CollectivesConfig, PairsConfig
-from fctune.acceptance.faults import Faults
+from fctune.acceptance.fault_injection import Faults
 from fctune.acceptance.session import Session
-from fctune.training.distributed import World
+from fctune.distributed import World
 
 # torch 2.13 renames these and warns of the old names; 2.11 has no others.
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fctune.acceptance.config import ComputeConfig
-from fctune.acceptance.faults import Faults
+from fctune.acceptance.fault_injection import Faults
 from fctune.acceptance.session import Session
 from fctune.telemetry.device import capability_of, read_device
 

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import yaml
 
 from fctune.acceptance.metrics import CHECKS, DTYPES, METRICS, OPERATIONS
-from fctune.config import format_problems
+from fctune.config.loading import format_problems
+from fctune.config.parsing import apply_override, parse_dataclass, suggest
 from fctune.errors import ConfigError
-from fctune.schema import apply_override, parse_dataclass, suggest
 
 FaultKind = Literal[
     "slow_compute",

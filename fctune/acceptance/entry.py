@@ -11,8 +11,8 @@ from rich.console import Console
 from fctune.acceptance.config import load_acceptance
 from fctune.acceptance.run import Acceptance
 from fctune.acceptance.table import Progress
+from fctune.distributed import read_launch
 from fctune.errors import CheckpointError, ConfigError, DataError
-from fctune.training.distributed import read_launch
 from fctune.training.entry import read_command_line
 
 _USAGE = "tune run recipes/cluster_acceptance --config FILE [profile=NAME] [key=value ...]"

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fctune.distributed import World
 from fctune.telemetry.device import capability_of, read_device, total_memory
-from fctune.training.distributed import World
 from fctune.training.run_directory import versions
 
 # What must be equal on every rank for them to run one program at one speed.

@@ -15,13 +15,13 @@ import torch
 from fctune.acceptance.collectives import check_pair, measure_collective, measure_pairs, sizes_of
 from fctune.acceptance.compute import checksum_products, measure_copies, measure_products
 from fctune.acceptance.config import AcceptanceConfig
-from fctune.acceptance.faults import Faults
+from fctune.acceptance.fault_injection import Faults
 from fctune.acceptance.identity import count_xids, describe_rank, measure_clock, read_kernel_log
 from fctune.acceptance.session import OutOfTime, Session
 from fctune.acceptance.statistics import bandwidth
 from fctune.acceptance.storage import find_obstacle, folder_in, list_groups, measure_disk
 from fctune.acceptance.training import load_run, measure_checkpoint, measure_steps, sizes_of_shards
-from fctune.training.distributed import World
+from fctune.distributed import World
 from fctune.training.loop import TrainState
 
 Found = dict[str, Any]

@@ -18,8 +18,8 @@ from fctune.acceptance.phases import Phases
 from fctune.acceptance.result import NAME, make_document, read_document, write_document
 from fctune.acceptance.session import OutOfTime, Session
 from fctune.acceptance.training import load_run
+from fctune.distributed import Launch, World
 from fctune.errors import ConfigError
-from fctune.training.distributed import Launch, World
 
 
 class Listener(Protocol):

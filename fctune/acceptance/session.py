@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from fctune.acceptance.config import LimitsConfig
 from fctune.acceptance.ending import Ending, Position
 from fctune.acceptance.watch import Watch, Writer
-from fctune.training.distributed import Launch, World
+from fctune.distributed import Launch, World
 
 
 class OutOfTime(Exception):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.acceptance.config import StorageConfig
-from fctune.acceptance.faults import Faults
+from fctune.acceptance.fault_injection import Faults
 from fctune.acceptance.session import Session
 
 KINDS = ("write", "read", "files", "flush")

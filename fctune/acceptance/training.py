@@ -10,27 +10,28 @@ from typing import Any
 
 import torch
 
+from fctune import distributed
 from fctune.acceptance.config import TrainingConfig
-from fctune.acceptance.faults import Faults
+from fctune.acceptance.fault_injection import Faults
 from fctune.acceptance.session import Session
 from fctune.checkpoint.sharded import read_shards_, write_shards
 from fctune.checkpoint.snapshot import collect_tensors
-from fctune.config import RunConfig, load_config
+from fctune.config.loading import load_config
+from fctune.config.schema import RunConfig
 from fctune.data.loader import Batch, GlobalStep, StepTotals
-from fctune.modeling.architecture import read_architecture
-from fctune.modeling.build import CausalLM, materialize_
-from fctune.modeling.frozen import fill_rows_, is_scale, rows_to_fill
-from fctune.modeling.hub import resolve_model_dir
-from fctune.modeling.lora import apply_lora_, init_adapters_, is_adapter
-from fctune.modeling.shard import Hardware, shard_
+from fctune.distributed import World
+from fctune.models.frozen import fill_rows_, is_scale, rows_to_fill
+from fctune.models.hub import resolve_model_dir
+from fctune.models.lora import apply_lora_, init_adapters_, is_adapter
+from fctune.models.torchtune.architecture import read_architecture
+from fctune.models.torchtune.build import CausalLM, materialize_
+from fctune.parallel.sharding import Hardware, shard_
 from fctune.telemetry.device import total_memory
 from fctune.telemetry.metrics import FlopCounter, peak_memory_gib
-from fctune.training import distributed
-from fctune.training.distributed import World
-from fctune.training.feed import StepData, make_inputs
 from fctune.training.loop import TrainState
 from fctune.training.meter import count_flops
-from fctune.training.state import build_base, lay_out_, start_state
+from fctune.training.prefetch import StepData, make_inputs
+from fctune.training.setup import build_base, lay_out_, start_state
 from fctune.training.step import train_step
 
 

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from fctune.acceptance.config import LimitsConfig
 from fctune.acceptance.ending import GRACE_S, Ending, Peer, Position, Word, find_culprits, read_words
-from fctune.training.distributed import Launch
+from fctune.distributed import Launch
 
 logger = logging.getLogger("fctune")
 

@@ -22,15 +22,15 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fctune.config import format_problems, parse_config
+from fctune import distributed
+from fctune.config.loading import format_problems, parse_config
 from fctune.data.conversation import Conversation, Message
 from fctune.data.synthetic import iter_conversations
 from fctune.errors import ConfigError
-from fctune.modeling.export import export_merged
-from fctune.training import distributed
+from fctune.models.export import export_merged
 from fctune.training.loop import count_steps, train
 from fctune.training.run_directory import RunDirectory
-from fctune.training.state import build_base, open_sinks, place_, prepare_data, start_state
+from fctune.training.setup import build_base, open_sinks, place_, prepare_data, start_state
 
 VOCAB_SIZE = 1408
 SPECIAL_TOKENS = (

@@ -19,11 +19,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fctune.calls.formats import get_format
-from fctune.calls.json_text import UnreadableError, decode_json
-from fctune.calls.wire import CallFormat, Malformed, Parsed
+from fctune.calls.formats.base import CallFormat, Malformed, Parsed
+from fctune.calls.formats.registry import get_format
 from fctune.data.conversation import Call, Tool
 from fctune.errors import ConfigError, DataError
+from fctune.parsing.json_text import UnreadableError, decode_json
 
 _NUM_SHOWN = 10
 

@@ -16,10 +16,10 @@ import jsonschema
 import referencing
 import referencing.exceptions
 
-from fctune.calls.json_text import UnreadableError, decode_json
 from fctune.calls.plain_schema import Check, compile_schema
-from fctune.calls.python_text import PythonReader
 from fctune.data.conversation import Call, Tool
+from fctune.parsing.json_text import UnreadableError, decode_json
+from fctune.parsing.python_text import PythonReader
 
 MAX_ERRORS = 20
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from fctune import distributed
 from fctune.checkpoint.files import flush, write_tensors, write_text
 from fctune.checkpoint.store import FileRecord
 from fctune.errors import CheckpointError
-from fctune.training import distributed
 
 _MAX_FILE_BYTES = 2 * 1024**3
 

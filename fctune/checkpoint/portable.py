@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from fctune.checkpoint.elastic import flush_files, locate, read_tensor, write_files
 from fctune.checkpoint.snapshot import named_trained
 from fctune.checkpoint.store import FileRecord
-from fctune.config import AdapterConfig
+from fctune.config.schema import AdapterConfig
 from fctune.errors import CheckpointError
-from fctune.modeling.architecture import Architecture
-from fctune.modeling.export import copy_companions, write_adapter_config, write_model_config
-from fctune.modeling.lora import copy_full_
-from fctune.modeling.weights import from_hf_layout, peft_name, to_hf_layout, to_hf_name
+from fctune.models.export import copy_companions, write_adapter_config, write_model_config
+from fctune.models.lora import copy_full_
+from fctune.models.torchtune.architecture import Architecture
+from fctune.models.torchtune.weights import from_hf_layout, peft_name, to_hf_layout, to_hf_name
 
 
 class Portable(ABC):

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from fctune.checkpoint.phases import reached
+from fctune import distributed
+from fctune.checkpoint.fault_hooks import reached
 from fctune.checkpoint.store import Checkpoint, CheckpointStore, FileRecord, Kind
-from fctune.training import distributed
-from fctune.training.distributed import World
+from fctune.distributed import World
 
 logger = logging.getLogger("fctune")
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fctune.checkpoint.fault_hooks import reached
 from fctune.checkpoint.files import checksum, flush_directory, write_text
-from fctune.checkpoint.phases import reached
 from fctune.errors import CheckpointError
 
 Kind = Literal["sharded", "elastic"]

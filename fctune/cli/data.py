@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.cli.files import write_file
-from fctune.config import load_config
+from fctune.config.loading import load_config
 from fctune.errors import ConfigError
 from fctune.terminal import Terminal
 
@@ -59,7 +59,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
         raise ConfigError("--seq-len: needs --tokenizer, which tokens are counted with.")
     encode: Encode | None = None
     if arguments.tokenizer is not None:
-        from fctune.data.template import ChatTemplate
+        from fctune.data.chat_template import ChatTemplate
 
         template = ChatTemplate(arguments.tokenizer)
 
@@ -108,8 +108,8 @@ def _show_row(arguments: argparse.Namespace) -> int:
 
 
 def _prepare_data(arguments: argparse.Namespace) -> int:
-    from fctune.data.prepared import describe_counts, prepare, prepared_root
-    from fctune.modeling.hub import resolve_model_dir
+    from fctune.data.prepared_set import describe_counts, prepare, prepared_root
+    from fctune.models.hub import resolve_model_dir
 
     config = load_config(arguments.config, arguments.overrides)
     console = Terminal()

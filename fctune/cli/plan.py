@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from fctune.config import load_config
+from fctune.config.loading import load_config
 from fctune.terminal import Terminal
 
 
@@ -40,7 +40,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from fctune.planner.gpus import find_gpu
+    from fctune.gpus import find_gpu
 
     by_hand = {
         "--gpu-memory-gib": arguments.gpu_memory_gib,
@@ -51,8 +51,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     }
     gpu = find_gpu(arguments.gpu, by_hand)
     config = load_config(arguments.config, arguments.overrides)
-    from fctune.planner.ask import Ask
     from fctune.planner.plan import make_plan
+    from fctune.planner.plan_request import Ask
 
     rate = arguments.failures_per_gpu_day
     ask = Ask(

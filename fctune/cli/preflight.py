@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.cli.files import write_file
-from fctune.config import read_environment
+from fctune.config.loading import read_environment
 
 
 def add_commands(commands: Any) -> None:
@@ -29,8 +29,8 @@ def add_commands(commands: Any) -> None:
 
 def _preflight(arguments: argparse.Namespace) -> int:
     from fctune.launch.checks import Mounts
-    from fctune.launch.meeting import Node
     from fctune.launch.preflight import Request, run_preflight
+    from fctune.launch.rendezvous import Node
 
     environment = read_environment()
     mounts = Mounts(

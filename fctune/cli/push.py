@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fctune.config import read_environment
+from fctune.config.loading import read_environment
 
 
 def add_commands(commands: Any) -> None:

@@ -41,8 +41,8 @@ def add_commands(commands: Any) -> None:
 
 
 def _score_bfcl(arguments: argparse.Namespace) -> int:
-    from fctune.calls.bfcl_suite import BfclSuite
-    from fctune.calls.scorer import score_file
+    from fctune.calls.bfcl.suite import BfclSuite
+    from fctune.calls.judge import score_file
 
     _collect_less()
     suite = BfclSuite(arguments.data, arguments.categories, arguments.dots_as_underscores)
@@ -52,7 +52,7 @@ def _score_bfcl(arguments: argparse.Namespace) -> int:
 
 def _score_calls(arguments: argparse.Namespace) -> int:
     from fctune.calls.cases import read_cases
-    from fctune.calls.scorer import CaseSuite, score_file
+    from fctune.calls.judge import CaseSuite, score_file
 
     _collect_less()
     suite = CaseSuite(read_cases(arguments.cases))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fctune.data.prepared import PreparedSet, Split
+from fctune.data.prepared_set import PreparedSet, Split
 from fctune.errors import DataError
 
 IGNORE = -100  # label of a position that nothing is learnt from

@@ -8,10 +8,10 @@ from typing import Literal
 
 from rich.text import Text
 
+from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
-from fctune.data.masks import Policy, TrainOn
 from fctune.data.sources import Defect, read_source
-from fctune.data.template import ChatTemplate
+from fctune.data.supervision import Policy, TrainOn
 from fctune.errors import DataError
 
 

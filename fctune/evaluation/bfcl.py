@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fctune.calls.bfcl import BfclJudge, language_of
-from fctune.calls.bfcl_data import MULTI_TURN, SINGLE_TURN, BfclCase, read_bfcl
-from fctune.calls.bfcl_match import AnswerKey
+from fctune.calls.bfcl.answer_key import AnswerKey
+from fctune.calls.bfcl.cases import MULTI_TURN, SINGLE_TURN, BfclCase, read_bfcl
+from fctune.calls.bfcl.checker import BfclJudge, language_of
 from fctune.calls.cases import Case
-from fctune.calls.match import describe_differences
-from fctune.calls.score import Outcome, Verdict
-from fctune.calls.wire import Parsed
+from fctune.calls.formats.base import Parsed
+from fctune.calls.matching import describe_differences
+from fctune.calls.metrics import Outcome, Verdict
+from fctune.config.parsing import suggest
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.errors import ConfigError
 from fctune.evaluation.multi_turn import MultiTurnCase, open_multi_turn
-from fctune.schema import suggest
 
 BFCL = "BFCL v4"
 

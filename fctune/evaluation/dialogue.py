@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fctune.calls.bfcl_multi_turn import World
-from fctune.calls.score import Outcome, judge_failure, rate, score
-from fctune.calls.wire import CallFormat, Malformed, Parsed
+from fctune.calls.bfcl.multi_turn import World
+from fctune.calls.formats.base import CallFormat, Malformed, Parsed
+from fctune.calls.metrics import Outcome, judge_failure, rate, score
 from fctune.data.conversation import Call, Conversation, Message
 from fctune.errors import DataError
 from fctune.evaluation.bfcl import BFCL
+from fctune.evaluation.judging import Row, read_answer
 from fctune.evaluation.multi_turn import MultiTurnCase
-from fctune.evaluation.reading import Row, read_answer
 from fctune.evaluation.suites import Suite
 from fctune.evaluation.summary import summarise
 from fctune.generation.engine import Answer, Engine

@@ -18,17 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from fctune import distributed
 from fctune.calls.cases import read_cases
-from fctune.calls.formats import detect_format
-from fctune.calls.score import Outcome, score
-from fctune.config import EvalConfig
-from fctune.evaluation.reading import judge_answer, judge_row
+from fctune.calls.formats.registry import detect_format
+from fctune.calls.metrics import Outcome, score
+from fctune.config.schema import EvalConfig
+from fctune.distributed import World
+from fctune.evaluation.judging import judge_answer, judge_row
 from fctune.evaluation.suites import Suite
 from fctune.generation.in_process import InProcessEngine
-from fctune.modeling.build import CausalLM
-from fctune.modeling.export import iter_merged
-from fctune.training import distributed
-from fctune.training.distributed import World
+from fctune.models.export import iter_merged
+from fctune.models.torchtune.build import CausalLM
 
 # Rates that are written beside the accuracy.
 _RATES = ("tool_selection", "tool_f1", "argument_f1", "schema_valid", "false_call", "missed_call")

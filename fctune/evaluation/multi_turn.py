@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fctune.calls.bfcl_data import BfclCase, read_bfcl
-from fctune.calls.bfcl_multi_turn import World, judge_multi_turn, load_simulators
-from fctune.calls.score import Outcome, Verdict, judge
-from fctune.calls.wire import Parsed
+from fctune.calls.bfcl.cases import BfclCase, read_bfcl
+from fctune.calls.bfcl.multi_turn import World, judge_multi_turn, load_simulators
+from fctune.calls.formats.base import Parsed
+from fctune.calls.metrics import Outcome, Verdict, judge
 from fctune.data.conversation import Call, Message, Tool
 from fctune.errors import ConfigError
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from fctune.errors import DataError
-from fctune.evaluation.reading import Row
+from fctune.evaluation.judging import Row
 
 
 @dataclass(frozen=True, slots=True)

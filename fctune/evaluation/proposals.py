@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fctune.calls.score import VERDICTS
+from fctune.calls.metrics import VERDICTS
 from fctune.data.conversation import Call, Message
 from fctune.errors import ConfigError
-from fctune.evaluation.reading import Row
+from fctune.evaluation.judging import Row
 from fctune.evaluation.suites import Suite, benchmark_of
 
 

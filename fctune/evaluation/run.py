@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
-from fctune import __version__
+from fctune import __version__, distributed
 from fctune.calls.cases import Case
-from fctune.calls.wire import CallFormat
+from fctune.calls.formats.base import CallFormat
 from fctune.data.conversation import Message
+from fctune.distributed import World
 from fctune.evaluation.dialogue import ask_multi_turn
+from fctune.evaluation.judging import Row, judge_answer
 from fctune.evaluation.multi_turn import MultiTurnCase
-from fctune.evaluation.reading import Row, judge_answer
 from fctune.evaluation.results import ResultsFile
 from fctune.evaluation.suites import Suite
 from fctune.generation.engine import Engine
-from fctune.training import distributed
-from fctune.training.distributed import World
 
 AnyCase = TypeVar("AnyCase", Case, MultiTurnCase)
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fctune.calls.score import Outcome, judge_failure
+from fctune.calls.metrics import Outcome, judge_failure
 from fctune.errors import ConfigError
-from fctune.evaluation.reading import Row, read_answer
+from fctune.evaluation.judging import Row, read_answer
 from fctune.evaluation.suites import Suite
 from fctune.generation.engine import Answer
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import yaml
 
-from fctune.calls.bfcl_data import CATEGORIES
+from fctune.calls.bfcl.cases import CATEGORIES
 from fctune.calls.cases import Case, make_cases, read_cases
-from fctune.calls.score import Outcome, judge
-from fctune.calls.wire import Parsed
+from fctune.calls.formats.base import Parsed
+from fctune.calls.metrics import Outcome, judge
+from fctune.config.parsing import parse_dataclass
 from fctune.data.conversation import Conversation
 from fctune.data.synthetic import iter_cases
 from fctune.errors import ConfigError
 from fctune.evaluation.bfcl import BFCL, open_bfcl
 from fctune.evaluation.multi_turn import MultiTurnCase
-from fctune.schema import parse_dataclass
 
 Judge = Callable[[Case, Parsed], tuple[Outcome, dict[str, Any]]]
 

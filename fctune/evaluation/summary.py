@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fctune.calls.score import Outcome, rate, score
-from fctune.evaluation.reading import Row, judge_row
+from fctune.calls.metrics import Outcome, rate, score
+from fctune.evaluation.judging import Row, judge_row
 from fctune.evaluation.suites import Suite
 
 # What these measure is not given where any call will do.
@@ -17,7 +17,7 @@ _NAMED_RATES = ("tool_", "argument_")
 def summarise(suite: Suite, rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The summary of a run as it is written.
 
-    ``scores`` and ``lenient`` hold what ``fctune.calls.score.score`` gives, by category; with one ``all`` over them
+    ``scores`` and ``lenient`` hold what ``fctune.calls.metrics.score`` gives, by category; with one ``all`` over them
     unless the suite is a benchmark, whose categories are not to be summed up. A case without a row counts as one
     without an answer. Of the leaderboard there are also ``official``, its own verdict, also on what is malformed, and
     ``typed``, the strict typed match.

@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fctune.calls.formats import CallFormat, detect_format, get_format
+from fctune.calls.formats.registry import CallFormat, detect_format, get_format
+from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
-from fctune.data.template import ChatTemplate
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.evaluation.suites import Suite
 from fctune.generation.in_process import InProcessEngine

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
-from fctune.data.template import ChatTemplate
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.generation.engine import Answer, Sampling
 from fctune.generation.model_files import digest_model

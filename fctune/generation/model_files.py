@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fctune.errors import ConfigError
-from fctune.modeling.hub import resolve_model_dir
+from fctune.models.hub import resolve_model_dir
 
 _NUM_BLOCKS = 64
 _BLOCK_BYTES = 65_536

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from fctune.config import RunConfig
+from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
-from fctune.launch.faults import Fault
 from fctune.launch.hub import check_hub, is_downloaded, named_on_hub
+from fctune.launch.problems import Fault
 from fctune.launch.space import GIB, count_space, tell_bytes
 from fctune.telemetry.device import read_device
 from fctune.training.run_directory import versions

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from fctune.config import RunConfig
+from fctune.config.schema import RunConfig
 from fctune.errors import CheckpointError, ConfigError, DataError
-from fctune.launch.faults import Fault
-from fctune.modeling.hub import resolve_model_dir
+from fctune.launch.problems import Fault
+from fctune.models.hub import resolve_model_dir
 
 Kind = Literal["model", "dataset"]
 

@@ -13,10 +13,10 @@ from typing import Any
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.launch import checks
 from fctune.launch.checks import Mounts
-from fctune.launch.choices import Launch, plan_launch
-from fctune.launch.faults import Fault
+from fctune.launch.env_overrides import Launch, plan_launch
 from fctune.launch.hub import fetch
-from fctune.launch.meeting import Meeting, MeetingError, Node
+from fctune.launch.problems import Fault
+from fctune.launch.rendezvous import Meeting, MeetingError, Node
 
 # Clocks may differ by so much; certificates, logs and the order of events stand it.
 _CLOCK_S = 5.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fctune.calls.formats import detect_format
-from fctune.data.template import ChatTemplate
+from fctune.calls.formats.registry import detect_format
+from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError
 from fctune.evaluation.serving import PARSERS
 from fctune.generation.model_files import find_model

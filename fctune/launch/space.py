@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fctune.config import RunConfig
+from fctune.config.schema import RunConfig
 from fctune.planner.memory import MemoryModel
 from fctune.planner.models import find_architecture, shape_model
 from fctune.planner.storage import plan_storage

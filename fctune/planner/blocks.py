@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fctune.config import RunConfig
-from fctune.modeling.architecture import Architecture
+from fctune.config.schema import RunConfig
+from fctune.models.torchtune.architecture import Architecture
 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

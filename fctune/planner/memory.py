@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from fctune.config import RunConfig
-from fctune.modeling.activations import is_chosen
-from fctune.modeling.build import CausalLM
-from fctune.modeling.footprint import GIB, SAFE_SHARE, Footprint, can_hold_gradients
-from fctune.modeling.loss import MAX_LOGITS
-from fctune.modeling.precision import Formats
+from fctune.config.schema import RunConfig
+from fctune.models.loss import MAX_LOGITS
+from fctune.models.precision import Formats
+from fctune.models.torchtune.build import CausalLM
+from fctune.parallel.activations import is_chosen
+from fctune.parallel.footprint import GIB, SAFE_SHARE, Footprint, can_hold_gradients
 from fctune.planner.blocks import BlockMemory, measure_block
-from fctune.planner.moments import Peak, Setting, Timeline
+from fctune.planner.memory_timeline import Peak, Setting, Timeline
 from fctune.planner.tensors import Tensors, state_bytes
 
 # What is there beside the tensors: CUDA's context with its kernels and cuBLAS's workspace (32 MiB on Hopper); NCCL's
@@ -126,7 +126,7 @@ class MemoryModel:
         return low
 
     def is_in_units(self, setting: Setting) -> bool:
-        """Whether weights are gathered and gradients reduced a block at a time: ``fctune.modeling.shard.shard_``."""
+        """Whether weights are gathered and gradients reduced a block at a time: ``fctune.parallel.sharding.shard_``."""
         return setting.mode in ("fsdp", "hsdp") or self.formats.is_mixed or self.config.parallel.cpu_offload
 
     def whole_bytes(self, tensors: Tensors) -> int:
@@ -170,7 +170,7 @@ class MemoryModel:
         return sum(t.numel * (4 if self.formats.is_mixed else t.itemsize) for t in tensors.tensors if t.is_trained)
 
     def chunk_elements(self, num_rows: int) -> int:
-        """Logits computed at once: ``fctune.modeling.loss``."""
+        """Logits computed at once: ``fctune.models.loss``."""
         vocab = self.architecture.vocab_size
         if num_rows * vocab <= self.max_logits:
             return num_rows * vocab

@@ -7,15 +7,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fctune.config import RunConfig
+from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
-from fctune.modeling.architecture import Architecture, read_architecture
-from fctune.modeling.build import CausalLM, build_model
-from fctune.modeling.hub import describe_failure, parse_name
-from fctune.modeling.lora import apply_lora_
-from fctune.modeling.precision import choose_formats
-from fctune.modeling.shard import check_layout
-from fctune.planner.gpus import GPUS, Gpu
+from fctune.gpus import GPUS, Gpu
+from fctune.models.hub import describe_failure, parse_name
+from fctune.models.lora import apply_lora_
+from fctune.models.precision import choose_formats
+from fctune.models.torchtune.architecture import Architecture, read_architecture
+from fctune.models.torchtune.build import CausalLM, build_model
+from fctune.parallel.sharding import check_layout
 
 _LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from fctune.config import RunConfig
+from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
-from fctune.modeling.build import CausalLM
-from fctune.modeling.shard import Hardware, check_layout, choose_layout
-from fctune.planner.ask import Ask
-from fctune.planner.hand import HandEstimate, estimate_by_hand, flops_by_hand
+from fctune.models.torchtune.build import CausalLM
+from fctune.parallel.sharding import Hardware, check_layout, choose_layout
 from fctune.planner.memory import MemoryModel
+from fctune.planner.memory_timeline import Peak, Setting
 from fctune.planner.models import can_be_laid_out, check_run, find_architecture, shape_model
-from fctune.planner.moments import Peak, Setting
+from fctune.planner.plan_request import Ask
 from fctune.planner.rows import Rows, count_rows, count_steps
+from fctune.planner.rule_of_thumb import HandEstimate, estimate_by_hand, flops_by_hand
 from fctune.planner.speed import EFFICIENCY, EFFICIENCY_RANGE, Flops, StepTime, count_flops, time_step
 from fctune.planner.storage import Storage, plan_storage
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fctune.config import RunConfig
+from fctune.config.schema import RunConfig
 from fctune.data.loader import shuffled
-from fctune.data.prepared import PreparedSet, fingerprint_inputs, open_prepared, prepared_root
+from fctune.data.prepared_set import PreparedSet, fingerprint_inputs, open_prepared, prepared_root
 from fctune.data.sources.fingerprint import FileDigests
 from fctune.errors import ConfigError
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from fctune.modeling.loss import MAX_LOGITS
+from fctune.gpus import Gpu
+from fctune.models.loss import MAX_LOGITS
 from fctune.planner.blocks import linear_shapes
-from fctune.planner.gpus import Gpu
 from fctune.planner.memory import MemoryModel
-from fctune.planner.moments import Setting
-from fctune.planner.pointwise import count_moved, fused
+from fctune.planner.memory_timeline import Setting
+from fctune.planner.memory_traffic import count_moved, fused
 from fctune.planner.storage import HOST_GB_S
 
 # Share of the dense peak that a step with fused kernels reaches, all that it waits for counted: Megatron-LM's README

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from fctune.config import RunConfig
+from fctune.config.schema import RunConfig
 from fctune.planner.memory import MemoryModel
 from fctune.planner.rows import Rows
 from fctune.planner.tensors import state_bytes

@@ -7,7 +7,7 @@ from dataclasses import fields
 from rich.console import Console
 from rich.table import Table
 
-from fctune.modeling.footprint import GIB, LABELS, SAFE_SHARE
+from fctune.parallel.footprint import GIB, LABELS, SAFE_SHARE
 from fctune.planner.plan import WORTH, Plan, Variant, name_remedies
 from fctune.planner.speed import EFFICIENCY_RANGE
 from fctune.planner.storage import FAILURES_PER_GPU_DAY, MOST_LOST

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fctune.modeling.frozen import NF4_BYTES, is_nf4
-from fctune.modeling.lora import is_adapter
+from fctune.models.frozen import NF4_BYTES, is_nf4
+from fctune.models.lora import is_adapter
 
 # Of quantised moments: numbers that share a scale, bits of a number, bytes of the table of what they stand for.
 _QUANTISED = {"8bit": (256, 8, 1024), "4bit": (128, 4, 64), "Fp8": (256, 8, 0)}

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fctune.calls.score import VERDICTS
+from fctune.calls.metrics import VERDICTS
 from fctune.report.page import Page, Tone, escape, make_table
 
 _MAX_CASES = 1_000

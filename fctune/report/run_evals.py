@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fctune.calls.score import rate
+from fctune.calls.metrics import rate
 from fctune.errors import DataError
 from fctune.evaluation.paired import Comparison, compare_rows
 from fctune.evaluation.results import Row, read_rows, read_settings

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from fctune.config import SuccessConfig
+from fctune.config.schema import SuccessConfig
 from fctune.report.page import Page, Tone, escape
 from fctune.report.run_data import RunRecord
 from fctune.report.run_evals import Accuracy

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fctune.planner.gpus import GPUS
+from fctune.gpus import GPUS
 
 # Names that drivers give, and what the planner calls them; the first that is found counts.
 _KINDS = (

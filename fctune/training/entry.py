@@ -14,13 +14,14 @@ from typing import Protocol
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from fctune.config import RunConfig, load_config
+from fctune import distributed
+from fctune.config.loading import load_config
+from fctune.config.schema import RunConfig
+from fctune.distributed import UserError, World
 from fctune.errors import ConfigError, DataError
 from fctune.report.run_data import read_run
 from fctune.report.run_success import judge_run, tell_table
 from fctune.telemetry.device import describe_device, total_memory
-from fctune.training import distributed
-from fctune.training.distributed import UserError, World
 from fctune.training.loop import NonFiniteError
 from fctune.training.out_of_memory import is_out_of_memory
 from fctune.training.preemption import STOPPED, Stopped, StopRequest

@@ -13,22 +13,22 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from fctune import distributed
 from fctune.checkpoint.elastic import write_files, write_json
+from fctune.checkpoint.fault_hooks import reached
 from fctune.checkpoint.files import write_tensors
-from fctune.checkpoint.phases import reached
 from fctune.checkpoint.saver import Saver, SaveResult
 from fctune.checkpoint.sharded import write_shards
 from fctune.checkpoint.snapshot import collect_rng, collect_tensors
 from fctune.checkpoint.store import CheckpointStore, FileRecord, Kind
-from fctune.config import RunConfig
+from fctune.config.schema import RunConfig
+from fctune.distributed import World
 from fctune.errors import CheckpointError
 from fctune.evaluation.live import LiveEvaluation
-from fctune.training import distributed
-from fctune.training.distributed import World
+from fctune.training.hang_watch import StepWatch
 from fctune.training.loop import StepKeeper, TrainState
 from fctune.training.preemption import Stopped, StopRequest
 from fctune.training.recovery import STATE
-from fctune.training.watch import StepWatch
 
 logger = logging.getLogger("fctune")
 

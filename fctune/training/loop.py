@@ -11,15 +11,15 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from fctune.config import RunConfig
+from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalLoader
-from fctune.data.prepared import PreparedSet
+from fctune.data.prepared_set import PreparedSet
+from fctune.distributed import World
 from fctune.errors import ConfigError, DataError
-from fctune.modeling.build import CausalLM
+from fctune.models.torchtune.build import CausalLM
 from fctune.telemetry.sinks import Sinks
-from fctune.training.distributed import World
-from fctune.training.feed import Feeder
 from fctune.training.meter import Meter
+from fctune.training.prefetch import Feeder
 from fctune.training.step import StepResult, mean_loss, train_step
 
 

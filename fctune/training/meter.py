@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from fctune.config import RunConfig
+from fctune import distributed
+from fctune.config.schema import RunConfig
 from fctune.data.loader import StepTotals
-from fctune.modeling.build import CausalLM
-from fctune.modeling.lora import is_adapter
+from fctune.distributed import World
+from fctune.models.lora import is_adapter
+from fctune.models.torchtune.build import CausalLM
 from fctune.telemetry.device import peak_tflops, read_device
 from fctune.telemetry.metrics import (
     GIB,
@@ -32,9 +34,7 @@ from fctune.telemetry.metrics import (
 from fctune.telemetry.probe import DeviceProbe
 from fctune.telemetry.profiler import StepProfiler
 from fctune.telemetry.ranks import RankFigures, describe_ranks
-from fctune.training import distributed
-from fctune.training.distributed import World
-from fctune.training.feed import StepData
+from fctune.training.prefetch import StepData
 from fctune.training.step import StepResult
 
 logger = logging.getLogger("fctune")

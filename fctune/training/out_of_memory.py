@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from fctune.config import RunConfig
-from fctune.modeling.footprint import GIB
-from fctune.planner.ask import Ask
-from fctune.planner.gpus import find_gpu
+from fctune.config.schema import RunConfig
+from fctune.distributed import World
+from fctune.gpus import find_gpu
+from fctune.parallel.footprint import GIB
 from fctune.planner.plan import Plan, Variant, make_plan, name_remedies
+from fctune.planner.plan_request import Ask
 from fctune.telemetry.device import peak_tflops, total_memory
-from fctune.training.distributed import World
 
 logger = logging.getLogger("fctune")
 

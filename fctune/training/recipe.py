@@ -8,19 +8,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fctune import distributed
 from fctune.checkpoint.portable import Portable
-from fctune.config import RunConfig
-from fctune.data.prepared import PreparedSet
-from fctune.modeling.build import CausalLM
-from fctune.modeling.hub import resolve_model_dir
+from fctune.config.schema import RunConfig
+from fctune.data.prepared_set import PreparedSet
+from fctune.distributed import World
+from fctune.models.hub import resolve_model_dir
+from fctune.models.torchtune.build import CausalLM
 from fctune.telemetry.sinks import Sinks
-from fctune.training import distributed
-from fctune.training.distributed import World
 from fctune.training.keeper import Keeper
 from fctune.training.loop import TrainState, count_steps, train
 from fctune.training.out_of_memory import MemorySnapshot, suggest_less_memory
 from fctune.training.run import Run, start_keeping
-from fctune.training.state import build_base, lay_out_, open_sinks, place_, prepare_data, start_state
+from fctune.training.setup import build_base, lay_out_, open_sinks, place_, prepare_data, start_state
 
 
 class FineTuning(ABC):

@@ -12,23 +12,17 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
+from fctune import distributed
 from fctune.checkpoint.elastic import locate, read_tensor
-from fctune.checkpoint.phases import reached
+from fctune.checkpoint.fault_hooks import reached
 from fctune.checkpoint.sharded import names_in, read_shards_
-from fctune.checkpoint.snapshot import (
-    collect_rng,
-    init_optimizer_state_,
-    named_trained,
-    restore_rng,
-    state_tensors,
-)
+from fctune.checkpoint.snapshot import collect_rng, init_optimizer_state_, named_trained, restore_rng, state_tensors
 from fctune.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint, verify
-from fctune.config import RunConfig
+from fctune.config.schema import RunConfig
+from fctune.distributed import World
 from fctune.errors import CheckpointError
-from fctune.modeling.lora import copy_full_
-from fctune.modeling.weights import locate_tensors
-from fctune.training import distributed
-from fctune.training.distributed import World
+from fctune.models.lora import copy_full_
+from fctune.models.torchtune.weights import locate_tensors
 from fctune.training.loop import TrainState
 from fctune.training.schedule import move_schedule_
 

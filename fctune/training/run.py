@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fctune import distributed
 from fctune.checkpoint.portable import Portable
 from fctune.checkpoint.store import CheckpointStore
-from fctune.config import RunConfig
+from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalLoader
-from fctune.data.prepared import PreparedSet
+from fctune.data.prepared_set import PreparedSet
+from fctune.distributed import World
 from fctune.errors import ConfigError
 from fctune.evaluation.live import LiveEvaluation
-from fctune.training import distributed
-from fctune.training.distributed import World
+from fctune.training.hang_watch import StepWatch
 from fctune.training.keeper import Keeper
 from fctune.training.loop import TrainState
 from fctune.training.preemption import StopRequest
 from fctune.training.recovery import Resume, check_same_run, choose_checkpoint, fingerprint_base, restore_
 from fctune.training.run_directory import RunDirectory, versions
-from fctune.training.watch import StepWatch
 
 logger = logging.getLogger("fctune")
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fctune.config import RunConfig
+from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
 from fctune.training.lock import DirectoryLock
 

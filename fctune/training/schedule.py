@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from fctune.config import LRSchedulerConfig
+from fctune.config.schema import LRSchedulerConfig
 
 
 def lr_factor(config: LRSchedulerConfig, num_steps: int) -> Callable[[int], float]:

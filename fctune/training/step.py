@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fctune import distributed
 from fctune.data.loader import Batch
-from fctune.modeling.build import CausalLM
-from fctune.modeling.shard import defer_reduce, release_gathered
+from fctune.distributed import World
+from fctune.models.torchtune.build import CausalLM
+from fctune.parallel.sharding import defer_reduce, release_gathered
 from fctune.telemetry.metrics import StepClock
-from fctune.training import distributed
-from fctune.training.distributed import World
-from fctune.training.feed import StepData, make_inputs
+from fctune.training.prefetch import StepData, make_inputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,7 @@ def _repeat(world: Any, argv: list[str], kind: str | None, count: int) -> list[t
 
     from fctune.acceptance.config import FaultConfig, load_acceptance
     from fctune.acceptance.run import Acceptance
-    from fctune.training.distributed import read_launch
+    from fctune.distributed import read_launch
 
     dist.barrier()
     dist.destroy_process_group()

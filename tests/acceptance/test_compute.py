@@ -9,7 +9,7 @@ import torch
 
 from fctune.acceptance.compute import checksum_products, make_product, time_calls
 from fctune.acceptance.config import ComputeConfig, FaultConfig
-from fctune.acceptance.faults import Faults
+from fctune.acceptance.fault_injection import Faults
 
 CPU = torch.device("cpu")
 HEALTHY = Faults([], 0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fctune.acceptance.config import FaultConfig, StorageConfig
-from fctune.acceptance.faults import Faults
+from fctune.acceptance.fault_injection import Faults
 from fctune.acceptance.storage import KINDS, _use, find_obstacle, list_groups
 
 CONFIG = StorageConfig(mib=5, num_small_files=3, small_kib=2, num_flushes=6, repetitions=3)

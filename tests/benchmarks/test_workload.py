@@ -10,9 +10,9 @@ import pytest
 from benchmarks.train_trl import TEMPLATE
 from benchmarks.training import loss_after
 from benchmarks.workload import SHAPES, RowCounts, write_model, write_rows
+from fctune.data.chat_template import ChatTemplate
 from fctune.data.sources.reader import read_conversations
 from fctune.data.synthetic import iter_conversations
-from fctune.data.template import ChatTemplate
 
 SEQ_LEN = 1_024
 

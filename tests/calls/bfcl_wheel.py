@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.bfcl_data import BfclCase
+from fctune.calls.bfcl.cases import BfclCase
 from fctune.data.conversation import Call, Tool
 
 PYTHON_CATEGORIES = (

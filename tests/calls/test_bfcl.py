@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from fctune.calls.bfcl import BfclJudge, BfclVerdict, judge_bfcl
-from fctune.calls.bfcl_source import JAVA_TYPES, JAVASCRIPT_TYPES, read_java, read_javascript
+from fctune.calls.bfcl.checker import BfclJudge, BfclVerdict, judge_bfcl
+from fctune.calls.bfcl.source_values import JAVA_TYPES, JAVASCRIPT_TYPES, read_java, read_javascript
 from fctune.data.conversation import Call
 from tests.calls.bfcl_wheel import (
     SOURCE_CATEGORIES,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fctune.calls.bfcl_data import CATEGORIES, MULTI_TURN, RELEVANCE, category_of, read_bfcl
+from fctune.calls.bfcl.cases import CATEGORIES, MULTI_TURN, RELEVANCE, category_of, read_bfcl
 from fctune.errors import ConfigError, DataError
 from tests.calls.bfcl_wheel import data_dir, needs_wheel
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.bfcl import BfclJudge
-from fctune.calls.bfcl_data import BfclCase, read_bfcl
-from fctune.calls.bfcl_match import AnswerKey
-from fctune.calls.score import Outcome
-from fctune.calls.wire import Malformed, Parsed
+from fctune.calls.bfcl.answer_key import AnswerKey
+from fctune.calls.bfcl.cases import BfclCase, read_bfcl
+from fctune.calls.bfcl.checker import BfclJudge
+from fctune.calls.formats.base import Malformed, Parsed
+from fctune.calls.metrics import Outcome
 from fctune.data.conversation import Call
 from tests.calls.bfcl_wheel import PYTHON_CATEGORIES, Case, data_dir, gold_calls, needs_wheel
 from tests.calls.mutations import mutate

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from fctune.calls import bfcl_multi_turn
-from fctune.calls.bfcl import BfclVerdict
-from fctune.calls.bfcl_data import MULTI_TURN, SIMULATORS, BfclCase, read_bfcl
-from fctune.calls.bfcl_multi_turn import judge_multi_turn, load_simulators
+from fctune.calls.bfcl import multi_turn as bfcl_multi_turn
+from fctune.calls.bfcl.cases import MULTI_TURN, SIMULATORS, BfclCase, read_bfcl
+from fctune.calls.bfcl.checker import BfclVerdict
+from fctune.calls.bfcl.multi_turn import judge_multi_turn, load_simulators
 from fctune.data.conversation import Call
 from fctune.errors import ConfigError
 from tests.calls.bfcl_wheel import SHARED_DIRECTORIES, data_dir, needs_wheel, official_multi_turn_checker

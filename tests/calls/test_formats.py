@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fctune.calls.formats import ALIASES, FORMATS, CallFormat, Parsed, detect_format, get_format
-from fctune.calls.match import is_equal
-from fctune.calls.wire import TURN_ENDS
+from fctune.calls.formats.base import TURN_ENDS
+from fctune.calls.formats.registry import ALIASES, FORMATS, CallFormat, Parsed, detect_format, get_format
+from fctune.calls.matching import is_equal
 from fctune.data.conversation import Call, Tool
 from fctune.errors import ConfigError, DataError
 from tests.calls.bfcl_wheel import SOURCE_CATEGORIES, gold_calls, load_cases, needs_wheel, python_cases

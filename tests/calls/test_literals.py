@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fctune.calls.json_text import MAX_DEPTH, UnreadableError, decode_json, read_json
-from fctune.calls.python_text import PythonReader
+from fctune.parsing.json_text import MAX_DEPTH, UnreadableError, decode_json, read_json
+from fctune.parsing.python_text import PythonReader
 
 values: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),

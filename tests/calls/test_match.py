@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from fctune.calls.match import (
+from fctune.calls.matching import (
     MAX_ASSIGNED,
     align,
     count_equal_arguments,

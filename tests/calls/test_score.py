@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.formats import get_format
+from fctune.calls.formats.base import Malformed, Parsed
+from fctune.calls.formats.registry import get_format
+from fctune.calls.metrics import VERDICTS, Outcome, judge, judge_failure, score, wilson_interval
 from fctune.calls.schema import ToolSet
-from fctune.calls.score import VERDICTS, Outcome, judge, judge_failure, score, wilson_interval
-from fctune.calls.wire import Malformed, Parsed
 from fctune.data.conversation import Call, Tool
 
 ONE, TWO = Call("f", {"a": 1, "b": "x"}), Call("g", {"a": 2})

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.bfcl_data import CATEGORIES, MULTI_TURN, BfclCase, read_bfcl
-from fctune.calls.bfcl_suite import BfclSuite, to_source_tool
+from fctune.calls.bfcl.cases import CATEGORIES, MULTI_TURN, BfclCase, read_bfcl
+from fctune.calls.bfcl.suite import BfclSuite, to_source_tool
 from fctune.calls.cases import read_cases
-from fctune.calls.formats import FORMATS
-from fctune.calls.score import wilson_interval
-from fctune.calls.scorer import CaseSuite, score_file
+from fctune.calls.formats.registry import FORMATS
+from fctune.calls.judge import CaseSuite, score_file
+from fctune.calls.metrics import wilson_interval
 from fctune.data.conversation import Call, Tool
 from fctune.errors import ConfigError, DataError
 from tests.calls.bfcl_wheel import (
@@ -226,7 +226,7 @@ def test_multi_turn_is_not_run_without_the_wheel(write_rows: WriteRows, monkeypa
     def absent() -> None:
         raise ConfigError("multi-turn categories need the wheel\n  Install it")
 
-    monkeypatch.setattr("fctune.calls.bfcl_suite.load_simulators", absent)
+    monkeypatch.setattr("fctune.calls.bfcl.suite.load_simulators", absent)
     (row,), summary = score_bfcl(write_rows([{"id": "multi_turn_base_0", "turns": []}]))
     assert (row["valid"], row["reason"]) == (None, "multi-turn categories need the wheel")
     assert summary["categories"] == {"multi_turn_base": {"n": 200, "not_run": "multi-turn categories need the wheel"}}

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fctune import distributed
 from fctune.checkpoint import elastic
 from fctune.checkpoint.elastic import locate, plan_files, write_files
 from fctune.checkpoint.sharded import names_in, read_shards_, write_shards
-from fctune.training import distributed
-from fctune.training.distributed import World
+from fctune.distributed import World
 from tests.ranks import run_ranks
 
 NAMES = ("wide", "odd", "small", "scalar")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fctune.checkpoint.fault_hooks import _listeners, listen
 from fctune.checkpoint.files import checksum, flush, write_tensors
-from fctune.checkpoint.phases import _listeners, listen
 from fctune.checkpoint.store import Checkpoint, CheckpointStore, FileRecord, open_checkpoint, verify
 from fctune.errors import CheckpointError
 

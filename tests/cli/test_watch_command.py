@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fctune.cli import main
-from fctune.config import SuccessConfig
+from fctune.config.schema import SuccessConfig
 from tests.conftest import ROOT
 from tests.report.run_samples import make_run, write_steps
 

@@ -13,16 +13,17 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fctune.config import RunConfig, load_config
-from fctune.modeling.activations import checkpoint_blocks_
-from fctune.modeling.architecture import read_architecture
-from fctune.modeling.build import CausalLM, build_model
-from fctune.modeling.footprint import GIB
-from fctune.modeling.lora import apply_lora_
-from fctune.modeling.precision import choose_formats
-from fctune.modeling.shard import Hardware, Layout, check_memory, choose_layout, shard_
+from fctune.config.checks import resolve_component
+from fctune.config.loading import load_config
+from fctune.config.schema import RunConfig
+from fctune.models.lora import apply_lora_
+from fctune.models.precision import choose_formats
+from fctune.models.torchtune.architecture import read_architecture
+from fctune.models.torchtune.build import CausalLM, build_model
+from fctune.parallel.activations import checkpoint_blocks_
+from fctune.parallel.footprint import GIB
+from fctune.parallel.sharding import Hardware, Layout, check_memory, choose_layout, shard_
 from fctune.planner.memory import MemoryModel
-from fctune.rules import resolve_component
 from tests.conftest import ROOT
 
 # Shapes as the models' own config.json give them.

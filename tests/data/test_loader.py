@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fctune.config import DataConfig, SourceConfig
-from fctune.data.encode import Counts, encode_sources
+from fctune.config.schema import DataConfig, SourceConfig
+from fctune.data.encoding import Counts, encode_sources
 from fctune.data.loader import IGNORE, GlobalLoader
-from fctune.data.pack import pack_best_fit
-from fctune.data.prepared import PreparedSet, fingerprint_inputs, is_validation, open_prepared, prepare
+from fctune.data.packing import pack_best_fit
+from fctune.data.prepared_set import PreparedSet, fingerprint_inputs, is_validation, open_prepared, prepare
 from fctune.data.synthetic import iter_conversations
 from fctune.errors import DataError
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from fctune.data.placed_tokens import PlacedTokens, PlacingTokenizer
+from fctune.data.chat_template import ChatTemplate
 from fctune.data.synthetic import iter_conversations
-from fctune.data.template import ChatTemplate
+from fctune.data.token_offsets import PlacedTokens, PlacingTokenizer
 
 SPECIAL = ["<|eot_id|>", "<|start_header_id|>"]
 
@@ -111,7 +111,7 @@ def test_a_special_token_that_takes_more_than_itself_cuts_as_the_tokenizer_does(
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fctune.data.placed_tokens._MAX_KEPT_CHARACTERS", 200)
+    monkeypatch.setattr("fctune.data.token_offsets._MAX_KEPT_CHARACTERS", 200)
     tokenizer = train(pre_tokenizers.ByteLevel(add_prefix_space=False))
     for number in range(100):
         text = f"row {number}<|eot_id|> and more of it"

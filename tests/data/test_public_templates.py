@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from fctune.data.masks import Policy
-from fctune.data.template import ChatTemplate
+from fctune.data.supervision import Policy
 from fctune.errors import DataError
 
 _spec = importlib.util.find_spec("trl")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from fctune.data.masks import Policy, split_parallel_calls
 from fctune.data.sources import Defect, read_source
+from fctune.data.supervision import Policy, split_parallel_calls
 from fctune.data.synthetic import iter_conversations
-from fctune.data.template import ChatTemplate
 from fctune.errors import ConfigError, DataError
 from tests.conftest import REAL_DATA
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from eval import serving
-from fctune.calls.formats import FORMATS
+from fctune.calls.formats.registry import FORMATS
 from fctune.errors import ConfigError
-from fctune.evaluation.reading import judge_answer
+from fctune.evaluation.judging import judge_answer
 from fctune.evaluation.results import ResultsFile
 from fctune.evaluation.serving import PARSERS, SERVERS, Server, parse_as_served
 from fctune.evaluation.suites import Suite, load_suite

@@ -12,7 +12,7 @@ import pytest
 
 from eval import compare, tool_calls
 from fctune.calls.cases import read_cases
-from fctune.calls.formats import FORMATS
+from fctune.calls.formats.registry import FORMATS
 from fctune.data.synthetic import iter_cases
 from fctune.errors import DataError
 from fctune.evaluation.results import read_rows

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fctune.calls.formats import FORMATS
+from fctune.calls.formats.registry import FORMATS
 from fctune.data.conversation import Call, Conversation
 from fctune.evaluation.multi_turn import MultiTurnCase
 from fctune.evaluation.results import ResultsFile, read_rows

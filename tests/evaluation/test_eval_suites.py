@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
-from fctune.calls.bfcl_data import RELEVANCE, SINGLE_TURN, read_bfcl
-from fctune.calls.formats import FORMATS, get_format
-from fctune.calls.wire import Parsed
+from fctune.calls.bfcl.cases import RELEVANCE, SINGLE_TURN, read_bfcl
+from fctune.calls.formats.base import Parsed
+from fctune.calls.formats.registry import FORMATS, get_format
 from fctune.data.conversation import Call
 from fctune.errors import ConfigError, DataError
 from fctune.evaluation.bfcl import open_bfcl, to_tool
-from fctune.evaluation.reading import judge_answer
+from fctune.evaluation.judging import judge_answer
 from fctune.evaluation.suites import benchmark_of, load_suite
 from fctune.generation.engine import Answer
 from tests.calls.bfcl_wheel import data_dir, needs_wheel

@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fctune.config import EvalConfig, load_config
+from fctune.config.loading import load_config
+from fctune.config.schema import EvalConfig
 from fctune.data.synthetic import iter_cases
+from fctune.distributed import World
 from fctune.errors import ConfigError
 from fctune.evaluation.live import LiveEvaluation
 from fctune.generation.in_process import InProcessEngine
-from fctune.training.distributed import World
 from tests.conftest import ROOT, TINY_BASE
 from tests.ranks import run_ranks
 from tests.recipes.test_full_recipe import RECIPES
@@ -89,9 +90,9 @@ def test_it_scores_what_the_export_scores_and_leaves_training_as_it_was(
 def answers_of(world: World, config_argv: list[str], cases: Path) -> dict[str, list[str]]:
     """Answers of a model whose adapters do something: out of training, and from its export."""
     from fctune.calls.cases import read_cases
-    from fctune.modeling.export import export_merged
-    from fctune.modeling.lora import apply_lora_, init_adapters_
-    from fctune.training.state import build_base, place_
+    from fctune.models.export import export_merged
+    from fctune.models.lora import apply_lora_, init_adapters_
+    from fctune.training.setup import build_base, place_
 
     config = load_config(config_argv[1], config_argv[2:])
     assert config.adapter is not None

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from fctune.calls import bfcl_multi_turn
-from fctune.calls.bfcl_data import MULTI_TURN
-from fctune.calls.bfcl_multi_turn import load_simulators
+from fctune.calls.bfcl import multi_turn as bfcl_multi_turn
+from fctune.calls.bfcl.cases import MULTI_TURN
+from fctune.calls.bfcl.multi_turn import load_simulators
+from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation
-from fctune.data.template import ChatTemplate
 from fctune.errors import ConfigError, DataError
 from fctune.evaluation import multi_turn
 from fctune.evaluation.dialogue import judge_turns, summarise_run

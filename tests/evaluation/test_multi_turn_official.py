@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.bfcl_data import MULTI_TURN
+from fctune.calls.bfcl.cases import MULTI_TURN
 from fctune.data.conversation import Call, Conversation
 from fctune.evaluation.multi_turn import MultiTurnCase
 from fctune.generation.endpoint import to_messages

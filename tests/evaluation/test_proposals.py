@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from fctune.calls.formats import FORMATS
+from fctune.calls.formats.registry import FORMATS
 from fctune.data.sources.build import ReadContext
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.shapes import read_row
 from fctune.errors import ConfigError
+from fctune.evaluation.judging import judge_answer
 from fctune.evaluation.proposals import propose, write_proposals
-from fctune.evaluation.reading import judge_answer
 from fctune.evaluation.suites import Suite, load_suite
 from fctune.generation.engine import Answer
 from tests.calls.bfcl_wheel import needs_wheel

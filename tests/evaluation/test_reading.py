@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.formats import FORMATS
+from fctune.calls.formats.registry import FORMATS
 from fctune.data.conversation import Call
-from fctune.evaluation.reading import judge_answer, judge_row, read_answer
+from fctune.evaluation.judging import judge_answer, judge_row, read_answer
 from fctune.evaluation.suites import load_suite
 from fctune.generation.engine import Answer
 from tests.conftest import ROOT

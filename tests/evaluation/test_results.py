@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.formats import FORMATS
+from fctune.calls.formats.registry import FORMATS
 from fctune.data.conversation import Conversation
+from fctune.distributed import World
 from fctune.errors import ConfigError, DataError
 from fctune.evaluation.results import ResultsFile, read_rows
 from fctune.evaluation.run import describe_run, run_suite
 from fctune.evaluation.suites import Suite, load_suite
 from fctune.evaluation.summary import summarise
 from fctune.generation.engine import Answer
-from fctune.training.distributed import World
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 

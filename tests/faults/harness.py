@@ -90,7 +90,7 @@ def _rank(
     os.dup2(output, 2)
     import torch
 
-    from fctune.checkpoint import phases
+    from fctune.checkpoint import fault_hooks as phases
     from fctune.data.loader import GlobalLoader
     from fctune.training.entry import run_recipe
     from recipes.full_fc_distributed import FullFunctionCallingRecipe

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 
-from fctune.checkpoint import phases
+from fctune.checkpoint import fault_hooks as phases
 from fctune.training.entry import run_recipe
 from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation, Message
 from fctune.data.synthetic import iter_cases
-from fctune.data.template import ChatTemplate
 from fctune.errors import ConfigError, DataError
 from fctune.generation.engine import Sampling
 from fctune.generation.in_process import InProcessEngine

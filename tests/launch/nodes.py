@@ -60,8 +60,8 @@ def run_nodes(folder: Path, *specs: NodeSpec, count: int | None = None, port: in
 def _run(spec: NodeSpec, rank: int, count: int, port: int, out: Path) -> None:
     from fctune.launch import checks
     from fctune.launch.checks import Mounts
-    from fctune.launch.meeting import Node
     from fctune.launch.preflight import Request, run_preflight
+    from fctune.launch.rendezvous import Node
 
     if spec.clock_s:
         checks.now = lambda: time.time() + spec.clock_s

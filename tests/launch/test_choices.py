@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from fctune.errors import ConfigError
-from fctune.launch.choices import CHOICES, plan_launch
+from fctune.launch.env_overrides import CHOICES, plan_launch
 from tests.conftest import ROOT
 from tests.launch.nodes import OVERRIDES, TINY
 

@@ -21,7 +21,7 @@ WEIGHTS = os.urandom(3_000_000)
 PRELUDE = """
 import json, os, sys
 from pathlib import Path
-from fctune.config import DataConfig, ModelConfig, RunConfig, SourceConfig
+from fctune.config.schema import DataConfig, ModelConfig, RunConfig, SourceConfig
 from fctune.launch import hub
 model, *sources = json.loads(sys.argv[1])
 data = DataConfig(sources=[SourceConfig(path=path) for path in sources])
@@ -104,7 +104,7 @@ def test_two_runs_that_start_at_once_fetch_once_and_name_the_commit(hub: HubServ
     assert record["bytes"] == len(WEIGHTS) + len(b"{}")
     read = PRELUDE + (
         "from fctune.data.sources.arrow import iter_hub\n"
-        "from fctune.data.sources.json_text import JsonReader\n"
+        "from fctune.parsing.strict_json import JsonReader\n"
         "print(json.dumps([row for _, row in iter_hub(os.environ['ROWS'], JsonReader())]))"
     )
     path = rows.partition("=")[2]

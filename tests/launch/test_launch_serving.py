@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fctune.calls.formats import detect_format
-from fctune.data.template import ChatTemplate
+from fctune.calls.formats.registry import detect_format
+from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError
 from fctune.evaluation.serving import PARSERS
 from fctune.launch.serving import server_options

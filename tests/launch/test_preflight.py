@@ -105,7 +105,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 
 def test_a_head_that_is_not_there_is_named(tmp_path: Path) -> None:
-    from fctune.launch.meeting import Meeting, MeetingError, Node
+    from fctune.launch.rendezvous import Meeting, MeetingError, Node
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -126,7 +126,7 @@ def test_a_wrong_config_stops_both_nodes_with_its_own_code(tmp_path: Path) -> No
 
 
 def test_room_for_checkpoints_is_counted_from_the_models_shape(tmp_path: Path) -> None:
-    from fctune.config import load_config
+    from fctune.config.loading import load_config
     from fctune.launch.space import count_space
 
     model = tmp_path / "model"

@@ -7,9 +7,32 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import ROOT
+
+# From the ground up: a package may import itself and what stands before it.
+LAYERS = (
+    "errors",
+    "terminal",
+    "gpus",
+    "config",
+    "distributed",
+    "parsing",
+    "data",
+    "calls",
+    "models",
+    "parallel",
+    "checkpoint",
+    "telemetry",
+    "generation",
+    "planner",
+    "evaluation",
+    "training",
+    "acceptance",
+    "launch",
+    "report",
+    "assets",
+    "cli",
+)
 
 
 def tracked_files() -> list[str]:
@@ -49,22 +72,59 @@ def test_recipes_is_a_package_and_is_not_shipped() -> None:
 def test_torchtune_is_imported_in_named_places_only() -> None:
     for file in (ROOT / "fctune").rglob("*.py"):
         if any(module.split(".")[0] == "torchtune" for module in imports_of(file)):
-            assert file.is_relative_to(ROOT / "fctune" / "modeling"), file
+            assert file.is_relative_to(ROOT / "fctune" / "models" / "torchtune"), file
 
 
-@pytest.mark.parametrize(
-    ("room", "unknown"),
-    [
-        ("data", ("fctune.training", "fctune.modeling", "fctune.generation", "fctune.telemetry")),
-        ("calls", ("fctune.training", "fctune.modeling", "fctune.generation", "fctune.telemetry")),
-        ("modeling", ("fctune.training", "fctune.generation", "fctune.telemetry")),
-        (".", ("recipes", "eval", "sky")),
-    ],
-)
-def test_nothing_flows_back(room: str, unknown: tuple[str, ...]) -> None:
-    for file in (ROOT / "fctune" / room).rglob("*.py"):
-        for module in imports_of(file):
-            assert not module.startswith(unknown), f"{file} imports {module}"
+def layer_of(module: str) -> int | None:
+    """Position in ``LAYERS`` of a module's package; None for modules outside the library."""
+    parts = module.split(".")
+    if parts[0] != "fctune" or len(parts) == 1:
+        return None
+    return LAYERS.index(parts[1]) if parts[1] in LAYERS else None
+
+
+def imported_modules(file: Path) -> set[str]:
+    """Like ``imports_of``, with ``from package import module`` given as ``package.module``."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def find_upward_imports(root: Path) -> list[str]:
+    """Imports of a higher layer, or of top-level packages that sit on top of the library, one line each."""
+    problems = []
+    for file in sorted((root / "fctune").rglob("*.py")):
+        own = layer_of(".".join(file.relative_to(root).with_suffix("").parts))
+        for module in sorted(imported_modules(file)):
+            if module.split(".")[0] in ("recipes", "eval", "sky"):
+                problems.append(f"{file.relative_to(root)} imports {module}")
+                continue
+            other = layer_of(module)
+            if own is not None and other is not None and other > own:
+                problems.append(f"{file.relative_to(root)} imports {module}, which is in a higher layer")
+    return problems
+
+
+def test_imports_only_point_down() -> None:
+    assert not find_upward_imports(ROOT)
+
+
+def test_every_package_has_a_layer() -> None:
+    modules = {path.stem for path in (ROOT / "fctune").glob("[a-z]*.py")}
+    packages = {path.parent.name for path in (ROOT / "fctune").glob("*/__init__.py")}
+    assert modules | packages == set(LAYERS)
+
+
+def test_a_planted_upward_import_is_found(tmp_path: Path) -> None:
+    (tmp_path / "fctune" / "data").mkdir(parents=True)
+    (tmp_path / "fctune" / "data" / "loader.py").write_text("def f():\n    from fctune.training import loop\n")
+    assert find_upward_imports(tmp_path) == [
+        "fctune/data/loader.py imports fctune.training.loop, which is in a higher layer"
+    ]
 
 
 def test_the_environment_is_read_in_two_places() -> None:
@@ -73,34 +133,4 @@ def test_the_environment_is_read_in_two_places() -> None:
         for file in (ROOT / "fctune").rglob("*.py")
         if re.search(r"os\.environ|os\.getenv", file.read_text())
     }
-    assert readers <= {"fctune/config.py", "fctune/training/distributed.py"}
-
-
-def test_the_tree_in_the_readme_is_the_tree_on_disk() -> None:
-    block = re.search(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert block, "the README has no tree"
-    said = set()
-    parents: list[tuple[int, str]] = []
-    for line in block[1].splitlines():
-        name = line.split("#")[0].strip().split(" ")[0]
-        indent = len(line) - len(line.lstrip())
-        if not name:
-            continue
-        while parents and parents[-1][0] >= indent:
-            parents.pop()
-        path = "".join(parent for _, parent in parents) + name
-        said.add(path)
-        if name.endswith("/"):
-            parents.append((indent, name))
-    files = tracked_files()
-    for path in said:
-        assert any(f == path or (path.endswith("/") and f.startswith(path)) for f in files), f"{path}: not in the tree"
-    top = {f.split("/")[0] + ("/" if "/" in f else "") for f in files}
-    rooms = {"/".join(f.split("/")[:2]) + "/" for f in files if f.startswith("fctune/") and f.count("/") > 1}
-    modules = {
-        f
-        for f in files
-        if f.startswith("fctune/") and f.count("/") == 1 and not f.endswith(("__init__.py", "py.typed"))
-    }
-    missing = {name for name in top | rooms | modules if name not in said and not name.startswith(".git")}
-    assert not missing, f"not in the README's tree: {sorted(missing)}"
+    assert readers <= {"fctune/config/loading.py", "fctune/distributed.py"}

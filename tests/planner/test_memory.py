@@ -11,19 +11,20 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from fctune.config import RunConfig, parse_config
-from fctune.modeling.activations import checkpoint_blocks_
-from fctune.modeling.architecture import read_architecture
-from fctune.modeling.attention import make_bounds
-from fctune.modeling.build import build_model, materialize_
-from fctune.modeling.footprint import SAFE_SHARE
-from fctune.modeling.lora import apply_lora_, init_adapters_
+from fctune.config.loading import parse_config
+from fctune.config.schema import RunConfig
+from fctune.distributed import World
+from fctune.models.attention import make_bounds
+from fctune.models.lora import apply_lora_, init_adapters_
+from fctune.models.torchtune.architecture import read_architecture
+from fctune.models.torchtune.build import build_model, materialize_
+from fctune.parallel.activations import checkpoint_blocks_
+from fctune.parallel.footprint import SAFE_SHARE
 from fctune.planner.blocks import measure_block
 from fctune.planner.memory import MemoryModel
+from fctune.planner.memory_timeline import Setting
 from fctune.planner.models import shape_model
-from fctune.planner.moments import Setting
-from fctune.training.distributed import World
-from fctune.training.state import build_base, place_, start_state
+from fctune.training.setup import build_base, place_, start_state
 from tests.ranks import run_ranks
 
 GIB = 1024**3

@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 
 from fctune.cli import main
-from fctune.config import RunConfig, load_config, parse_config
-from fctune.data.prepared import prepare, prepared_root
+from fctune.config.loading import load_config, parse_config
+from fctune.config.schema import RunConfig
+from fctune.data.prepared_set import prepare, prepared_root
 from fctune.errors import ConfigError
-from fctune.planner.ask import Ask
-from fctune.planner.gpus import GPUS, find_gpu, under_power_cap
-from fctune.planner.hand import estimate_by_hand, flops_by_hand
+from fctune.gpus import GPUS, find_gpu, under_power_cap
 from fctune.planner.memory import MemoryModel
+from fctune.planner.memory_timeline import Setting
 from fctune.planner.models import find_architecture, shape_model
-from fctune.planner.moments import Setting
 from fctune.planner.plan import make_plan
+from fctune.planner.plan_request import Ask
+from fctune.planner.rule_of_thumb import estimate_by_hand, flops_by_hand
 from fctune.planner.speed import EFFICIENCY_RANGE, count_flops, time_step
 from fctune.planner.storage import save_every
 from tests.configs.test_clusters import CASES

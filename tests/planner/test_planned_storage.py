@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from fctune.checkpoint.store import CheckpointStore, Kind
-from fctune.planner.ask import Ask
-from fctune.planner.gpus import find_gpu
+from fctune.gpus import find_gpu
 from fctune.planner.plan import make_plan
+from fctune.planner.plan_request import Ask
 from fctune.planner.storage import Storage, plan_storage
 from tests.planner.test_plan import LLAMA, config_of, memory_of
 

@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.planner import FusedNorm
-from fctune.modeling import layers
-from fctune.modeling.architecture import Architecture, read_architecture
-from fctune.modeling.attention import make_bounds
-from fctune.modeling.build import build_model, materialize_
-from fctune.modeling.lora import apply_lora_
+from fctune.models.attention import make_bounds
+from fctune.models.lora import apply_lora_
+from fctune.models.torchtune import layers
+from fctune.models.torchtune.architecture import Architecture, read_architecture
+from fctune.models.torchtune.build import build_model, materialize_
 from fctune.planner.blocks import linear_shapes
-from fctune.planner.pointwise import Moved, count_moved, fused
+from fctune.planner.memory_traffic import Moved, count_moved, fused
 from tests.planner.test_memory import WIDE, config_of
 
 TOKENS, RANK, WIDTH = 512, 4, 2

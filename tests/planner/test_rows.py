@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from fctune.config import RunConfig, load_config
+from fctune.config.loading import load_config
+from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalLoader
-from fctune.data.prepared import fingerprint_inputs, prepare, prepared_root
+from fctune.data.prepared_set import fingerprint_inputs, prepare, prepared_root
 from fctune.errors import DataError
 from fctune.planner.rows import count_rows
 from tests.conftest import ROOT, TINY_BASE

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from fctune.cli import main
-from fctune.planner.ask import Ask
-from fctune.planner.gpus import find_gpu
-from fctune.planner.moments import Setting
+from fctune.gpus import find_gpu
+from fctune.planner.memory_timeline import Setting
 from fctune.planner.plan import make_plan
+from fctune.planner.plan_request import Ask
 from fctune.planner.speed import count_flops, time_step
 from tests.conftest import ROOT
 from tests.planner.test_plan import LLAMA, config_of, memory_of
@@ -51,7 +51,7 @@ def test_copies_of_shards_within_a_node_share_its_adapters() -> None:
 
 
 def test_sums_that_are_sent_once_a_step_hide_behind_its_last_micro_batch_alone() -> None:
-    """Gradients that accumulate are not there to be sent before (``fctune.modeling.shard.defer_reduce``)."""
+    """Gradients that accumulate are not there to be sent before (``fctune.parallel.sharding.defer_reduce``)."""
     config = config_of(LLAMA, 2048, adapter={"rank": 64}, compile=True)
     memory, gpu = memory_of(config, 79.1), replace(find_gpu("h100"), nic_gb_s=0.1)
     setting, flops = Setting("ddp", 16, 1, 0.0, 2), count_flops(memory_of(config, 79.1), 0.0, 0.25, 250.0)

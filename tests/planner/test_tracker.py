@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planner import CASES, Case, compare
-from fctune.planner.moments import Setting
+from fctune.planner.memory_timeline import Setting
 
 LORA = {"adapter": {"rank": 8}, "precision": "bf16"}
 FULL = {"precision": "bf16_mixed"}

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from fctune.config import load_config
+from fctune import distributed
+from fctune.config.loading import load_config
+from fctune.distributed import World
 from fctune.errors import CheckpointError
-from fctune.modeling.export import export_merged
-from fctune.training import distributed
-from fctune.training.distributed import World
-from fctune.training.state import build_base, place_
+from fctune.models.export import export_merged
+from fctune.training.setup import build_base, place_
 from tests.conftest import ROOT, TINY_BASE
 from tests.ranks import run_ranks
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fctune.training.distributed import World
+from fctune.distributed import World
 from recipes.full_fc_distributed import FullFunctionCallingRecipe
 from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 from tests.conftest import ROOT
@@ -35,7 +35,7 @@ def small(kind: str, output: Path, *overrides: str) -> list[str]:
 
 def run_here(world: World, kind: str, argv: list[str], memory_gib: float | None) -> dict[str, Any]:
     """Run a recipe on this rank, whose device may be pretended to be small; its exit code and what it printed."""
-    from fctune.training import state
+    from fctune.training import setup as state
     from fctune.training.entry import run_recipe
 
     if memory_gib is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from fctune.training.distributed import World
+from fctune.distributed import World
 from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 from tests.conftest import REAL_DATA, ROOT
 from tests.ranks import run_ranks

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fctune.config import AdapterConfig, DataConfig, ModelConfig, RunConfig, SourceConfig
+from fctune.config.schema import AdapterConfig, DataConfig, ModelConfig, RunConfig, SourceConfig
 from fctune.telemetry.sinks import JsonlSink
 from fctune.training.run_directory import RunDirectory
 

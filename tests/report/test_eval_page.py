@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.formats import FORMATS
-from fctune.evaluation.reading import judge_answer
+from fctune.calls.formats.registry import FORMATS
+from fctune.evaluation.judging import judge_answer
 from fctune.evaluation.suites import Suite, load_suite
 from fctune.evaluation.summary import summarise
 from fctune.generation.engine import Answer

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from fctune.cli import main
-from fctune.config import SuccessConfig, load_config
+from fctune.config.loading import load_config
+from fctune.config.schema import SuccessConfig
 from fctune.errors import ConfigError
 from fctune.report.run_data import read_run
 from fctune.report.run_page import make_run_page

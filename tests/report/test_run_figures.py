@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fctune.config import SuccessConfig
+from fctune.config.schema import SuccessConfig
 from fctune.report.run_data import RunRecord, read_run
 from fctune.report.run_figures import describe_run, quantile
 from fctune.report.run_metrics import MetricsFile

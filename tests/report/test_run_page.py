@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.formats import FORMATS
-from fctune.config import AdapterConfig, SuccessConfig
+from fctune.calls.formats.registry import FORMATS
+from fctune.config.schema import AdapterConfig, SuccessConfig
+from fctune.evaluation.judging import judge_answer
 from fctune.evaluation.paired import compare_rows
-from fctune.evaluation.reading import judge_answer
 from fctune.evaluation.results import ResultsFile
 from fctune.evaluation.suites import Suite, load_suite
 from fctune.evaluation.summary import summarise

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fctune.config import AdapterConfig, SuccessConfig
+from fctune.config.schema import AdapterConfig, SuccessConfig
 from fctune.report.page import Page
 from fctune.report.run_data import read_run
 from fctune.report.run_success import Criterion, add_success, is_success, judge_run

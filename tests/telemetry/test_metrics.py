@@ -95,11 +95,11 @@ def count_products(model: torch.nn.Module, run: Callable[[], torch.Tensor]) -> i
 def test_the_products_that_a_device_computes_are_those_that_torch_counts(
     kind: str, fraction: float, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    from fctune.modeling.activations import checkpoint_blocks_
-    from fctune.modeling.architecture import read_architecture
-    from fctune.modeling.build import build_model, materialize_
-    from fctune.modeling.lora import apply_lora_, init_adapters_
-    from fctune.modeling.weights import load_base_
+    from fctune.models.lora import apply_lora_, init_adapters_
+    from fctune.models.torchtune.architecture import read_architecture
+    from fctune.models.torchtune.build import build_model, materialize_
+    from fctune.models.torchtune.weights import load_base_
+    from fctune.parallel.activations import checkpoint_blocks_
     from fctune.training.meter import count_flops
     from tests.training.test_ranks import make_config
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 
-from fctune.config import parse_config
+from fctune.config.loading import parse_config
+from fctune.distributed import World
 from fctune.evaluation.live import _RATES
 from fctune.telemetry.names import METRICS, find_metric
 from fctune.telemetry.sinks import Sinks
-from fctune.training.distributed import World
 from fctune.training.loop import count_steps, train
-from fctune.training.state import build_base, lay_out_, place_, prepare_data, start_state
+from fctune.training.setup import build_base, lay_out_, place_, prepare_data, start_state
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 from tests.training.test_ranks import make_config

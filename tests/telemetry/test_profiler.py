@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from fctune.config import ProfileConfig, RunConfig
-from fctune.data.prepared import open_prepared, prepare
+from fctune.config.schema import ProfileConfig, RunConfig
+from fctune.data.prepared_set import open_prepared, prepare
+from fctune.distributed import World
 from fctune.telemetry.profiler import StepProfiler
 from fctune.telemetry.sinks import Sinks
-from fctune.training.distributed import World
 from fctune.training.loop import train
-from fctune.training.state import build_base, place_, start_state
+from fctune.training.setup import build_base, place_, start_state
 from tests.ranks import run_ranks
 from tests.training.test_ranks import Recorder, make_config
 

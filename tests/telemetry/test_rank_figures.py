@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fctune.config import RunConfig
-from fctune.data.prepared import open_prepared, prepare
-from fctune.modeling.lora import apply_lora_, init_adapters_
+from fctune.config.schema import RunConfig
+from fctune.data.prepared_set import open_prepared, prepare
+from fctune.distributed import World
+from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.telemetry.ranks import RankFigures, describe_ranks
 from fctune.telemetry.sinks import Sinks
-from fctune.training.distributed import World
-from fctune.training.feed import Feeder, StepData
 from fctune.training.loop import train
-from fctune.training.state import build_base, place_, start_state
+from fctune.training.prefetch import Feeder, StepData
+from fctune.training.setup import build_base, place_, start_state
 from tests.ranks import run_ranks
 from tests.training.test_ranks import Recorder, make_config
 

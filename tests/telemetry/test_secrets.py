@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fctune.cli import main
-from fctune.training.distributed import World
+from fctune.distributed import World
 from tests.ranks import find_port, run_ranks
 from tests.recipes.test_lora_recipe import run_here, small
 

@@ -21,16 +21,16 @@ from typing import Any
 import pytest
 import torch
 
-from fctune.config import PrometheusConfig, WandbConfig
+from fctune.config.schema import PrometheusConfig, WandbConfig
+from fctune.distributed import World
 from fctune.telemetry.alerts import Alert
 from fctune.telemetry.background import Background
 from fctune.telemetry.names import METRICS
 from fctune.telemetry.services import PrometheusSink, TensorBoardSink, WandbSink
 from fctune.telemetry.sinks import Sinks
 from fctune.telemetry.watchman import Watchman
-from fctune.training.distributed import World
 from fctune.training.run_directory import RunDirectory
-from fctune.training.state import open_sinks
+from fctune.training.setup import open_sinks
 from tests.conftest import ROOT
 from tests.telemetry.wandb_server import WandbServer
 from tests.training.test_ranks import make_config
@@ -194,7 +194,7 @@ def test_a_run_that_restarts_online_goes_on_in_the_same_run_of_wandb(
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from fctune.config import WandbConfig
+from fctune.config.schema import WandbConfig
 from fctune.telemetry.background import Background
 from fctune.telemetry.services import TensorBoardSink, WandbSink
 from fctune.telemetry.sinks import Sinks

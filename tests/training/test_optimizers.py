@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fctune.data.prepared import prepare
+from fctune.data.prepared_set import prepare
 from tests.ranks import run_ranks
 from tests.training.test_ranks import compare, make_config, run_training
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from fctune.config import load_config
+from fctune.config.loading import load_config
+from fctune.distributed import World
 from fctune.report.run_data import read_run
 from fctune.report.run_success import judge_run
-from fctune.training.distributed import World
 from fctune.training.out_of_memory import MemorySnapshot, is_out_of_memory, suggest_less_memory
 from tests.conftest import ROOT, TINY_BASE
 from tests.ranks import run_ranks

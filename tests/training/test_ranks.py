@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from fctune.config import RunConfig, parse_config
+from fctune.config.loading import parse_config
+from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalLoader
-from fctune.data.prepared import open_prepared, prepare
-from fctune.modeling import footprint
-from fctune.modeling.lora import apply_lora_, init_adapters_
-from fctune.modeling.weights import to_hf_name
+from fctune.data.prepared_set import open_prepared, prepare
+from fctune.distributed import World
+from fctune.models.lora import apply_lora_, init_adapters_
+from fctune.models.torchtune.weights import to_hf_name
+from fctune.parallel import footprint
 from fctune.telemetry.sinks import Sinks
-from fctune.training.distributed import World
 from fctune.training.loop import count_steps, train
-from fctune.training.state import build_base, place_, start_state
+from fctune.training.setup import build_base, place_, start_state
 from tests.ranks import run_ranks
 
 ADAPTER = {"rank": 4, "alpha": 8, "dropout": 0.1, "modules": ["q_proj", "v_proj", "o_proj", "down_proj", "lm_head"]}
@@ -274,8 +275,8 @@ def test_frozen_weights_do_not_move(
     from safetensors.torch import load_file
 
     base = load_file(make_model() / "model.safetensors")
-    from fctune.modeling.architecture import read_architecture
-    from fctune.modeling.weights import to_hf_layout
+    from fctune.models.torchtune.architecture import read_architecture
+    from fctune.models.torchtune.weights import to_hf_layout
 
     architecture = read_architecture(make_model())
     trained = runs(world_size, adapter=ADAPTER, parallel=parallel)["weights"]

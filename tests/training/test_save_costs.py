@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fctune.training.distributed import World
+from fctune.distributed import World
 from fctune.training.keeper import Keeper
 from tests.ranks import run_ranks
 from tests.recipes.test_lora_recipe import run_here, small

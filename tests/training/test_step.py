@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fctune.config import RunConfig
+from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalLoader
-from fctune.data.prepared import open_prepared, prepare
-from fctune.modeling import footprint
-from fctune.modeling.lora import apply_lora_, init_adapters_
+from fctune.data.prepared_set import open_prepared, prepare
+from fctune.distributed import World
+from fctune.models.lora import apply_lora_, init_adapters_
+from fctune.parallel import footprint
 from fctune.telemetry.sinks import Sinks
-from fctune.training.distributed import World
-from fctune.training.feed import Feeder
 from fctune.training.loop import NonFiniteError, StepKeeper, train
-from fctune.training.state import build_base, place_, start_state
+from fctune.training.prefetch import Feeder
+from fctune.training.setup import build_base, place_, start_state
 from tests.ranks import run_ranks
 from tests.training.test_ranks import make_config
 

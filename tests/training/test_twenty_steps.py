@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fctune.config import RunConfig
+from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalLoader
-from fctune.data.prepared import PreparedSet, open_prepared, prepare
-from fctune.modeling.lora import apply_lora_, init_adapters_
-from fctune.modeling.weights import load_base_, peft_name
+from fctune.data.prepared_set import PreparedSet, open_prepared, prepare
+from fctune.distributed import World
+from fctune.models.lora import apply_lora_, init_adapters_
+from fctune.models.torchtune.weights import load_base_, peft_name
 from fctune.telemetry.sinks import Sinks
-from fctune.training.distributed import World
-from fctune.training.feed import make_inputs
 from fctune.training.loop import StepKeeper, train
-from fctune.training.state import build_base, place_, start_state
-from tests.modeling.test_parity import reference
+from fctune.training.prefetch import make_inputs
+from fctune.training.setup import build_base, place_, start_state
+from tests.models.test_parity import reference
 from tests.ranks import run_ranks
 from tests.training.test_ranks import Recorder, make_config
 
@@ -174,9 +174,9 @@ def test_mixed_precision_is_float32_weights_multiplied_in_bfloat16(
 
 
 def plain_model(config: RunConfig, path: Path, precision: str) -> Any:
-    from fctune.modeling.architecture import read_architecture
-    from fctune.modeling.build import build_model, materialize_
-    from fctune.modeling.precision import choose_formats
+    from fctune.models.precision import choose_formats
+    from fctune.models.torchtune.architecture import read_architecture
+    from fctune.models.torchtune.build import build_model, materialize_
 
     formats = choose_formats(precision, False, "cpu")  # type: ignore[arg-type]
     model = build_model(read_architecture(path), config.data.seq_len, formats.weights)

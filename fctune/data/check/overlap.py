@@ -12,9 +12,9 @@ from fctune.data.conversation import Conversation
 from fctune.data.sources import ParsedRow, parse_source
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.files import open_rows
-from fctune.data.sources.json_text import JsonReader
 from fctune.data.sources.reader import list_files
 from fctune.errors import DataError
+from fctune.parsing.strict_json import JsonReader
 
 RUN_WORDS = 8
 MIN_WORDS = 6

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 
 from fctune.data.sources.build import ArrowStruct
 from fctune.data.sources.defects import RowError
-from fctune.data.sources.json_text import JsonReader
 from fctune.errors import DataError
+from fctune.parsing.strict_json import JsonReader
 
 _BATCH_ROWS = 256
 

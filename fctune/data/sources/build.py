@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fctune.data.conversation import Call, Conversation, Message, Role, Tool
 from fctune.data.sources.defects import RowError, describe_value
-from fctune.data.sources.json_text import JsonReader, check_depth
+from fctune.parsing.strict_json import JsonReader, check_depth
 
 _MAX_CACHED_TOOLS = 2_000
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from fctune.data.conversation import Call
 from fctune.data.sources.defects import RowError
-from fctune.data.sources.json_text import MAX_DEPTH
+from fctune.parsing.strict_json import MAX_DEPTH
 
 _KIND = "call_not_pythonic"
 _SPACE = re.compile(r"[ \t\r\n]*")

@@ -9,11 +9,11 @@ from fctune.data.sources.build import ParsedRow, ReadContext, RowBuilder
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.glaive import read_glaive
 from fctune.data.sources.hermes import is_hermes, read_hermes
-from fctune.data.sources.json_text import MAX_DEPTH
 from fctune.data.sources.openai import read_openai
 from fctune.data.sources.sharegpt import read_sharegpt
 from fctune.data.sources.toolace import is_toolace, read_toolace
 from fctune.data.sources.xlam import read_xlam
+from fctune.parsing.strict_json import MAX_DEPTH
 
 READERS: dict[str, Callable[[dict[str, Any], RowBuilder], ParsedRow]] = {
     "openai": read_openai,

@@ -9,13 +9,7 @@ from typing import Any
 
 from fctune.data.conversation import Conversation, Message
 from fctune.data.synthetic.asks import frame_ask
-from fctune.data.synthetic.invented import (
-    InventedTool,
-    draw_arguments,
-    draw_tool,
-    frame_request,
-    say_request,
-)
+from fctune.data.synthetic.invented import InventedTool, draw_arguments, draw_tool, frame_request, say_request
 from fctune.data.synthetic.targets import DOMAINS, TARGETS
 from fctune.data.synthetic.values import MADE_UP_VALUES
 from fctune.data.synthetic.variants import VariantTool, draw_variant

@@ -1,0 +1,1 @@
+"""The Berkeley Function Calling Leaderboard: its cases, and its verdicts."""

@@ -1,0 +1,1 @@
+"""The config schema, its checks, and loading."""

@@ -1,0 +1,183 @@
+"""The chat template and tokenizer of a model directory: verified, and what masks need of them derived."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.data.supervision import ConversationEncoder, Encoded, Policy
+from fctune.data.token_offsets import PlacingTokenizer
+from fctune.data.tracing import TracedTemplate
+from fctune.errors import ConfigError, DataError
+
+
+class ChatTemplate:
+    """The chat template and tokenizer of a model directory.
+
+    ``encoder`` does the encoding; it can be sent to another process, which then loads nothing.
+
+    Raises (at construction):
+        ConfigError: no tokenizer, or one without a chat template.
+        DataError: a template that ignores tools, or whose assistant turns cannot be told apart from the rest.
+    """
+
+    def __init__(self, model_dir: str | Path, policy: Policy | None = None):
+        self.model_dir = Path(model_dir)
+        self.tokenizer = load_tokenizer(self.model_dir)
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        self.source: str = self.tokenizer.get_chat_template(None, [{}])
+        try:
+            self._traced = TracedTemplate(self.source, self.tokenizer.special_tokens_map)
+        except DataError as error:
+            raise DataError(f"{self.model_dir}: {error}") from None
+        special_ids = set(self.tokenizer.all_special_ids)
+        special_ids |= {i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
+        prompts = tuple(self._find_generation_prompts())
+        header = self._find_history_header()
+        tokenizer = PlacingTokenizer(backend)
+        self.encoder = ConversationEncoder(self._traced, tokenizer, special_ids, prompts, header, Policy())
+        self.stop_ids: set[int] = set()  # what the template ends an assistant's turn with
+        self._verify()  # of the template, under the plain policy
+        self.encoder = replace(self.encoder, policy=policy or Policy())
+
+    def render(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
+        """The text that the template makes of a conversation.
+
+        Raises:
+            DataError: when the template refuses it, with the template's own words.
+        """
+        return self._traced.render(conversation, add_generation_prompt=add_generation_prompt)[0]
+
+    def encode(self, conversation: Conversation) -> Encoded:
+        """As ``ConversationEncoder.encode``."""
+        return self.encoder.encode(conversation)
+
+    def encode_prompt(self, conversation: Conversation) -> list[int]:
+        """As ``ConversationEncoder.encode_prompt``."""
+        return self.encoder.encode_prompt(conversation)
+
+    def _find_generation_prompts(self) -> list[str]:
+        """What the template puts before an answer: its generation prompt, with and without an empty think block."""
+        question = Conversation((Message("user", "Hello"),))
+        prompts: set[str] = set()
+        for variables in ({}, {"enable_thinking": False}):
+            closed = self._traced.render(question, **variables)[0]
+            opened = self._traced.render(question, add_generation_prompt=True, **variables)[0]
+            if not opened.startswith(closed):
+                raise DataError(
+                    f"{self.model_dir}: its chat template's generation prompt does not follow the messages."
+                )
+            prompts.add(opened[len(closed) :])
+        return sorted(prompts, key=len, reverse=True)
+
+    def _find_history_header(self) -> str:
+        """What the template puts before the words of an answer that is not the last; empty where it cannot be told."""
+        words = "Hello there."
+        answered = Conversation((Message("user", "Hi"), Message("assistant", words), Message("user", "Thanks")))
+        try:
+            text, spans = self._traced.render(answered)
+        except DataError:
+            return ""
+        turns = [text[span.start : span.stop] for span in spans if span.message == 1]
+        return turns[0].partition(words)[0] if len(turns) == 1 and words in turns[0] else ""
+
+    def _verify(self) -> None:
+        """Stop at a template that drops tools or calls, or whose text cannot be told message from message."""
+        texts = {name: self._verify_text(name, conversation) for name, conversation in _PROBES.items()}
+        if not all(word in texts["a tool and a call"] for word in _PROBE_WORDS):
+            raise DataError(
+                f"{self.model_dir}: its chat template ignores tools, so a model cannot learn to call them. "
+                "Use a model whose template renders `tools`, or add one that does as chat_template.jinja."
+            )
+        for conversation in _PROBES.values():
+            try:
+                encoded = self.encode(conversation)
+            except DataError as error:
+                raise DataError(
+                    f"{self.model_dir}: {error}: which tokens are the answer's cannot be derived."
+                ) from None
+            learnt = [token for token, weight in zip(encoded.tokens, encoded.weights, strict=True) if weight > 0]
+            if not learnt:
+                raise DataError(
+                    f"{self.model_dir}: no loop of its chat template prints the messages; cannot derive masks."
+                )
+            answer = self.tokenizer.decode(learnt)
+            if any(message.calls for message in conversation.messages) and not all(w in answer for w in _CALL_WORDS):
+                raise DataError(
+                    f"{self.model_dir}: its chat template does not write calls, so a model cannot learn to make them. "
+                    "Use a model whose template renders `tool_calls`, or add one that does as chat_template.jinja."
+                )
+            self.stop_ids.add(learnt[-1])
+
+    def _verify_text(self, name: str, conversation: Conversation) -> str:
+        try:
+            text = self.render(conversation)
+        except DataError as error:
+            raise DataError(f"{self.model_dir}: {error} (a conversation with {name}).") from None
+        expected = self.tokenizer.apply_chat_template(
+            [m.to_openai() for m in conversation.messages],
+            tools=[t.to_openai() for t in conversation.tools] or None,
+            tokenize=False,
+        )
+        if text != expected:
+            raise DataError(
+                f"{self.model_dir}: its chat template renders differently when traced; cannot derive masks."
+            )
+        return text
+
+
+def load_tokenizer(model_dir: Path) -> Any:
+    """The tokenizer of a model directory, through transformers, without network.
+
+    Raises:
+        ConfigError: when it is missing, broken, slow-only, or has no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    files = ("tokenizer.json", "tokenizer_config.json")
+    missing = [name for name in files if not (model_dir / name).is_file()]
+    if missing:
+        raise ConfigError(f"{model_dir}: holds no {' or '.join(missing)}; download the whole model directory.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a broken file makes the library raise
+        raise ConfigError(f"{model_dir}: its tokenizer cannot be loaded ({type(error).__name__}: {error}).") from None
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"{model_dir}: its tokenizer has no fast form (tokenizer.json), which masks are derived with."
+        )
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"{model_dir}: its tokenizer has no chat template, so it is a base model. Use the instruct model, or put a "
+            "template that renders tools in chat_template.jinja."
+        )
+    return tokenizer
+
+
+_PROBE_TOOL = Tool(
+    {
+        "name": "find_probe",
+        "description": "Find a probe.",
+        "parameters": {"type": "object", "properties": {"probe_city": {"type": "string"}}, "required": ["probe_city"]},
+    }
+)
+_PROBE_WORDS = ("find_probe", "probe_city")
+_CALL_WORDS = (*_PROBE_WORDS, "Oslo")
+_PROBE_CALL = Message("assistant", None, (Call("find_probe", {"probe_city": "Oslo"}, id="call00001"),))
+_PROBES = {
+    "an answer": Conversation((Message("user", "Hi"), Message("assistant", "Hello there."))),
+    "a tool and a call": Conversation((Message("user", "Find it in Oslo."), _PROBE_CALL), (_PROBE_TOOL,)),
+    "a call, its result and an answer": Conversation(
+        (
+            Message("user", "Find it in Oslo."),
+            _PROBE_CALL,
+            Message("tool", '{"found": true}', call_id="call00001", name="find_probe"),
+            Message("assistant", "It is there."),
+        ),
+        (_PROBE_TOOL,),
+    ),
+}

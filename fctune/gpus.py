@@ -1,0 +1,135 @@
+"""What GPUs can do, by their makers' datasheets, and the networks they commonly come with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fctune.errors import ConfigError
+from fctune.parallel.footprint import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One kind of GPU.
+
+    ``memory_bytes`` is what torch reports as its capacity, somewhat less than is printed on it. Rates are dense:
+    datasheets of NVIDIA print twice as much, for sparse matrices. ``link_gb_s`` is one way within a node, ``nic_gb_s``
+    the network's share of one GPU between nodes, in the machines this GPU is rented in. ``fp32_tflops`` is without
+    TF32, as torch multiplies float32 unless told otherwise.
+    """
+
+    name: str
+    memory_bytes: int
+    bf16_tflops: float
+    fp8_tflops: float | None
+    fp32_tflops: float | None
+    memory_gb_s: float
+    link_gb_s: float
+    nic_gb_s: float
+    source: str  # of its own figures
+    machine: str  # whose links are counted
+
+    def tflops(self, width: int) -> float:
+        """Rate of products of numbers of so many bytes; bfloat16's where theirs is not known."""
+        return self.fp32_tflops if width == 4 and self.fp32_tflops is not None else self.bf16_tflops
+
+
+def _gpu(
+    name: str,
+    memory_gib: float,
+    bf16_tflops: float,
+    fp8_tflops: float | None,
+    fp32_tflops: float,
+    bandwidths: tuple[float, float, float],
+    source: str,
+    machine: str,
+) -> Gpu:
+    return Gpu(name, int(memory_gib * GIB), bf16_tflops, fp8_tflops, fp32_tflops, *bandwidths, source, machine)
+
+
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+_HOPPER = "https://resources.nvidia.com/en-us-hopper-architecture/nvidia-h100-tensor-c"
+_GA102 = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
+_ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
+_A100, _L40S = f"{_NVIDIA}a100/", f"{_NVIDIA}l40s/"
+_A10G = "https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf"
+_AWS = "https://aws.amazon.com/ec2/instance-types/"
+_NVLINK = "NVLink, 8 x 400 Gb/s a node"
+_PCIE4 = "PCIe 4.0 x16"
+
+# Memory as torch.cuda.get_device_properties gives it; the machine's adapters are shared by its 8 GPUs.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("b200", 178.4, 2250, 4500, 75, (8000, 900, 50), f"{_NVIDIA}hgx/", f"DGX B200: {_NVLINK}"),
+        _gpu("h200", 139.8, 989, 1979, 67, (4800, 450, 50), f"{_NVIDIA}h200/", f"DGX H200: {_NVLINK}"),
+        _gpu("h100", 79.1, 989, 1979, 67, (3350, 450, 50), f"{_NVIDIA}h100/", f"DGX H100: {_NVLINK}"),
+        _gpu("h100-pcie", 79.1, 756, 1513, 51, (2000, 64, 12.5), _HOPPER, "PCIe 5.0 x16, 100 Gb/s a GPU (assumed)"),
+        _gpu("a100", 79.1, 312, None, 19.5, (2039, 300, 25), _A100, "DGX A100: NVLink, 8 x 200 Gb/s a node"),
+        _gpu("a100-40gb", 39.4, 312, None, 19.5, (1555, 300, 6.25), _A100, f"{_AWS}p4/: NVLink, 400 Gb/s a node"),
+        _gpu("l40s", 44.3, 362, 733, 91.6, (864, 32, 6.25), _L40S, f"{_AWS}g6e/: {_PCIE4}, 400 Gb/s a node"),
+        _gpu("l4", 22.0, 121, 242, 30.3, (300, 32, 1.56), f"{_NVIDIA}l4/", f"{_AWS}g6/: {_PCIE4}, 100 Gb/s a node"),
+        _gpu("a10g", 22.0, 70, None, 35, (600, 32, 1.56), _A10G, f"{_AWS}g5/: {_PCIE4}, 100 Gb/s a node"),
+        _gpu("a6000", 47.4, 154.8, None, 38.7, (768, 32, 1.56), _GA102, f"{_PCIE4}, 100 Gb/s a node (assumed)"),
+        _gpu("rtx4090", 23.6, 165.2, 330.3, 82.6, (1008, 32, 0.16), _ADA, f"{_PCIE4}, 10 Gb/s a node (assumed)"),
+    )
+}
+
+# What options say, and the field that each replaces.
+_BY_HAND = {
+    "--gpu-memory-gib": "memory_bytes",
+    "--tflops": "bf16_tflops",
+    "--memory-gb-s": "memory_gb_s",
+    "--link-gb-s": "link_gb_s",
+    "--nic-gb-s": "nic_gb_s",
+}
+
+# Of a GPU that is described by hand, where it is not given.
+_ASSUMED = {"--memory-gb-s": "memory of 2 TB/s", "--link-gb-s": f"{_PCIE4} in a node", "--nic-gb-s": "100 Gb/s a GPU"}
+
+
+def find_gpu(name: str, by_hand: dict[str, float | None] | None = None) -> Gpu:
+    """The GPU of that name, or one described by hand; figures by hand replace those of the table.
+
+    Args:
+        name: as in the table.
+        by_hand: options of the command and what was given; None where it was not.
+
+    Raises:
+        ConfigError: a name that is not known, without memory and rate; figures that cannot be.
+    """
+    given = {option: value for option, value in (by_hand or {}).items() if value is not None}
+    for option, value in given.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{option} {value:g}: expected a finite number over 0.")
+    gpu = GPUS.get(name.lower())
+    if gpu is None:
+        if not {"--gpu-memory-gib", "--tflops"} <= given.keys():
+            raise ConfigError(
+                f"--gpu {name}: not known; known: {', '.join(GPUS)}. For another, give --gpu-memory-gib and --tflops "
+                "(dense, bf16), and --memory-gb-s, --link-gb-s and --nic-gb-s where they are known."
+            )
+        assumed = ", ".join(text for option, text in _ASSUMED.items() if option not in given)
+        machine = f"assumed: {assumed}" if assumed else "by hand, too"
+        gpu = Gpu(name, 0, 0, None, None, 2000, 32, 12.5, "by hand", machine)
+    elif "--tflops" in given:
+        gpu = replace(gpu, fp8_tflops=None)
+    figures: dict[str, Any] = {_BY_HAND[option]: value for option, value in given.items()}
+    if "memory_bytes" in figures:
+        figures["memory_bytes"] = int(figures["memory_bytes"] * GIB)
+    if figures and gpu.source != "by hand":
+        figures["source"] = f"{gpu.source}; by hand: {', '.join(given)}"
+    return replace(gpu, **figures)
+
+
+def under_power_cap(gpu: Gpu, watts: float, rated_watts: float) -> Gpu:
+    """A GPU held under its rated power: dynamic power goes with the cube of the clock (P = C V^2 f, V with f).
+
+    Source: Chandrakasan, Sheng, Brodersen, Low-power CMOS digital design, IEEE JSSC 27(4), 1992.
+    """
+    share = (watts / rated_watts) ** (1 / 3)
+    fp8, fp32 = (None if rate is None else rate * share for rate in (gpu.fp8_tflops, gpu.fp32_tflops))
+    source = f"{gpu.source}; at {watts:g} W"
+    return replace(gpu, bf16_tflops=gpu.bf16_tflops * share, fp8_tflops=fp8, fp32_tflops=fp32, source=source)

@@ -1,0 +1,197 @@
+"""What a run leaves behind for others: a merged Hugging Face model, and the adapter in PEFT's layout.
+
+Both are computed beside the live weights, never in them, one tensor at a time: training may go on after.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fctune.config.schema import AdapterConfig
+from fctune.errors import CheckpointError
+from fctune.models.frozen import FrozenLinear, is_scale
+from fctune.models.lora import LoRALinear, is_adapter, merge
+from fctune.models.torchtune.build import CausalLM
+from fctune.models.torchtune.weights import peft_name, to_hf_layout, to_hf_name
+
+# Files of the base that belong to any model made from it, beside config.json.
+_COMPANIONS = (
+    *("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json"),
+    *("chat_template*", "generation_config.json", "LICENSE*", "USE_POLICY*"),
+)
+
+_MAX_FILE_BYTES = 4 * 1024**3
+
+
+def export_merged(model: CausalLM, base_dir: Path, out: Path, is_writer: bool) -> None:
+    """Write the model with its adapters merged as a Hugging Face directory.
+
+    Every rank calls this, since sharded weights are gathered (one at a time); the writer alone holds and writes them.
+
+    Args:
+        model: live model; not changed.
+        base_dir: directory it was loaded from, for config and tokenizer.
+        out: directory to make; replaced if it exists.
+        is_writer: whether this rank writes.
+
+    Raises:
+        CheckpointError: the disk is full, gone or read-only; on the writer, when all is gathered.
+    """
+    tensors = iter_merged(model)
+    try:
+        if is_writer:
+            with _new_directory(out) as staging:
+                _write_weights(staging, tensors)
+                copy_companions(base_dir, staging)
+                write_model_config(staging, base_dir, model.formats.compute)
+    finally:
+        for _ in tensors:  # the other ranks are sending, also what can be written no more
+            pass
+
+
+def export_adapter(
+    model: CausalLM, config: AdapterConfig, base: str, base_dir: Path, out: Path, is_writer: bool
+) -> None:
+    """Write the adapters alone, in the directory layout of ``peft``; arguments as in ``export_merged``.
+
+    ``base`` is the name or path of the base model as the user gave it; it is what PEFT loads the base by.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            full = to_hf_layout(name, _gather(parameter), model.architecture).contiguous()
+            if is_writer:
+                tensors[peft_name(name)] = full.cpu()
+    if not is_writer:
+        return
+    with _new_directory(out) as staging:
+        save_file(tensors, staging / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_adapter_config(staging, config, base)
+        copy_companions(base_dir, staging)
+
+
+@torch.no_grad()
+def iter_merged(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
+    """The weights with adapters merged, by Hugging Face's name and in its layout, on the CPU; the model is not changed.
+
+    Every rank iterates, since sharded weights are gathered, one at a time.
+    """
+    frozen = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
+    for name, parameter in model.named_parameters():
+        if is_adapter(name) or is_scale(name):
+            continue
+        module = frozen.get(name)
+        full = _gather(parameter if module is None else module.widened())
+        if isinstance(module, LoRALinear):
+            a, b = _gather(module.lora_a), _gather(module.lora_b)
+            magnitude = None if module.magnitude is None else _gather(module.magnitude)
+            full = merge(full, a, b, module.scaling, magnitude)
+        full = full.to(model.formats.compute)  # float32 where training alone needs it is not what is served
+        yield to_hf_name(name), to_hf_layout(name, full, model.architecture).contiguous().cpu()
+
+
+def _gather(parameter: Tensor) -> Tensor:
+    tensor = parameter.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _write_weights(staging: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    weight_map: dict[str, str] = {}
+    files: list[dict[str, Tensor]] = [{}]
+    num_bytes = total_bytes = 0
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if num_bytes + size > _MAX_FILE_BYTES and files[-1]:
+            _write_shard(staging, files, weight_map)
+            num_bytes = 0
+        files[-1][name] = tensor
+        num_bytes, total_bytes = num_bytes + size, total_bytes + size
+    _write_shard(staging, files, weight_map)
+    _name_shards(staging, len(files) - 1, weight_map, total_bytes)
+
+
+def _write_shard(staging: Path, files: list[dict[str, Tensor]], weight_map: dict[str, str]) -> None:
+    file = f"{len(files)}.safetensors"
+    # A plain weight may share memory with the live model; save_file reads it and does not keep it.
+    save_file(files[-1], staging / file, metadata={"format": "pt"})
+    weight_map.update(dict.fromkeys(files[-1], file))
+    files[-1] = {}
+    files.append({})
+
+
+def _name_shards(staging: Path, num_files: int, weight_map: dict[str, str], total_bytes: int) -> None:
+    """Rename the files as Hugging Face does, now that their count is known, and write the index."""
+    if num_files == 1:
+        (staging / "1.safetensors").rename(staging / "model.safetensors")
+        return
+    names = {f"{i}.safetensors": f"model-{i:05d}-of-{num_files:05d}.safetensors" for i in range(1, num_files + 1)}
+    for old, new in names.items():
+        (staging / old).rename(staging / new)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": {n: names[f] for n, f in weight_map.items()}}
+    (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write_adapter_config(folder: Path, config: AdapterConfig, base: str) -> None:
+    """Write ``adapter_config.json`` as PEFT reads it; ``base`` is what PEFT loads the base by."""
+    from peft import LoraConfig, TaskType  # slow to import, and needed once
+
+    LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=sorted(config.modules),
+        use_rslora=config.scaling == "rslora",
+        use_dora=config.dora,
+        task_type=TaskType.CAUSAL_LM,
+        base_model_name_or_path=base,
+        inference_mode=True,
+    ).save_pretrained(str(folder))
+
+
+def write_model_config(folder: Path, base_dir: Path, dtype: torch.dtype) -> None:
+    """Write the base's ``config.json`` with the dtype of the weights beside it."""
+    config = json.loads((base_dir / "config.json").read_text(encoding="utf-8"))
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config[key] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_companions(base_dir: Path, out: Path) -> None:
+    """Copy the files that belong to any model made from a base: tokenizer, template, licence."""
+    for pattern in _COMPANIONS:
+        for file in base_dir.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, out / file.name)
+
+
+@contextmanager
+def _new_directory(out: Path) -> Iterator[Path]:
+    """A directory to write into, which takes the place of any older one when it is whole, and goes if it is not.
+
+    Raises:
+        CheckpointError: the disk is full, gone or read-only.
+    """
+    staging = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+        shutil.rmtree(out, ignore_errors=True)
+        staging.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{out}: cannot be written ({getattr(error, 'strerror', None) or error}). What was trained is in the last "
+            "checkpoint: make room and run the same command again."
+        ) from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

@@ -1,0 +1,169 @@
+"""LoRA adapters (https://arxiv.org/abs/2106.09685) on a model's linears, equal at any world size."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.functional import linear
+
+from fctune.config.schema import AdapterConfig, BaseFormat
+from fctune.errors import ConfigError
+from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout
+from fctune.models.frozen import FrozenLinear
+from fctune.models.torchtune.build import CausalLM
+
+# Hugging Face's module names (what configs and PEFT say) -> torchtune's attribute inside a block.
+_BLOCK_ATTRIBUTES = {
+    "q_proj": ("attn", "q_proj"),
+    "k_proj": ("attn", "k_proj"),
+    "v_proj": ("attn", "v_proj"),
+    "o_proj": ("attn", "output_proj"),
+    "gate_proj": ("mlp", "w1"),
+    "up_proj": ("mlp", "w3"),
+    "down_proj": ("mlp", "w2"),
+}
+
+
+_ADAPTER_LEAVES = (".lora_a", ".lora_b", ".magnitude")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's, not the base's."""
+    return name.endswith(_ADAPTER_LEAVES)
+
+
+class LoRALinear(FrozenLinear):
+    """``x W' + b + scaling * dropout(x) A' B'``: a frozen linear with a trained low-rank part.
+
+    Shapes: ``weight [out, in]``, ``lora_a [rank, in]``, ``lora_b [out, rank]``. The adapter is float32 whatever the
+    base is (float64 for a float64 base) and is cast to the input's dtype for the product.
+
+    With DoRA (https://arxiv.org/abs/2402.09353), ``magnitude [out]`` is what each row of W + scaling B A is long: the
+    sum of both products is scaled by it over the row's own length, which gradients do not go through.
+    """
+
+    def __init__(self, base: nn.Linear, config: AdapterConfig, format: BaseFormat, name: str, keys: TokenKeys):
+        super().__init__(base, format)
+        out_dim, in_dim = base.weight.shape
+        options: dict[str, Any] = {"dtype": _wide(base.weight.dtype), "device": base.weight.device}
+        self.lora_a = nn.Parameter(torch.empty(config.rank, in_dim, **options))
+        self.lora_b = nn.Parameter(torch.empty(out_dim, config.rank, **options))
+        self.magnitude = nn.Parameter(torch.empty(out_dim, **options)) if config.dora else None
+        self.scaling = adapter_scaling(config)
+        self.dropout = config.dropout
+        self.channel_keys: Tensor
+        empty = torch.empty(in_dim, dtype=torch.int64, device=base.weight.device)
+        self.register_buffer("channel_keys", empty, persistent=False)
+        self._name, self._keys = name, keys
+
+    def init_buffers_(self) -> None:
+        """Fill what is neither trained nor loaded."""
+        self.channel_keys.copy_(channel_keys(self._name, len(self.channel_keys)))
+
+    def forward(self, x: Tensor, token_keys: Tensor | None = None) -> Tensor:
+        """Project ``[..., in]`` to ``[..., out]``; ``token_keys`` of the leading shape where x is not all the rows."""
+        base = self.project(x) if self.magnitude is None else self.multiply(x)
+        inner = x
+        if self.dropout and self.training:
+            token_keys = self._keys.value if token_keys is None else token_keys
+            assert token_keys is not None, "rows without keys reached an adapter with dropout"
+            inner = keyed_dropout(x, self.dropout, token_keys, self.channel_keys)
+        low_rank = self.scaling * linear(linear(inner, self.lora_a.to(x.dtype)), self.lora_b.to(x.dtype))
+        if self.magnitude is None:
+            return base + low_rank
+        with torch.no_grad():
+            lengths = row_lengths(self.widened(), self.lora_a, self.lora_b, self.scaling)
+        scale = (self.magnitude / lengths).to(x.dtype)
+        out = (base + low_rank) * scale
+        return out if self.bias is None else out + self.bias
+
+
+def row_lengths(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Euclidean length of each row of W + scaling B A, ``[out]``, in the adapter's format, without forming the sum."""
+    squares: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=a.dtype).square()
+    crossed = ((weight @ a.T.to(weight.dtype)).to(a.dtype) * b).sum(1)
+    added = ((b @ (a @ a.T)) * b).sum(1)
+    return torch.sqrt(squares + 2 * scaling * crossed + scaling**2 * added)
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None) -> Tensor:
+    """The weight that does what a linear and its adapter do, in the adapter's format."""
+    merged = weight.to(a.dtype) + scaling * (b @ a)
+    if magnitude is None:
+        return merged
+    lengths: Tensor = torch.linalg.vector_norm(merged, dim=1)
+    return merged * (magnitude / lengths)[:, None]
+
+
+def adapter_scaling(config: AdapterConfig) -> float:
+    """Factor on the low-rank product: alpha / rank, or alpha / sqrt(rank) for rsLoRA (https://arxiv.org/abs/2312.03732)."""
+    return config.alpha / (math.sqrt(config.rank) if config.scaling == "rslora" else config.rank)
+
+
+def apply_lora_(model: CausalLM, config: AdapterConfig) -> None:
+    """Freeze the model and put an adapter on each linear that the config names.
+
+    Raises:
+        ConfigError: for an adapter on the output head of a model that ties it to its embeddings.
+    """
+    if "lm_head" in config.modules and model.architecture.is_tied:
+        raise ConfigError(
+            "adapter.modules: lm_head cannot take an adapter, as this model ties it to its embeddings; leave it out."
+        )
+    model.requires_grad_(False)
+    keys = model.token_keys
+    for index, block in enumerate(model.blocks):
+        for name, (part, attribute) in _BLOCK_ATTRIBUTES.items():
+            parent: nn.Module = getattr(block, part)
+            base: nn.Linear = getattr(parent, attribute)
+            if name in config.modules:
+                setattr(parent, attribute, LoRALinear(base, config, config.base, f"{index}.{name}", keys))
+            elif config.base != "bf16":
+                setattr(parent, attribute, FrozenLinear(base, config.base))
+    if "lm_head" in config.modules:
+        model.decoder.output = LoRALinear(model.decoder.output, config, "bf16", "lm_head", keys)
+
+
+def init_adapters_(model: CausalLM, seed: int) -> None:
+    """Initialise every adapter in place: A uniform as ``nn.Linear`` does it, B zero, so the model starts as its base.
+
+    DoRA's magnitudes start as the lengths of the base's rows, which must be there. Each A is drawn whole from a
+    generator keyed by (seed, name) and then cut to the rank's shard, so the adapters are the same at any world size.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(key, "little") % 2**63)
+            bound = 1 / math.sqrt(module.lora_a.shape[1])  # kaiming_uniform_ with a = sqrt(5)
+            full = torch.empty(module.lora_a.shape, dtype=module.lora_a.dtype).uniform_(
+                -bound, bound, generator=generator
+            )
+            copy_full_(module.lora_a, full)
+            nn.init.zeros_(module.lora_b)
+            if module.magnitude is not None:
+                _init_magnitude_(module.magnitude, module.widened())
+
+
+@torch.no_grad()
+def _init_magnitude_(magnitude: Tensor, weight: Tensor) -> None:
+    """Both are cut alike over the ranks, by rows."""
+    rows, lengths = (t.to_local() if isinstance(t, DTensor) else t for t in (weight, magnitude))
+    lengths.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=lengths.dtype))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+@torch.no_grad()
+def copy_full_(parameter: Tensor, full: Tensor) -> None:
+    """Copy a whole tensor into a parameter that may be sharded; each rank keeps its part, nothing is communicated."""
+    full = full.to(device=parameter.device, dtype=parameter.dtype)
+    if isinstance(parameter, DTensor):
+        full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(full)

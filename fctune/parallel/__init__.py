@@ -1,0 +1,1 @@
+"""Parameters and activations over ranks: DDP, FSDP, HSDP and activation checkpointing."""

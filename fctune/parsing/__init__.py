@@ -1,0 +1,1 @@
+"""Strict and lenient readers of JSON and Python literals."""

@@ -1,0 +1,142 @@
+"""A config is checked whole, and every problem comes with its key and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fctune.config.loading import load_config, parse_config
+from fctune.errors import ConfigError
+from tests.conftest import ROOT
+
+MINIMAL = {
+    "output_dir": "runs/x",
+    "model": {"path": "fctune/assets/tiny_base"},
+    "data": {"sources": [{"path": "synthetic:train:10"}]},
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def write(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL | changes))
+    return path
+
+
+def problems_of(tmp_path: Path, *overrides: str, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, **changes), overrides)
+    return str(caught.value)
+
+
+def test_defaults_are_those_of_the_schema(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path))
+    assert (config.seed, config.epochs, config.data.seq_len, config.adapter) == (42, 3, 4096, None)
+
+
+def test_overrides_reach_nested_keys_lists_and_null(tmp_path: Path) -> None:
+    config = load_config(
+        write(tmp_path, adapter={"rank": 4}),
+        [
+            "adapter.rank=8",
+            "data.sources.0.path=synthetic:train:7",
+            "clip_grad_norm=null",
+            "optimizer.lr=3e-4",
+            "~max_steps",
+        ],
+    )
+    assert config.adapter is not None
+    assert config.adapter.rank == 8
+    assert config.data.sources[0].path == "synthetic:train:7"
+    assert config.clip_grad_norm is None
+    assert config.optimizer["lr"] == 3e-4
+
+
+def test_all_problems_come_in_one_report(tmp_path: Path) -> None:
+    report = problems_of(tmp_path, epochs="many", seeed=1, data={"sources": [{"path": "x", "wight": 2}], "packed": 3})
+    assert report.splitlines()[0].endswith("4 problems")
+    for line in (
+        "epochs='many': expected a whole number",
+        "seeed: unknown key; did you mean seed?",
+        "data.sources.0.wight: unknown key; did you mean data.sources.0.weight?",
+        "data.packed=3: expected true or false",
+    ):
+        assert line in report
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"optimizer": {"_component_": "torch.optim.AdamW", "lrr": 1}},
+            "optimizer.lrr: AdamW takes no such argument; did you mean optimizer.lr?",
+        ),
+        ({"optimizer": {"_component_": "torch.optim.Adamm"}}, "cannot be imported"),
+        ({"optimizer": {"lr": "fast"}}, "optimizer.lr='fast'"),
+        ({"optimizer": {"_component_": "torch.optim.AdamW", "lr": -1}}, "optimizer.lr=-1"),
+        ({"adapter": {"modules": ["q_prj"]}}, "did you mean q_proj?"),
+        ({"adapter": {"rank": 0}}, "adapter.rank=0"),
+        ({"adapter": {"dropout": 1.0}}, "adapter.dropout=1.0"),
+        ({"adapter": {"scaling": "rslaura"}}, "did you mean rslora?"),
+        ({"model": {"path": "no/such/dir"}}, "model.path=no/such/dir: no such directory"),
+        ({"model": {"path": "configs"}}, "holds no config.json"),
+        ({"model": {}}, "model.path: missing"),
+        ({"data": {"sources": []}}, "data.sources: empty"),
+        ({"data": {"sources": [{"path": "no/rows.jsonl"}]}}, "no/rows.jsonl: no such file"),
+        ({"data": {"sources": [{"path": "synthetic:train:9"}], "validation_share": 1.5}}, "data.validation_share=1.5"),
+        ({"global_batch_size": 0}, "global_batch_size=0"),
+        ({"max_steps": -1}, "max_steps=-1"),
+        ({"clip_grad_norm": -1.0}, "clip_grad_norm=-1.0"),
+        ({"lr_scheduler": {"name": "cosin"}}, "did you mean cosine?"),
+        ({"lr_scheduler": {"num_warmup_steps": 3, "warmup_share": 0.1}}, "keep one"),
+        ({"output_dir": "pyproject.toml"}, "output_dir=pyproject.toml: is a file"),
+        ({"precision": "fp8"}, "precision='fp8': expected one of fp32, bf16, fp64"),
+        ({"data": 3}, "data: expected a mapping"),
+        ({"seed": True}, "seed=True: expected a whole number"),
+        ({"profile": {"first_step": 0}}, "profile.first_step=0: expected 1 or more"),
+        ({"profile": {"first_step": 9, "last_step": 8}}, "profile.last_step=8: under profile.first_step=9"),
+        ({"profile": {"ranks": []}}, "profile.ranks=[]: expected ranks"),
+        ({"profile": {"steps": 3}}, "profile.steps: unknown key"),
+        ({"price_per_gpu_hour": -2}, "price_per_gpu_hour=-2.0: expected a finite number, 0 or more"),
+        ({"price_per_gpu_hour": "cheap"}, "price_per_gpu_hour='cheap': expected a number"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_remedy(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    assert words in problems_of(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("override", ["epochs", "=3", "data.sources.9.path=x", "epochs=[1"])
+def test_a_wrong_override_is_named(tmp_path: Path, override: str) -> None:
+    assert override in problems_of(tmp_path, override)
+
+
+def test_a_missing_file_names_its_neighbours() -> None:
+    with pytest.raises(ConfigError, match=r"tiny_lorra\.yaml: no such config file.*tiny_lora\.yaml"):
+        load_config(ROOT / "configs" / "tiny_lorra.yaml")
+
+
+@pytest.mark.parametrize("text", ["a: [", "just text", "\x00"])
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.yaml"):
+        load_config(path)
+
+
+# Acceptance runs have a schema of their own, and tests/acceptance.
+RUNS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith("acceptance_"))
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda p: p.name)
+def test_every_config_of_the_project_holds(path: Path) -> None:
+    raw = yaml.safe_load(path.read_text())
+    problems: list[str] = []
+    assert parse_config(raw, problems), problems
+    assert not problems

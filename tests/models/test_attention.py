@@ -1,0 +1,147 @@
+"""Every way to attend within the conversations of packed rows gives what a dense mask gives."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from fctune.models import attention
+from fctune.models.attention import attend, attend_each, choose_kernel, make_bounds
+
+LENGTHS = [[5, 40, 19], [33, 31]]
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
+
+
+def tensors(dtype: torch.dtype = torch.float64, device: str = "cpu", scale: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 64 * scale)
+    made = (
+        torch.randn(*shape, heads, HEAD_DIM * scale, generator=generator, dtype=torch.float64)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    q, k, v = (tensor.to(device=device, dtype=dtype).requires_grad_() for tensor in made)
+    return q, k, v
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, lengths: list[list[int]]) -> Tensor:
+    """The same by a mask of every pair."""
+    documents = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
+    same = documents[:, :, None] == documents[:, None, :]
+    mask = (same & torch.ones_like(same[0]).tril())[:, None].to(q.device)
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+
+def gradients(out: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.autograd.grad(out, inputs, seed.to(out.device, out.dtype))
+
+
+def test_each_conversation_alone_is_a_dense_mask_in_float64() -> None:
+    inputs = tensors()
+    ours, theirs = attend(*inputs, make_bounds(LENGTHS, "each")), dense(*inputs, LENGTHS)
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    for mine, their in zip(gradients(ours, inputs), gradients(theirs, inputs), strict=True):
+        torch.testing.assert_close(mine, their, rtol=1e-9, atol=1e-12)
+
+
+def test_rows_without_bounds_are_one_conversation() -> None:
+    inputs = tensors()
+    ours, theirs = attend(*inputs, None), dense(*inputs, [[64], [64]])
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_the_operator_keeps_the_rules_that_compilation_relies_on() -> None:
+    inputs = [t.transpose(1, 2) for t in tensors(torch.float32)]
+    torch.library.opcheck(attend_each, (*inputs, make_bounds(LENGTHS, "each").ends))
+
+
+def test_flex_masks_are_those_of_the_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(attention, "_flex", lambda: flex_attention)  # not compiled, which takes long
+    q, k, v = (t.detach() for t in tensors(torch.float32))
+    bounds = make_bounds(LENGTHS, "flex").to(torch.device("cpu"))
+    torch.testing.assert_close(attend(q, k, v, bounds), dense(q, k, v, LENGTHS), rtol=1e-4, atol=1e-5)
+
+
+def ragged(q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, max_q: int, max_k: int) -> Tensor:
+    """What the ragged kernel is documented to do: causal attention between each two ends, ``[tokens, heads, dim]``."""
+    assert q_ends.dtype == k_ends.dtype == torch.int32
+    ends = q_ends.tolist()
+    assert max(b - a for a, b in itertools.pairwise(ends)) <= max_q == max_k
+    parts = []
+    for start, stop in itertools.pairwise(ends):
+        rows = [t[start:stop].transpose(0, 1)[None] for t in (q, k, v)]
+        parts.append(scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def test_ragged_rows_are_laid_out_as_the_kernel_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_varlen", lambda: ragged)
+    inputs = tensors()
+    ours = attend(*inputs, make_bounds(LENGTHS, "varlen").to(torch.device("cpu")))
+    torch.testing.assert_close(ours, dense(*inputs, LENGTHS), rtol=1e-9, atol=1e-12)
+
+
+def test_torch_takes_ragged_rows_as_they_are_given() -> None:
+    q, k, v = (t.detach().to("meta", torch.bfloat16) for t in tensors())
+    bounds = make_bounds(LENGTHS, "varlen").to(torch.device("meta"))
+    assert attend(q, k, v, bounds).shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "capability", "kernel"),
+    [
+        ("cpu", torch.float32, 64, None, "each"),
+        ("cuda", torch.bfloat16, 128, (9, 0), "varlen"),
+        ("cuda", torch.bfloat16, 128, (8, 0), "varlen"),
+        ("cuda", torch.float32, 128, (9, 0), "flex"),
+        ("cuda", torch.float16, 128, (7, 5), "flex"),
+        ("cuda", torch.bfloat16, 512, (9, 0), "flex"),
+        ("cuda", torch.float64, 128, (9, 0), "each"),
+        ("cuda", torch.float16, 128, (7, 0), "each"),
+    ],
+)
+def test_the_fastest_kernel_that_is_there_is_chosen_and_named(
+    device: str, dtype: torch.dtype, head_dim: int, capability: Any, kernel: str
+) -> None:
+    chosen, name = choose_kernel(device, dtype, head_dim, capability)
+    assert chosen == kernel
+    assert name
+
+
+def test_bounds_of_different_rows_meet_few_lengths() -> None:
+    longest = {n: make_bounds([[n]], "varlen").max_length for n in range(1, 4097)}
+    assert all(n <= bound < 2 * n for n, bound in longest.items())
+    assert len(set(longest.values())) == 13
+    bounds = make_bounds(LENGTHS, "varlen")
+    assert bounds.ends.tolist() == [0, 5, 45, 64, 97, 128]
+    assert (bounds.max_length, bounds.shape) == (64, (2, 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "tolerance"),
+    [("varlen", torch.bfloat16, 2e-2), ("flex", torch.float32, 2e-3), ("each", torch.float64, 1e-9)],
+)
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_every_kernel_of_a_gpu_is_a_dense_mask(
+    kernel: Any, dtype: torch.dtype, tolerance: float, is_compiled: bool
+) -> None:
+    lengths = [[5 * 4, 40 * 4, 19 * 4], [33 * 4, 31 * 4]]
+    inputs = tensors(dtype, "cuda", scale=4)
+    exact = tuple(t.detach().double().requires_grad_() for t in inputs)
+    call: Callable[..., Tensor] = torch.compile(attend) if is_compiled else attend
+    ours = call(*inputs, make_bounds(lengths, kernel).pin().to(torch.device("cuda")))
+    theirs = dense(*exact, lengths)
+    torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
+    for mine, their in zip(gradients(ours, inputs), gradients(theirs, exact), strict=True):
+        torch.testing.assert_close(mine.double(), their, rtol=2 * tolerance, atol=2 * tolerance)

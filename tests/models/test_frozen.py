@@ -1,0 +1,147 @@
+"""Bases in 4 and 8 bits, and DoRA: what is loaded, learnt and exported is what it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fctune.config.schema import ADAPTER_MODULES, AdapterConfig
+from fctune.errors import ConfigError
+from fctune.models import export
+from fctune.models.frozen import FrozenLinear, fill_rows_, is_nf4
+from fctune.models.lora import apply_lora_, init_adapters_, row_lengths
+from fctune.models.torchtune.architecture import read_architecture
+from fctune.models.torchtune.build import build_model
+from tests.models.test_parity import load, reference, tokens_for
+
+# NF4 shares scales among 16,384 weights, so its linears cannot be as small as other tests'.
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+
+
+def adapted(path: Path, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
+    return load(path, AdapterConfig(rank=4, alpha=8, modules=list(ADAPTER_MODULES), **config), dtype)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@torch.no_grad()
+def test_dora_is_that_of_peft(family: str, make_model: Callable[..., Path], tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    path = make_model(family)
+    model = adapted(path, dora=True)
+    tokens = tokens_for(path)
+    for name, parameter in model.named_parameters():
+        if name.endswith("magnitude"):
+            parameter.mul_(1 + 0.1 * torch.linspace(-1, 1, len(parameter)))
+    logits = model(tokens)
+    assert (logits - load(path)(tokens)).abs().max() > 0.01
+    config = AdapterConfig(rank=4, alpha=8, modules=list(ADAPTER_MODULES), dora=True)
+    export.export_adapter(model, config, str(path), path, tmp_path / "adapter", is_writer=True)
+    theirs = PeftModel.from_pretrained(reference(path), str(tmp_path / "adapter")).eval()
+    torch.testing.assert_close(theirs(tokens).logits, logits, rtol=1e-4, atol=1e-4)
+    export.export_merged(model, path, tmp_path / "merged", is_writer=True)
+    torch.testing.assert_close(reference(tmp_path / "merged")(tokens).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_dora_gradients_are_those_of_peft(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    path = make_model("llama")
+    model = adapted(path, dora=True)
+    config = AdapterConfig(rank=4, alpha=8, modules=list(ADAPTER_MODULES), dora=True)
+    export.export_adapter(model, config, str(path), path, tmp_path / "adapter", is_writer=True)
+    theirs = PeftModel.from_pretrained(reference(path), str(tmp_path / "adapter"), is_trainable=True).eval()
+    tokens = tokens_for(path)
+    model(tokens).square().mean().backward()
+    theirs(tokens).logits.square().mean().backward()
+    ours = model.decoder.layers[1].attn.v_proj
+    other = theirs.base_model.model.model.layers[1].self_attn.v_proj
+    for mine, their in (
+        (ours.lora_a, other.lora_A["default"].weight),
+        (ours.lora_b, other.lora_B["default"].weight),
+        (ours.magnitude, other.lora_magnitude_vector["default"].weight),
+    ):
+        torch.testing.assert_close(mine.grad, their.grad.view_as(mine), rtol=1e-3, atol=1e-6)
+
+
+@torch.no_grad()
+def test_dora_starts_as_the_base(make_model: Callable[..., Path]) -> None:
+    path = make_model("qwen2")
+    model = adapted(path, torch.float64, dora=True)
+    init_adapters_(model, 3)
+    tokens = tokens_for(path)
+    torch.testing.assert_close(model(tokens), load(path, dtype=torch.float64)(tokens), rtol=1e-9, atol=1e-9)
+
+
+def test_row_lengths_are_those_of_the_sum() -> None:
+    weight, a, b = (torch.randn(*shape, dtype=torch.float64) for shape in ((9, 7), (3, 7), (9, 3)))
+    torch.testing.assert_close(row_lengths(weight, a, b, 0.7), (weight + 0.7 * b @ a).norm(dim=1))
+
+
+@pytest.mark.parametrize(("base", "error"), [("nf4", 0.12), ("float8", 0.04)])
+def test_a_small_base_gives_about_the_products_of_the_whole_one(base: Any, error: float) -> None:
+    torch.manual_seed(0)
+    whole = nn.Linear(256, 512, bias=True)
+    small = FrozenLinear(whole, base)
+    small.bias = whole.bias
+    fill_rows_(small, "weight", whole.weight.detach())
+    x = torch.randn(2, 5, 256, requires_grad=True)
+    grad = torch.randn(2, 5, 512)
+    ours, theirs = small(x), whole(x)
+    assert (ours - theirs).norm() < error * theirs.norm()
+    (our_grad,) = torch.autograd.grad(ours, x, grad)
+    (their_grad,) = torch.autograd.grad(theirs, x, grad)
+    assert (our_grad - their_grad).norm() < error * their_grad.norm()
+    assert (small.widened() - whole.weight).norm() < error * whole.weight.norm()
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("base", ["nf4", "float8"])
+@torch.no_grad()
+def test_exports_of_a_small_base_are_the_model_that_was_trained(
+    base: str, dora: bool, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = make_model("llama", **WIDE)
+    model = load(path, AdapterConfig(rank=4, alpha=8, modules=["q_proj", "down_proj"], base=base, dora=dora))  # type: ignore[arg-type]
+    assert is_nf4(model.decoder.layers[0].attn.v_proj.weight) == (base == "nf4")  # not only where adapters sit
+    tokens = tokens_for(path)
+    logits = model(tokens)
+    export.export_merged(model, path, tmp_path / "merged", is_writer=True)
+    merged = reference(tmp_path / "merged")(tokens).logits
+    # The float8 product rounds its inputs too; the export has the rounded weights alone.
+    close = (merged - logits).norm() / logits.norm()
+    assert close < (1e-5 if base == "nf4" else 0.06)
+
+
+def test_only_adapters_train_on_a_small_base(make_model: Callable[..., Path]) -> None:
+    path = make_model("qwen2", **WIDE)
+    for base in ("nf4", "float8"):
+        model = adapted(path, torch.bfloat16, base=base, dora=True, dropout=0.0).train()
+        tokens = tokens_for(path)
+        before = {
+            name: module.widened().clone() for name, module in model.named_modules() if hasattr(module, "widened")
+        }
+        model(tokens, labels=tokens).backward()
+        for name, parameter in model.named_parameters():
+            assert (
+                (parameter.grad is not None)
+                == parameter.requires_grad
+                == name.endswith(("lora_a", "lora_b", "magnitude"))
+            ), name
+        trained = [p for p in model.parameters() if p.requires_grad]
+        assert {p.dtype for p in trained} == {torch.float32}
+        torch.optim.AdamW(trained, lr=0.1).step()
+        for name, module in model.named_modules():
+            if name in before:
+                assert torch.equal(before[name], module.widened()), name
+
+
+def test_linears_too_small_for_4_bits_are_refused(make_model: Callable[..., Path]) -> None:
+    model = build_model(read_architecture(make_model("llama")), 256, torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"adapter\.base=nf4: a linear of \[64, 64\]"):
+        apply_lora_(model, AdapterConfig(base="nf4"))

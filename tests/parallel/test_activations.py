@@ -1,0 +1,160 @@
+"""What is computed again, compiled, or multiplied in float8 gives the numbers of the plain way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fctune.config.schema import ADAPTER_MODULES, ActivationCheckpointingConfig, AdapterConfig
+from fctune.errors import ConfigError
+from fctune.models.attention import make_bounds
+from fctune.models.dropout import row_key
+from fctune.models.torchtune.build import CausalLM
+from fctune.parallel.activations import checkpoint_blocks_, compile_blocks_, is_chosen, round_products_
+from tests.models.test_parity import load
+
+LORA = AdapterConfig(rank=4, alpha=8, dropout=0.2, modules=list(ADAPTER_MODULES))
+LENGTHS = [[17, 40, 23], [60, 20]]
+
+
+def run(model: CausalLM) -> dict[str, torch.Tensor]:
+    """Loss and gradients of a packed batch in training mode."""
+    tokens = torch.randint(0, model.architecture.vocab_size, (2, 80), generator=torch.Generator().manual_seed(1))
+    loss = model.train()(
+        tokens,
+        positions=torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS]),
+        bounds=make_bounds(LENGTHS, "each"),
+        labels=tokens,
+        row_keys=torch.tensor([row_key(1, 1, row) for row in range(2)]),
+    )
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach()} | found
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], rtol: float, atol: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=rtol, atol=atol)
+
+
+CHECKPOINTING = [
+    ActivationCheckpointingConfig(fraction=1.0),
+    ActivationCheckpointingConfig(fraction=0.5),
+    ActivationCheckpointingConfig(fraction=1.0, policy="op"),
+]
+
+
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("config", CHECKPOINTING, ids=lambda c: f"{c.policy} {c.fraction}")
+def test_checkpointed_blocks_give_the_same_loss_and_gradients(
+    config: ActivationCheckpointingConfig, adapter: AdapterConfig | None, make_model: Callable[..., Path]
+) -> None:
+    path = make_model("llama", num_hidden_layers=4)
+    plain, checkpointed = (load(path, adapter, torch.float64) for _ in range(2))
+    checkpoint_blocks_(checkpointed, config, "cpu")
+    assert_same(run(checkpointed), run(plain), rtol=1e-9, atol=1e-12)
+
+
+class CountedOperators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_policies_compute_again_what_they_say(make_model: Callable[..., Path]) -> None:
+    path = make_model("llama", num_hidden_layers=4)
+
+    def count(config: ActivationCheckpointingConfig | None) -> tuple[int, int]:
+        model = load(path)
+        if config is not None:
+            checkpoint_blocks_(model, config, "cpu")
+        with CountedOperators() as counted:
+            run(model)
+        return counted.calls["aten.mm.default"], counted.calls["fctune.attend_each.default"]
+
+    products, attentions = count(None)
+    again = 4 * 7  # products of the forward of four blocks
+    assert attentions == 4
+    # A block's recomputation stops before its last product, whose result backward does not read.
+    assert count(CHECKPOINTING[0]) == (products + again - 4, attentions + 4)
+    assert count(CHECKPOINTING[1]) == (products + again // 2 - 2, attentions + 2)
+    some, same = count(CHECKPOINTING[2])
+    assert products < some < products + again * 0.75
+    assert same == attentions
+
+
+@pytest.mark.parametrize(
+    ("num", "fraction", "chosen"), [(8, 0.25, [3, 7]), (4, 1.0, [0, 1, 2, 3]), (10, 0.3, [3, 6, 9])]
+)
+def test_a_fraction_of_the_blocks_is_evenly_spread(num: int, fraction: float, chosen: list[int]) -> None:
+    assert [i for i in range(num) if is_chosen(i, fraction)] == chosen
+
+
+def test_offloading_without_a_device_is_refused(make_model: Callable[..., Path]) -> None:
+    config = ActivationCheckpointingConfig(fraction=1.0, offload=True)
+    with pytest.raises(ConfigError, match=r"activation_checkpointing\.offload: .* this run is on CPU"):
+        checkpoint_blocks_(load(make_model("llama")), config, "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("config", [None, *CHECKPOINTING], ids=lambda c: f"{c.policy} {c.fraction}" if c else "plain")
+def test_compiled_blocks_give_the_same_loss_and_gradients(
+    config: ActivationCheckpointingConfig | None, adapter: AdapterConfig | None, make_model: Callable[..., Path]
+) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    path = make_model("llama", num_hidden_layers=4)
+    plain, compiled = (load(path, adapter, torch.float64) for _ in range(2))
+    if config is not None:
+        checkpoint_blocks_(compiled, config, "cpu")
+    compile_blocks_(compiled)
+    assert_same(run(compiled), run(plain), rtol=1e-9, atol=1e-12)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    # Blocks are alike: one compilation for those whose input needs a gradient, one for the first where it does not,
+    # and both again for those that are checkpointed.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nf4", "float8", "dora", "float8 products"])
+def test_blocks_of_few_bits_compile_whole(kind: str, make_model: Callable[..., Path]) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    path = make_model("llama", hidden_size=256, intermediate_size=512, num_key_value_heads=4)
+    base = {"base": kind} if kind in ("nf4", "float8") else {}
+    adapter = AdapterConfig(rank=4, alpha=8, dropout=0.1, dora=kind == "dora", **base)  # type: ignore[arg-type]
+    eager, compiled = (load(path, None if kind == "float8 products" else adapter, torch.bfloat16) for _ in range(2))
+    for model in (eager, compiled):
+        if kind == "float8 products":
+            round_products_(model)
+    compile_blocks_(compiled)
+    ours, theirs = run(compiled), run(eager)
+    torch.testing.assert_close(ours["loss"], theirs["loss"], rtol=2e-3, atol=0)
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_float8_products_stay_near(make_model: Callable[..., Path]) -> None:
+    path = make_model("llama", hidden_size=128, intermediate_size=256)
+    plain, rounded = (load(path, dtype=torch.bfloat16) for _ in range(2))
+    round_products_(rounded)
+    kinds = {type(module).__name__ for module in rounded.modules() if isinstance(module, torch.nn.Linear)}
+    assert kinds == {"Float8Linear", "Linear"}
+    assert type(rounded.decoder.output) is torch.nn.Linear
+    assert {name for name, _ in rounded.named_parameters()} == {name for name, _ in plain.named_parameters()}
+    ours, theirs = run(rounded), run(plain)
+    assert ours["loss"] != theirs["loss"]
+    torch.testing.assert_close(ours["loss"], theirs["loss"], rtol=0.01, atol=0)
+    for name in theirs:
+        assert (ours[name] - theirs[name]).norm() < 0.35 * theirs[name].norm(), name

@@ -1,0 +1,135 @@
+"""Which layout a run gets, and what is said where none fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fctune.config.schema import ParallelConfig
+from fctune.errors import ConfigError
+from fctune.models.precision import Formats, check_device, choose_formats
+from fctune.parallel.footprint import GIB, Footprint
+from fctune.parallel.sharding import Hardware, Layout, check_memory, choose_layout
+
+
+def needs(gib: float) -> Callable[[int], Footprint]:
+    """An estimate of a model whose shards alone take memory."""
+    return lambda num_shards: Footprint(parameters=int(gib * GIB) // num_shards)
+
+
+def choose(
+    world_size: int,
+    ranks_per_node: int = 8,
+    gib: float = 1.0,
+    has_adapter: bool = True,
+    device_type: str = "cuda",
+    **config: Any,
+) -> Layout:
+    hardware = Hardware(device_type, world_size, ranks_per_node, 80 * GIB)
+    return choose_layout(ParallelConfig(**config), hardware, has_adapter, needs(gib))
+
+
+@pytest.mark.parametrize(
+    ("asked", "mode", "shape"),
+    [
+        ({"world_size": 1}, "none", (1, 1)),
+        ({"world_size": 8}, "ddp", (8, 1)),
+        ({"world_size": 16, "gib": 140.0}, "hsdp", (2, 8)),
+        ({"world_size": 16, "gib": 800.0}, "fsdp", (1, 16)),
+        ({"world_size": 8, "gib": 140.0}, "fsdp", (1, 8)),
+        ({"world_size": 8, "has_adapter": False}, "fsdp", (1, 8)),
+        ({"world_size": 16, "has_adapter": False, "gib": 200.0}, "hsdp", (2, 8)),
+        ({"world_size": 16, "has_adapter": False, "gib": 1100.0}, "fsdp", (1, 16)),
+        ({"world_size": 8, "cpu_offload": True}, "fsdp", (1, 8)),
+        ({"world_size": 16, "mode": "hsdp"}, "hsdp", (2, 8)),
+        ({"world_size": 64, "mode": "hsdp", "replicate": 2}, "hsdp", (2, 32)),
+        ({"world_size": 1, "mode": "ddp"}, "none", (1, 1)),
+        ({"world_size": 1, "mode": "fsdp"}, "fsdp", (1, 1)),
+    ],
+    ids=str,
+)
+def test_the_layout_that_sends_least_and_fits_is_chosen(
+    asked: dict[str, Any], mode: str, shape: tuple[int, int]
+) -> None:
+    layout = choose(**asked)
+    assert (layout.mode, (layout.replicate, layout.shard)) == (mode, shape)
+    assert layout.reason
+    assert ("auto" in layout.reason) == (asked.get("mode", "auto") == "auto" and asked["world_size"] > 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (
+            {"world_size": 16, "mode": "hsdp", "replicate": 3},
+            "parallel.replicate=3: does not divide the 16 ranks of this run; use 1, 2, 4, 8 or 16.",
+        ),
+        ({"world_size": 4, "mode": "hsdp"}, "on one node, so hsdp would be fsdp; set it to 1, 2 or 4"),
+        ({"world_size": 4, "cpu_offload": True, "device_type": "cpu"}, "this run is on CPU"),
+    ],
+    ids=str,
+)
+def test_a_layout_that_does_not_fit_the_ranks_is_refused(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
+        choose(**asked)
+
+
+@pytest.mark.parametrize(
+    ("mode", "gib", "world_size", "has_adapter", "words"),
+    [
+        ("ddp", 200.0, 8, True, "about 200.0 GiB .*128.0 GiB more than the 72.0 GiB .*shards over 4 ranks"),
+        ("fsdp", 1100.0, 8, False, "137.5 GiB.*65.5 GiB more.*fsdp on 16 such devices.*an adapter"),
+        ("ddp", 100.0, 1, True, "28.0 GiB more.*fsdp on 2 such devices.*adapter.base=nf4"),
+    ],
+)
+def test_a_model_too_large_says_by_how_much_and_what_would_fit(
+    mode: Any, gib: float, world_size: int, has_adapter: bool, words: str
+) -> None:
+    hardware = Hardware("cuda", world_size, 8, 80 * GIB)
+    layout = choose_layout(ParallelConfig(mode=mode), hardware, has_adapter, needs(gib))
+    with pytest.raises(ConfigError, match=f"(?s)model.path=some/model: .*{words}"):
+        check_memory(hardware, layout, has_adapter, needs(gib), "some/model")
+
+
+def test_a_run_that_may_not_fit_is_warned_of_and_not_refused() -> None:
+    hardware = Hardware("cuda", 8, 8, 80 * GIB)
+    layout = choose_layout(ParallelConfig(mode="fsdp"), hardware, False, needs(8.0))
+    assert check_memory(hardware, layout, False, needs(8.0), "some/model") is None
+    warning = check_memory(
+        hardware, layout, False, lambda _: Footprint(parameters=60 * GIB, activations=30 * GIB), "some/model"
+    )
+    assert warning is not None
+    assert "18.0 GiB more than the 72.0 GiB" in warning
+    assert "a lower micro_batch_size" in warning
+
+
+@pytest.mark.parametrize(
+    ("precision", "has_adapter", "device", "formats"),
+    [
+        (None, True, "cpu", Formats(torch.float32, torch.float32)),
+        (None, True, "cuda", Formats(torch.bfloat16, torch.bfloat16)),
+        (None, False, "cuda", Formats(torch.float32, torch.bfloat16)),
+        ("bf16_mixed", False, "cpu", Formats(torch.float32, torch.bfloat16)),
+        ("float8", False, "cuda", Formats(torch.bfloat16, torch.bfloat16, has_float8_products=True)),
+        ("float8_mixed", False, "cuda", Formats(torch.float32, torch.bfloat16, has_float8_products=True)),
+    ],
+)
+def test_formats_follow_the_precision_and_the_device(
+    precision: Any, has_adapter: bool, device: str, formats: Formats
+) -> None:
+    assert choose_formats(precision, has_adapter, device) == formats
+
+
+def test_a_format_that_the_device_lacks_is_refused() -> None:
+    bf16, float8 = choose_formats("bf16", True, "cuda"), choose_formats("float8", False, "cuda")
+    with pytest.raises(ConfigError, match=r"bfloat16 needs compute capability 8\.0 .* Some T4 has .* 7\.5"):
+        check_device(bf16, "bf16", "cuda", (7, 5), "Some T4")
+    with pytest.raises(ConfigError, match=r"precision: float8 products need compute capability 8\.9 .* Use bf16"):
+        check_device(float8, "bf16", "cuda", (8, 0), "Some A100")
+    with pytest.raises(ConfigError, match=r"adapter\.base=float8: float8 products need"):
+        check_device(bf16, "float8", "cuda", (8, 0), "Some A100")
+    check_device(float8, "bf16", "cuda", (9, 0), "Some H100")
+    check_device(float8, "bf16", "cpu", None, "cpu")
