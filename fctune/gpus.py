@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fctune.errors import ConfigError
-from fctune.parallel.footprint import GIB
+
+GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True)

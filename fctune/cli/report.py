@@ -36,10 +36,10 @@ def add_commands(commands: Any) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from fctune.report.run_data import read_run
-    from fctune.report.run_evals import find_accuracies, pair_results
     from fctune.report.run_page import write_run_html
-    from fctune.report.run_success import is_success, judge_run, tell_table
+    from fctune.runs.record import read_run
+    from fctune.runs.results import find_accuracies, pair_results
+    from fctune.runs.success import is_success, judge_run, tell_table
 
     if (arguments.after or arguments.before) and len(arguments.runs) > 1:
         raise ConfigError("--after, --before: are of one run; of several, results are found by their exports.")

@@ -22,10 +22,10 @@ def add_commands(commands: Any) -> None:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    from fctune.report.run_data import read_run
-    from fctune.report.run_evals import find_accuracies
-    from fctune.report.run_success import judge_run
     from fctune.report.run_terminal import render_run
+    from fctune.runs.record import read_run
+    from fctune.runs.results import find_accuracies
+    from fctune.runs.success import judge_run
 
     if not arguments.interval > 0:
         raise ConfigError(f"--interval {arguments.interval}: expected more than 0.")

@@ -7,25 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fctune.report.page import Chart, Page, Series, Tone, escape, make_table
-from fctune.report.run_data import RunRecord
-from fctune.report.run_evals import Accuracy, add_accuracy
-from fctune.report.run_figures import (
-    ABSENT,
+from fctune.report.run_charts import find_marks, make_lines
+from fctune.report.run_sections import add_accuracy, add_data, add_subject, add_success, tell_value
+from fctune.report.run_text import ABSENT, describe_end, differing, tell_number, tell_reason, tell_seconds
+from fctune.runs.figures import (
     FINAL_STEPS,
     Figures,
-    describe_end,
     describe_run,
-    differing,
     flatten,
-    tell_number,
-    tell_reason,
-    tell_seconds,
 )
-from fctune.report.run_metrics import Column
-from fctune.report.run_series import find_marks, make_lines
-from fctune.report.run_subject import add_data, add_subject, tell_value
-from fctune.report.run_success import Criterion, add_success
-from fctune.report.run_time import MEANINGS
+from fctune.runs.metrics_file import Column
+from fctune.runs.record import RunRecord
+from fctune.runs.results import Accuracy
+from fctune.runs.success import Criterion
+from fctune.runs.time_use import MEANINGS
 
 # What is drawn: (title, unit, whether the axis is logarithmic, metrics with what each is called). Of several runs over
 # each other, the first metric of each.

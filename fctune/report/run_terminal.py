@@ -13,21 +13,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fctune.report.run_data import RunRecord
-from fctune.report.run_figures import (
+from fctune.report.run_text import describe_end, tell_number, tell_reason, tell_seconds
+from fctune.runs.figures import (
     FINAL_STEPS,
     Figures,
-    describe_end,
     describe_run,
     mean,
     median,
     quantile,
-    tell_number,
-    tell_reason,
-    tell_seconds,
 )
-from fctune.report.run_metrics import Column
-from fctune.report.run_success import Criterion, tell_table
+from fctune.runs.metrics_file import Column
+from fctune.runs.record import RunRecord
+from fctune.runs.success import Criterion, tell_table
 
 RECENT = 100  # steps that "now" is over
 _WIDTH = 44  # of a curve and of the bar, so that with what stands beside them a line is 80 at most

@@ -19,8 +19,8 @@ from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
 from fctune.distributed import UserError, World
 from fctune.errors import ConfigError, DataError
-from fctune.report.run_data import read_run
-from fctune.report.run_success import judge_run, tell_table
+from fctune.runs.record import read_run
+from fctune.runs.success import judge_run, tell_table
 from fctune.telemetry.device import describe_device, total_memory
 from fctune.training.loop import NonFiniteError
 from fctune.training.out_of_memory import is_out_of_memory

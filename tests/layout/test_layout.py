@@ -26,6 +26,7 @@ LAYERS = (
     "generation",
     "planner",
     "evaluation",
+    "runs",
     "training",
     "acceptance",
     "launch",

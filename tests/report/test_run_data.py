@@ -11,9 +11,9 @@ import pytest
 
 from fctune.checkpoint.store import CheckpointStore, FileRecord
 from fctune.errors import DataError
-from fctune.report.run_data import read_run
-from fctune.report.run_metrics import MetricsFile
-from fctune.report.run_time import account_time
+from fctune.runs.metrics_file import MetricsFile
+from fctune.runs.record import read_run
+from fctune.runs.time_use import account_time
 from fctune.telemetry.alerts import Alert
 from fctune.telemetry.watchman import Watchman
 from fctune.training.run_directory import RunDirectory

@@ -14,8 +14,8 @@ from fctune.cli import main
 from fctune.config.loading import load_config
 from fctune.config.schema import SuccessConfig
 from fctune.errors import ConfigError
-from fctune.report.run_data import read_run
 from fctune.report.run_page import make_run_page
+from fctune.runs.record import read_run
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 from tests.recipes.test_lora_recipe import run_here, small
@@ -56,7 +56,7 @@ def test_the_command_and_the_device_are_on_record_and_on_the_page(ended: dict[st
 
 
 def test_the_times_of_a_real_run_add_up(ended: dict[str, Any]) -> None:
-    from fctune.report.run_time import account_time
+    from fctune.runs.time_use import account_time
 
     record = read_run(ended["path"])
     time = account_time(record)

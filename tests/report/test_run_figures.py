@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from fctune.config.schema import SuccessConfig
-from fctune.report.run_data import RunRecord, read_run
-from fctune.report.run_figures import describe_run, quantile
-from fctune.report.run_metrics import MetricsFile
-from fctune.report.run_success import judge_run
+from fctune.runs.figures import describe_run, quantile
+from fctune.runs.metrics_file import MetricsFile
+from fctune.runs.record import RunRecord, read_run
+from fctune.runs.success import judge_run
 from tests.report.run_samples import change_run, make_run
 
 

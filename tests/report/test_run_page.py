@@ -21,10 +21,10 @@ from fctune.evaluation.results import ResultsFile
 from fctune.evaluation.suites import Suite, load_suite
 from fctune.evaluation.summary import summarise
 from fctune.generation.engine import Answer
-from fctune.report.run_data import read_run
-from fctune.report.run_evals import find_accuracies
 from fctune.report.run_page import write_run_html
-from fctune.report.run_success import judge_run
+from fctune.runs.record import read_run
+from fctune.runs.results import find_accuracies
+from fctune.runs.success import judge_run
 from fctune.telemetry.alerts import Alert
 from fctune.telemetry.watchman import Watchman
 from fctune.training.run_directory import RunDirectory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fctune.report.run_series import make_lines, thin
+from fctune.report.run_charts import make_lines, thin
 
 values = st.lists(st.none() | st.floats(-1e6, 1e6), max_size=3000)
 

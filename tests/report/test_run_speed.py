@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fctune.report.run_data import read_run
-from fctune.report.run_speed import find_speed
-from fctune.report.run_success import judge_run
+from fctune.runs.record import read_run
+from fctune.runs.results import find_speed
+from fctune.runs.success import judge_run
 from tests.report.run_samples import change_run, make_run
 
 

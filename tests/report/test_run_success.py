@@ -9,8 +9,9 @@ import pytest
 
 from fctune.config.schema import AdapterConfig, SuccessConfig
 from fctune.report.page import Page
-from fctune.report.run_data import read_run
-from fctune.report.run_success import Criterion, add_success, is_success, judge_run
+from fctune.report.run_sections import add_success
+from fctune.runs.record import read_run
+from fctune.runs.success import Criterion, is_success, judge_run
 from tests.report.run_samples import change_run, make_run, make_steps, write_steps
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fctune.report.run_data import RunRecord, read_run
-from fctune.report.run_success import judge_run
 from fctune.report.run_terminal import draw_sparkline, render_run
+from fctune.runs.record import RunRecord, read_run
+from fctune.runs.success import judge_run
 from fctune.telemetry.alerts import Alert
 from fctune.telemetry.watchman import Watchman
 from tests.report.run_samples import change_run, make_run, make_steps, tear, write_steps

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fctune.report.run_data import RunRecord, read_run
-from fctune.report.run_time import MEANINGS, account_time
+from fctune.runs.record import RunRecord, read_run
+from fctune.runs.time_use import MEANINGS, account_time
 
 START = "2026-01-01T00:00:00Z"
 

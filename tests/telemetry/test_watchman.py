@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fctune.report.run_data import read_run
+from fctune.runs.record import read_run
 from fctune.telemetry.alerts import Alert
 from fctune.telemetry.watchman import Watchman
 from tests.report.run_samples import make_run

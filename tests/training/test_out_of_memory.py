@@ -14,8 +14,8 @@ import torch
 
 from fctune.config.loading import load_config
 from fctune.distributed import World
-from fctune.report.run_data import read_run
-from fctune.report.run_success import judge_run
+from fctune.runs.record import read_run
+from fctune.runs.success import judge_run
 from fctune.training.out_of_memory import MemorySnapshot, is_out_of_memory, suggest_less_memory
 from tests.conftest import ROOT, TINY_BASE
 from tests.ranks import run_ranks

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fctune.report.run_data import read_run
-from fctune.report.run_success import judge_run
+from fctune.runs.record import read_run
+from fctune.runs.success import judge_run
 from fctune.training.run_directory import RunDirectory
 from tests.report.run_samples import change_run, make_config, write_steps
 

@@ -6,7 +6,7 @@ import itertools
 import statistics
 from dataclasses import dataclass
 
-from fctune.report.run_data import Part, RunRecord
+from fctune.runs.record import Part, RunRecord
 
 _STALL = 3.0  # times the median step, beyond which a step stood still
 

@@ -12,12 +12,10 @@ from fctune.calls.metrics import rate
 from fctune.errors import DataError
 from fctune.evaluation.paired import Comparison, compare_rows
 from fctune.evaluation.results import Row, read_rows, read_settings
-from fctune.report.eval_page import make_case
-from fctune.report.page import Page, escape, make_table
-from fctune.report.run_data import RunRecord
+from fctune.runs.record import RunRecord
 
 _PLACES = ("*.summary.json", "eval/*.summary.json", "eval/*/*.summary.json")
-_MAX_CASES = 300
+_SPEED_PLACES = ("*throughput*.json", "eval/*throughput*.json", "eval/*/*throughput*.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,66 +104,6 @@ def pair_results(after: str | Path, before: str | Path | None) -> Accuracy:
     return Accuracy(results.suite, results, read_results(before) if before else None)
 
 
-def add_accuracy(page: Page, accuracy: Accuracy) -> None:
-    """Adds the categories with their intervals, and the failures to look at."""
-    compared = {row.category: row for row in accuracy.compare()}
-    heads = [("Category", False), ("n", True)]
-    heads += [("Before", True), ("95 % interval", True)] if compared else []
-    heads += [("After" if compared else "Right", True), ("95 % interval", True), ("0 to 100 %", False)]
-    heads += [("Difference", True), ("95 % interval", True), ("p", True)] if compared else []
-    body = []
-    for category, after in accuracy.rates():
-        cells = [escape(category), escape(after["n"])]
-        before = None
-        if compared:
-            row = compared[category]
-            before = rate(row.num_right_before, row.n)
-            cells += [f"{before['rate']:.1%}", _bounds(before)]
-        cells += [f"{after['rate']:.1%}", _bounds(after), _draw(after, before)]
-        if compared:
-            difference, low, high = row.difference
-            p = "&lt; 0.0001" if row.p_value < 0.0001 else f"{row.p_value:.4f}"
-            cells += [f"{difference:+.1%}", f"{low:+.1%} to {high:+.1%}", p]
-        marks = [' class="num"' if is_number else "" for _, is_number in heads]
-        body.append("<tr>" + "".join(f"<td{m}>{c}</td>" for m, c in zip(marks, cells, strict=True)) + "</tr>")
-    head = "".join(f"<th{' class=num' if is_number else ''}>{escape(name)}</th>" for name, is_number in heads)
-    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
-    lead = "Strict reading, Wilson intervals (dot, bar)."
-    if compared:
-        lead += " Before (ring) is the base on the same cases; differences are paired (Tango), p is McNemar's."
-    page.add_section(f"Tool-call accuracy: {accuracy.suite}", table, *_make_failures(page, accuracy), lead=lead)
-
-
-def _make_failures(page: Page, accuracy: Accuracy) -> list[str]:
-    failures = [row for row in accuracy.after.rows if row["verdict"] != "correct"]
-    if not failures:
-        return ["<h3>Failures</h3><p>None.</p>"]
-    shown = f"<p>The first {_MAX_CASES:,} of {len(failures):,}; {escape(accuracy.after.path.name)} holds all.</p>"
-    facets = {"verdict": "Error class", "category": "Category", "tool": "Tool due"}
-    try:
-        cases = page.make_cases([make_case(row) for row in failures[:_MAX_CASES]], facets)
-    except KeyError:  # results of an earlier version, whose rows say less
-        rows = [[row["id"], row["category"], row["verdict"]] for row in failures[:_MAX_CASES]]
-        cases = make_table([("Case", False), ("Category", False), ("Error class", False)], rows)
-    return [f"<h3>Failures: {len(failures):,}</h3>", shown if len(failures) > _MAX_CASES else "", cases]
-
-
-def _draw(after: dict[str, Any], before: dict[str, Any] | None) -> str:
-    low, high, middle = (f"{6 + 188 * after[key]:.1f}" for key in ("low", "high", "rate"))
-    label = f"{after['rate']:.1%}, {_bounds(after)}" + ("" if before is None else f"; before {before['rate']:.1%}")
-    ring = "" if before is None else f'<circle class="other" cx="{6 + 188 * before["rate"]:.1f}" cy="8" r="5"/>'
-    return (
-        f'<svg class="interval" style="width:110px" viewBox="0 0 200 16" role="img" aria-label="{escape(label)}">'
-        '<line class="track" x1="6" x2="194" y1="8" y2="8"/>'
-        f'<line class="range" x1="{low}" x2="{high}" y1="8" y2="8"/>{ring}'
-        f'<circle class="point" cx="{middle}" cy="8" r="3"/></svg>'
-    )
-
-
-def _bounds(of: dict[str, Any]) -> str:
-    return f"{of['low']:.1%} - {of['high']:.1%}"
-
-
 def _summaries(run: Path) -> Iterator[Path]:
     for folder in (run, run.resolve().parent):
         for place in _PLACES:
@@ -186,3 +124,61 @@ def _same_cases(before: Path, after: Path) -> bool:
     if not first and not second:  # results without settings are compared by their cases alone
         return {row["id"] for row in read_rows(before)} == {row["id"] for row in read_rows(after)}
     return all(first.get(key) == second.get(key) for key in keys)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSpeed:
+    """New tokens a second of all prompts together, ``width`` prompts at a time."""
+
+    tokens_per_s: float
+    width: int
+    path: Path
+
+
+def find_speed(record: RunRecord) -> AnswerSpeed | None:
+    """The greatest over the widths, in the newest file of it in the run's directory or beside it; None without one.
+
+    Beside the run, rows count whose model lies in the run's directory; within it, those of a server, too. What is older
+    than the run is of an earlier one in its place.
+    """
+    run = record.path.resolve()
+    for path in sorted(_speed_files(run), key=lambda path: path.stat().st_mtime, reverse=True):
+        if record.began_after(path):
+            continue
+        is_within = path.resolve().is_relative_to(run)
+        speeds = [
+            AnswerSpeed(float(row["tokens_per_s"]), row["width"], path)
+            for row in _read_speed_rows(path)
+            if _is_of(row["model"], run, is_within)
+        ]
+        if speeds:
+            return max(speeds, key=lambda speed: speed.tokens_per_s)
+    return None
+
+
+def _speed_files(run: Path) -> Iterator[Path]:
+    for folder in (run, run.parent):
+        for place in _SPEED_PLACES:
+            yield from folder.glob(place)
+
+
+def _is_of(model: str, run: Path, is_within: bool) -> bool:
+    if model.startswith(("http://", "https://")):
+        return is_within
+    return Path(model).resolve().is_relative_to(run)
+
+
+def _read_speed_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file of ``eval.throughput``; none of one that is something else."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    kinds = {"model": str, "width": int, "tokens_per_s": int | float}
+    if not isinstance(rows, list):
+        return []
+    return [
+        row
+        for row in rows
+        if isinstance(row, dict) and all(isinstance(row.get(key), kind) for key, kind in kinds.items())
+    ]

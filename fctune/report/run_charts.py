@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fctune.report.page import Chart, Mark, Series
-from fctune.report.run_data import RunRecord
-from fctune.report.run_metrics import Column
+from fctune.runs.metrics_file import Column
+from fctune.runs.record import RunRecord
 
 NUM_POINTS = 400
 _MAX_MARKS = 60  # of a kind; beyond it they would be a wall

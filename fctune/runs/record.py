@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
 from fctune.errors import DataError
-from fctune.report.run_metrics import MetricsFile
+from fctune.runs.metrics_file import MetricsFile
 
 _CHECKPOINT = re.compile(r"(elastic-)?checkpoint-(\d+)")
 _MARKS = {"sharded": "_SUCCESS", "elastic": "_ELASTIC_SUCCESS"}

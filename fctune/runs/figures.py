@@ -7,12 +7,10 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from fctune.report.page import Tone
-from fctune.report.run_data import RunRecord
-from fctune.report.run_metrics import MetricsFile
-from fctune.report.run_time import TimeUse, account_time
+from fctune.runs.record import RunRecord
+from fctune.runs.metrics_file import MetricsFile
+from fctune.runs.time_use import TimeUse, account_time
 
-ABSENT = "(absent)"  # the value of a key that a config has not
 FINAL_STEPS = 20  # that the final loss is the mean of
 
 
@@ -82,26 +80,6 @@ def describe_run(record: RunRecord, price: float | None = None) -> Figures:
     )
 
 
-def describe_end(record: RunRecord) -> tuple[str, Tone]:
-    """How the run ended, or where it is, and how good that is."""
-    step = record.metrics.steps[-1] if record.metrics.steps else 0
-    of = f" of {record.num_steps:,}" if record.num_steps else ""
-    if record.exit is None:
-        return f"At step {step:,}{of}: running, or killed without a word.", "warn"
-    code, reason = record.exit.get("code"), next(iter(tell_reason(record)), "")
-    if code == 0:
-        return f"Completed after step {step:,}{of}.", "good"
-    if code == 75:
-        return f"{reason[:1].upper()}{reason[1:]}.", "warn"
-    return f"Ended with code {code} after step {step:,}{of}: {reason}", "bad"
-
-
-def tell_reason(record: RunRecord) -> list[str]:
-    """The lines of why it ended, as ``exit.json`` has them."""
-    lines = str((record.exit or {}).get("reason", "")).splitlines()
-    return [line.rstrip() for line in lines if line.strip()]
-
-
 def median(metrics: MetricsFile, name: str, last: int | None = None) -> float | None:
     """Of a metric over the last steps; None: over all."""
     return quantile(metrics, name, 0.5, last)
@@ -137,30 +115,6 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
         is_nested = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict) for v in value))
         found |= flatten(value, f"{prefix}{key}.") if is_nested and value else {f"{prefix}{key}": value}
     return found
-
-
-def differing(configs: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The keys in which configs differ, with each one's value; ``ABSENT`` where it has no such key."""
-    flat = [flatten(config) for config in configs]
-    keys = sorted(set().union(*flat))
-    rows = {key: [one.get(key, ABSENT) for one in flat] for key in keys}
-    return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
-
-
-def tell_number(value: float | None) -> str:
-    """A number in four digits, or whole where it has more; empty where it is not known."""
-    return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def tell_seconds(seconds: float | None) -> str:
-    """A time as people say it; empty where it is not known."""
-    if seconds is None:
-        return ""
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:,.1f} h"
 
 
 def _most(metrics: MetricsFile, name: str) -> float | None:

@@ -9,11 +9,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from fctune.config.schema import SuccessConfig
-from fctune.report.page import Page, Tone, escape
-from fctune.report.run_data import RunRecord
-from fctune.report.run_evals import Accuracy
-from fctune.report.run_figures import FINAL_STEPS, describe_run, flatten
-from fctune.report.run_speed import find_speed
+from fctune.runs.record import RunRecord
+from fctune.runs.results import Accuracy
+from fctune.runs.figures import FINAL_STEPS, describe_run, flatten
+from fctune.runs.results import find_speed
 
 Verdict = Literal["PASS", "FAIL", "not measured"]
 
@@ -27,7 +26,6 @@ _LOSS_OF_ADAPTERS, _LOSS_OF_ALL = 1.5, 0.5
 # What may differ between runs whose speeds are compared over ranks.
 _OF_SCALE = ("output_dir", "seed", "epochs", "max_steps", "global_batch_size", "parallel.", "success", "checkpoint.")
 _OUT_OF_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|MemoryError|ALLOC_FAILED", re.I)
-_TONES: dict[Verdict, Tone] = {"PASS": "good", "FAIL": "bad", "not measured": "warn"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,20 +108,6 @@ def asked_of(record: RunRecord) -> SuccessConfig:
 def is_success(judged: Sequence[Criterion], is_strict: bool = False) -> bool:
     """Whether nothing failed; under ``is_strict`` also whether all was measured."""
     return all(one.verdict == "PASS" or (one.verdict == "not measured" and not is_strict) for one in judged)
-
-
-def add_success(page: Page, judged: Sequence[Criterion], suffix: str = "", is_over: bool = True) -> None:
-    """Adds the table of verdicts; of a run that is not over, they are on what it is so far."""
-    body = "".join(
-        f'<tr><td class="{_TONES[one.verdict]}" style="white-space:nowrap">{one.verdict}</td>'
-        f'<td style="min-width:6em">{escape(one.name)}</td><td style="white-space:nowrap">{escape(one.wanted)}</td>'
-        f'<td style="min-width:5em">{escape(one.shown)}</td></tr>'
-        for one in judged
-    )
-    head = "<th>Verdict</th><th>What</th><th>Wanted</th><th>Found</th>"
-    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    lead = "" if is_over else "Where it stands: the run has not said that it ended."
-    page.add_section(f"What it had to reach{suffix}", table, lead=lead)
 
 
 def _accuracy(record: RunRecord, accuracies: Sequence[Accuracy]) -> tuple[float | None, str]:

@@ -1,0 +1,1 @@
+"""A finished or running training run, read back from its directory. torch is not imported."""
