@@ -17,7 +17,8 @@ from fctune.errors import CheckpointError
 from fctune.models.export import copy_companions, write_adapter_config, write_model_config
 from fctune.models.lora import copy_full_
 from fctune.models.torchtune.architecture import Architecture
-from fctune.models.torchtune.weights import from_hf_layout, peft_name, to_hf_layout, to_hf_name
+from fctune.models.torchtune.names import to_hf_name, to_peft_name
+from fctune.models.torchtune.weights import from_hf_layout, to_hf_layout
 
 
 class Portable(ABC):
@@ -88,7 +89,7 @@ class PortableAdapter(Portable):
 
     def name(self, name: str) -> str:
         """PEFT's."""
-        return peft_name(name)
+        return to_peft_name(name)
 
     def write_config(self, folder: Path, dtype: torch.dtype) -> None:
         """``adapter_config.json``, which says nothing of the dtype."""

@@ -22,7 +22,8 @@ from fctune.errors import CheckpointError
 from fctune.models.frozen import FrozenLinear, is_scale
 from fctune.models.lora import LoRALinear, is_adapter, merge
 from fctune.models.torchtune.build import CausalLM
-from fctune.models.torchtune.weights import peft_name, to_hf_layout, to_hf_name
+from fctune.models.torchtune.names import resolve_adapter_modules, to_hf_name, to_peft_name
+from fctune.models.torchtune.weights import to_hf_layout
 
 # Files of the base that belong to any model made from it, beside config.json.
 _COMPANIONS = (
@@ -71,7 +72,7 @@ def export_adapter(
         if is_adapter(name):
             full = to_hf_layout(name, _gather(parameter), model.architecture).contiguous()
             if is_writer:
-                tensors[peft_name(name)] = full.cpu()
+                tensors[to_peft_name(name)] = full.cpu()
     if not is_writer:
         return
     with _new_directory(out) as staging:
@@ -149,7 +150,7 @@ def write_adapter_config(folder: Path, config: AdapterConfig, base: str) -> None
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
-        target_modules=sorted(config.modules),
+        target_modules=sorted(resolve_adapter_modules(config.modules)),
         use_rslora=config.scaling == "rslora",
         use_dora=config.dora,
         task_type=TaskType.CAUSAL_LM,

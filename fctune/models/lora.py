@@ -16,18 +16,7 @@ from fctune.errors import ConfigError
 from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout
 from fctune.models.frozen import FrozenLinear
 from fctune.models.torchtune.build import CausalLM
-
-# Hugging Face's module names (what configs and PEFT say) -> torchtune's attribute inside a block.
-_BLOCK_ATTRIBUTES = {
-    "q_proj": ("attn", "q_proj"),
-    "k_proj": ("attn", "k_proj"),
-    "v_proj": ("attn", "v_proj"),
-    "o_proj": ("attn", "output_proj"),
-    "gate_proj": ("mlp", "w1"),
-    "up_proj": ("mlp", "w3"),
-    "down_proj": ("mlp", "w2"),
-}
-
+from fctune.models.torchtune.names import BLOCK_LINEARS, HEAD, find_module_problems, resolve_adapter_modules
 
 _ADAPTER_LEAVES = (".lora_a", ".lora_b", ".magnitude")
 
@@ -111,22 +100,26 @@ def apply_lora_(model: CausalLM, config: AdapterConfig) -> None:
     Raises:
         ConfigError: for an adapter on the output head of a model that ties it to its embeddings.
     """
-    if "lm_head" in config.modules and model.architecture.is_tied:
+    if problems := find_module_problems(config.modules):
+        raise ConfigError("\n".join(problems))
+    modules = resolve_adapter_modules(config.modules)
+    if HEAD in modules and model.architecture.is_tied:
         raise ConfigError(
             "adapter.modules: lm_head cannot take an adapter, as this model ties it to its embeddings; leave it out."
         )
     model.requires_grad_(False)
     keys = model.token_keys
     for index, block in enumerate(model.blocks):
-        for name, (part, attribute) in _BLOCK_ATTRIBUTES.items():
-            parent: nn.Module = getattr(block, part)
+        for name, path in BLOCK_LINEARS.items():
+            parent_path, _, attribute = path.rpartition(".")
+            parent = block.get_submodule(parent_path)
             base: nn.Linear = getattr(parent, attribute)
-            if name in config.modules:
+            if name in modules:
                 setattr(parent, attribute, LoRALinear(base, config, config.base, f"{index}.{name}", keys))
             elif config.base != "bf16":
                 setattr(parent, attribute, FrozenLinear(base, config.base))
-    if "lm_head" in config.modules:
-        model.decoder.output = LoRALinear(model.decoder.output, config, "bf16", "lm_head", keys)
+    if HEAD in modules:
+        model.decoder.output = LoRALinear(model.decoder.output, config, "bf16", HEAD, keys)
 
 
 def init_adapters_(model: CausalLM, seed: int) -> None:

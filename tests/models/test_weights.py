@@ -18,7 +18,8 @@ from fctune.errors import CheckpointError
 from fctune.models.torchtune import weights
 from fctune.models.torchtune.architecture import read_architecture
 from fctune.models.torchtune.build import build_model, materialize_
-from fctune.models.torchtune.weights import load_base_, to_hf_layout, to_hf_name
+from fctune.models.torchtune.names import to_hf_name
+from fctune.models.torchtune.weights import load_base_, to_hf_layout
 from fctune.parallel.sharding import Hardware, choose_layout, shard_
 from tests.models.test_parity import load
 from tests.ranks import run_ranks

@@ -16,7 +16,7 @@ from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import open_prepared, prepare
 from fctune.distributed import World
 from fctune.models.lora import apply_lora_, init_adapters_
-from fctune.models.torchtune.weights import to_hf_name
+from fctune.models.torchtune.names import to_hf_name
 from fctune.parallel import footprint
 from fctune.telemetry.sinks import Sinks
 from fctune.training.loop import count_steps, train

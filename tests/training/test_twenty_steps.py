@@ -17,7 +17,8 @@ from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet, open_prepared, prepare
 from fctune.distributed import World
 from fctune.models.lora import apply_lora_, init_adapters_
-from fctune.models.torchtune.weights import load_base_, peft_name
+from fctune.models.torchtune.names import to_peft_name
+from fctune.models.torchtune.weights import load_base_
 from fctune.telemetry.sinks import Sinks
 from fctune.training.loop import StepKeeper, train
 from fctune.training.prefetch import make_inputs
@@ -120,7 +121,7 @@ def test_twenty_steps_are_those_of_transformers_and_peft(
         parameters = dict(theirs.named_parameters())
         for name, weight in started.items():
             if name.endswith("lora_a"):
-                key = peft_name(name).replace(".weight", ".default.weight")
+                key = to_peft_name(name).replace(".weight", ".default.weight")
                 parameters[key].data.copy_(torch.from_numpy(weight))
     trained = [p for p in theirs.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.01)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,42 +17,7 @@ from fctune.models.frozen import fill_rows_, is_scale, rows_to_fill
 from fctune.models.lora import is_adapter
 from fctune.models.torchtune.architecture import Architecture
 from fctune.models.torchtune.build import CausalLM
-
-# torchtune's name inside a block -> Hugging Face's.
-_BLOCK_NAMES = {
-    "attn.q_proj": "self_attn.q_proj",
-    "attn.k_proj": "self_attn.k_proj",
-    "attn.v_proj": "self_attn.v_proj",
-    "attn.output_proj": "self_attn.o_proj",
-    "mlp.w1": "mlp.gate_proj",
-    "mlp.w2": "mlp.down_proj",
-    "mlp.w3": "mlp.up_proj",
-    "sa_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-}
-_ROOT_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
-_BLOCK = re.compile(r"(?:decoder\.)?layers\.(\d+)\.(.+)\.(weight|bias|scale|lora_a|lora_b|magnitude)")
-_ROOT = re.compile(r"(?:decoder\.)?(\w+)\.(weight|bias|scale|lora_a|lora_b|magnitude)")
-
-
-def to_hf_name(name: str) -> str:
-    """Hugging Face's name of one of our parameters; those of adapters keep their last word."""
-    if match := _BLOCK.fullmatch(name):
-        index, module, leaf = match.groups()
-        stem = f"model.layers.{index}.{_BLOCK_NAMES[module]}"
-    elif match := _ROOT.fullmatch(name):
-        module, leaf = match.groups()
-        stem = _ROOT_NAMES[module]
-    else:
-        raise AssertionError(f"parameter without a Hugging Face name: {name}")
-    return f"{stem}.{'weight' if leaf == 'scale' else leaf}"
-
-
-def peft_name(name: str) -> str:
-    """PEFT's name of one of our adapters' parameters."""
-    stem, _, leaf = to_hf_name(name).rpartition(".")
-    theirs = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
-    return f"base_model.model.{stem}.{theirs[leaf]}"
+from fctune.models.torchtune.names import to_hf_name
 
 
 def to_hf_layout(name: str, tensor: Tensor, architecture: Architecture) -> Tensor:
