@@ -7,8 +7,8 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from fctune.runs.record import RunRecord
 from fctune.runs.metrics_file import MetricsFile
+from fctune.runs.record import RunRecord
 from fctune.runs.time_use import TimeUse, account_time
 
 FINAL_STEPS = 20  # that the final loss is the mean of

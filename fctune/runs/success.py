@@ -9,10 +9,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from fctune.config.schema import SuccessConfig
-from fctune.runs.record import RunRecord
-from fctune.runs.results import Accuracy
 from fctune.runs.figures import FINAL_STEPS, describe_run, flatten
-from fctune.runs.results import find_speed
+from fctune.runs.record import RunRecord
+from fctune.runs.results import Accuracy, find_speed
 
 Verdict = Literal["PASS", "FAIL", "not measured"]
 
