@@ -1,4 +1,4 @@
-"""``fctune preflight``: is this cluster fit for a run, on every node of it."""
+"""The ``fctune preflight`` command."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from fctune.config.loading import read_environment
 
 
 def add_commands(commands: Any) -> None:
-    """Add ``fctune preflight`` to the command."""
-    preflight = commands.add_parser("preflight", help="whether the nodes are fit for a run; a line for each fault")
+    """Add ``fctune preflight`` to the command-line parser."""
+    preflight = commands.add_parser("preflight", help="check that the nodes of a cluster are fit for a run")
     preflight.add_argument("--config", type=Path, required=True, metavar="FILE")
-    preflight.add_argument("--nodes", type=int, default=1, metavar="N", help="of the run; default: %(default)s")
-    preflight.add_argument("--node-rank", type=int, default=0, metavar="R", help="of this one; 0 is the head")
-    preflight.add_argument("--gpus", type=int, default=0, metavar="N", help="that each node must have")
-    preflight.add_argument("--address", default="127.0.0.1", metavar="HOST", help="of the head")
-    preflight.add_argument("--port", type=int, default=29500, help="of the head, where nodes meet and training will")
+    preflight.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes; default: %(default)s")
+    preflight.add_argument("--node-rank", type=int, default=0, metavar="R", help="this node's rank; 0 is the head")
+    preflight.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs required on each node")
+    preflight.add_argument("--address", default="127.0.0.1", metavar="HOST", help="the head's address")
+    preflight.add_argument("--port", type=int, default=29500, help="port on the head, used by training afterwards")
     preflight.add_argument(
-        "--wait", type=float, default=60.0, metavar="SECONDS", help="for other nodes; default: %(default)g"
+        "--wait", type=float, default=60.0, metavar="SECONDS", help="timeout for the other nodes; default: %(default)g"
     )
-    preflight.add_argument("--launch", type=Path, metavar="FILE", help="write what training is told, for a shell")
-    preflight.add_argument("overrides", nargs="*", metavar="key=value", help="of the config")
+    preflight.add_argument("--launch", type=Path, metavar="FILE", help="write the launch as shell assignments")
+    preflight.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
     preflight.set_defaults(run=_preflight)
 
 

@@ -1,4 +1,4 @@
-"""``fctune push``: an export goes to the hub."""
+"""The ``fctune push`` command."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fctune.config.loading import read_environment
 
 
 def add_commands(commands: Any) -> None:
-    """Add ``fctune push`` to the command."""
-    push = commands.add_parser("push", help="send a run's export to the Hugging Face hub, with HF_TOKEN")
-    push.add_argument("model", metavar="PATH", help="a run's output directory, a model directory, or an adapter's")
-    push.add_argument("name", metavar="OWNER/NAME", help="of the repository; made where it is not there")
-    push.add_argument("--public", action="store_true", help="a repository that is made is private otherwise")
+    """Add ``fctune push`` to the command-line parser."""
+    push = commands.add_parser("push", help="upload a run's export to the Hugging Face hub, with the token in HF_TOKEN")
+    push.add_argument("model", metavar="PATH", help="a run's output directory, a model directory or an adapter")
+    push.add_argument("name", metavar="OWNER/NAME", help="the repository; created if it does not exist")
+    push.add_argument("--public", action="store_true", help="create a public repository; default: private")
     push.add_argument("--revision", metavar="BRANCH", help="default: main")
     push.set_defaults(run=_push)
 

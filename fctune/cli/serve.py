@@ -1,4 +1,4 @@
-"""``fctune serve``: an export goes behind an API."""
+"""The ``fctune serve`` command."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 def add_commands(commands: Any) -> None:
-    """Add ``fctune serve`` to the command."""
-    serve = commands.add_parser("serve", help="a run's export by vLLM, with the tool parser of what it was trained in")
+    """Add ``fctune serve`` to the command-line parser."""
+    serve = commands.add_parser("serve", help="serve a run's export with vLLM and the matching tool parser")
     serve.add_argument("model", metavar="PATH", help="a run's output directory, or a model directory")
     serve.add_argument("--port", type=int, default=8000)
-    serve.add_argument("--name", help="that callers ask for; default: the run's")
-    serve.add_argument("--python", default=sys.executable, help="one that has vLLM; default: this one")
-    serve.add_argument("--print", action="store_true", dest="print_only", help="the command, and do not run it")
-    serve.add_argument("--vllm", default="", metavar="OPTIONS", help='of vLLM, as one text: "--max-model-len 8192"')
+    serve.add_argument("--name", help="the served model's name; default: the run's")
+    serve.add_argument("--python", default=sys.executable, help="a Python that has vLLM; default: this one")
+    serve.add_argument("--print", action="store_true", dest="print_only", help="print the command without running it")
+    serve.add_argument("--vllm", default="", metavar="OPTIONS", help='more vLLM options: "--max-model-len 8192"')
     serve.set_defaults(run=_serve)
 
 

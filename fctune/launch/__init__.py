@@ -1,1 +1,1 @@
-"""What stands between a cluster and a run: is it fit, are model and data there, what is the run told."""
+"""Launch of a run on a cluster: preflight, hub downloads and uploads, environment overrides, serving options."""

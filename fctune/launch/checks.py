@@ -1,4 +1,4 @@
-"""What one node can say of itself: its disks, its GPUs, its network, its software."""
+"""Preflight checks of a single node: its disks, GPUs, network, tokens and software."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import socket
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,40 +16,75 @@ import torch
 
 from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
-from fctune.launch.hub import check_hub, is_downloaded, named_on_hub
-from fctune.launch.problems import Fault
-from fctune.launch.space import GIB, count_space, tell_bytes
+from fctune.launch.hub import check_hub, is_downloaded, list_hub_repositories
+from fctune.launch.problems import Problem
+from fctune.planner.memory import MemoryModel
+from fctune.planner.models import find_architecture, shape_model
+from fctune.planner.storage import plan_storage
 from fctune.telemetry.device import read_device
 from fctune.training.run_directory import versions
 
-# What may be in use of a GPU that nobody uses: the driver's own, and other processes' contexts of this very check.
-_IDLE_BYTES = 2 * GIB
+_GIB = 2**30
+
+# GPU usage up to which a device counts as idle: the driver, and the CUDA contexts of this check's own processes.
+_IDLE_BYTES = 2 * _GIB
 _IDLE_SHARE = 0.05
 
-# Compiled kernels, Triton's and Inductor's caches of a run; the least that NCCL and workers want of shared memory.
-_CACHE_BYTES = 5 * GIB
-_SHM_BYTES = 1 * GIB
+_CACHE_BYTES = 5 * _GIB  # kernels compiled by Triton and Inductor during a run
+_SHM_BYTES = 1 * _GIB  # minimum shared memory for NCCL and data workers
 
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True, slots=True)
 class Mounts:
-    """Where a cluster's disks are."""
+    """Mount points of a cluster's disks."""
 
-    shared: Path  # all nodes see it
-    network: Path  # a disk of each node
+    shared: Path  # visible to all nodes
+    network: Path  # a disk private to each node
 
 
-def check_mounts(mounts: Mounts) -> list[Fault]:
-    """Whether both are there and can be written."""
-    faults = []
-    for name, path, what in (
-        ("FCTUNE_SHARED", mounts.shared, "the volume that all nodes share: sky volumes apply sky/volumes/shared.yaml"),
+@dataclass(frozen=True, slots=True)
+class DiskUsage:
+    """Bytes that a run writes to the shared volume."""
+
+    model: int  # base weights that are not downloaded yet
+    checkpoints: int  # every checkpoint kept, plus those being written
+    export: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts together."""
+        return self.model + self.checkpoints + self.export
+
+    def __str__(self) -> str:
+        parts = {"model": self.model, "checkpoints": self.checkpoints, "export": self.export}
+        named = ", ".join(f"{name} {_format_bytes(value)}" for name, value in parts.items() if value)
+        return f"{_format_bytes(self.total)} ({named})"
+
+
+def estimate_disk_usage(config: RunConfig, is_downloaded: bool) -> DiskUsage:
+    """Estimate a run's peak disk usage from its model's shape.
+
+    Raises:
+        ConfigError: the model's architecture cannot be determined.
+    """
+    architecture, _, _ = find_architecture(config.model.path)
+    memory = MemoryModel(shape_model(config, architecture), config, device_bytes=1)
+    storage = plan_storage(memory, config, world_size=1, rows=None, disk_gb_s=1.0, failures_per_gpu_day=0.0)
+    base = 0 if is_downloaded else storage.base_bytes
+    return DiskUsage(model=base, checkpoints=storage.checkpoints_bytes, export=storage.export_bytes)
+
+
+def check_mounts(mounts: Mounts) -> list[Problem]:
+    """Check that both disks are mounted and writable."""
+    problems = []
+    for name, path, disk in (
+        ("FCTUNE_SHARED", mounts.shared, "the volume shared by all nodes (sky volumes apply sky/volumes/shared.yaml)"),
         ("FCTUNE_NETWORK", mounts.network, "a disk of this node"),
     ):
         if not path.is_dir():
-            faults.append(Fault(f"{path}: not there", f"Mount {what}; or set {name} to where it is"))
+            problems.append(Problem(f"{path}: does not exist", f"Mount {disk} there, or set {name} to its mount point"))
             continue
         probe = path / f".fctune-probe-{secrets.token_hex(4)}"
         try:
@@ -58,81 +92,84 @@ def check_mounts(mounts: Mounts) -> list[Fault]:
             probe.unlink()
         except OSError as error:
             user = os.getuid()
-            remedy = f"Make it writable for user {user} (sudo chown {user} {path}); a full or read-only disk cannot be"
-            faults.append(Fault(f"{path}: cannot be written ({error.strerror})", remedy))
-    return faults
+            remedy = f"Make it writable for user {user} (sudo chown {user} {path}); it may also be full or read-only"
+            problems.append(Problem(f"{path}: cannot be written ({error.strerror})", remedy))
+    return problems
 
 
-def check_space(config: RunConfig, mounts: Mounts) -> list[Fault]:
-    """Whether there is room for the model, the checkpoints and the export, and for caches."""
-    faults = []
-    models = [(name, revision) for kind, name, revision, _ in named_on_hub(config) if kind == "model"]
+def check_space(config: RunConfig, mounts: Mounts) -> list[Problem]:
+    """Check that the disks have room for the model, checkpoints, export and kernel caches."""
+    problems = []
+    models = [(name, revision) for kind, name, revision, _ in list_hub_repositories(config) if kind == "model"]
     try:
-        need = count_space(config, all(is_downloaded("model", *model) for model in models))
+        usage = estimate_disk_usage(config, all(is_downloaded("model", *model) for model in models))
     except ConfigError:
-        need = None  # of a model that the hub does not give: said by check_hub
-    if need is not None:
-        free = _free(mounts.shared)
-        there = _size(Path(config.output_dir))  # of a run that goes on
-        if need.total > free + there:
-            remedy = "Free some, take a larger volume, or keep fewer: checkpoint.keep_last"
-            faults.append(Fault(f"{mounts.shared}: {tell_bytes(free)} free, and the run needs {need}", remedy))
-    free = _free(mounts.network)
+        usage = None  # the model is not available on the hub, which check_hub reports
+    if usage is not None:
+        free = _free_bytes(mounts.shared)
+        reused = _count_bytes(Path(config.output_dir))  # a resumed run overwrites its own files
+        if usage.total > free + reused:
+            remedy = "Free some space, use a larger volume, or lower checkpoint.keep_last"
+            message = f"{mounts.shared}: {_format_bytes(free)} free, but the run needs {usage}"
+            problems.append(Problem(message, remedy))
+    free = _free_bytes(mounts.network)
     if config.compile and free < _CACHE_BYTES:
-        remedy = f"Free some, or set FCTUNE_NETWORK to a disk with {tell_bytes(_CACHE_BYTES)}"
-        faults.append(Fault(f"{mounts.network}: {tell_bytes(free)} free, too little for compiled kernels", remedy))
-    return faults
+        remedy = f"Free some space, or set FCTUNE_NETWORK to a disk with {_format_bytes(_CACHE_BYTES)} free"
+        message = f"{mounts.network}: {_format_bytes(free)} free, too little for compiled kernels"
+        problems.append(Problem(message, remedy))
+    return problems
 
 
-def check_devices(num_gpus: int) -> list[Fault]:
-    """Whether the GPUs are all there and idle; nothing to say where none are asked for."""
+def check_devices(num_gpus: int) -> list[Problem]:
+    """Check that all GPUs are visible, idle and free of memory errors; nothing is checked for 0 GPUs."""
     if num_gpus == 0:
         return []
-    found = torch.cuda.device_count()
-    if found < num_gpus:
-        remedy = "Run nvidia-smi on this node: the driver, a GPU that fell off the bus, or CUDA_VISIBLE_DEVICES"
-        return [Fault(f"{found} of {num_gpus} GPUs are there", remedy)]
-    faults: list[Fault] = []
+    visible = torch.cuda.device_count()
+    if visible < num_gpus:
+        remedy = "Run nvidia-smi on this node: check the driver, lost GPUs and CUDA_VISIBLE_DEVICES"
+        return [Problem(f"only {visible} of {num_gpus} GPUs are visible", remedy)]
+    problems: list[Problem] = []
     for index in range(num_gpus):
         reading = read_device(index)
         if reading is None:
-            what = f"GPU {index}: not asked whether it is idle: no NVML"
-            return [*faults, Fault(what, "Install nvidia-ml-py to have it checked", "note")]
+            message = f"GPU {index}: cannot check that it is idle without NVML"
+            return [*problems, Problem(message, "Install nvidia-ml-py to enable this check", "note")]
         used, share = reading.memory_used_bytes or 0, reading.utilization or 0.0
         if used > _IDLE_BYTES or share > _IDLE_SHARE:
-            what = f"GPU {index}: in use: {used / GIB:.1f} GiB of its memory, {share:.0%} of its time"
-            faults.append(Fault(what, f"End what runs on it: nvidia-smi -i {index}"))
+            message = f"GPU {index}: already in use ({used / _GIB:.1f} GiB of memory, {share:.0%} utilization)"
+            problems.append(Problem(message, f"Stop the processes that use it: nvidia-smi -i {index}"))
         if reading.ecc_errors:
-            what = f"GPU {index}: {reading.ecc_errors} uncorrected memory errors since its driver was loaded"
-            faults.append(Fault(what, f"Have the node drained and the GPU reset: nvidia-smi -q -d ECC -i {index}"))
+            message = f"GPU {index}: {reading.ecc_errors} uncorrected memory errors since its driver was loaded"
+            problems.append(Problem(message, f"Drain the node and reset the GPU: nvidia-smi -q -d ECC -i {index}"))
     shm = shutil.disk_usage("/dev/shm")
     if shm.total < _SHM_BYTES:
-        what = f"/dev/shm: {shm.total / 2**20:.0f} MiB, and NCCL wants {_SHM_BYTES / GIB:.0f} GiB"
-        faults.append(Fault(what, "Mount a memory-backed emptyDir there; docker run --shm-size=16g"))
-    return faults
+        message = f"/dev/shm: {shm.total / 2**20:.0f} MiB, but NCCL needs {_SHM_BYTES / _GIB:.0f} GiB"
+        problems.append(Problem(message, "Mount a memory-backed emptyDir there, or use docker run --shm-size=16g"))
+    return problems
 
 
-def check_network(num_nodes: int, num_gpus: int, environment: Mapping[str, str]) -> list[Fault]:
-    """Whether the nodes' fast network will be used; said, not a fault: training runs without it, slowly."""
+def check_network(num_nodes: int, num_gpus: int, environment: Mapping[str, str]) -> list[Problem]:
+    """Check that NCCL will use InfiniBand; its absence is only a note, because training works without it, slowly."""
     if num_nodes == 1 or num_gpus == 0:
         return []
     if environment.get("NCCL_IB_DISABLE") == "1":
-        return [Fault("NCCL_IB_DISABLE=1: InfiniBand is not used", "Unset it where the nodes have one", "note")]
+        return [Problem("NCCL_IB_DISABLE=1 disables InfiniBand", "Unset it if the nodes have InfiniBand", "note")]
     adapters = sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
     if environment.get("NCCL_IB_HCA"):
         if adapters:
             return []
-        what = f"NCCL_IB_HCA={environment['NCCL_IB_HCA']}, and this node has no InfiniBand adapter"
-        return [Fault(what, "The pod has no /dev/infiniband, or the node none: ibv_devinfo")]
+        message = f"NCCL_IB_HCA={environment['NCCL_IB_HCA']}, but this node has no InfiniBand adapter"
+        return [Problem(message, "Check that the pod has /dev/infiniband and the node an adapter: ibv_devinfo")]
     if adapters:
-        what = f"NCCL_IB_HCA is not set; NCCL will choose among {', '.join(adapters)}"
-        return [Fault(what, "NCCL_DEBUG=INFO shows its choice", "note")]
-    remedy = "network_tier: best asks for one; nodes of Kubernetes must carry the cloud's labels"
-    return [Fault("NCCL_IB_HCA is not set and this node has no InfiniBand: nodes talk over TCP", remedy, "note")]
+        message = f"NCCL_IB_HCA is not set; NCCL will choose among {', '.join(adapters)}"
+        return [Problem(message, "Set NCCL_DEBUG=INFO to see its choice", "note")]
+    message = "NCCL_IB_HCA is not set and this node has no InfiniBand adapter, so nodes communicate over TCP"
+    remedy = "network_tier: best requests one; Kubernetes nodes must carry the cloud's labels for it"
+    return [Problem(message, remedy, "note")]
 
 
-def check_tokens(config: RunConfig, environment: Mapping[str, str]) -> list[Fault]:
-    """Whether the services that a config names can be used."""
+def check_tokens(config: RunConfig, environment: Mapping[str, str]) -> list[Problem]:
+    """Check that credentials exist for the services that a config uses."""
     wandb = config.telemetry.wandb if config.telemetry is not None else None
     if wandb is None or wandb.mode != "online" or environment.get("WANDB_API_KEY"):
         return []
@@ -140,26 +177,21 @@ def check_tokens(config: RunConfig, environment: Mapping[str, str]) -> list[Faul
     if netrc.is_file() and "api.wandb.ai" in netrc.read_text(encoding="utf-8", errors="replace"):
         return []
     remedy = "Export it and launch with --secret WANDB_API_KEY, or pass telemetry.wandb.mode=offline"
-    return [Fault("telemetry.wandb: WANDB_API_KEY is empty", remedy)]
+    return [Problem("telemetry.wandb: WANDB_API_KEY is empty", remedy)]
 
 
-def check_head(config: RunConfig, mounts: Mounts, environment: Mapping[str, str]) -> list[Fault]:
-    """What one node finds out for all: room on the shared volume, tokens, the hub."""
+def check_head(config: RunConfig, mounts: Mounts, environment: Mapping[str, str]) -> list[Problem]:
+    """Run the checks that the head makes for all nodes: shared disk space, tokens and hub access."""
     return [*check_space(config, mounts), *check_tokens(config, environment), *check_hub(config, environment)]
 
 
 def describe_node() -> dict[str, Any]:
-    """What must be the same on all nodes, and what to call this one by."""
+    """Host name, and the versions that must be the same on all nodes."""
     return {"host": socket.gethostname(), "versions": versions() | {"source of fctune": _digest_source()}}
 
 
-def now() -> float:
-    """Seconds by this node's clock."""
-    return time.time()
-
-
 def _digest_source() -> str:
-    """Of the library's code: nodes that were set up at different times may run different ones of one version."""
+    """Digest of the library's source: one version number may cover different code on nodes set up at other times."""
     digest = hashlib.blake2b(digest_size=6)
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
@@ -168,9 +200,13 @@ def _digest_source() -> str:
     return digest.hexdigest()
 
 
-def _free(path: Path) -> int:
+def _format_bytes(count: int) -> str:
+    return f"{count / _GIB:,.1f} GiB" if count >= _GIB else f"{count / 2**20:,.0f} MiB"
+
+
+def _free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free if path.is_dir() else 0
 
 
-def _size(folder: Path) -> int:
+def _count_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())

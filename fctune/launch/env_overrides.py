@@ -1,4 +1,4 @@
-"""The choices of a first trial, made in the environment, and what a run is told of them."""
+"""Environment variables that override a config, and the launch specification derived from both."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
 
-# The one table of what a variable of the environment sets in a config; an empty one sets nothing.
-CHOICES = {
+# Environment variable -> the config key that it sets; an empty variable sets nothing.
+ENV_OVERRIDES = {
     "MODEL": "model.path",
     "DATASET": "data.sources.0.path",
     "MAX_SAMPLES": "data.max_samples",
@@ -23,29 +23,28 @@ CHOICES = {
     "OUTPUT_DIR": "output_dir",
 }
 
-# A config has one dataset or several; the one that is chosen stands for all of them.
-_ALONE = {"DATASET": "data.sources=[{path: null}]"}
+_REPLACE_SOURCES = "data.sources=[{path: null}]"  # DATASET replaces all sources of a config
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """A run as the nodes are told of it."""
+class LaunchSpec:
+    """A run as every node launches it."""
 
     config: RunConfig
-    arguments: list[str]  # key=value, after --config
-    shared: Path  # that all nodes see
+    arguments: list[str]  # key=value overrides that follow --config
+    shared: Path  # mount point of the volume shared by all nodes
 
     @property
     def log_dir(self) -> Path:
-        """What the nodes show, a file each; beside the runs, since a run's own directory may be renamed."""
+        """Directory of the nodes' logs; outside the run's own directory, which may be renamed."""
         return self.shared / "logs" / Path(self.config.output_dir).name
 
-    def with_arguments(self, arguments: Sequence[str]) -> Launch:
-        """The same with more of them."""
+    def with_arguments(self, arguments: Sequence[str]) -> LaunchSpec:
+        """Return a copy with further overrides appended."""
         return replace(self, arguments=[*self.arguments, *arguments])
 
     def prepare(self, is_head: bool) -> None:
-        """Make the folder of logs; the head forgets how an earlier run of this directory ended.
+        """Create the log directory; the head also removes the exit.json of an earlier attempt.
 
         Raises:
             ConfigError: the shared volume cannot be written.
@@ -58,7 +57,7 @@ class Launch:
             raise ConfigError(f"{error.filename}: cannot be written ({error.strerror}).") from None
 
     def to_shell(self, node: int) -> str:
-        """Assignments that a shell can read in."""
+        """Shell assignments of ``trains``, ``output_dir``, ``log`` and ``arguments``, to be sourced by a script."""
         words = {
             "trains": "all" if self.config.adapter is None else "adapter",
             "output_dir": self.config.output_dir,
@@ -68,22 +67,20 @@ class Launch:
         return "\n".join([*lines, f"arguments=({' '.join(map(shlex.quote, self.arguments))})"]) + "\n"
 
 
-def plan_launch(config: Path, environment: Mapping[str, str], overrides: Sequence[str], shared: Path) -> Launch:
-    """The run that a config, the environment's choices and overrides describe; the later of these wins.
+def resolve_launch(config: Path, environment: Mapping[str, str], overrides: Sequence[str], shared: Path) -> LaunchSpec:
+    """Combine a config file with environment variables and command-line overrides, in increasing precedence.
 
-    A relative ``output_dir`` is on the shared volume: the nodes' own disks go with them.
+    A relative ``output_dir`` is resolved against the shared volume, because a node's own disks are deleted with it.
 
     Raises:
-        ConfigError: with every problem of it.
+        ConfigError: listing every problem of the combined config.
     """
-    arguments = [
-        argument
-        for name, key in CHOICES.items()
-        if environment.get(name)
-        for argument in ([_ALONE[name]] if name in _ALONE else []) + [f"{key}={environment[name]}"]
-    ]
+    arguments = []
+    for name, key in ENV_OVERRIDES.items():
+        if environment.get(name):
+            arguments += [_REPLACE_SOURCES] if name == "DATASET" else []
+            arguments.append(f"{key}={environment[name]}")
     arguments += overrides
-    planned = load_config(config, arguments)
-    output_dir = shared / planned.output_dir
+    output_dir = shared / load_config(config, arguments).output_dir
     arguments.append(f"output_dir={output_dir}")
-    return Launch(load_config(config, arguments), arguments, shared)
+    return LaunchSpec(load_config(config, arguments), arguments, shared)

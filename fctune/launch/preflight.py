@@ -1,4 +1,4 @@
-"""Whether the nodes of a run are fit for it: each looks at itself, they compare, and all go on or none does."""
+"""Preflight of a run: every node checks itself, the nodes compare, and training starts on all of them or on none."""
 
 from __future__ import annotations
 
@@ -13,176 +13,173 @@ from typing import Any
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.launch import checks
 from fctune.launch.checks import Mounts
-from fctune.launch.env_overrides import Launch, plan_launch
-from fctune.launch.hub import fetch
-from fctune.launch.problems import Fault
-from fctune.launch.rendezvous import Meeting, MeetingError, Node
+from fctune.launch.env_overrides import LaunchSpec, resolve_launch
+from fctune.launch.hub import download
+from fctune.launch.problems import Problem
+from fctune.launch.rendezvous import Node, Rendezvous, RendezvousError
 
-# Clocks may differ by so much; certificates, logs and the order of events stand it.
-_CLOCK_S = 5.0
+_MAX_CLOCK_OFFSET_S = 5.0  # tolerated by certificates and by the order of log lines
+_SHARED_VISIBLE_S = 15.0  # a network file system may show another node's file this late
 
-# A network file system may show another node's file this late.
-_SHARED_S = 15.0
-
-Show = Callable[[str], None]
+ShowLine = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a node is asked to be fit for, and what it has been given for it."""
+    """The run to check for, and this node's resources for it."""
 
     config: Path
     overrides: Sequence[str]
-    num_gpus: int  # that each node must have; 0: none are asked for
+    num_gpus: int  # required of each node; 0: none
     mounts: Mounts
-    environment: Mapping[str, str]  # choices and tokens
+    environment: Mapping[str, str]  # config overrides and tokens
+    clock: Callable[[], float] = time.time
 
 
-def run_preflight(node: Node, request: Request, show: Show) -> tuple[int, Launch | None]:
-    """Check this node and, with the others, all; then let the head fetch what the run needs of the hub.
+def run_preflight(node: Node, request: Request, show: ShowLine) -> tuple[int, LaunchSpec | None]:
+    """Check this node and compare it with the others, then let the head download what the run needs.
 
-    Every node of a run calls it. A fault of any stops all of them, within the node's patience.
+    Every node of the run calls this at the same time. A problem on any node stops all of them, within ``node.wait_s``.
 
     Args:
-        node: this one among them.
-        request: of the run; the same on all of them but for their own environments.
-        show: takes a line.
+        node: this node's position.
+        request: the same on all nodes, except for their environments.
+        show: receives each output line.
 
     Returns:
-        0 and what training is told; 1 where a node is not fit, 2 where what was asked for is wrong.
+        0 and the launch specification; otherwise an exit code and None: 1 if a node is unfit, 2 if the request is
+        wrong.
     """
-    faults: list[Fault] = []
+    problems: list[Problem] = []
     try:
-        meeting = Meeting(node)
-        launch, faults = _look_at(node, request)
-        nodes = meeting.gather("node", checks.describe_node())
-        faults += _check_shared(meeting, request.mounts.shared)
-        faults += _check_clock(meeting)
+        rendezvous = Rendezvous(node)
+        launch, problems = _check_node(node, request)
+        nodes = rendezvous.gather("node", checks.describe_node())
+        problems += _check_shared(rendezvous, request.mounts.shared)
+        problems += _check_clock(rendezvous, request.clock)
         if node.is_head:
-            faults += compare(nodes)
-        verdicts = meeting.gather("verdict", [fault.kind for fault in faults])
-        code = _judge(node, faults, [other["host"] for other in nodes], verdicts, show)
-        if code or launch is None:
-            meeting.leave()
-            return code, None
-        launch = _fetch(meeting, launch, show)
-        meeting.leave()
-    except MeetingError as error:
-        for fault in [*faults, Fault(str(error), "")]:
-            show(f"node {node.rank}: {fault.kind}: {fault}")
+            problems += compare_nodes(nodes)
+        severities = rendezvous.gather("severities", [problem.severity for problem in problems])
+        code = _report(node, problems, [other["host"] for other in nodes], severities, show)
+        if code == 0 and launch is not None:
+            launch = _download(rendezvous, launch, show)
+        rendezvous.close()
+    except RendezvousError as error:
+        for problem in [*problems, Problem(str(error), "")]:
+            show(f"node {node.rank}: {problem.severity}: {problem}")
         return 1, None
-    return (0, launch) if launch is not None else (1, None)
+    if code or launch is None:
+        return code or 1, None
+    return 0, launch
 
 
-def compare(nodes: Sequence[dict[str, Any]]) -> list[Fault]:
-    """Faults of nodes that are not alike: each is compared with the head."""
-    faults = []
+def compare_nodes(nodes: Sequence[dict[str, Any]]) -> list[Problem]:
+    """Compare the software of each node with the head's, from ``describe_node`` of each."""
+    problems = []
     head = nodes[0]
     for rank, other in enumerate(nodes[1:], start=1):
-        names = sorted(set(head["versions"]) | set(other["versions"]))
         differing = [
-            f"{name} {other['versions'].get(name)} and on the head {head['versions'].get(name)}"
-            for name in names
+            f"{name} {other['versions'].get(name)} where the head has {head['versions'].get(name)}"
+            for name in sorted(head["versions"].keys() | other["versions"].keys())
             if other["versions"].get(name) != head["versions"].get(name)
         ]
         if differing:
-            what = f"node {rank} ({other['host']}) has {'; '.join(differing)}"
-            faults.append(Fault(what, "Set both up again from one commit: sky launch, or sky/setup.sh on each"))
-    return faults
+            message = f"node {rank} ({other['host']}) has {'; '.join(differing)}"
+            remedy = "Set up both from the same commit: sky launch, or sky/setup.sh on each node"
+            problems.append(Problem(message, remedy))
+    return problems
 
 
-def _look_at(node: Node, request: Request) -> tuple[Launch | None, list[Fault]]:
+def _check_node(node: Node, request: Request) -> tuple[LaunchSpec | None, list[Problem]]:
     mounts, environment = request.mounts, request.environment
-    of_mounts = checks.check_mounts(mounts)
-    faults = [
-        *of_mounts,
+    mount_problems = checks.check_mounts(mounts)
+    problems = [
+        *mount_problems,
         *checks.check_devices(request.num_gpus),
         *checks.check_network(node.count, request.num_gpus, environment),
     ]
     try:
-        launch = plan_launch(request.config, environment, request.overrides, mounts.shared)
+        launch = resolve_launch(request.config, environment, request.overrides, mounts.shared)
     except ConfigError as error:
-        return None, [*faults, Fault(str(error), "", "usage")]
-    if node.is_head and not of_mounts:  # of disks that are not there nothing can be said
-        faults += checks.check_head(launch.config, mounts, environment)
-    return launch, faults
+        return None, [*problems, Problem(str(error), "", "usage")]
+    if node.is_head and not mount_problems:  # free space is only known of mounted disks
+        problems += checks.check_head(launch.config, mounts, environment)
+    return launch, problems
 
 
-def _check_shared(meeting: Meeting, shared: Path) -> list[Fault]:
-    """Whether every node sees what the head writes, and the head what they write."""
-    node = meeting.node
+def _check_shared(rendezvous: Rendezvous, shared: Path) -> list[Problem]:
+    """Check that every node sees a file that the head writes, and the head one of every node."""
+    node = rendezvous.node
     if node.count == 1:
         return []
     if node.is_head:
-        meeting.tell("probe", secrets.token_hex(4))
-    name = meeting.hear("probe", node.wait_s)
+        rendezvous.publish("probe", secrets.token_hex(4))
+    name = rendezvous.wait_for("probe", node.wait_s)
     mine = shared / f".fctune-{name}-{node.rank}"
-    with contextlib.suppress(OSError):  # said already
+    with contextlib.suppress(OSError):  # reported by check_mounts
         mine.write_text(str(node.rank), encoding="utf-8")
-    wrote = meeting.gather("wrote", mine.exists())
+    wrote = rendezvous.gather("wrote", mine.exists())
     others = range(1, node.count) if node.is_head else [0]
-    looked_for = [rank for rank in others if wrote[rank] and wrote[node.rank]]
-    patience_s = min(_SHARED_S, node.wait_s / 2)
-    unseen = [rank for rank in looked_for if not _comes(shared / f".fctune-{name}-{rank}", patience_s)]
-    meeting.gather("looked", True)
+    expected = [rank for rank in others if wrote[rank] and wrote[node.rank]]
+    timeout_s = min(_SHARED_VISIBLE_S, node.wait_s / 2)
+    unseen = [rank for rank in expected if not _wait_for_file(shared / f".fctune-{name}-{rank}", timeout_s)]
+    rendezvous.gather("looked", True)
     mine.unlink(missing_ok=True)
     if not unseen:
         return []
-    ranks = ", ".join(map(str, unseen))
-    what = f"{shared}: not shared: what node {ranks} writes there is not seen on node {node.rank}"
-    remedy = "Mount one ReadWriteMany volume on all nodes (sky volumes ls -v; mount | grep on each)"
-    return [Fault(what, remedy)]
+    message = f"{shared}: not shared: node {node.rank} does not see files of node {', '.join(map(str, unseen))}"
+    return [Problem(message, "Mount one ReadWriteMany volume on all nodes (sky volumes ls -v; mount | grep on each)")]
 
 
-def _check_clock(meeting: Meeting) -> list[Fault]:
-    node = meeting.node
+def _check_clock(rendezvous: Rendezvous, clock: Callable[[], float]) -> list[Problem]:
+    node = rendezvous.node
     if node.count == 1:
         return []
-    meeting.gather("clock", True)  # all wait, so that what the head says is heard at once
+    rendezvous.gather("clock", True)  # all nodes wait here, so that they read the head's time as soon as it is there
     if node.is_head:
-        meeting.tell("time", checks.now())
-    apart = checks.now() - float(meeting.hear("time", node.wait_s))
-    if abs(apart) <= _CLOCK_S:
+        rendezvous.publish("time", clock())
+    offset = clock() - float(rendezvous.wait_for("time", node.wait_s))
+    if abs(offset) <= _MAX_CLOCK_OFFSET_S:
         return []
-    what = f"the clock is {abs(apart):,.0f} s {'ahead of' if apart > 0 else 'behind'} the head's"
-    return [Fault(what, "Start time synchronisation on this node: chronyc tracking, timedatectl")]
+    message = f"the clock is {abs(offset):,.0f} s {'ahead of' if offset > 0 else 'behind'} the head's"
+    return [Problem(message, "Start time synchronization on this node: chronyc tracking, timedatectl")]
 
 
-def _judge(
-    node: Node, faults: Sequence[Fault], hosts: Sequence[str], verdicts: Sequence[Sequence[str]], show: Show
+def _report(
+    node: Node, problems: Sequence[Problem], hosts: Sequence[str], severities: Sequence[Sequence[str]], show: ShowLine
 ) -> int:
+    """Show this node's problems and return the exit code that all nodes share."""
     own = f"node {node.rank} ({hosts[node.rank]})"
-    for fault in faults:
-        show(f"{own}: {'note' if fault.kind == 'note' else 'fault'}: {fault}")
-    kinds = {kind for verdict in verdicts for kind in verdict}
-    if not kinds & {"fault", "usage"}:
+    for problem in problems:
+        show(f"{own}: {'note' if problem.severity == 'note' else 'fault'}: {problem}")
+    unfit = [rank for rank, of_node in enumerate(severities) if set(of_node) - {"note"}]
+    if not unfit:
         if node.is_head:
             show(f"preflight: {len(hosts)} {'node is' if len(hosts) == 1 else 'nodes are'} fit ({', '.join(hosts)})")
         return 0
-    if not any(fault.kind != "note" for fault in faults):
-        unfit = [str(rank) for rank, verdict in enumerate(verdicts) if set(verdict) - {"note"}]
-        show(f"{own}: stopped: node {', '.join(unfit)} found what keeps the run from starting")
-    return 1 if "fault" in kinds else 2
+    if node.rank not in unfit:
+        show(f"{own}: stopped: node {', '.join(map(str, unfit))} reported a fault")
+    return 1 if any("fault" in of_node for of_node in severities) else 2
 
 
-def _fetch(meeting: Meeting, launch: Launch, show: Show) -> Launch | None:
-    """The launch with what was fetched pinned in it; None where it could not be."""
+def _download(rendezvous: Rendezvous, launch: LaunchSpec, show: ShowLine) -> LaunchSpec | None:
+    """Download on the head and pin the commits on all nodes; None if the download failed."""
     pinned: list[str] | None = None
-    if meeting.node.is_head:
+    if rendezvous.node.is_head:
         start = time.monotonic()
         try:
-            pinned = fetch(launch.config, launch.shared / "fetched")
+            pinned = download(launch.config, launch.shared / "downloads")
         except (ConfigError, DataError, CheckpointError) as error:
             show(f"node 0: fault: {error}")
         if pinned:
-            show(f"fetched in {time.monotonic() - start:.0f} s: {', '.join(pinned)}")
-        meeting.tell("fetched", pinned)
-    pinned = meeting.hear("fetched")
+            show(f"downloaded in {time.monotonic() - start:.0f} s: {', '.join(pinned)}")
+        rendezvous.publish("downloaded", pinned)
+    pinned = rendezvous.wait_for("downloaded")
     return None if pinned is None else launch.with_arguments(pinned)
 
 
-def _comes(path: Path, patience_s: float) -> bool:
-    deadline = time.monotonic() + patience_s
+def _wait_for_file(path: Path, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > deadline:
             return False

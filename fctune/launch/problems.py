@@ -1,4 +1,4 @@
-"""What is wrong with a node or between nodes, and what to do about it."""
+"""Preflight findings."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """One thing that is wrong, in a line.
+class Problem:
+    """A finding and its remedy, printed on one line.
 
-    A ``fault`` stops the launch, a ``note`` is said alone; ``usage`` is a fault of what was asked, not of the cluster.
+    A ``fault`` is a defect of the cluster and a ``usage`` problem one of the request; both stop the launch.
+    A ``note`` is only printed.
     """
 
-    what: str
+    message: str
     remedy: str
-    kind: Literal["fault", "note", "usage"] = "fault"
+    severity: Literal["fault", "usage", "note"] = "fault"
 
     def __str__(self) -> str:
-        return f"{self.what}. {self.remedy}" if self.remedy else self.what
+        return f"{self.message}. {self.remedy}" if self.remedy else self.message

@@ -1,4 +1,4 @@
-"""What a server must be told so that it reads and renders calls as the model was trained to write them."""
+"""Options for vLLM's server, so that it renders prompts and parses calls the way the model was trained."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from fctune.generation.model_files import find_model
 
 
 def server_options(model: str, name: str | None = None) -> list[str]:
-    """Options of vLLM's server for a run's export or another model directory.
+    """Return the options of vLLM's server for a run's export or another model directory.
 
-    The chat template is the model directory's own, which vLLM takes by itself; it is what the calls' format is found
-    from. The key that callers must show is read by vLLM from VLLM_API_KEY: options are seen by all of a machine.
+    vLLM reads the model directory's own chat template, from which the call format is detected here.
+    The API key is not among the options, because every user of a machine can see them: vLLM reads VLLM_API_KEY.
 
     Args:
         model: as ``fctune.generation.model_files.find_model`` takes it.
-        name: that callers ask for; None: the directory's, the run's for a run.
+        name: the served model's name; None uses the directory's name, for a run the run's.
 
     Raises:
-        ConfigError: no such model, an adapter alone, or a format that vLLM has no parser for.
+        ConfigError: the model does not exist, is only an adapter, or uses a call format that vLLM cannot parse.
     """
     files = find_model(model)
     if files.adapter_dir is not None:
-        raise ConfigError(f"{model}: an adapter alone. Serve the run's export/merged, which has it merged.")
-    found = detect_format(ChatTemplate(files.model_dir).source)
-    parser = PARSERS["vllm"].get(found.name)
+        raise ConfigError(f"{model}: contains only an adapter. Serve the run's merged model in export/merged instead.")
+    call_format = detect_format(ChatTemplate(files.model_dir).source)
+    parser = PARSERS["vllm"].get(call_format.name)
     if parser is None:
         known = ", ".join(sorted(PARSERS["vllm"]))
-        raise ConfigError(f"{files.model_dir}: vLLM has no tool parser for {found.name}; it has those of {known}.")
+        raise ConfigError(f"{files.model_dir}: vLLM has no tool parser for {call_format.name}; it supports {known}.")
     served = name or Path(model).resolve().name
     return [
         *("--model", str(files.model_dir), "--served-model-name", served),

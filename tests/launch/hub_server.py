@@ -1,4 +1,4 @@
-"""A hub on this machine, with as much of its interface as downloads and commits take, for the real client to ask."""
+"""A local server with the part of the hub's API that the real client uses for downloads and commits."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class HubServer:
-    """Repositories by ``models/OWNER/NAME`` or ``datasets/...``; what was asked and sent."""
+    """Repositories by ``models/OWNER/NAME`` or ``datasets/...``, and a record of all requests."""
 
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    gated: set[str] = field(default_factory=set)  # open to the token "may-read"
-    cut: set[str] = field(default_factory=set)  # files whose first download breaks off half way
-    sent: Counter[str] = field(default_factory=Counter)  # bytes of each file
+    gated: set[str] = field(default_factory=set)  # readable with the token "may-read"
+    cut: set[str] = field(default_factory=set)  # files whose first download is cut off half way
+    sent: Counter[str] = field(default_factory=Counter)  # bytes sent of each file
     created: list[dict[str, Any]] = field(default_factory=list)
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     tokens: set[str] = field(default_factory=set)
-    commit: str = COMMIT  # the newest of every repository
+    commit: str = COMMIT  # the newest commit of every repository
     url: str = ""
 
 
 @contextmanager
 def serve_hub(hub: HubServer) -> Iterator[HubServer]:
-    """Answer on a port of this machine; ``hub.url`` is where."""
+    """Serve on a free local port, stored in ``hub.url``."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def log_message(self, *_: Any) -> None:
-            """Not to the tests' output."""
+            """Keep requests out of the tests' output."""
 
         def do_HEAD(self) -> None:
             self._file(is_head=True)

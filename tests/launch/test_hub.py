@@ -1,4 +1,4 @@
-"""The hub's real client against a hub on this machine: what it says, what comes once, what is sent."""
+"""The real hub client against a local hub server: access checks, downloads and uploads."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ model, *sources = json.loads(sys.argv[1])
 data = DataConfig(sources=[SourceConfig(path=path) for path in sources])
 config = RunConfig(output_dir="runs/x", model=ModelConfig(path=model), data=data)
 """
-CHECK = PRELUDE + "print(json.dumps([str(fault) for fault in hub.check_hub(config, os.environ)]))"
-FETCH = PRELUDE + "print(json.dumps(hub.fetch(config, Path(os.environ['HF_HOME']) / 'fetched')))"
+CHECK = PRELUDE + "print(json.dumps([str(problem) for problem in hub.check_hub(config, os.environ)]))"
+DOWNLOAD = PRELUDE + "print(json.dumps(hub.download(config, Path(os.environ['HF_HOME']) / 'downloads')))"
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def ask(code: str, named: list[str], home: Path, url: str, **environment: str) -
     return json.loads(out.splitlines()[-1])
 
 
-def test_what_keeps_a_model_from_coming_is_said_with_its_remedy(hub: HubServer, tmp_path: Path) -> None:
+def test_a_repository_that_cannot_be_downloaded_is_reported_with_its_remedy(hub: HubServer, tmp_path: Path) -> None:
     assert ask(CHECK, ["hf:some/model", "hf:some/rows:small"], tmp_path, hub.url) == []
     hub.gated.add("models/some/model")
     (fault,) = ask(CHECK, ["hf:some/model"], tmp_path, hub.url)
@@ -83,12 +83,12 @@ def test_what_keeps_a_model_from_coming_is_said_with_its_remedy(hub: HubServer, 
     (fault,) = ask(CHECK, ["hf:some/model"], tmp_path, hub.url, HF_HUB_OFFLINE="1")
     assert "is not downloaded, and HF_HUB_OFFLINE is set" in fault
     (fault,) = ask(CHECK, ["hf:some/model"], tmp_path, "http://127.0.0.1:9")
-    assert "the hub cannot be asked for some/model (ConnectError" in fault
+    assert "cannot reach the hub for some/model (ConnectError" in fault
 
 
-def test_two_runs_that_start_at_once_fetch_once_and_name_the_commit(hub: HubServer, tmp_path: Path) -> None:
+def test_concurrent_runs_download_once_and_pin_the_same_commit(hub: HubServer, tmp_path: Path) -> None:
     named = ["hf:some/model", "hf:some/rows:small"]
-    runs = [start(FETCH, named, tmp_path, hub.url) for _ in range(2)]
+    runs = [start(DOWNLOAD, named, tmp_path, hub.url) for _ in range(2)]
     outputs = [run.communicate(timeout=100) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], outputs
     first, second = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
@@ -99,7 +99,7 @@ def test_two_runs_that_start_at_once_fetch_once_and_name_the_commit(hub: HubServ
     assert rows.endswith(f"{COMMIT}:small")
     assert hub.sent["model.safetensors"] == len(WEIGHTS)
     assert not hub.sent["evil.py"] + hub.sent["pytorch_model.bin"] + hub.sent["loader.py"]
-    record = json.loads((tmp_path / "fetched" / "models--some--model.json").read_text())
+    record = json.loads((tmp_path / "downloads" / "models--some--model.json").read_text())
     assert record["commit"] == COMMIT
     assert record["bytes"] == len(WEIGHTS) + len(b"{}")
     read = PRELUDE + (
@@ -110,29 +110,29 @@ def test_two_runs_that_start_at_once_fetch_once_and_name_the_commit(hub: HubServ
     path = rows.partition("=")[2]
     offline = ask(read, ["x"], tmp_path, "http://127.0.0.1:9", ROWS=path, HF_HUB_OFFLINE="1")
     assert [row["messages"] for row in offline] == [row["messages"] for row in ROWS]
-    assert ask(CHECK, named, tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1") == [], "it is there"
+    assert ask(CHECK, named, tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1") == [], "already downloaded"
 
 
-def test_a_run_that_goes_on_gets_the_commit_that_it_began_with(hub: HubServer, tmp_path: Path) -> None:
-    (first,) = ask(FETCH, ["hf:some/model"], tmp_path, hub.url)
+def test_a_resumed_run_keeps_the_commit_it_started_with(hub: HubServer, tmp_path: Path) -> None:
+    (first,) = ask(DOWNLOAD, ["hf:some/model"], tmp_path, hub.url)
     hub.commit = "f" * 40
     hub.repositories["models/some/model"]["model.safetensors"] = b"newer"
-    assert ask(FETCH, ["hf:some/model"], tmp_path, hub.url) == [first]
-    (tmp_path / "fetched" / "models--some--model.json").unlink()
-    assert ask(FETCH, ["hf:some/model"], tmp_path, hub.url) == [f"model.path=hf:some/model@{hub.commit}"]
-    named = ask(FETCH, [f"hf:some/model@{COMMIT}"], tmp_path, hub.url)
+    assert ask(DOWNLOAD, ["hf:some/model"], tmp_path, hub.url) == [first]
+    (tmp_path / "downloads" / "models--some--model.json").unlink()
+    assert ask(DOWNLOAD, ["hf:some/model"], tmp_path, hub.url) == [f"model.path=hf:some/model@{hub.commit}"]
+    named = ask(DOWNLOAD, [f"hf:some/model@{COMMIT}"], tmp_path, hub.url)
     assert named == [first]
 
 
-def test_a_download_that_was_cut_off_goes_on_where_it_stopped(hub: HubServer, tmp_path: Path) -> None:
-    weights = os.urandom(30_000_000)  # the client keeps what came in parts of 10 MB
+def test_an_interrupted_download_resumes_where_it_stopped(hub: HubServer, tmp_path: Path) -> None:
+    weights = os.urandom(30_000_000)  # the client writes to disk in chunks of 10 MB
     hub.repositories["models/some/model"]["model.safetensors"] = weights
     hub.cut.add("model.safetensors")
-    (model,) = ask(FETCH, ["hf:some/model"], tmp_path, hub.url)
+    (model,) = ask(DOWNLOAD, ["hf:some/model"], tmp_path, hub.url)
     assert model.endswith(COMMIT)
     (file,) = tmp_path.rglob(f"snapshots/{COMMIT}/model.safetensors")
     assert file.read_bytes() == weights
-    assert hub.sent["model.safetensors"] < 1.2 * len(weights), "the first half came twice"
+    assert hub.sent["model.safetensors"] < 1.2 * len(weights), "the first half was downloaded twice"
 
 
 def push(hub: HubServer, *arguments: str, token: str = "may-write") -> subprocess.CompletedProcess[str]:
@@ -142,7 +142,7 @@ def push(hub: HubServer, *arguments: str, token: str = "may-write") -> subproces
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
 
 
-def test_an_export_is_pushed_whole_as_one_private_commit(hub: HubServer, tmp_path: Path) -> None:
+def test_an_export_is_uploaded_as_one_private_commit_without_hidden_files(hub: HubServer, tmp_path: Path) -> None:
     export = tmp_path / "run" / "export" / "merged"
     export.mkdir(parents=True)
     files = {"config.json": b"{}", "model.safetensors": b"weights", "chat_template.jinja": b"{{ messages }}"}
@@ -157,18 +157,18 @@ def test_an_export_is_pushed_whole_as_one_private_commit(hub: HubServer, tmp_pat
     assert "may-write" not in done.stdout + done.stderr
 
 
-def test_what_cannot_be_pushed_is_said_and_no_token_with_it(hub: HubServer, tmp_path: Path) -> None:
+def test_a_failed_upload_is_reported_without_showing_the_token(hub: HubServer, tmp_path: Path) -> None:
     nothing = push(hub, str(tmp_path), "me/tuned")
     assert nothing.returncode == 2
-    assert "nothing to push" in nothing.stderr
+    assert "nothing to upload" in nothing.stderr
     (tmp_path / "config.json").write_text("{}")
     empty = push(hub, str(tmp_path), "me/tuned")
     assert empty.returncode == 2
-    assert "holds no .safetensors" in empty.stderr
+    assert "contains no .safetensors" in empty.stderr
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     refused = push(hub, str(tmp_path), "me/tuned", token="of-another")
     assert refused.returncode == 2
-    assert "me/tuned: cannot be pushed to" in refused.stderr
-    assert "a token that may write" in refused.stderr
+    assert "me/tuned: upload failed" in refused.stderr
+    assert "Use a token with write access" in refused.stderr
     assert "of-another" not in refused.stdout + refused.stderr
     assert not hub.commits

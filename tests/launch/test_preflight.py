@@ -1,4 +1,4 @@
-"""Faults of a cluster, each put there, and what the nodes say of them."""
+"""Preflight: faults planted in a cluster, and how the nodes report them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from fctune.config.loading import load_config
+from fctune.launch.checks import check_devices, check_network, estimate_disk_usage
+from fctune.launch.rendezvous import Node, Rendezvous, RendezvousError
 from tests.conftest import ROOT
-from tests.launch.nodes import OVERRIDES, TINY, NodeSpec, run_nodes
+from tests.launch.preflight_nodes import OVERRIDES, TINY, NodeSpec, run_nodes
+from tests.ranks import find_port
 
-LARGE = {  # Llama 3.1 8B: its shape is all that is asked of it
+LARGE = {  # Llama 3.1 8B; only its shape is used
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 128256,
@@ -36,7 +41,7 @@ def only(lines: list[str], word: str) -> str:
     return found
 
 
-def test_fit_nodes_go_on_with_the_same_run(tmp_path: Path) -> None:
+def test_fit_nodes_receive_the_same_launch(tmp_path: Path) -> None:
     spec = NodeSpec(tmp_path, environment={"MAX_SAMPLES": "50", "DATASET": "synthetic:train:80:2", "MODEL": ""})
     head, other = run_nodes(tmp_path, spec, spec)
     assert (head.code, other.code) == (0, 0), head.lines + other.lines
@@ -48,10 +53,10 @@ def test_fit_nodes_go_on_with_the_same_run(tmp_path: Path) -> None:
     assert f"output_dir={tmp_path}/shared/runs/tiny_lora\n" in head.shell
     assert "trains=adapter\n" in head.shell
     assert "data.max_samples=50" in head.shell
-    assert not list((tmp_path / "shared").glob(".fctune*")), "probes are left"
+    assert not list((tmp_path / "shared").glob(".fctune*")), "probe files are left behind"
 
 
-def test_a_volume_that_is_not_shared_is_found_out(tmp_path: Path) -> None:
+def test_a_volume_that_is_not_shared_is_reported_by_both_nodes(tmp_path: Path) -> None:
     head, other = run_nodes(tmp_path, NodeSpec(tmp_path / "a", wait_s=6), NodeSpec(tmp_path / "b", wait_s=6))
     assert (head.code, other.code) == (1, 1)
     for outcome in (head, other):
@@ -59,7 +64,7 @@ def test_a_volume_that_is_not_shared_is_found_out(tmp_path: Path) -> None:
         assert "ReadWriteMany" in only(outcome.lines, "fault")
 
 
-def test_each_fault_of_a_node_is_a_line_with_its_remedy_and_stops_the_others(tmp_path: Path) -> None:
+def test_each_fault_is_one_line_with_its_remedy_and_stops_all_nodes(tmp_path: Path) -> None:
     fit = NodeSpec(tmp_path)
     unfit = NodeSpec(
         tmp_path, network="missing", num_gpus=2, clock_s=90, versions={"torchtune": "9.9.9", "peft": "0.0.1"}
@@ -67,33 +72,33 @@ def test_each_fault_of_a_node_is_a_line_with_its_remedy_and_stops_the_others(tmp
     head, other = run_nodes(tmp_path, fit, unfit)
     assert (head.code, other.code) == (1, 1)
     differs = only(head.lines, "fault")
-    assert "torchtune 9.9.9 and on the head" in differs
-    assert "peft 0.0.1 and on the head" in differs
+    assert "torchtune 9.9.9 where the head has" in differs
+    assert "peft 0.0.1 where the head has" in differs
     assert "sky/setup.sh" in differs
     faults = [line for line in other.lines if "fault" in line]
     assert all(line.startswith("node 1 (") for line in faults)
     assert len(faults) == 3, faults
-    assert "missing: not there. Mount" in faults[0]
-    assert "0 of 2 GPUs are there. Run nvidia-smi" in faults[1]
-    assert "the clock is 90 s ahead of the head's. Start time synchronisation" in faults[2]
+    assert "missing: does not exist. Mount" in faults[0]
+    assert "only 0 of 2 GPUs are visible. Run nvidia-smi" in faults[1]
+    assert "the clock is 90 s ahead of the head's. Start time synchronization" in faults[2]
 
 
-def test_a_disk_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
+def test_an_unwritable_disk_is_reported_once(tmp_path: Path) -> None:
     fit, unfit = NodeSpec(tmp_path), NodeSpec(tmp_path, shared="/proc")
     head, other = run_nodes(tmp_path, fit, unfit)
     assert (head.code, other.code) == (1, 1)
     assert "/proc: cannot be written" in only(other.lines, "fault")
-    assert only(head.lines, "stopped").endswith("stopped: node 1 found what keeps the run from starting")
+    assert only(head.lines, "stopped").endswith("stopped: node 1 reported a fault")
 
 
-def test_a_node_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
+def test_a_node_that_never_starts_is_named_within_the_timeout(tmp_path: Path) -> None:
     (head,) = run_nodes(tmp_path, NodeSpec(tmp_path, wait_s=2), count=3)
     assert head.code == 1
-    assert "node 1, 2 of 3 did not come within 2 s" in only(head.lines, "did not come")
+    assert "node 1, 2 of 3 did not respond within 2 s" in only(head.lines, "did not respond")
     assert head.seconds < 10
 
 
-def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(tmp_path: Path) -> None:
     with socket.socket() as holder:
         holder.bind(("", 0))
         holder.listen()
@@ -104,17 +109,13 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert "MASTER_PORT" in only(head.lines, "in use")
 
 
-def test_a_head_that_is_not_there_is_named(tmp_path: Path) -> None:
-    from fctune.launch.rendezvous import Meeting, MeetingError, Node
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with pytest.raises(MeetingError, match=f"127.0.0.1:{port}: the head was not there within 1 s"):
-        Meeting(Node(1, 2, "127.0.0.1", port, wait_s=1))
+def test_an_unreachable_head_is_reported_with_its_address() -> None:
+    port = find_port()
+    with pytest.raises(RendezvousError, match=f"127.0.0.1:{port}: could not reach the head within 1 s"):
+        Rendezvous(Node(1, 2, "127.0.0.1", port, wait_s=1))
 
 
-def test_a_wrong_config_stops_both_nodes_with_its_own_code(tmp_path: Path) -> None:
+def test_an_invalid_config_stops_both_nodes_with_exit_code_2(tmp_path: Path) -> None:
     spec = NodeSpec(tmp_path, overrides=(*OVERRIDES, "epochz=3"))
     for outcome in run_nodes(tmp_path, spec, spec):
         assert outcome.code == 2
@@ -125,27 +126,24 @@ def test_a_wrong_config_stops_both_nodes_with_its_own_code(tmp_path: Path) -> No
     assert "tiny_lora.yaml" in only(outcome.lines, "no such config file")
 
 
-def test_room_for_checkpoints_is_counted_from_the_models_shape(tmp_path: Path) -> None:
-    from fctune.config.loading import load_config
-    from fctune.launch.space import count_space
-
+def test_disk_usage_is_estimated_from_the_models_shape(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(LARGE))
     overrides = (f"model.path={model}", OVERRIDES[1], "~adapter", "precision=bf16_mixed", "checkpoint.keep_last=2")
     numel = 8_030_261_248
-    space = count_space(load_config(TINY, overrides), is_downloaded=False)
-    assert space.model == 2 * numel
-    assert space.export == 2 * numel
-    assert space.checkpoints == pytest.approx(6 * 12 * numel, rel=1e-3)  # float32 weights and two moments, 2 x 3 times
+    usage = estimate_disk_usage(load_config(TINY, overrides), is_downloaded=False)
+    assert usage.model == 2 * numel
+    assert usage.export == 2 * numel
+    assert usage.checkpoints == pytest.approx(6 * 12 * numel, rel=1e-3)  # float32 weights and two moments, 2 x 3 copies
     too_many = (*overrides[:-1], "checkpoint.keep_last=1000")
     (outcome,) = run_nodes(tmp_path, NodeSpec(tmp_path, overrides=too_many))
     assert outcome.code == 1
-    assert "GiB free, and the run needs" in only(outcome.lines, "fault")
+    assert "GiB free, but the run needs" in only(outcome.lines, "fault")
     assert "checkpoint.keep_last" in only(outcome.lines, "fault")
 
 
-def test_a_token_that_a_config_needs_and_has_not_is_named(tmp_path: Path) -> None:
+def test_a_missing_wandb_key_is_reported_and_a_given_one_never_shown(tmp_path: Path) -> None:
     wandb = NodeSpec(tmp_path, overrides=(*OVERRIDES, "telemetry.wandb.project=x"), environment={"HOME": str(tmp_path)})
     (without,) = run_nodes(tmp_path, wandb)
     assert without.code == 1
@@ -159,42 +157,36 @@ def test_a_token_that_a_config_needs_and_has_not_is_named(tmp_path: Path) -> Non
     assert logged_in.code == 0, logged_in.lines
 
 
-def test_a_fast_network_that_is_missing_is_said_and_stops_nothing() -> None:
-    from fctune.launch.checks import check_network
-
+def test_missing_infiniband_is_only_a_note_unless_nccl_ib_hca_requires_it() -> None:
     assert check_network(1, 8, {}) == []
     assert check_network(2, 0, {}) == []
     (note,) = check_network(2, 8, {"NCCL_IB_DISABLE": "1"})
-    assert note.kind == "note"
+    assert note.severity == "note"
     if not Path("/sys/class/infiniband").is_dir():
         (note,) = check_network(2, 8, {})
-        assert note.kind == "note"
-        assert "NCCL_IB_HCA is not set" in note.what
+        assert note.severity == "note"
+        assert "NCCL_IB_HCA is not set" in note.message
         (fault,) = check_network(2, 8, {"NCCL_IB_HCA": "mlx5"})
-        assert fault.kind == "fault"
+        assert fault.severity == "fault"
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_line_and_exits_with_the_code(tmp_path: Path) -> None:
+def test_the_command_prints_the_fault_and_exits_with_its_code(tmp_path: Path) -> None:
     environment = os.environ | {"FCTUNE_SHARED": str(tmp_path), "FCTUNE_NETWORK": str(tmp_path / "none")}
     command = [sys.executable, "-m", "fctune.cli", "preflight", "--config", str(TINY), "--launch", str(tmp_path / "l")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "none: not there" in done.stdout
+    assert "none: does not exist" in done.stdout
     assert not (tmp_path / "l").exists()
 
 
 @pytest.mark.gpu
-def test_gpus_in_use_are_named() -> None:
-    import torch
-
-    from fctune.launch.checks import check_devices
-
+def test_gpus_in_use_are_reported() -> None:
     count = torch.cuda.device_count()
-    assert [fault for fault in check_devices(count) if fault.kind == "fault"] == []
+    assert [fault for fault in check_devices(count) if fault.severity == "fault"] == []
     held = torch.empty(3 * 2**30, dtype=torch.uint8, device="cuda")
     fault = check_devices(count)[0]
-    assert "GPU 0: in use" in fault.what
+    assert "GPU 0: already in use" in fault.message
     del held
     (missing,) = check_devices(count + 1)
-    assert missing.what == f"{count} of {count + 1} GPUs are there"
+    assert missing.message == f"only {count} of {count + 1} GPUs are visible"

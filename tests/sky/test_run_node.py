@@ -150,7 +150,7 @@ def test_an_unfit_node_starts_nothing(tmp_path: Path) -> None:
     environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1")
     unfit = run(script, environment | {"FCTUNE_NETWORK": str(tmp_path / "none")})
     assert unfit.returncode == 1
-    assert "none: not there" in unfit.stdout
+    assert "none: does not exist" in unfit.stdout
     wrong = run(script, environment, "epochz=1")
     assert wrong.returncode == 2
     assert "did you mean epochs?" in wrong.stdout

@@ -138,4 +138,4 @@ def test_a_node_without_the_shared_disk_stops_both_in_a_line(cluster: Cluster, c
         subprocess.run(cluster.on_machine("n1", mount), check=True)
     assert facts["ExitCode"] == "1:0"
     assert "node 1 (n1): fault: /mnt/shared: cannot be written" in job.text(".log")
-    assert "node 0 (n0): stopped: node 1 found what keeps the run from starting" in job.text(".log")
+    assert "node 0 (n0): stopped: node 1 reported a fault" in job.text(".log")

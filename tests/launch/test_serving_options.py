@@ -1,4 +1,4 @@
-"""What a server is told of a model, held to what reads a model's calls."""
+"""Options of vLLM's server, checked against the call format of the model's chat template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fctune.launch.serving import server_options
 from tests.conftest import ROOT
 
 
-def test_the_parser_is_of_the_format_that_the_template_writes(tiny_base: Path) -> None:
+def test_the_parser_matches_the_call_format_of_the_chat_template(tiny_base: Path) -> None:
     options = server_options(str(tiny_base))
     written = detect_format(ChatTemplate(tiny_base).source).name
     assert options[options.index("--tool-call-parser") + 1] == PARSERS["vllm"][written]
@@ -25,7 +25,7 @@ def test_the_parser_is_of_the_format_that_the_template_writes(tiny_base: Path) -
     assert options[options.index("--served-model-name") + 1] == "tiny_base"
 
 
-def test_a_run_is_served_by_its_merged_export_under_its_own_name(tiny_base: Path, tmp_path: Path) -> None:
+def test_a_run_is_served_from_its_merged_export_under_its_own_name(tiny_base: Path, tmp_path: Path) -> None:
     run = tmp_path / "mine"
     (run / "export").mkdir(parents=True)
     (run / "export" / "merged").symlink_to(tiny_base)
@@ -34,17 +34,17 @@ def test_a_run_is_served_by_its_merged_export_under_its_own_name(tiny_base: Path
     assert options[options.index("--served-model-name") + 1] == "mine"
 
 
-def test_what_cannot_be_served_is_said(tiny_base: Path, tmp_path: Path) -> None:
+def test_a_missing_model_and_a_bare_adapter_are_rejected(tiny_base: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such directory"):
         server_options(str(tmp_path / "none"))
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tiny_base)}))
-    with pytest.raises(ConfigError, match="an adapter alone"):
+    with pytest.raises(ConfigError, match="contains only an adapter"):
         server_options(str(adapter))
 
 
-def test_the_key_of_callers_is_in_no_command(tiny_base: Path) -> None:
+def test_the_api_key_is_not_part_of_the_command(tiny_base: Path) -> None:
     command = [sys.executable, "-m", "fctune.cli", "serve", str(tiny_base), "--print", "--vllm=--max-model-len 1024"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert "vllm.entrypoints.openai.api_server --model" in done.stdout

@@ -1,4 +1,4 @@
-"""Nodes of a preflight as processes of this machine, each with its own disks, environment, clock and software."""
+"""Preflight nodes as local processes, each with its own disks, environment, clock and software."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ OVERRIDES = (f"model.path={ROOT / 'fctune' / 'assets' / 'tiny_base'}", "data.sou
 
 @dataclass
 class NodeSpec:
-    """What one node is like; ``folder`` is where its disks are."""
+    """Properties of one node; its disks are folders in ``folder``."""
 
     folder: Path
-    shared: str = "shared"  # under folder, made unless it is absolute
+    shared: str = "shared"  # inside folder and created, unless absolute
     network: str = "network"
     config: Path = TINY
     overrides: tuple[str, ...] = OVERRIDES
     num_gpus: int = 0
     environment: dict[str, str] = field(default_factory=dict)
-    clock_s: float = 0.0  # ahead of the others
-    versions: dict[str, str] = field(default_factory=dict)  # of packages, other than on the others
+    clock_s: float = 0.0  # seconds ahead of the others
+    versions: dict[str, str] = field(default_factory=dict)  # packages whose version differs from the other nodes
     wait_s: float = 20.0
 
 
 class Outcome(NamedTuple):
-    """How a node's preflight ended, what it showed, and what training would be told."""
+    """Result of a node's preflight: exit code, output lines and the launch as shell assignments."""
 
     code: int
     lines: list[str]
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 
 
 def run_nodes(folder: Path, *specs: NodeSpec, count: int | None = None, port: int | None = None) -> list[Outcome]:
-    """What the preflight of each node came to; nodes beyond ``specs``, up to ``count``, never come."""
+    """Run the preflight on all nodes; those beyond ``specs``, up to ``count``, never start."""
     port = port or find_port()
     count = count or len(specs)
     processes = [
@@ -58,14 +58,11 @@ def run_nodes(folder: Path, *specs: NodeSpec, count: int | None = None, port: in
 
 
 def _run(spec: NodeSpec, rank: int, count: int, port: int, out: Path) -> None:
-    from fctune.launch import checks
     from fctune.launch.checks import Mounts
     from fctune.launch.preflight import Request, run_preflight
     from fctune.launch.rendezvous import Node
 
-    if spec.clock_s:
-        checks.now = lambda: time.time() + spec.clock_s
-    for name, version in spec.versions.items():  # what is found first on the path is what is installed
+    for name, version in spec.versions.items():  # the first match on the path counts as installed
         packages = spec.folder / "packages"
         (packages / f"{name}-{version}.dist-info").mkdir(parents=True)
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -75,7 +72,8 @@ def _run(spec: NodeSpec, rank: int, count: int, port: int, out: Path) -> None:
     node = Node(rank, count, "127.0.0.1", port, spec.wait_s)
     lines: list[str] = []
     start = time.monotonic()
-    request = Request(spec.config, spec.overrides, spec.num_gpus, mounts, spec.environment)
+    clock = lambda: time.time() + spec.clock_s  # noqa: E731
+    request = Request(spec.config, spec.overrides, spec.num_gpus, mounts, spec.environment, clock)
     code, launch = run_preflight(node, request, lines.append)
     seconds = time.monotonic() - start
     shell = None if launch is None else launch.to_shell(rank)
