@@ -17,6 +17,7 @@ from fctune.acceptance.judge import Check, Samples, decide
 from fctune.acceptance.metrics import METRICS
 from fctune.acceptance.traffic import list_bandwidths
 from fctune.errors import ConfigError
+from fctune.files import write_atomically
 
 VERSION = 1
 NAME = "acceptance.json"
@@ -61,15 +62,10 @@ def write_document(document: Mapping[str, Any], folder: Path) -> Path:
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{NAME}.partial"
-    try:
-        partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        partial.rename(folder / NAME)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomically(folder / NAME, json.dumps(document, indent=1, allow_nan=False) + "\n")
     # As every run says why it ended, for launch scripts.
     ended = {"code": 0 if document["verdict"] == "PASS" else 1, "reason": document["reason"], "step": 0}
-    (folder / "exit.json").write_text(json.dumps(ended | {"checkpoint": None}, indent=2) + "\n", encoding="utf-8")
+    write_atomically(folder / "exit.json", json.dumps(ended | {"checkpoint": None}, indent=2) + "\n")
     return folder / NAME
 
 

@@ -7,7 +7,6 @@ and so does an answer that never came. There is no rate over categories.
 from __future__ import annotations
 
 import json
-import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ from fctune.calls.metrics import Outcome, judge, judge_failure, rate, score
 from fctune.calls.predictions import Prediction, read_predictions
 from fctune.calls.schema import ToolSet
 from fctune.errors import ConfigError
+from fctune.files import open_atomically, write_atomically
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -115,24 +115,20 @@ def score_file(
         raise ConfigError(f"--out {out}: is no file; name one.")
     if out.exists() and Path(predictions).exists() and out.samefile(predictions):
         raise ConfigError(f"--out {out}: is the file of predictions; name another.")
-    partial = out.with_name(f"{out.name}.partial")
     count = _Count()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         # What JSON can say and UTF-8 cannot, half of a pair of surrogates, stays as JSON says it.
-        with open(partial, "w", encoding="utf-8", errors="backslashreplace") as rows:
+        with open_atomically(out, errors="backslashreplace") as rows:
             for prediction in read_predictions(predictions, default_format):
                 verdict = suite.judge(prediction)
                 rows.write(_to_row(prediction.id, verdict))
                 count.add(prediction.id, verdict)
-        summary = {"predictions": str(predictions), **count.summarise(suite)}
-        text = json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
-        out.with_suffix(".summary.json").write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(partial, out)
+            summary = {"predictions": str(predictions), **count.summarise(suite)}
+            text = json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
+            write_atomically(out.with_suffix(".summary.json"), text.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written ({error.strerror}).") from None
-    finally:
-        partial.unlink(missing_ok=True)
     return summary
 
 

@@ -10,7 +10,6 @@ import hashlib
 import json
 import mmap
 import os
-import shutil
 from array import array
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -25,6 +24,7 @@ from fctune.data.encoding import Counts, encode_sources
 from fctune.data.packing import pack_best_fit
 from fctune.data.sources.fingerprint import FileDigests, fingerprint_source
 from fctune.errors import DataError
+from fctune.files import staged_directory
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -129,19 +129,14 @@ def prepare(
     name, inputs = fingerprint_inputs(config, model_dir, digests)
     path = root / name
     if not (path / "meta.json").is_file():
-        partial = root / f".{name}.{os.getpid()}"
         try:
-            partial.mkdir(parents=True)
-            _write(config, model_dir, partial, name, inputs, on_progress)
-            if not path.exists():
-                partial.rename(path)
+            with staged_directory(path, suffix=str(os.getpid())) as staging:
+                _write(config, model_dir, staging, name, inputs, on_progress)
         except OSError as error:
             raise DataError(
                 f"{root}: cannot write the prepared set ({error.strerror or error}). "
                 "Make room there, or name another place with data.prepared_dir."
             ) from None
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
     digests.keep()
     return open_prepared(path)
 

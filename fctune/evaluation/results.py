@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from fctune.errors import ConfigError, DataError
+from fctune.files import write_atomically
 
 Row = dict[str, Any]
 
@@ -147,9 +147,7 @@ class ResultsFile:
         self._write(path, b"".join(map(_to_line, rows)))
 
     def _write(self, path: Path, content: str | bytes) -> None:
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_bytes(content.encode("utf-8", "replace") if isinstance(content, str) else content)
-        os.replace(partial, path)
+        write_atomically(path, content.encode("utf-8", "replace") if isinstance(content, str) else content)
 
     def _unwritable(self, error: OSError) -> ConfigError:
         return ConfigError(f"--out {self.path}: cannot be written ({error.strerror}).")

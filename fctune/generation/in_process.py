@@ -14,7 +14,7 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.generation.engine import Answer, Sampling
-from fctune.generation.model_files import digest_model
+from fctune.models.hub import digest_model
 
 _NUM_SHOWN = 3
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import NamedTuple
 
 from fctune.errors import ConfigError
 from fctune.models.hub import resolve_model_dir
-
-_NUM_BLOCKS = 64
-_BLOCK_BYTES = 65_536
-_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
 
 
 class ModelFiles(NamedTuple):
@@ -55,26 +50,6 @@ def find_model(name: str, adapter: str | None = None) -> ModelFiles:
         f"{name}: not a model directory (no config.json), not an adapter (no adapter_config.json), not a run "
         "(no export/). Pass a Hugging Face directory, or a run's output directory."
     )
-
-
-def digest_model(model_dir: Path) -> str:
-    """Hex digest, 16 characters, of what is in a model directory.
-
-    Of a large file its size and 64 blocks spread over it are read, so that 16 GB take no minute; training changes whole
-    tensors, so it does not hide between the blocks. Times of files do not count: a copy is the same model.
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    for path in sorted({file for pattern in _PATTERNS for file in model_dir.glob(pattern)}):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with open(path, "rb") as file:
-            if size <= _NUM_BLOCKS * _BLOCK_BYTES:
-                digest.update(file.read())
-                continue
-            for block in range(_NUM_BLOCKS):
-                file.seek(block * (size - _BLOCK_BYTES) // (_NUM_BLOCKS - 1))
-                digest.update(file.read(_BLOCK_BYTES))
-    return digest.hexdigest()
 
 
 def _adapter_dir(adapter: str | None) -> Path | None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from fctune.config.schema import RunConfig
 from fctune.errors import CheckpointError, ConfigError, DataError
+from fctune.files import write_atomically
 from fctune.launch.problems import Problem
 from fctune.models.hub import resolve_model_dir
 
@@ -197,6 +198,4 @@ def _read_record(path: Path) -> dict[str, Any]:
 def _write_record(path: Path, record: dict[str, Any], local: Path) -> None:
     record["bytes"] = sum(file.stat().st_size for file in local.rglob("*") if file.is_file())
     record["downloaded_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    partial.rename(path)
+    write_atomically(path, json.dumps(record, indent=2) + "\n")

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fctune.config.schema import AdapterConfig
 from fctune.errors import CheckpointError
+from fctune.files import staged_directory
 from fctune.models.frozen import FrozenLinear, is_scale
 from fctune.models.lora import LoRALinear, is_adapter, merge
 from fctune.models.torchtune.build import CausalLM
@@ -182,17 +183,11 @@ def _new_directory(out: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: the disk is full, gone or read-only.
     """
-    staging = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
     try:
-        staging.mkdir(parents=True)
-        yield staging
-        shutil.rmtree(out, ignore_errors=True)
-        staging.rename(out)
+        with staged_directory(out, replaces=True) as staging:
+            yield staging
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{out}: cannot be written ({getattr(error, 'strerror', None) or error}). What was trained is in the last "
             "checkpoint: make room and run the same command again."
         ) from None
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from fctune.errors import ConfigError
@@ -17,6 +19,10 @@ _PATTERNS = [
     "LICENSE*",
     "USE_POLICY*",
 ]
+
+_NUM_DIGEST_BLOCKS = 64
+_DIGEST_BLOCK_BYTES = 65_536
+WEIGHT_FILES = ("config.json", "*.safetensors")
 
 
 def parse_name(path: str) -> tuple[str, str | None] | None:
@@ -51,3 +57,27 @@ def resolve_model_dir(path: str) -> Path:
             f"model.path={path}: cannot be downloaded ({describe_failure(error)}). "
             "Check the name and the network; a gated model needs its licence accepted and HF_TOKEN set."
         ) from None
+
+
+def digest_model(model_dir: Path, patterns: Sequence[str] = (*WEIGHT_FILES, "*.json", "*.jinja", "tokenizer*")) -> str:
+    """Return a digest of a model directory, 16 hex digits.
+
+    Large files are sampled (their size and 64 blocks of 64 kB), so that 16 GB take seconds; training changes entire
+    tensors, which the samples always hit. File times are ignored: a copy has the same digest.
+
+    Args:
+        model_dir: Hugging Face model or PEFT adapter directory.
+        patterns: files to cover; by default weights, configs, tokenizer and chat template.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted({file for pattern in patterns for file in model_dir.glob(pattern)}):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with open(path, "rb") as file:
+            if size <= _NUM_DIGEST_BLOCKS * _DIGEST_BLOCK_BYTES:
+                digest.update(file.read())
+                continue
+            for block in range(_NUM_DIGEST_BLOCKS):
+                file.seek(block * (size - _DIGEST_BLOCK_BYTES) // (_NUM_DIGEST_BLOCKS - 1))
+                digest.update(file.read(_DIGEST_BLOCK_BYTES))
+    return digest.hexdigest()

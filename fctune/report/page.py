@@ -9,11 +9,13 @@ from __future__ import annotations
 import html
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal
+
+from fctune.files import write_atomically
 
 _ASSETS = files("fctune.report") / "assets"
 _CHART_JS = "chart-4.6.1.umd.min.js"
@@ -131,17 +133,9 @@ class Page:
 
     def write(self, path: str | os.PathLike[str], footer: str = "") -> None:
         """Writes the page in one step, so that a reader never sees half of it."""
-        folder = os.path.dirname(os.path.abspath(path))
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, suffix=".html", delete=False) as file:
-            try:
-                file.write(self.render(footer))
-                file.close()
-                os.chmod(file.name, 0o644)
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, self.render(footer))
 
 
 def escape(value: object) -> str:

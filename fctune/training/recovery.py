@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from torch import Tensor
 
 from fctune import distributed
@@ -22,7 +21,6 @@ from fctune.config.schema import RunConfig
 from fctune.distributed import World
 from fctune.errors import CheckpointError
 from fctune.models.lora import copy_full_
-from fctune.models.torchtune.weights import locate_tensors
 from fctune.training.loop import TrainState
 from fctune.training.schedule import move_schedule_
 
@@ -141,22 +139,6 @@ def restore_(resume: Resume, state: TrainState, world: World, load_portable_: Ca
         restore_rng(rng, world.rank)
     move_schedule_(state.scheduler, step)
     state.step = step
-
-
-def fingerprint_base(model_dir: Path) -> str:
-    """A name for a base's weights that changes with them: config, and of each file its size, header and some bytes.
-
-    Reading all of it would take minutes for a large model; 64 kB at eight places of each file are read.
-    """
-    digest = xxhash.xxh3_128((model_dir / "config.json").read_bytes())
-    for file in sorted(set(locate_tensors(model_dir).values())):
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        with open(file, "rb") as weights:
-            for place in range(8):
-                weights.seek(size * place // 8)
-                digest.update(weights.read(64 * 1024))
-    return digest.hexdigest()
 
 
 def _verify(checkpoint: Checkpoint, world: World) -> dict[str, Any]:

@@ -19,11 +19,12 @@ from fctune.data.prepared_set import PreparedSet
 from fctune.distributed import World
 from fctune.errors import ConfigError
 from fctune.evaluation.live import LiveEvaluation
+from fctune.models.hub import WEIGHT_FILES, digest_model
 from fctune.training.hang_watch import StepWatch
 from fctune.training.keeper import Keeper
 from fctune.training.loop import TrainState
 from fctune.training.preemption import StopRequest
-from fctune.training.recovery import Resume, check_same_run, choose_checkpoint, fingerprint_base, restore_
+from fctune.training.recovery import Resume, check_same_run, choose_checkpoint, restore_
 from fctune.training.run_directory import RunDirectory, versions
 
 logger = logging.getLogger("fctune")
@@ -92,7 +93,7 @@ def start_keeping(
         DataError: the data is not that of the run.
     """
     loader = GlobalLoader(prepared, "train", config.global_batch_size, config.seed)
-    base = distributed.on_main(lambda: fingerprint_base(model_dir))
+    base = distributed.on_main(lambda: digest_model(model_dir, WEIGHT_FILES))
     plain_config, installed = config.to_dict(), versions()
 
     def describe(step: int) -> dict[str, Any]:

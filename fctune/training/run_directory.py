@@ -8,7 +8,6 @@ import json
 import logging
 import platform
 import subprocess
-import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
+from fctune.files import write_atomically
 from fctune.training.lock import DirectoryLock
 
 logger = logging.getLogger("fctune")
@@ -194,7 +194,7 @@ class RunDirectory:
         )
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
-        _replace(self.path / name, json.dumps(value, indent=2) + "\n")
+        write_atomically(self.path / name, json.dumps(value, indent=2) + "\n")
 
 
 def _now() -> str:
@@ -233,17 +233,6 @@ def _git_revision() -> str | None:
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
 
 
-def _replace(file: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    # Of a name of its own: ranks that fail at once each say why.
-    partial = file.with_name(f".{file.name}.{uuid.uuid4().hex}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.rename(file)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def _forget_steps_after(file: Path, step: int) -> None:
     """Keep the lines of steps up to this one; what is taken again is written again."""
     if not file.exists():
@@ -253,4 +242,4 @@ def _forget_steps_after(file: Path, step: int) -> None:
         with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that a kill cut, or that another wrote
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-    _replace(file, "".join(kept))
+    write_atomically(file, "".join(kept))

@@ -18,7 +18,8 @@ from fctune.data.synthetic import iter_cases
 from fctune.errors import ConfigError, DataError
 from fctune.generation.engine import Sampling
 from fctune.generation.in_process import InProcessEngine
-from fctune.generation.model_files import digest_model, find_model
+from fctune.generation.model_files import find_model
+from fctune.models.hub import digest_model
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from tests.conftest import ROOT
 # From the ground up: a package may import itself and what stands before it.
 LAYERS = (
     "errors",
+    "files",
     "terminal",
     "gpus",
     "config",

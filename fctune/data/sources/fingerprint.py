@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.data.sources.reader import list_files
+from fctune.files import write_atomically
 
 # A file changed so short a time ago could change again without its times telling; file systems round them.
 _SETTLED_NS = 3 * 10**9
@@ -48,10 +49,8 @@ class FileDigests:
         """Write what is new, where there is a place for it."""
         if self._path is None or not self._is_changed:
             return
-        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         with contextlib.suppress(OSError):
-            partial.write_text(json.dumps(self._kept), encoding="utf-8")
-            partial.replace(self._path)
+            write_atomically(self._path, json.dumps(self._kept))
 
 
 def fingerprint_source(path: str, digests: FileDigests) -> str:

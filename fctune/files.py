@@ -1,0 +1,108 @@
+"""Durable files: atomic replacement, flushing to disk and checksums."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import xxhash
+
+_CHUNK_BYTES = 16 * 1024 * 1024
+
+
+@contextmanager
+def open_atomically(path: Path, errors: str = "strict") -> Iterator[IO[str]]:
+    """Open a text file (UTF-8) that replaces ``path`` when the block ends, or vanishes if the block raises.
+
+    Concurrent writers do not interfere: the last one to finish wins. Readers see the old file or the new one.
+
+    Args:
+        path: file to create or replace; its directory must exist.
+        errors: handler for text that UTF-8 cannot encode, as in ``open``.
+    """
+    partial = _partial_name(path)
+    try:
+        with open(partial, "w", encoding="utf-8", errors=errors) as file:
+            yield file
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: str | bytes, *, is_durable: bool = False) -> None:
+    """Create or replace a file in one step; text is encoded as UTF-8.
+
+    Args:
+        path: file to create or replace; its directory must exist.
+        content: complete content of the file.
+        is_durable: flush the file and its directory, so that the new content survives a power cut.
+    """
+    partial = _partial_name(path)
+    try:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        if is_durable:
+            flush(partial)
+        partial.replace(path)
+        if is_durable:
+            flush(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def staged_directory(path: Path, *, suffix: str = "partial", replaces: bool = False) -> Iterator[Path]:
+    """Create a hidden directory next to ``path`` and rename it to ``path`` when the block ends.
+
+    The hidden directory is removed if the block raises; a killed process leaves it for the next one to replace.
+
+    Args:
+        path: final directory.
+        suffix: last part of the hidden directory's name; processes that may run at once need different ones.
+        replaces: delete an existing ``path`` first. Otherwise an existing one is kept and the new one dropped.
+    """
+    staging = path.with_name(f".{path.name}.{suffix}")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+        if replaces:
+            shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            staging.rename(path)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def flush(path: Path) -> None:
+    """Flush a file's content, or a directory's names, to disk (fsync).
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checksum(path: Path) -> str:
+    """Return the XXH3-128 checksum of a file's bytes, 32 hex digits.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _partial_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
