@@ -1,112 +1,19 @@
-"""Compare two evaluations of the same cases, such as a base model and the model tuned from it.
+"""Compare two evaluations of the same cases: ``fctune compare``.
 
-    python -m eval.compare BEFORE.jsonl AFTER.jsonl [--show 5] [--lenient] [--json FILE]
-
-The files are what ``eval.tool_calls --out`` writes. Cases are paired by id: the difference comes with an interval for
-paired shares (Tango), p is McNemar's exact test on the cases that changed, not corrected for the number of categories.
+python -m eval.compare BEFORE.jsonl AFTER.jsonl [--show 5] [--lenient] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-from eval.tables import format_rate, make_console, make_table
-from fctune.errors import ConfigError, DataError
-from fctune.evaluation.paired import Comparison, compare_rows
-from fctune.evaluation.results import Row, read_rows, read_settings
+from fctune.cli.eval_options import run_module
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print the table; 0 done, 2 wrong usage or input."""
-    parser = argparse.ArgumentParser(prog="python -m eval.compare", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("before")
-    parser.add_argument("after")
-    parser.add_argument("--lenient", action="store_true", help="compare the lenient reading")
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="of each category, N cases that changed")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison, with every case that changed")
-    arguments = parser.parse_args(argv)
-    try:
-        before, after = _read(arguments.before), _read(arguments.after)
-        has_total = not any("bfcl" in row for row in (*before, *after))
-        _check_settings(arguments.before, arguments.after)
-        compared = compare_rows(before, after, has_total, arguments.lenient)
-        if arguments.json is not None:
-            _write_json(arguments.json, compared)
-    except (ConfigError, DataError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    console = make_console()
-    title = "tool-call accuracy, before and after"
-    columns = ("category", "n", "before", "after", "difference", "p", "turned right", "turned wrong")
-    table = make_table(f"{title}, lenient reading" if arguments.lenient else title, *columns)
-    for row in compared:
-        table.add_row(*_to_cells(row), style="bold" if row.category == "all" else "")
-    console.print(table)
-    for row in compared if arguments.show > 0 else ():
-        for word, ids in (("right", row.turned_right), ("wrong", row.turned_wrong)):
-            if ids and (row.category != "all" or len(compared) == 1):
-                rest = f" and {len(ids) - arguments.show:,} more" if len(ids) > arguments.show else ""
-                shown = f"{row.category}, turned {word}: {', '.join(ids[: arguments.show])}{rest}"
-                console.print(shown, soft_wrap=True, highlight=False)
-    return 0
-
-
-def _read(path: str) -> list[Row]:
-    rows = read_rows(path)
-    if not rows:
-        raise DataError(f"{path}: holds no results.")
-    return rows
-
-
-def _check_settings(before: str, after: str) -> None:
-    """Two runs of suites of one name may be of other cases, or give answers other room."""
-    first, second = read_settings(before) or {}, read_settings(after) or {}
-    for key in ("cases_digest", "max_new_tokens"):
-        if key in first and key in second and first[key] != second[key]:
-            raise DataError(
-                f"{before} and {after}: {key} is {first[key]} in one and {second[key]} in the other. "
-                "Evaluate both models on the same cases and terms."
-            )
-
-
-def _to_cells(row: Comparison) -> list[str]:
-    difference, low, high = row.difference
-    return [
-        row.category,
-        f"{row.n:,}",
-        format_rate(row.num_right_before, row.n),
-        format_rate(row.num_right_after, row.n),
-        f"{difference:+.1%} ({low:+.1%} to {high:+.1%})",
-        "< 0.0001" if row.p_value < 0.0001 else f"{row.p_value:.4f}",
-        f"{len(row.turned_right):,}",
-        f"{len(row.turned_wrong):,}",
-    ]
-
-
-def _write_json(path: Path, compared: list[Comparison]) -> None:
-    found: dict[str, Any] = {}
-    for row in compared:
-        difference, low, high = row.difference
-        found[row.category] = {
-            "n": row.n,
-            "num_right_before": row.num_right_before,
-            "num_right_after": row.num_right_after,
-            "difference": difference,
-            "low": low,
-            "high": high,
-            "p_value": row.p_value,
-            "turned_right": row.turned_right,
-            "turned_wrong": row.turned_wrong,
-        }
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written ({error.strerror}).") from None
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``fctune compare``; returns its exit code."""
+    return run_module("compare", "python -m eval.compare", argv)
 
 
 if __name__ == "__main__":

@@ -1,82 +1,19 @@
-"""Check an exported model: whole, loadable, of finite weights, the right template and format, and does it call a tool.
+"""Check an exported model: ``fctune validate``.
 
-    python -m eval.validate DIR [--like MODEL] [--format NAME] [--suite smoke | --no-calls] [--json FILE]
-
-DIR is a model directory, or a run's output directory, of which export/merged is checked and held against export/adapter
-on the run's base. --like names the checkpoint whose logits it is to have, as eval.tool_calls names models. For scripts:
-exit code 0 where every check holds, 1 where one fails, 2 for wrong usage.
+python -m eval.validate DIR [--like MODEL] [--format NAME] [--suite smoke | --no-calls] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
-from rich.markup import escape
-
-from eval import tool_calls
-from eval.tables import make_console
-from fctune.cli.files import write_file
-from fctune.errors import CheckpointError, ConfigError, DataError
-from fctune.evaluation.validation import Check, Validator
-from fctune.generation.model_files import ModelFiles, find_model
-
-_MARKS = {"ok": "[green]ok[/]     ", "failed": "[bold red]failed[/] ", "skipped": "[dim]skipped[/]"}
+from fctune.cli.eval_options import run_module
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print the checks; 0 all hold, 1 one fails, 2 wrong usage or input."""
-    parser = argparse.ArgumentParser(prog="python -m eval.validate", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model", metavar="DIR", help="model directory, or a run's output directory")
-    parser.add_argument("--like", metavar="MODEL", help="the model whose logits it is to have")
-    parser.add_argument("--like-adapter", metavar="DIR", help="an adapter on --like")
-    parser.add_argument("--max-kl", type=float, help="how far logits may be apart; default: 1e-6 in fp32, 5e-3 in bf16")
-    parser.add_argument("--format", help="wire format that its template is to have")
-    parser.add_argument("--suite", "--cases", dest="suite", default="smoke", help="what it is to call tools for")
-    parser.add_argument("--num-cases", type=int, help="of a synthetic suite")
-    parser.add_argument("--no-calls", action="store_true", help="do not ask it anything")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the checks")
-    arguments = parser.parse_args(argv)
-    try:
-        model_dir, like = _find(arguments)
-        options = ["--num-cases", str(arguments.num_cases)] if arguments.num_cases else []
-        asked = tool_calls.parse_arguments(["--model", str(model_dir), "--suite", arguments.suite, *options])
-        suite = None if arguments.no_calls else tool_calls.open_suite(asked)
-        validator = Validator(model_dir, like, arguments.format, suite, arguments.max_kl, arguments.max_new_tokens)
-        console = make_console()
-        checks: list[Check] = []
-        for check in validator.run():
-            checks.append(check)
-            line = f"{_MARKS[check.status]} {check.name:9} {escape(check.detail)}"
-            console.print(line, soft_wrap=True, highlight=False)
-        if arguments.json is not None:
-            _write_json(arguments.json, checks)
-    except (ConfigError, DataError, CheckpointError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 1 if any(check.status == "failed" for check in checks) else 0
-
-
-def _find(arguments: argparse.Namespace) -> tuple[Path, ModelFiles | None]:
-    """What is checked, and what it is held against."""
-    path = Path(arguments.model)
-    if not path.is_dir():
-        raise ConfigError(f"{path}: no such directory.")
-    merged, adapter = path / "export" / "merged", path / "export" / "adapter"
-    model_dir = merged if merged.is_dir() else path
-    if arguments.like is not None:
-        return model_dir, find_model(arguments.like, arguments.like_adapter)
-    if model_dir == merged and (adapter / "adapter_config.json").is_file():
-        return model_dir, find_model(str(adapter))
-    return model_dir, None
-
-
-def _write_json(path: Path, checks: list[Check]) -> None:
-    rows = [{"name": check.name, "status": check.status, "detail": check.detail} for check in checks]
-    write_file(path, "--json", lambda: json.dumps(rows, indent=2) + "\n")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``fctune validate``; returns its exit code."""
+    return run_module("validate", "python -m eval.validate", argv)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fctune.cli import acceptance, data, plan, preflight, push, report, score, serve, watch
+from fctune.cli import acceptance, data, eval_options, plan, preflight, push, report, score, serve, watch
+from fctune.cli.eval_options import apply_options_file
 from fctune.errors import CheckpointError, ConfigError, DataError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 done, 1 a failed check, 2 wrong usage, config or input."""
-    arguments = _parse(argv)
     try:
+        arguments = _parse(argv)
         code: int = arguments.run(arguments)
     except (ConfigError, DataError, CheckpointError) as error:
         print(error, file=sys.stderr)
@@ -31,12 +32,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides += rest
-    return arguments
+    return apply_options_file(parser, arguments, argv)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fctune", description="Fine-tune chat models to call functions.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (data, plan, preflight, score, report, watch, acceptance, push, serve):
+    for group in (data, plan, preflight, eval_options, score, report, watch, acceptance, push, serve):
         group.add_commands(commands)
     return parser

@@ -13,6 +13,8 @@ import pytest
 from eval import compare, tool_calls
 from fctune.calls.cases import read_cases
 from fctune.calls.formats.registry import FORMATS
+from fctune.cli import evaluate
+from fctune.cli.eval_options import parse_eval_arguments
 from fctune.data.synthetic import iter_cases
 from fctune.errors import DataError
 from fctune.evaluation.results import read_rows
@@ -56,7 +58,7 @@ def test_the_same_command_again_asks_nothing_and_another_is_refused(
     assert tool_calls.main(arguments) == 0
     (out,) = (tmp_path / "runs" / "eval").rglob("cases.jsonl")
     before = out.read_bytes()
-    monkeypatch.setattr(tool_calls.InProcessEngine, "answer", lambda *_: 1 / 0)
+    monkeypatch.setattr(evaluate.InProcessEngine, "answer", lambda *_: 1 / 0)
     assert tool_calls.main(arguments) == 0
     assert out.read_bytes() == before
     monkeypatch.undo()
@@ -144,7 +146,7 @@ def test_a_model_without_a_template_is_a_sentence(
 
 @pytest.mark.parametrize(
     ("config", "words"),
-    [("[1]", "expected a mapping of options"), ("modl: x", "modl: no such option"), ("a: [", "cannot be read")],
+    [("[1]", "expected a mapping of options"), ("modl: x", "modl: unknown option"), ("a: [", "cannot be read")],
 )
 def test_a_config_of_no_options_is_a_sentence(
     config: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -161,7 +163,7 @@ def test_a_config_stands_for_its_options_and_the_command_line_wins(tmp_path: Pat
         "model: m\nsuite: smoke\nmax_new_tokens: 8\nfresh: true\nlimit: null\ncategories: [single, choice]\n"
         "request: {tool_choice: none}\n"
     )
-    read = tool_calls.parse_arguments(["--config", str(path), "--max-new-tokens", "9"])
+    read = parse_eval_arguments(["--config", str(path), "--max-new-tokens", "9"])
     assert (read.model, read.suite, read.max_new_tokens, read.fresh, read.limit) == ("m", "smoke", 9, True, None)
     assert (read.categories, read.request) == (["single", "choice"], {"tool_choice": "none"})
 

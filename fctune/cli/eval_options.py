@@ -1,0 +1,250 @@
+"""``fctune eval``, ``compare``, ``validate``, ``throughput`` and ``served``: their options, without their imports.
+
+``python -m eval.tool_calls`` and its siblings are these commands under another name. The modules that do the work
+import torch, so each is imported when its command runs; ``--help`` and wrong usage are answered without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fctune.config.loading import read_environment
+from fctune.errors import CheckpointError, ConfigError, DataError
+
+_SERVERS = ("vllm", "sglang")
+
+
+def add_commands(commands: Any) -> None:
+    """Add the evaluation commands to ``fctune``."""
+    for name, (summary, add_options, _) in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        add_options(command)
+        command.set_defaults(run=_runner(name), options_parser=command)
+
+
+def run_module(name: str, prog: str, argv: Sequence[str] | None = None) -> int:
+    """Run an evaluation command as ``python -m eval.<module>``; returns its exit code."""
+    summary, add_options, _ = _COMMANDS[name]
+    parser = argparse.ArgumentParser(prog=prog, description=summary)
+    add_options(parser)
+    parser.set_defaults(options_parser=parser)
+    try:
+        arguments = apply_options_file(parser, parser.parse_args(argv), argv)
+        return _runner(name)(arguments)
+    except (ConfigError, DataError, CheckpointError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def parse_eval_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the options of ``fctune eval``, for commands that open a suite or query a model the same way."""
+    parser = argparse.ArgumentParser(prog="fctune eval")
+    _add_eval_options(parser)
+    parser.set_defaults(options_parser=parser)
+    return apply_options_file(parser, parser.parse_args(argv), argv)
+
+
+def apply_options_file(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str] | None
+) -> argparse.Namespace:
+    """Parse ``argv`` again with the options of its ``--config`` file as defaults; the command line wins.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds an unknown option.
+    """
+    if getattr(arguments, "options_file", None) is None:
+        return arguments
+    arguments.options_parser.set_defaults(**_read_options(arguments.options_file, arguments.options_parser))
+    return parser.parse_args(argv)
+
+
+def _runner(name: str) -> Callable[[argparse.Namespace], int]:
+    def run(arguments: argparse.Namespace) -> int:
+        for option in ("model", "suite") if name == "eval" else ():
+            if getattr(arguments, option) is None:
+                arguments.options_parser.error(f"the following arguments are required: --{option}")
+        code: int = import_module(_COMMANDS[name][2]).run(arguments)
+        return code
+
+    return run
+
+
+def _add_eval_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", dest="options_file", metavar="FILE", help="YAML of these options; the command line wins"
+    )
+    parser.add_argument("--model", help="directory, run, adapter, hf:NAME or http(s)://HOST:PORT")
+    suite = parser.add_argument_group("cases")
+    suite.add_argument(
+        "--suite", "--cases", dest="suite", help="smoke, synthetic, bfcl, or a file: YAML, or JSONL cases"
+    )
+    suite.add_argument("--categories", type=_to_names, default=[], help="only these categories, comma-separated")
+    suite.add_argument("--limit", type=int, metavar="N", help="only the first N cases of each category")
+    suite.add_argument("--num-cases", type=int, metavar="N", help="number of cases of a synthetic suite")
+    suite.add_argument("--seed", type=int, help="seed of a synthetic suite's cases and of sampling")
+    suite.add_argument("--bfcl-data", metavar="DIR", help="data directory of bfcl-eval; default: where it is installed")
+    generation = parser.add_argument_group("generation and parsing")
+    generation.add_argument("--adapter", metavar="DIR", help="PEFT adapter directory to load on top of --model")
+    generation.add_argument(
+        "--format", help="call format; default: detected from the chat template, or parsed by the server"
+    )
+    generation.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
+    generation.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s (greedy)")
+    generation.add_argument("--batch-size", type=int, default=64, help="prompts per batch, in process; default: 64")
+    server = parser.add_argument_group("servers")
+    server.add_argument("--served-model", metavar="NAME", help="model name to request; default: the one it serves")
+    server.add_argument("--concurrency", type=int, default=16, help="requests in flight; default: %(default)s")
+    server.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="limit of one attempt")
+    server.add_argument("--attempts", type=int, default=5, help="attempts per request; default: %(default)s")
+    server.add_argument(
+        "--request", type=_to_object, metavar="JSON", help='merged into each request: {"tool_choice": "none"}'
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--out", metavar="FILE", help="one JSON line a case, summary next to it; default: runs/eval/MODEL/SUITE.jsonl"
+    )
+    output.add_argument("--fresh", action="store_true", help="discard existing results and query every case again")
+    output.add_argument("--html", type=Path, metavar="FILE", help="write a page of the results")
+    output.add_argument("--propose", type=Path, metavar="FILE", help="write failures as draft rows for review (JSONL)")
+    output.add_argument("--min-accuracy", type=float, metavar="X", help="exit 1 below this accuracy, e.g. 0.85")
+
+
+def _add_compare_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", metavar="BEFORE.jsonl", help="results of eval.tool_calls --out")
+    parser.add_argument("after", metavar="AFTER.jsonl")
+    parser.add_argument("--lenient", action="store_true", help="compare the lenient reading")
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="list N changed cases of each category")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison with every changed case")
+
+
+def _add_validate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="DIR", help="model directory, or a run's output directory")
+    parser.add_argument("--like", metavar="MODEL", help="model whose logits the export must reproduce")
+    parser.add_argument("--like-adapter", metavar="DIR", help="adapter to load on top of --like")
+    parser.add_argument("--max-kl", type=float, help="largest KL divergence; default: 1e-6 in fp32, 5e-3 in bf16")
+    parser.add_argument("--format", help="call format its chat template must use")
+    parser.add_argument(
+        "--suite", "--cases", dest="suite", default="smoke", help="cases it is run on; default: %(default)s"
+    )
+    parser.add_argument("--num-cases", type=int, metavar="N", help="number of cases of a synthetic suite")
+    parser.add_argument("--no-calls", action="store_true", help="check the files only; generate nothing")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the checks")
+
+
+def _add_throughput_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", action="append", required=True, help="as for eval.tool_calls; repeatable")
+    parser.add_argument(
+        "--widths", type=_to_widths, default=[1, 8, 32], help="concurrent prompts, comma-separated; default: 1,8,32"
+    )
+    parser.add_argument("--suite", "--cases", dest="suite", default="smoke", help="source of prompts; default: smoke")
+    parser.add_argument("--num-prompts", type=int, metavar="N", help="default: the largest width; repeated as needed")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens per answer; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--served-model", metavar="NAME", help="model name to request; default: the one it serves")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements")
+
+
+def _add_served_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="DIR", help="model directory, or a run's output directory")
+    parser.add_argument("--results", metavar="FILE", help="results of eval.tool_calls for DIR; default: query DIR now")
+    _add_eval_options_of_served(parser)
+    for server in _SERVERS:
+        variable = f"FCTUNE_{server.upper()}_PYTHON"
+        python = read_environment().get(variable) or sys.executable
+        parser.add_argument(
+            f"--{server}-python", default=python, metavar="PATH", help=f"its Python; default: {variable}, or this one"
+        )
+        parser.add_argument(
+            f"--{server}-parser", metavar="NAME", help="its --tool-call-parser; default: the call format's"
+        )
+
+
+def _add_eval_options_of_served(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``fctune eval`` that choose cases and generation, with a default suite."""
+    donor = argparse.ArgumentParser(add_help=False)
+    _add_eval_options(donor)
+    left_out = {"--model", "--config", "--html", "--propose", "--min-accuracy"}
+    for action in donor._actions:
+        if not left_out.intersection(action.option_strings):
+            parser._add_action(action)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write each case's verdicts")
+    parser.set_defaults(suite="smoke", min_accuracy=None)
+
+
+def _to_names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _to_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+def _to_widths(text: str) -> list[int]:
+    widths = [int(part) for part in text.split(",")]
+    if min(widths) < 1:
+        raise ValueError
+    return widths
+
+
+def _read_options(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Read a YAML file of options as defaults of ``parser``."""
+    try:
+        options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: cannot be read ({' '.join(str(error).split())}).") from None
+    if not isinstance(options, dict):
+        raise ConfigError(f"--config {path}: expected a mapping of options, such as model: and suite:.")
+    defaults: dict[str, Any] = {}
+    for key, value in options.items():
+        action = parser._option_string_actions.get(f"--{str(key).replace('_', '-')}")
+        if action is None:
+            raise ConfigError(f"--config {path}: {key}: unknown option; see {parser.prog} --help.")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            defaults[action.dest] = value
+        else:  # as text, which argparse converts and checks like the command line's
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            defaults[action.dest] = json.dumps(text) if isinstance(text, dict) else str(text)
+    return defaults
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], str]] = {
+    "eval": (
+        "Measure whether a model calls the right function with the right arguments.",
+        _add_eval_options,
+        "fctune.cli.evaluate",
+    ),
+    "compare": (
+        "Compare two evaluations of the same cases, such as a base model and its fine-tune.",
+        _add_compare_options,
+        "fctune.cli.compare",
+    ),
+    "validate": (
+        "Check an exported model: files, weights, chat template, and whether it calls a tool.",
+        _add_validate_options,
+        "fctune.cli.validate",
+    ),
+    "throughput": (
+        "Measure inference speed: time to first token, tokens per second, memory.",
+        _add_throughput_options,
+        "fctune.cli.throughput",
+    ),
+    "served": (
+        "Measure accuracy as vLLM's and SGLang's own tool-call parsers read a model's answers.",
+        _add_served_options,
+        "fctune.cli.serving_accuracy",
+    ),
+}

@@ -1,0 +1,63 @@
+"""Check an exported model: whole, loadable, of finite weights, the right template and format, and does it call a tool.
+
+    python -m eval.validate DIR [--like MODEL] [--format NAME] [--suite smoke | --no-calls] [--json FILE]
+
+DIR is a model directory, or a run's output directory, of which export/merged is checked and held against export/adapter
+on the run's base. --like names the checkpoint whose logits it is to have, as eval.tool_calls names models. For scripts:
+exit code 0 where every check holds, 1 where one fails, 2 for wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.markup import escape
+
+from fctune.cli import evaluate
+from fctune.cli.eval_options import parse_eval_arguments
+from fctune.cli.files import write_file
+from fctune.cli.tables import make_console
+from fctune.errors import ConfigError
+from fctune.evaluation.validation import Check, Validator
+from fctune.generation.model_files import ModelFiles, find_model
+
+_MARKS = {"ok": "[green]ok[/]     ", "failed": "[bold red]failed[/] ", "skipped": "[dim]skipped[/]"}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the checks; 0 all pass, 1 one fails."""
+    model_dir, like = _find(arguments)
+    options = ["--num-cases", str(arguments.num_cases)] if arguments.num_cases else []
+    eval_arguments = parse_eval_arguments(["--model", str(model_dir), "--suite", arguments.suite, *options])
+    suite = None if arguments.no_calls else evaluate.open_suite(eval_arguments)
+    validator = Validator(model_dir, like, arguments.format, suite, arguments.max_kl, arguments.max_new_tokens)
+    console = make_console()
+    checks: list[Check] = []
+    for check in validator.run():
+        checks.append(check)
+        line = f"{_MARKS[check.status]} {check.name:9} {escape(check.detail)}"
+        console.print(line, soft_wrap=True, highlight=False)
+    if arguments.json is not None:
+        _write_json(arguments.json, checks)
+    return 1 if any(check.status == "failed" for check in checks) else 0
+
+
+def _find(arguments: argparse.Namespace) -> tuple[Path, ModelFiles | None]:
+    """What is checked, and what it is held against."""
+    path = Path(arguments.model)
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such directory.")
+    merged, adapter = path / "export" / "merged", path / "export" / "adapter"
+    model_dir = merged if merged.is_dir() else path
+    if arguments.like is not None:
+        return model_dir, find_model(arguments.like, arguments.like_adapter)
+    if model_dir == merged and (adapter / "adapter_config.json").is_file():
+        return model_dir, find_model(str(adapter))
+    return model_dir, None
+
+
+def _write_json(path: Path, checks: list[Check]) -> None:
+    rows = [{"name": check.name, "status": check.status, "detail": check.detail} for check in checks]
+    write_file(path, "--json", lambda: json.dumps(rows, indent=2) + "\n")
