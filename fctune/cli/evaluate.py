@@ -16,7 +16,6 @@ Every case is written to --out as it finishes; the same command again goes on wh
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,6 +27,7 @@ from rich.progress import Progress, TaskID
 
 from fctune.calls.formats.registry import FORMATS, CallFormat, detect_format, get_format
 from fctune.cli.tables import make_console, make_score_table
+from fctune.config.loading import read_environment
 from fctune.distributed import World, agree, start_world, stop_world
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.evaluation.dialogue import summarise_run
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate a model; 0 done, 1 below --min-accuracy or with unanswered cases, 2 wrong usage or input."""
     world = None
     try:
-        world = start_world() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+        world = start_world() if int(read_environment().get("WORLD_SIZE", "1")) > 1 else None
         code = _run(arguments, world)
     except (ConfigError, DataError, CheckpointError) as error:
         if world is None or world.is_main:  # every rank raises it
@@ -141,7 +141,7 @@ def _open_engine(arguments: argparse.Namespace, world: World | None) -> tuple[En
         return EndpointEngine(
             arguments.model,
             arguments.served_model,
-            os.environ.get("FCTUNE_API_KEY") or None,
+            read_environment().get("FCTUNE_API_KEY") or None,
             arguments.concurrency,
             sampling,
             arguments.request,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +21,7 @@ from fctune.cli import evaluate
 from fctune.cli.eval_options import parse_eval_arguments
 from fctune.cli.files import write_file
 from fctune.cli.tables import make_console, make_table
+from fctune.config.loading import read_environment
 from fctune.data.conversation import Conversation
 from fctune.errors import ConfigError
 from fctune.evaluation.throughput import Speed, measure_endpoint, measure_in_process, measure_rounds
@@ -58,7 +58,7 @@ def _prompts(arguments: argparse.Namespace) -> list[Conversation]:
 
 def _measures(arguments: argparse.Namespace, model: str, prompts: list[Conversation]) -> list[Callable[[], Speed]]:
     if model.startswith(("http://", "https://")):
-        server = EndpointEngine(model, arguments.served_model, os.environ.get("FCTUNE_API_KEY") or None)
+        server = EndpointEngine(model, arguments.served_model, read_environment().get("FCTUNE_API_KEY") or None)
         return [_bind(measure_endpoint, server, prompts, width, arguments.new_tokens) for width in arguments.widths]
     engine = InProcessEngine(*find_model(model))
     return [_bind(measure_in_process, engine, prompts, width, arguments.new_tokens) for width in arguments.widths]
