@@ -310,13 +310,13 @@ def _plan(job: Job, found: dict[str, Any]) -> dict[str, Any]:
     model = shape_model(config, read_architecture(job.model_dir))
     setting = Setting("none", 1, 1, job.checkpointed, job.micro_batch_size, job.rows_a_step // job.micro_batch_size)
     peak = MemoryModel(model, config, None, share).peak(setting)
-    planned = (peak.parts.total - peak.parts.context - peak.parts.fragmentation) / 2**30
+    planned = (peak.footprint.total - peak.footprint.context - peak.footprint.fragmentation) / 2**30
     measured = found["peak_mib"] / 1024
     return {
         "measured_gib": round(measured, 3),
         "planned_gib": round(planned, 3),
         "over": round(planned / measured - 1, 4),
-        "moment": peak.moment,
+        "phase": peak.phase,
     }
 
 

@@ -245,13 +245,13 @@ def compare(case: Case) -> dict[str, Any]:
     started = time.perf_counter()
     memory = MemoryModel(shape_model(config, architecture), config, DEVICE)
     peak = memory.peak(case.setting)
-    planned = peak.parts.total - peak.parts.context - peak.parts.fragmentation
+    planned = peak.footprint.total - peak.footprint.context - peak.footprint.fragmentation
     return {
         "tracker_gib": round(tracked["Total"] / GIB, 3),
         "planner_gib": round(planned / GIB, 3),
         "error": round(planned / tracked["Total"] - 1, 4),
-        "moment": peak.moment,
-        "planner": {name: round(size / GIB, 3) for name, size in peak.parts.to_json().items() if size},
+        "phase": peak.phase,
+        "planner": {name: round(size / GIB, 3) for name, size in peak.footprint.to_json().items() if size},
         "tracker": {name: round(size / GIB, 3) for name, size in tracked.items() if size},
         "tracking_s": round(tracking_s, 1),
         "planning_s": round(time.perf_counter() - started, 3),

@@ -52,10 +52,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     gpu = find_gpu(arguments.gpu, by_hand)
     config = load_config(arguments.config, arguments.overrides)
     from fctune.planner.plan import make_plan
-    from fctune.planner.plan_request import Ask
+    from fctune.planner.plan_request import PlanRequest
 
     rate = arguments.failures_per_gpu_day
-    ask = Ask(
+    ask = PlanRequest(
         gpu=gpu,
         nodes=arguments.nodes,
         gpus_per_node=arguments.gpus_per_node,

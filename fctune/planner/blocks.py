@@ -11,7 +11,7 @@ _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 
 @dataclass(frozen=True, slots=True)
-class BlockMemory:
+class BlockActivations:
     """Bytes, a token where not said otherwise."""
 
     all: int  # everything backward reads
@@ -38,7 +38,7 @@ def linear_shapes(a: Architecture) -> dict[str, tuple[int, int]]:
     return dict(zip(_LINEARS, ((d, d), (d, kv_dim), (d, kv_dim), (d, d), (d, i), (d, i), (i, d)), strict=True))
 
 
-def measure_block(a: Architecture, config: RunConfig, width: int) -> BlockMemory:
+def count_block_activations(a: Architecture, config: RunConfig, width: int) -> BlockActivations:
     """What a block of this run keeps; ``width`` is bytes of a number in the compute format.
 
     Eager, a linear that trains, or has an adapter, keeps its input; attention its three inputs, its output and a
@@ -86,7 +86,9 @@ def measure_block(a: Architecture, config: RunConfig, width: int) -> BlockMemory
         # Two halves as indices of 64 bits, looked up, scaled and put together: torchao's get_original_weight.
         constant = (8 + 3 * width) * i * d
     operators = d + d + _every_second_product(a, config)
-    return BlockMemory(everything, copies, operators * width + small, d * width, temporary, (i + d) * width, constant)
+    return BlockActivations(
+        everything, copies, operators * width + small, d * width, temporary, (i + d) * width, constant
+    )
 
 
 def _every_second_product(a: Architecture, config: RunConfig) -> int:

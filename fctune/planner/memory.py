@@ -16,9 +16,9 @@ from fctune.models.precision import Formats
 from fctune.models.torchtune.build import CausalLM
 from fctune.parallel.activations import is_chosen
 from fctune.parallel.footprint import GIB, SAFE_SHARE, Footprint, can_hold_gradients
-from fctune.planner.blocks import BlockMemory, measure_block
+from fctune.planner.blocks import BlockActivations, count_block_activations
 from fctune.planner.memory_timeline import Peak, Setting, Timeline
-from fctune.planner.tensors import Tensors, state_bytes
+from fctune.planner.parameters import ParameterGroup, optimizer_state_bytes
 
 # What is there beside the tensors: CUDA's context with its kernels and cuBLAS's workspace (32 MiB on Hopper); NCCL's
 # buffers and channels. Assumptions: what nvidia-smi commonly shows before the first tensor.
@@ -55,23 +55,25 @@ class MemoryModel:
         self.config, self.device_bytes = config, device_bytes
         self.supervised_share, self.max_logits = supervised_share, max_logits
         self.architecture = model.architecture
-        self.blocks = [Tensors(block.named_parameters()) for block in model.blocks]
+        self.blocks = [ParameterGroup(block.named_parameters()) for block in model.blocks]
         in_blocks = {id(p) for block in model.blocks for p in block.parameters()}
-        self.root = Tensors((n, p) for n, p in model.named_parameters() if id(p) not in in_blocks)
-        self.all = Tensors(model.named_parameters())
+        self.root = ParameterGroup((n, p) for n, p in model.named_parameters() if id(p) not in in_blocks)
+        self.all = ParameterGroup(model.named_parameters())
         self.buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         if not any(name.endswith("tables.cache") for name, _ in model.named_buffers()):
             # Llama's scaled RoPE makes its tables when it is filled: float32 frequencies, sines and cosines.
             self.buffers += (config.data.seq_len * 4 + 2) * model.architecture.head_dim
         self._states: dict[int, Footprint] = {}
         self.holds_gradients = can_hold_gradients(self.reduced_bytes(self.all), device_bytes)
-        self.block_memory: BlockMemory = measure_block(model.architecture, config, self.formats.compute.itemsize)
+        self.block_memory: BlockActivations = count_block_activations(
+            model.architecture, config, self.formats.compute.itemsize
+        )
 
     def state(self, setting: Setting) -> Footprint:
         """Weights, gradients and optimizer, each cut by rows; a rank whose part is smaller holds as much, padded."""
-        return Footprint() if self.config.parallel.cpu_offload else self.part_of_state(setting)
+        return Footprint() if self.config.parallel.cpu_offload else self.sharded_state(setting)
 
-    def part_of_state(self, setting: Setting) -> Footprint:
+    def sharded_state(self, setting: Setting) -> Footprint:
         """The same, wherever it lies: offloaded, the host holds it."""
         if setting.shard not in self._states:
             self._states[setting.shard] = self._count_state(setting.shard)
@@ -85,27 +87,29 @@ class MemoryModel:
             parameters=base,
             adapters=adapters,
             gradients=sum(self.all.local_bytes(t, shards) for t in trained),
-            optimizer=sum(state_bytes(self.config.optimizer, t.local_numel(shards), t.itemsize) for t in trained),
+            optimizer=sum(
+                optimizer_state_bytes(self.config.optimizer, t.local_numel(shards), t.itemsize) for t in trained
+            ),
         )
 
     def peak(self, setting: Setting) -> Peak:
         """The highest moment of a step."""
         context = (_CONTEXT_BYTES + (_NCCL_BYTES if setting.world_size > 1 else 0)) if self.is_cuda else 0
-        highest = max(Timeline(self, setting).moments(), key=lambda peak: peak.parts.total)
-        parts = highest.parts
+        highest = max(Timeline(self, setting).moments(), key=lambda peak: peak.footprint.total)
+        parts = highest.footprint
         moving = parts.gathered + parts.reducing + parts.activations + parts.working + parts.logits
         # Gradients that an update let go of leave pieces that the next forward's larger tensors cannot use: an
         # assumption that torchtitan's figures speak for (8B on 8 GPUs, eager: 8 % under with it, 12 % without).
         holes = max(0, self.state(setting).gradients - parts.gradients)
         lost = int(_FRAGMENTATION * moving) + holes if self.is_cuda else 0
-        return Peak(highest.moment, replace(parts, buffers=self.buffers, context=context, fragmentation=lost))
+        return Peak(highest.phase, replace(parts, buffers=self.buffers, context=context, fragmentation=lost))
 
-    def need(self, world_size: int, num_shards: int) -> Footprint:
+    def required(self, world_size: int, num_shards: int) -> Footprint:
         """Of the config as it is, where each copy of the model lies on so many of the ranks."""
         mode = "fsdp" if num_shards > 1 else "ddp" if world_size > 1 else "none"
         copies = max(1, world_size // num_shards)
         fraction, size = self.config.activation_checkpointing.fraction, self.config.micro_batch_size
-        return self.peak(self.accumulated(Setting(mode, copies, num_shards, fraction, size))).parts
+        return self.peak(self.accumulated(Setting(mode, copies, num_shards, fraction, size))).footprint
 
     def accumulated(self, setting: Setting) -> Setting:
         """The same with its number of micro-batches a step, none of them larger than a rank's share of the batch."""
@@ -121,7 +125,7 @@ class MemoryModel:
             middle = (low + high + 1) // 2
             accumulation = math.ceil(global_batch_size / (middle * setting.world_size))
             tried = replace(setting, micro_batch_size=middle, accumulation=accumulation)
-            fits = self.peak(tried).parts.total <= SAFE_SHARE * self.device_bytes
+            fits = self.peak(tried).footprint.total <= SAFE_SHARE * self.device_bytes
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
@@ -129,13 +133,13 @@ class MemoryModel:
         """Whether weights are gathered and gradients reduced a block at a time: ``fctune.parallel.sharding.shard_``."""
         return setting.mode in ("fsdp", "hsdp") or self.formats.is_mixed or self.config.parallel.cpu_offload
 
-    def whole_bytes(self, tensors: Tensors) -> int:
+    def whole_bytes(self, tensors: ParameterGroup) -> int:
         """As they are multiplied."""
         if self.formats.is_mixed:
             return tensors.numel * self.formats.compute.itemsize
         return sum(t.num_bytes for t in tensors.tensors)
 
-    def gradient_bytes(self, tensors: Tensors) -> tuple[int, int]:
+    def gradient_bytes(self, tensors: ParameterGroup) -> tuple[int, int]:
         """Of a unit's whole gradients as backward makes them, and of the buffer that they are reduced from."""
         trained = [t for t in tensors.tensors if t.is_trained]
         if self.formats.is_mixed:
@@ -161,11 +165,11 @@ class MemoryModel:
         again = sum(is_chosen(index, fraction) for index in range(count))
         return again * kept + (count - again) * work.all
 
-    def local_gradients(self, tensors: Tensors, num_shards: int) -> int:
+    def local_gradients(self, tensors: ParameterGroup, num_shards: int) -> int:
         """Of a unit, one rank's part."""
         return sum(tensors.local_bytes(t, num_shards) for t in tensors.tensors if t.is_trained)
 
-    def reduced_bytes(self, tensors: Tensors) -> int:
+    def reduced_bytes(self, tensors: ParameterGroup) -> int:
         """Of a unit's whole gradients in the format that they are reduced in."""
         return sum(t.numel * (4 if self.formats.is_mixed else t.itemsize) for t in tensors.tensors if t.is_trained)
 

@@ -40,8 +40,8 @@ class Setting:
 class Peak:
     """The highest moment of a step and what is held then."""
 
-    moment: str
-    parts: Footprint
+    phase: str
+    footprint: Footprint
 
 
 class Timeline:

@@ -12,30 +12,30 @@ _WIDE = 4  # bytes of float32, which eager RoPE is done in
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class BytesMoved:
     """Bytes a token of one block."""
 
     forward: float
     backward: float
 
-    def over(self, other: Moved, recomputed: float) -> float:
+    def over(self, other: BytesMoved, recomputed: float) -> float:
         """More than another's, in a step that computes a share of the blocks again."""
         more = (self.forward - other.forward) * (1 + recomputed)
         return more + self.backward - other.backward
 
 
-def count_moved(a: Architecture, config: RunConfig, width: int) -> Moved:
+def count_bytes_moved(a: Architecture, config: RunConfig, width: int) -> BytesMoved:
     """What this run's kernels read and write; ``width`` is bytes of a number in the compute format.
 
     Eager, each operator reads its inputs and writes its output. Compiled, neighbours are one kernel. Adapters add the
     thin products, which read the input and write an output for next to no arithmetic, their scaling and their sum.
     """
     if config.compile:
-        plain = fused(a, width)
+        plain = count_fused_bytes(a, width)
     else:
         d, i, turned = a.embed_dim, a.intermediate_dim, a.embed_dim + a.num_kv_heads * a.head_dim
         rope = 2 * (width + _WIDE)  # to float32 and back
-        plain = Moved(
+        plain = BytesMoved(
             # norms, sums with the residual, SwiGLU; of RoPE products with both tables, their sums, stacking
             forward=(4 + 6) * d * width + 5 * i * width + (rope + 9 * _WIDE) * turned,
             # norms, sums of gradients; of RoPE the same and what slices leave out
@@ -44,23 +44,25 @@ def count_moved(a: Architecture, config: RunConfig, width: int) -> Moved:
     if config.adapter is None:
         return plain
     added = [_adapter(*shape, config.adapter, config.compile, width) for shape in _adapted(a, config.adapter)]
-    return Moved(
+    return BytesMoved(
         plain.forward + sum(moved.forward for moved in added), plain.backward + sum(moved.backward for moved in added)
     )
 
 
-def fused(a: Architecture, width: int) -> Moved:
+def count_fused_bytes(a: Architecture, width: int) -> BytesMoved:
     """Of a block without adapters whose neighbouring operators are one kernel: published rates are reached so."""
     d, i, turned = a.embed_dim, a.intermediate_dim, a.embed_dim + a.num_kv_heads * a.head_dim
     # Norm, RoPE, sum and norm, SwiGLU, sum; backward the same, SwiGLU's output once more, and sums of gradients.
-    return Moved((2 + 4 + 3) * d * width + 2 * turned * width + 3 * i * width, (11 * d + 2 * turned + 6 * i) * width)
+    return BytesMoved(
+        (2 + 4 + 3) * d * width + 2 * turned * width + 3 * i * width, (11 * d + 2 * turned + 6 * i) * width
+    )
 
 
 def _adapted(a: Architecture, adapter: AdapterConfig) -> list[tuple[int, int]]:
     return [shape for name, shape in linear_shapes(a).items() if name in adapter.modules]
 
 
-def _adapter(in_dim: int, out_dim: int, adapter: AdapterConfig, is_compiled: bool, width: int) -> Moved:
+def _adapter(in_dim: int, out_dim: int, adapter: AdapterConfig, is_compiled: bool, width: int) -> BytesMoved:
     """Of one adapter: two thin products forward, four backward, its scaling and sum; dropout hashes 64-bit keys.
 
     DoRA scales the sum, and its backward gives gradients of the sum and of the scales.
@@ -73,4 +75,4 @@ def _adapter(in_dim: int, out_dim: int, adapter: AdapterConfig, is_compiled: boo
     scaled, scaled_back = ((1, 3) if is_compiled else (2, 6)) if adapter.dora else (0, 0)
     forward = (in_dim + out_dim + (sums + scaled) * out_dim) * width
     backward = (2 * in_dim + 2 * out_dim + ((1 if is_compiled else 2) + scaled_back) * out_dim + 3 * in_dim) * width
-    return Moved(forward + dropped, backward + dropped_back)
+    return BytesMoved(forward + dropped, backward + dropped_back)

@@ -147,7 +147,7 @@ def check_run(config: RunConfig, gpu: Gpu) -> None:
         )
 
 
-def can_be_laid_out(config: RunConfig, model: CausalLM, mode: str, num_shards: int) -> bool:
+def is_valid_layout(config: RunConfig, model: CausalLM, mode: str, num_shards: int) -> bool:
     """Whether a run can start so."""
     try:
         check_layout(config, model, mode, num_shards)

@@ -11,13 +11,13 @@ from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
 from fctune.models.torchtune.build import CausalLM
 from fctune.parallel.sharding import Hardware, check_layout, choose_layout
+from fctune.planner.data_size import DataSize, count_steps, measure_data
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Peak, Setting
-from fctune.planner.models import can_be_laid_out, check_run, find_architecture, shape_model
-from fctune.planner.plan_request import Ask
-from fctune.planner.rows import Rows, count_rows, count_steps
-from fctune.planner.rule_of_thumb import HandEstimate, estimate_by_hand, flops_by_hand
-from fctune.planner.speed import EFFICIENCY, EFFICIENCY_RANGE, Flops, StepTime, count_flops, time_step
+from fctune.planner.models import check_run, find_architecture, is_valid_layout, shape_model
+from fctune.planner.plan_request import PlanRequest
+from fctune.planner.rule_of_thumb import RuleOfThumb, estimate_flops_by_rule, estimate_memory_by_rule
+from fctune.planner.speed import EFFICIENCY, EFFICIENCY_RANGE, Flops, StepTime, count_flops, estimate_step_time
 from fctune.planner.storage import Storage, plan_storage
 
 VERSION = 1  # of the JSON's layout
@@ -41,7 +41,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class ScalingPoint:
     """The best that a number of nodes gives; None where nothing fits."""
 
     nodes: int
@@ -57,7 +57,7 @@ class Plan:
     """All that is known of a run before it is launched."""
 
     config: RunConfig
-    ask: Ask
+    request: PlanRequest
     shape_source: str
     num_parameters: int
     num_trained: int
@@ -71,23 +71,23 @@ class Plan:
     time: StepTime
     slowest_s: float  # a step, at the ends of the range that the efficiency is of
     quickest_s: float
-    rows: Rows | None
+    rows: DataSize | None
     num_steps: int | None
-    hand: HandEstimate
+    hand: RuleOfThumb
     hand_flops: float | None
     storage: Storage
     variants: list[Variant]
-    scales: list[Scale] = field(default_factory=list)
+    scaling: list[ScalingPoint] = field(default_factory=list)
 
     @property
     def world_size(self) -> int:
         """GPUs."""
-        return self.ask.nodes * self.ask.gpus_per_node
+        return self.request.nodes * self.request.gpus_per_node
 
     @property
     def margin_bytes(self) -> int:
         """Left of a GPU's memory at the peak; under 0 it does not fit."""
-        return self.ask.gpu.memory_bytes - self.peak.parts.total
+        return self.request.gpu.memory_bytes - self.peak.footprint.total
 
     @property
     def fits(self) -> bool:
@@ -122,15 +122,15 @@ class Plan:
                 "num_parameters": self.num_parameters,
                 "num_trained": self.num_trained,
             },
-            "gpu": asdict(self.ask.gpu),
-            "nodes": self.ask.nodes,
-            "gpus_per_node": self.ask.gpus_per_node,
-            "price": self.ask.price,
-            "disk_gb_s": self.ask.disk_gb_s,
-            "failures_per_gpu_day": self.ask.failures_per_gpu_day,
+            "gpu": asdict(self.request.gpu),
+            "nodes": self.request.nodes,
+            "gpus_per_node": self.request.gpus_per_node,
+            "price": self.request.price,
+            "disk_gb_s": self.request.disk_gb_s,
+            "failures_per_gpu_day": self.request.failures_per_gpu_day,
             "layout": asdict(self.setting) | {"reason": self.layout_reason},
-            "memory": self.peak.parts.to_json()
-            | {"moment": self.peak.moment, "fits": self.fits, "margin": self.margin_bytes},
+            "memory": self.peak.footprint.to_json()
+            | {"phase": self.peak.phase, "fits": self.fits, "margin": self.margin_bytes},
             "largest_micro_batch": self.largest_micro_batch,
             "hand": asdict(self.hand) | {"total_gib": self.hand.total_gib, "flops": self.hand_flops},
             "data": None if self.rows is None else self.rows.to_json(),
@@ -140,7 +140,7 @@ class Plan:
             "hours": hours,
             "hours_range": self.hours_range,
             "gpu_hours": gpu_hours,
-            "cost": None if gpu_hours is None or self.ask.price is None else gpu_hours * self.ask.price,
+            "cost": None if gpu_hours is None or self.request.price is None else gpu_hours * self.request.price,
             "storage": self.storage.to_json(),
             "variants": [_describe_variant(v) for v in self.variants],
             "fastest": None if self.fastest is None else _describe_variant(self.fastest),
@@ -153,12 +153,12 @@ class Plan:
                     "cost": s.cost,
                     "pays": s.pays,
                 }
-                for s in self.scales
+                for s in self.scaling
             ],
         }
 
 
-def make_plan(config: RunConfig, ask: Ask) -> Plan:
+def make_plan(config: RunConfig, ask: PlanRequest) -> Plan:
     """The plan of a config on the GPUs that are asked for.
 
     Raises:
@@ -175,7 +175,7 @@ def make_plan(config: RunConfig, ask: Ask) -> Plan:
     check_run(config, ask.gpu)
     architecture, model_dir, shape_source = find_architecture(config.model.path, ask.model)
     model = shape_model(config, architecture)
-    rows = count_rows(config, model_dir, ask.rows, ask.mean_tokens, world)
+    rows = measure_data(config, model_dir, ask.rows, ask.mean_tokens, world)
     share = 1.0 if rows is None else rows.supervised / rows.slots
     memory = MemoryModel(model, config, ask.gpu.memory_bytes, share)
     bench = _Bench(config, ask, model, memory, rows)
@@ -184,7 +184,7 @@ def make_plan(config: RunConfig, ask: Ask) -> Plan:
     num_parameters = sum(t.numel for t in memory.all.tensors)
     num_steps = count_steps(config, rows)
     largest = memory.largest_micro_batch(setting, math.ceil(config.global_batch_size / world), config.global_batch_size)
-    hand = estimate_by_hand(
+    hand = estimate_memory_by_rule(
         num_parameters,
         num_trained,
         world,
@@ -196,7 +196,7 @@ def make_plan(config: RunConfig, ask: Ask) -> Plan:
     total_tokens = None if rows is None or num_steps is None else rows.tokens * num_steps / bench.steps_per_epoch
     return Plan(
         config=config,
-        ask=ask,
+        request=ask,
         shape_source=shape_source,
         num_parameters=num_parameters,
         num_trained=num_trained,
@@ -213,22 +213,24 @@ def make_plan(config: RunConfig, ask: Ask) -> Plan:
         rows=rows,
         num_steps=num_steps,
         hand=hand,
-        hand_flops=None if total_tokens is None else flops_by_hand(num_parameters, total_tokens, setting.fraction > 0),
+        hand_flops=None
+        if total_tokens is None
+        else estimate_flops_by_rule(num_parameters, total_tokens, setting.fraction > 0),
         storage=bench.storage(setting, num_steps),
         variants=bench.variants(ask.nodes),
-        scales=bench.search(num_steps) if ask.is_searching else [],
+        scaling=bench.search(num_steps) if ask.is_searching else [],
     )
 
 
-def name_remedies(plan: Plan) -> list[str]:
+def list_remedies(plan: Plan) -> list[str]:
     """What of a run that fits in no layout can still be changed."""
     config, remedies = plan.config, ["more or larger GPUs"]
     if config.adapter is None:
         remedies += ["an adapter in place of all weights", "an 8-bit optimizer"]
     elif config.adapter.base != "nf4":
         remedies.append("adapter.base=nf4")
-    least = min((variant.peak for variant in plan.variants), key=lambda peak: peak.parts.total, default=plan.peak)
-    if least.parts.of_batch > least.parts.total / 4:
+    least = min((variant.peak for variant in plan.variants), key=lambda peak: peak.footprint.total, default=plan.peak)
+    if least.footprint.of_batch > least.footprint.total / 4:
         remedies.append(f"data.seq_len under {config.data.seq_len}")
     return remedies if config.parallel.cpu_offload else [*remedies, "parallel.cpu_offload=true"]
 
@@ -236,8 +238,10 @@ def name_remedies(plan: Plan) -> list[str]:
 class _Bench:
     """Tries settings of one run."""
 
-    def __init__(self, config: RunConfig, ask: Ask, model: CausalLM, memory: MemoryModel, rows: Rows | None):
-        self.config, self.ask, self.model, self.memory, self.rows = config, ask, model, memory, rows
+    def __init__(
+        self, config: RunConfig, ask: PlanRequest, model: CausalLM, memory: MemoryModel, rows: DataSize | None
+    ):
+        self.config, self.request, self.model, self.memory, self.rows = config, ask, model, memory, rows
         self.efficiency = EFFICIENCY if ask.efficiency is None else ask.efficiency
         self.supervised_share = memory.supervised_share
         seq_len = config.data.seq_len
@@ -249,11 +253,11 @@ class _Bench:
 
     def configured(self) -> tuple[Setting, str]:
         """The setting that a run of this config would choose, and why."""
-        config, ask = self.config, self.ask
+        config, ask = self.config, self.request
         hardware = Hardware("cuda", ask.nodes * ask.gpus_per_node, ask.gpus_per_node, ask.gpu.memory_bytes)
         # A run chooses before it knows how much of its data is learnt.
         memory = MemoryModel(self.model, config, ask.gpu.memory_bytes)
-        need = partial(memory.need, hardware.world_size)
+        need = partial(memory.required, hardware.world_size)
         layout = choose_layout(config.parallel, hardware, config.adapter is not None, need)
         check_layout(config, self.model, layout.mode, layout.shard)
         fraction = config.activation_checkpointing.fraction
@@ -272,27 +276,27 @@ class _Bench:
 
     def time(self, setting: Setting, efficiency: float | None = None) -> StepTime:
         """Of a step, at another efficiency than the plan's where none was asked for."""
-        if efficiency is None or self.ask.efficiency is not None:
+        if efficiency is None or self.request.efficiency is not None:
             efficiency = self.efficiency
-        return time_step(
+        return estimate_step_time(
             self.memory,
-            self.ask.gpu,
+            self.request.gpu,
             setting,
             self.flops(setting),
             self.packs,
-            self.ask.gpus_per_node,
+            self.request.gpus_per_node,
             efficiency,
             self.slots_per_pack,
         )
 
     def storage(self, setting: Setting, num_steps: int | None) -> Storage:
         """On the shared disk, and what saves and failures take."""
-        rates = self.ask.disk_gb_s, self.ask.failures_per_gpu_day
+        rates = self.request.disk_gb_s, self.request.failures_per_gpu_day
         return plan_storage(self.memory, self.config, setting.world_size, self.rows, *rates, setting.shard, num_steps)
 
     def variants(self, nodes: int) -> list[Variant]:
         """Every layout by every fraction, each at the largest micro-batch that fits."""
-        local = self.ask.gpus_per_node
+        local = self.request.gpus_per_node
         world = nodes * local
         if world == 1:
             layouts = [("none", 1, 1)]
@@ -308,7 +312,7 @@ class _Bench:
         return [
             self.try_setting(Setting(mode, replicate, shard, fraction, self.config.micro_batch_size))
             for mode, replicate, shard in layouts
-            if can_be_laid_out(self.config, self.model, mode, shard)
+            if is_valid_layout(self.config, self.model, mode, shard)
             for fraction in _FRACTIONS
         ]
 
@@ -327,12 +331,12 @@ class _Bench:
         """Of the places computed."""
         return 0.0 if self.rows is None else self.rows.padding_share
 
-    def search(self, num_steps: int | None) -> list[Scale]:
+    def search(self, num_steps: int | None) -> list[ScalingPoint]:
         """The best of each number of nodes that the batch can be dealt to."""
-        scales: list[Scale] = []
-        before: Scale | None = None
+        scaling: list[ScalingPoint] = []
+        before: ScalingPoint | None = None
         for nodes in _NODES:
-            world = nodes * self.ask.gpus_per_node
+            world = nodes * self.request.gpus_per_node
             if world > self.config.global_batch_size:
                 break
             fitting = [variant for variant in self.variants(nodes) if variant.fits]
@@ -341,18 +345,18 @@ class _Bench:
             if best is not None:
                 hours = self.storage(best.setting, num_steps).hours(num_steps, best.time.total_s)
             gpu_hours = None if hours is None else hours * world
-            cost = None if gpu_hours is None or self.ask.price is None else gpu_hours * self.ask.price
+            cost = None if gpu_hours is None or self.request.price is None else gpu_hours * self.request.price
             pays = best is not None
             if best is not None and before is not None and before.best is not None:
                 pays = before.pays and before.best.time.total_s / best.time.total_s >= WORTH
-            before = Scale(nodes, best, hours, gpu_hours, cost, pays)
-            scales.append(before)
-        return scales
+            before = ScalingPoint(nodes, best, hours, gpu_hours, cost, pays)
+            scaling.append(before)
+        return scaling
 
 
 def _describe_variant(variant: Variant) -> dict[str, Any]:
     return asdict(variant.setting) | {
-        "memory": variant.peak.parts.total,
+        "memory": variant.peak.footprint.total,
         "fits": variant.fits,
         "step_s": variant.time.total_s,
         "tokens_per_s_per_gpu": variant.tokens_per_s_per_gpu,

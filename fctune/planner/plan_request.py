@@ -11,7 +11,7 @@ from fctune.planner.storage import FAILURES_PER_GPU_DAY
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PlanRequest:
     """The machines and what is known of the data; None takes what is found, or a stated assumption."""
 
     gpu: Gpu

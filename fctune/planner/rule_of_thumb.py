@@ -8,7 +8,7 @@ from fctune.parallel.footprint import GIB
 
 
 @dataclass(frozen=True, slots=True)
-class HandEstimate:
+class RuleOfThumb:
     """GiB a GPU, by the formula."""
 
     state_gib: float
@@ -20,7 +20,7 @@ class HandEstimate:
         return self.state_gib + self.activations_gib
 
 
-def estimate_by_hand(
+def estimate_memory_by_rule(
     num_parameters: float,
     num_trained: float,
     world_size: int,
@@ -30,7 +30,7 @@ def estimate_by_hand(
     num_layers: int,
     bytes_per_weight: int = 4,
     optimizer_weights: int = 2,
-) -> HandEstimate:
+) -> RuleOfThumb:
     """(weights + gradients + optimizer) / GPUs + batch x length x width x layers, all in one format.
 
     The formula of many tutorials (https://blog.eleuther.ai/transformer-math gives its parts): as if all were sharded
@@ -39,10 +39,10 @@ def estimate_by_hand(
     """
     state = bytes_per_weight * (num_parameters + (1 + optimizer_weights) * num_trained) / world_size
     activations = micro_batch_size * seq_len * embed_dim * num_layers * bytes_per_weight
-    return HandEstimate(state / GIB, activations / GIB)
+    return RuleOfThumb(state / GIB, activations / GIB)
 
 
-def flops_by_hand(num_parameters: float, num_tokens: float, is_recomputed: bool) -> float:
+def estimate_flops_by_rule(num_parameters: float, num_tokens: float, is_recomputed: bool) -> float:
     """6 N D, or 8 N D where activations are computed again (https://arxiv.org/abs/2001.08361, section 2.1).
 
     It counts the embedding as a product, a frozen base as if it trained, and leaves out attention and padding.

@@ -10,7 +10,7 @@ from fctune.models.loss import MAX_LOGITS
 from fctune.planner.blocks import linear_shapes
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Setting
-from fctune.planner.memory_traffic import count_moved, fused
+from fctune.planner.memory_traffic import count_bytes_moved, count_fused_bytes
 from fctune.planner.storage import HOST_GB_S
 
 # Share of the dense peak that a step with fused kernels reaches, all that it waits for counted: Megatron-LM's README
@@ -120,7 +120,7 @@ def count_flops(
     return Flops(products, recomputed, 14 * pair, supervised_share * (head_cost * head + head_adapter))
 
 
-def time_step(
+def estimate_step_time(
     memory: MemoryModel,
     gpu: Gpu,
     setting: Setting,
@@ -141,9 +141,9 @@ def time_step(
     tokens = per_rank * (memory.config.data.seq_len if slots_per_pack is None else slots_per_pack)
     micro_batches = math.ceil(per_rank / setting.micro_batch_size)
     compute = tokens * flops.total / (gpu.tflops(memory.formats.compute.itemsize) * 1e12 * efficiency)
-    moving = tokens * extra_seconds(memory, gpu, setting.fraction)
-    compute -= saved_by_float8(memory, gpu, flops, tokens, micro_batches)
-    gathered, scattered, summed = count_traffic(memory, setting, micro_batches)
+    moving = tokens * memory_traffic_seconds(memory, gpu, setting.fraction)
+    compute -= float8_savings(memory, gpu, flops, tokens, micro_batches)
+    gathered, scattered, summed = count_communication(memory, setting, micro_batches)
     inner = _bus_bytes_per_s(gpu, setting.shard, ranks_per_node)
     # The copies of each shard meet in a ring of their own, at the same time.
     outer = _bus_bytes_per_s(gpu, setting.world_size, ranks_per_node, num_rings=min(setting.shard, ranks_per_node))
@@ -160,20 +160,20 @@ def time_step(
     exposed += max(0.0, (steady - hidden) / micro_batches + last)
     # Network and host are different wires; of each, the first block's has nothing to go beside.
     exposed = max(exposed, host - hidden, max(sent, host) / len(memory.blocks))
-    state = memory.part_of_state(setting)
+    state = memory.sharded_state(setting)
     moved = 2 * (state.optimizer + state.gradients) + 2 * state.gradients
     update = moved / (_HOST_MEMORY_GB_S * 1e9 if memory.config.parallel.cpu_offload else _memory_bytes_per_s(gpu))
     return StepTime(compute, moving, sent, host, exposed, update, int(gathered), int(scattered + summed))
 
 
-def extra_seconds(memory: MemoryModel, gpu: Gpu, fraction: float) -> float:
+def memory_traffic_seconds(memory: MemoryModel, gpu: Gpu, fraction: float) -> float:
     """A token's, for what kernels move beyond those of fused blocks without adapters, which efficiencies are of."""
     a, width = memory.architecture, memory.formats.compute.itemsize
-    more = count_moved(a, memory.config, width).over(fused(a, width), fraction)
+    more = count_bytes_moved(a, memory.config, width).over(count_fused_bytes(a, width), fraction)
     return a.num_layers * more / _memory_bytes_per_s(gpu)
 
 
-def saved_by_float8(memory: MemoryModel, gpu: Gpu, flops: Flops, tokens: float, micro_batches: int) -> float:
+def float8_savings(memory: MemoryModel, gpu: Gpu, flops: Flops, tokens: float, micro_batches: int) -> float:
     """Seconds that products in float8 take less than in bfloat16, at what each reaches at best, less the rounding.
 
     Each rounding reads a tensor for its largest value, then reads it and writes a byte: of a product's input and weight
@@ -193,7 +193,7 @@ def saved_by_float8(memory: MemoryModel, gpu: Gpu, flops: Flops, tokens: float, 
     return work * (1 / before - 1 / after) - rounding
 
 
-def count_traffic(memory: MemoryModel, setting: Setting, micro_batches: int) -> tuple[float, float, float]:
+def count_communication(memory: MemoryModel, setting: Setting, micro_batches: int) -> tuple[float, float, float]:
     """Bytes of whole tensors that are gathered, scattered and summed over copies in a step, by one rank.
 
     Sharded blocks are gathered for each forward and each backward; the head once a micro-batch, as it stays whole
@@ -220,7 +220,7 @@ def offloaded_bytes(memory: MemoryModel, setting: Setting, tokens: float, micro_
     """
     config, total = memory.config, 0.0
     if config.parallel.cpu_offload:
-        state = memory.part_of_state(setting)
+        state = memory.sharded_state(setting)
         times = 1 if memory.holds_gradients else micro_batches
         passes = 2 if config.parallel.reshard_after_forward else 1
         total += micro_batches * passes * (state.parameters + state.adapters) + times * state.gradients

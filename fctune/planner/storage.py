@@ -6,9 +6,9 @@ import math
 from dataclasses import asdict, dataclass
 
 from fctune.config.schema import RunConfig
+from fctune.planner.data_size import DataSize
 from fctune.planner.memory import MemoryModel
-from fctune.planner.rows import Rows
-from fctune.planner.tensors import state_bytes
+from fctune.planner.parameters import optimizer_state_bytes
 
 # Unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 H100 (https://arxiv.org/abs/2407.21783).
 FAILURES_PER_GPU_DAY = 419 / 54 / 16_384
@@ -16,7 +16,7 @@ FAILURES_PER_GPU_DAY = 419 / 54 / 16_384
 HOST_GB_S = 25  # of a GPU's copies to pinned memory over PCIe, beside the other GPUs of its node
 
 # Where saves and failures take more of the time than this, first order says no more: hours are at least so many.
-MOST_LOST = 0.9
+MAX_LOST_SHARE = 0.9
 
 # Bytes a token in the prepared set: an int32 and a code.
 _PREPARED_BYTES = 5
@@ -44,7 +44,7 @@ class Storage:
 
     def hours(self, num_steps: int | None, step_s: float) -> float | None:
         """Of so many steps with saves and failures as expected, where all is saved in the best rhythm."""
-        return None if num_steps is None else num_steps * step_s / 3600 / (1 - min(MOST_LOST, self.lost_share))
+        return None if num_steps is None else num_steps * step_s / 3600 / (1 - min(MAX_LOST_SHARE, self.lost_share))
 
     def to_json(self) -> dict[str, float | None]:
         """All of it."""
@@ -55,7 +55,7 @@ def plan_storage(
     memory: MemoryModel,
     config: RunConfig,
     world_size: int,
-    rows: Rows | None,
+    rows: DataSize | None,
     disk_gb_s: float,
     failures_per_gpu_day: float,
     num_shards: int = 1,
@@ -75,13 +75,13 @@ def plan_storage(
     """
     trained = [t for t in memory.all.tensors if t.is_trained]
     weights = sum(t.num_bytes for t in trained)
-    size = weights + sum(state_bytes(config.optimizer, t.numel, t.itemsize) for t in trained)
+    size = weights + sum(optimizer_state_bytes(config.optimizer, t.numel, t.itemsize) for t in trained)
     base = 2 * sum(t.numel for t in memory.all.tensors if not t.is_adapter)
     adapters = sum(t.num_bytes for t in memory.all.tensors if t.is_adapter)
     save_s = size / (disk_gb_s * 1e9)
     stall_s = size / num_shards / (HOST_GB_S * 1e9) if config.checkpoint.async_save else save_s
     between_s = 86_400 / (failures_per_gpu_day * world_size) if failures_per_gpu_day else math.inf
-    interval = save_every(stall_s, between_s)
+    interval = optimal_save_interval(stall_s, between_s)
     if config.checkpoint.async_save and math.isfinite(interval):
         interval = max(interval, save_s)  # one save at a time
     lost = stall_s / interval + (interval / 2 + save_s) / between_s if math.isfinite(interval) else 0.0
@@ -120,7 +120,7 @@ def _most_kept(config: RunConfig, num_steps: int | None) -> int:
     return most
 
 
-def save_every(stall_s: float, between_failures_s: float) -> float:
+def optimal_save_interval(stall_s: float, between_failures_s: float) -> float:
     """Seconds between saves that lose least: sqrt(2 d M) for a stall d and M between failures, to first order.
 
     Source: Young, CACM 17(9), 1974; for stalls that are not small, Daly's second order (Future Generation Computer

@@ -8,15 +8,15 @@ from rich.console import Console
 from rich.table import Table
 
 from fctune.parallel.footprint import GIB, LABELS, SAFE_SHARE
-from fctune.planner.plan import WORTH, Plan, Variant, name_remedies
+from fctune.planner.plan import WORTH, Plan, Variant, list_remedies
 from fctune.planner.speed import EFFICIENCY_RANGE
-from fctune.planner.storage import FAILURES_PER_GPU_DAY, MOST_LOST
+from fctune.planner.storage import FAILURES_PER_GPU_DAY, MAX_LOST_SHARE
 from fctune.terminal import print_whole
 
 
 def print_plan(console: Console, plan: Plan) -> None:
     """Print all of it."""
-    ask, setting = plan.ask, plan.setting
+    ask, setting = plan.request, plan.setting
     gpus = f"{ask.nodes} x {ask.gpus_per_node} {ask.gpu.name}"
     _say(console, f"{plan.config.model.path}: {plan.num_parameters:,} parameters, {plan.num_trained:,} train")
     _say(console, f"  shape: {plan.shape_source}")
@@ -29,13 +29,13 @@ def print_plan(console: Console, plan: Plan) -> None:
     console.print()
     _print_time(console, plan)
     _print_storage(console, plan)
-    if plan.scales:
+    if plan.scaling:
         console.print()
         _print_search(console, plan)
 
 
 def _print_memory(console: Console, plan: Plan) -> None:
-    parts, memory = plan.peak.parts, plan.ask.gpu.memory_bytes
+    parts, memory = plan.peak.footprint, plan.request.gpu.memory_bytes
     table = Table("memory of a GPU", "GiB", box=None, pad_edge=False)
     for part in fields(parts):
         size = getattr(parts, part.name)
@@ -43,11 +43,11 @@ def _print_memory(console: Console, plan: Plan) -> None:
             table.add_row(LABELS.get(part.name, part.name), _gib(size))
     table.add_row("peak", _gib(parts.total), style="bold")
     print_whole(console, table)
-    _say(console, f"  highest at: {plan.peak.moment}")
+    _say(console, f"  highest at: {plan.peak.phase}")
     if plan.fits:
         margin = plan.margin_bytes / memory
         _say(console, f"fits: {_gib(plan.margin_bytes)} GiB ({margin:.0%}) of {_gib(memory)} GiB left")
-        if plan.peak.parts.total > SAFE_SHARE * memory:
+        if plan.peak.footprint.total > SAFE_SHARE * memory:
             _say(console, "  a narrow margin: leave a tenth free for what nobody counts", "yellow")
     else:
         _say(console, f"does not fit: {_gib(-plan.margin_bytes)} GiB over the {_gib(memory)} GiB there are", "red")
@@ -72,14 +72,14 @@ def _print_variants(console: Console, plan: Plan) -> None:
             _describe_layout(setting.mode, setting.replicate, setting.shard),
             f"{setting.fraction:g}",
             str(setting.micro_batch_size),
-            _gib(variant.peak.parts.total),
+            _gib(variant.peak.footprint.total),
             _seconds(variant.time.total_s) if variant.fits else "does not fit",
             f"{variant.tokens_per_s_per_gpu:,.0f}" if variant.fits else "",
             style="bold" if variant is fastest else None if variant.fits else "dim",
         )
     print_whole(console, table)
     if fastest is None:
-        _say(console, f"nothing fits: {', '.join(name_remedies(plan))}", "red")
+        _say(console, f"nothing fits: {', '.join(list_remedies(plan))}", "red")
     else:
         _say(console, f"fastest that fits: {_as_overrides(fastest)}")
 
@@ -87,7 +87,7 @@ def _print_variants(console: Console, plan: Plan) -> None:
 def _print_time(console: Console, plan: Plan) -> None:
     time, flops = plan.time, plan.flops
     mover = "adapters" if plan.config.compile else "kernels that are not compiled"
-    rate = plan.ask.gpu.tflops(plan.compute_width)
+    rate = plan.request.gpu.tflops(plan.compute_width)
     host = f" or for the host (of {_seconds(time.host_s)})" if time.host_s else ""
     moving = f" + {_seconds(time.moving_s)} in which {mover} move memory" if time.moving_s else ""
     _say(
@@ -97,7 +97,7 @@ def _print_time(console: Console, plan: Plan) -> None:
         f"{_seconds(time.exposed_s)} waiting for the network (of {_seconds(time.collectives_s)} sending){host} + "
         f"{_seconds(time.update_s)} update",
     )
-    if plan.compute_width > 2 and rate == plan.ask.gpu.bf16_tflops:
+    if plan.compute_width > 2 and rate == plan.request.gpu.bf16_tflops:
         _say(console, f"  the rate of precision={plan.config.precision} is not known here: bf16's is taken", "yellow")
     if plan.rows is None:
         steps = "steps and hours are not known" if plan.num_steps is None else "max_steps are taken, of full packs"
@@ -130,7 +130,7 @@ def _print_time(console: Console, plan: Plan) -> None:
 
 def _describe_cost(plan: Plan, hours: float) -> str:
     ends = plan.hours_range
-    gpu_hours, price = hours * plan.world_size, plan.ask.price
+    gpu_hours, price = hours * plan.world_size, plan.request.price
     line = f"{plan.num_steps:,} steps: {_hours(hours)}"
     if ends is not None:
         low, high = EFFICIENCY_RANGE
@@ -148,19 +148,19 @@ def _print_storage(console: Console, plan: Plan) -> None:
     _say(
         console,
         f"a checkpoint: {_gib(storage.checkpoint_bytes)} GiB, {_seconds(storage.save_s)} to write at "
-        f"{plan.ask.disk_gb_s:g} GB/s (--disk-gb-s), training waits {_seconds(storage.stall_s)}",
+        f"{plan.request.disk_gb_s:g} GB/s (--disk-gb-s), training waits {_seconds(storage.stall_s)}",
     )
     rhythm = storage.best_interval_s
     if rhythm < float("inf"):
         steps = max(1, round(rhythm / plan.time.total_s))
-        source = " (as Llama 3's)" if plan.ask.failures_per_gpu_day == FAILURES_PER_GPU_DAY else ""
+        source = " (as Llama 3's)" if plan.request.failures_per_gpu_day == FAILURES_PER_GPU_DAY else ""
         _say(
             console,
             f"a failure every {_hours(storage.hours_between_failures)}{source}: saving every {rhythm / 60:,.1f} min "
             f"loses least, {storage.lost_share:.2%} of the time (Young, Daly): checkpoint.every_n_steps={steps:,}; the "
             f"config has {plan.config.checkpoint.every_n_steps:,}",
         )
-    if storage.lost_share > MOST_LOST:
+    if storage.lost_share > MAX_LOST_SHARE:
         _say(console, "  the run hardly advances: fewer GPUs, a faster disk, or hours that are longer than told", "red")
     _say(
         console,
@@ -172,13 +172,13 @@ def _print_storage(console: Console, plan: Plan) -> None:
 
 
 def _print_search(console: Console, plan: Plan) -> None:
-    is_timed, is_priced = plan.num_steps is not None, plan.ask.price is not None and plan.num_steps is not None
+    is_timed, is_priced = plan.num_steps is not None, plan.request.price is not None and plan.num_steps is not None
     names = ["nodes", "GPUs", "fastest that fits", "step", "tokens/s a GPU"]
     names += ["hours", "GPU-hours"] * is_timed + ["cost"] * is_priced + ["pays"]
     table = Table(*names, box=None, pad_edge=False)
-    for scale in plan.scales:
+    for scale in plan.scaling:
         best = scale.best
-        cells = [str(scale.nodes), str(scale.nodes * plan.ask.gpus_per_node)]
+        cells = [str(scale.nodes), str(scale.nodes * plan.request.gpus_per_node)]
         if best is None:
             cells += ["nothing fits", "", ""]
         else:
@@ -187,13 +187,13 @@ def _print_search(console: Console, plan: Plan) -> None:
         cells += ["" if value is None else f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}" for value in figures]
         table.add_row(*cells, "yes" if scale.pays else "no")
     print_whole(console, table)
-    paying = [scale.nodes for scale in plan.scales if scale.pays]
+    paying = [scale.nodes for scale in plan.scaling if scale.pays]
     if not paying:
         return
     most, batch = paying[-1], plan.config.global_batch_size
-    if most == plan.scales[-1].nodes and 2 * most * plan.ask.gpus_per_node > batch:
+    if most == plan.scaling[-1].nodes and 2 * most * plan.request.gpus_per_node > batch:
         why = f"global_batch_size={batch} packs cannot be dealt to twice as many GPUs"
-    elif most == plan.scales[-1].nodes:
+    elif most == plan.scaling[-1].nodes:
         why = "more were not tried"
     else:
         why = f"twice as many would be less than {WORTH:g} times as fast"

@@ -13,8 +13,8 @@ from fctune.config.schema import RunConfig
 from fctune.distributed import World
 from fctune.gpus import find_gpu
 from fctune.parallel.footprint import GIB
-from fctune.planner.plan import Plan, Variant, make_plan, name_remedies
-from fctune.planner.plan_request import Ask
+from fctune.planner.plan import Plan, Variant, list_remedies, make_plan
+from fctune.planner.plan_request import PlanRequest
 from fctune.telemetry.device import peak_tflops, total_memory
 
 logger = logging.getLogger("fctune")
@@ -85,17 +85,19 @@ def _plan(config: RunConfig, model_dir: Path, world: World) -> Plan:
     nodes = max(1, world.world_size // world.ranks_per_node)
     if world.device.type == "cpu":
         config = replace(config, precision=config.precision or "fp32")
-    return make_plan(config, Ask(gpu=gpu, nodes=nodes, gpus_per_node=world.ranks_per_node, model=str(model_dir)))
+    return make_plan(
+        config, PlanRequest(gpu=gpu, nodes=nodes, gpus_per_node=world.ranks_per_node, model=str(model_dir))
+    )
 
 
 def _tell(plan: Plan, config: RunConfig) -> str:
-    parts: dict[str, Any] = plan.peak.parts.to_json()
+    parts: dict[str, Any] = plan.peak.footprint.to_json()
     total = parts.pop("total")
     largest = sorted(parts.items(), key=lambda part: part[1], reverse=True)[:4]
     shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest if size)
     lines = [
-        f"By plan a rank needs {total / GIB:.1f} of {plan.ask.gpu.memory_bytes / GIB:.1f} GiB, most at the "
-        f"{plan.peak.moment} ({shown})."
+        f"By plan a rank needs {total / GIB:.1f} of {plan.request.gpu.memory_bytes / GIB:.1f} GiB, most at the "
+        f"{plan.peak.phase} ({shown})."
     ]
     if plan.fits:
         lines.append("So by plan it fits: see what else holds memory on this device.")
@@ -103,15 +105,15 @@ def _tell(plan: Plan, config: RunConfig) -> str:
     remedies = [text for variant in fitting if (text := _tell_variant(variant, plan, config))]
     lines += [f"What fits, the fastest first: {'; or '.join(remedies[:_NUM_REMEDIES])}."] if remedies else []
     if not remedies:
-        lines.append(f"No layout of these ranks fits by plan; what may help: {', '.join(name_remedies(plan))}.")
+        lines.append(f"No layout of these ranks fits by plan; what may help: {', '.join(list_remedies(plan))}.")
     lines.append("fctune plan --config FILE shows all of it.")
     return " ".join(lines)
 
 
 def _tell_variant(variant: Variant, plan: Plan, config: RunConfig) -> str:
     """The keys that a variant changes; empty where it asks for as much as what ran out."""
-    setting, held = variant.setting, variant.peak.parts.total
-    if held >= plan.peak.parts.total:
+    setting, held = variant.setting, variant.peak.footprint.total
+    if held >= plan.peak.footprint.total:
         return ""
     changes = []
     if setting.mode not in ("none", plan.setting.mode):

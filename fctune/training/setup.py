@@ -86,7 +86,7 @@ def lay_out_(model: CausalLM, config: RunConfig, world: World) -> None:
     has_adapter = config.adapter is not None
     hardware = _describe_hardware(world)
     memory = MemoryModel(model, config, hardware.memory_bytes, is_cuda=world.device.type == "cuda")
-    need = functools.partial(memory.need, world.world_size)
+    need = functools.partial(memory.required, world.world_size)
 
     def choose() -> tuple[Layout, str | None]:
         layout = choose_layout(config.parallel, hardware, has_adapter, need)

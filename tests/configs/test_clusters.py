@@ -109,7 +109,7 @@ def test_a_cluster_config_holds_and_its_model_fits(name: str, tmp_path: Path, wo
     num_ranks = case.nodes * case.ranks_per_node
     assert config.global_batch_size % (config.micro_batch_size * num_ranks) == 0, "ranks that idle in every step"
     hardware = Hardware("cuda", num_ranks, case.ranks_per_node, 80 * GIB)
-    need = partial(MemoryModel(model, config, 80 * GIB).need, num_ranks)
+    need = partial(MemoryModel(model, config, 80 * GIB).required, num_ranks)
     layout = choose_layout(config.parallel, hardware, config.adapter is not None, need)
     assert (layout.mode, layout.replicate, layout.shard) == case.layout
     check_memory(hardware, layout, config.adapter is not None, need, config.model.path)
@@ -140,7 +140,7 @@ def test_a_model_that_one_rank_cannot_hold_is_laid_out_over_more(tmp_path: Path)
     layouts: list[Layout] = []
     for world_size, memory in ((16, 80), (16, 192), (8, 80)):
         hardware = Hardware("cuda", world_size, 8, memory * GIB)
-        need = partial(MemoryModel(model, config, memory * GIB).need, world_size)
+        need = partial(MemoryModel(model, config, memory * GIB).required, world_size)
         layouts.append(choose_layout(config.parallel, hardware, True, need))
     assert [layout.mode for layout in layouts] == ["hsdp", "ddp", "fsdp"]
     assert [layout.shard for layout in layouts] == [8, 1, 8]

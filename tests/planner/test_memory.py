@@ -20,7 +20,7 @@ from fctune.models.torchtune.architecture import read_architecture
 from fctune.models.torchtune.build import build_model, materialize_
 from fctune.parallel.activations import checkpoint_blocks_
 from fctune.parallel.footprint import SAFE_SHARE
-from fctune.planner.blocks import measure_block
+from fctune.planner.blocks import count_block_activations
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Setting
 from fctune.planner.models import shape_model
@@ -147,7 +147,7 @@ def test_activations_are_what_autograd_keeps(
     checkpointing = {"fraction": 1.0, "policy": policy} if policy else {}
     extra = {"model": {"path": str(model_dir)}, "precision": "fp32", "activation_checkpointing": checkpointing}
     config = config_of(raw | extra)
-    block_memory = measure_block(read_architecture(model_dir), config, 4)
+    block_memory = count_block_activations(read_architecture(model_dir), config, 4)
     planned = block_memory.inputs * 512 if policy == "block" else block_memory.whole(512)
     if config.adapter is None and policy is None:
         planned += 512 * 2 * 256 * 4  # on CPU a norm that trains keeps its quotient too: no kernel does it in one
@@ -169,7 +169,7 @@ def test_activations_of_compiled_blocks_are_what_the_partitioner_keeps(
 ) -> None:
     model_dir = make_model("llama", **WIDE)
     config = config_of(raw | {"model": {"path": str(model_dir)}, "precision": "bf16", "compile": True})
-    planned = measure_block(read_architecture(model_dir), config, 2).whole(512)
+    planned = count_block_activations(read_architecture(model_dir), config, 2).whole(512)
     # Keys of tokens for dropout, and where the row ends.
     tolerance = 16 * 512 if config.adapter is not None and config.adapter.dropout else 64
     assert abs(planned - keep_of_block(config, model_dir, torch.bfloat16, 512)) <= tolerance
@@ -181,7 +181,7 @@ def test_dora_keeps_no_more_than_is_said(is_compiled: bool, make_model: Callable
     adapter = {"rank": 4, "dora": True}
     config = config_of({"model": {"path": str(model_dir)}, "precision": "fp32", "adapter": adapter})
     config.compile = is_compiled
-    planned = measure_block(read_architecture(model_dir), config, 4).whole(512)
+    planned = count_block_activations(read_architecture(model_dir), config, 4).whole(512)
     kept = keep_of_block(config, model_dir, torch.float32, 512)
     assert kept <= 1.01 * planned
     assert is_compiled or planned == pytest.approx(kept, rel=0.01)
@@ -192,11 +192,11 @@ def test_more_of_anything_that_costs_memory_never_needs_less(make_model: Callabl
     model = shape_model(config, read_architecture(make_model("llama")))
     memory = MemoryModel(model, config, 80 * GIB)
     setting = Setting("fsdp", 1, 8, 0.5, 2, 2)
-    peak = memory.peak(setting).parts.total
-    assert memory.peak(replace(setting, micro_batch_size=3)).parts.total > peak
-    assert memory.peak(replace(setting, shard=4)).parts.total > peak
-    assert memory.peak(replace(setting, fraction=0.0)).parts.total > peak
-    assert memory.peak(replace(setting, fraction=1.0)).parts.total < peak
+    peak = memory.peak(setting).footprint.total
+    assert memory.peak(replace(setting, micro_batch_size=3)).footprint.total > peak
+    assert memory.peak(replace(setting, shard=4)).footprint.total > peak
+    assert memory.peak(replace(setting, fraction=0.0)).footprint.total > peak
+    assert memory.peak(replace(setting, fraction=1.0)).footprint.total < peak
 
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not(make_model: Callable[..., Path]) -> None:
@@ -209,6 +209,6 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(make_model: Callable
 
     def need(size: int) -> int:
         tried = replace(setting, micro_batch_size=size, accumulation=-(-8192 // (size * 2)))
-        return memory.peak(tried).parts.total
+        return memory.peak(tried).footprint.total
 
     assert need(largest) <= SAFE_SHARE * memory.device_bytes < need(largest + 1)

@@ -23,10 +23,10 @@ from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Setting
 from fctune.planner.models import find_architecture, shape_model
 from fctune.planner.plan import make_plan
-from fctune.planner.plan_request import Ask
-from fctune.planner.rule_of_thumb import estimate_by_hand, flops_by_hand
-from fctune.planner.speed import EFFICIENCY_RANGE, count_flops, time_step
-from fctune.planner.storage import save_every
+from fctune.planner.plan_request import PlanRequest
+from fctune.planner.rule_of_thumb import estimate_flops_by_rule, estimate_memory_by_rule
+from fctune.planner.speed import EFFICIENCY_RANGE, count_flops, estimate_step_time
+from fctune.planner.storage import optimal_save_interval
 from tests.configs.test_clusters import CASES
 from tests.conftest import ROOT, TINY_BASE
 
@@ -53,7 +53,7 @@ def rate_of(memory: MemoryModel, gpu: Any, setting: Setting, **options: Any) -> 
     seq_len = config.data.seq_len
     flops = count_flops(memory, setting.fraction, 1.0, (seq_len + 1) / 2, **options)
     packs = setting.world_size * setting.micro_batch_size
-    time = time_step(memory, gpu, setting, flops, packs, 8)
+    time = estimate_step_time(memory, gpu, setting, flops, packs, 8)
     return packs * seq_len / time.total_s / setting.world_size
 
 
@@ -63,14 +63,14 @@ def rate_of(memory: MemoryModel, gpu: Any, setting: Setting, **options: Any) -> 
 
 def by_tensors(memory: MemoryModel, setting: Setting) -> float:
     """GiB that tensors take, as torch reports them."""
-    parts = memory.peak(setting).parts
+    parts = memory.peak(setting).footprint
     return (parts.total - parts.context - parts.fragmentation) / GIB
 
 
 def reserved_by_torchtitan(memory: MemoryModel, setting: Setting) -> float:
     """GiB. It reports what the allocator holds, without CUDA's context, and keeps the other products: the first, third,
     fifth and seventh, which are one tensor of the model's width more."""
-    parts = memory.peak(setting).parts
+    parts = memory.peak(setting).footprint
     more = 2 * 8192 * 4096 * 2 * 32
     return (parts.total - parts.context + more) / GIB
 
@@ -141,7 +141,7 @@ def test_torchtunes_8b_lora_is_within_a_tenth() -> None:
 
 def test_the_formula_by_hand_gives_its_example() -> None:
     """Pythia-1B on 2 GPUs, batch 16, length 512, in float32."""
-    hand = estimate_by_hand(1e9, 1e9, 2, 16, 512, embed_dim=2048, num_layers=16)
+    hand = estimate_memory_by_rule(1e9, 1e9, 2, 16, 512, embed_dim=2048, num_layers=16)
     assert (round(hand.state_gib, 2), round(hand.activations_gib, 2)) == (7.45, 1.0)
     assert round(hand.total_gib, 2) == 8.45
 
@@ -149,11 +149,11 @@ def test_the_formula_by_hand_gives_its_example() -> None:
 def test_72b_on_64_h100_takes_about_3000_gpu_hours_for_9_billion_tokens() -> None:
     """Taken: an instruct set of 4.5 billion tokens (5 million rows of 900), two epochs."""
     config = load_config(ROOT / "configs" / "qwen2_5_72b_full.yaml", ["data.validation_share=0"])
-    plan = make_plan(config, Ask(find_gpu("h100"), 8, 8, rows=5_000_000, mean_tokens=900))
+    plan = make_plan(config, PlanRequest(find_gpu("h100"), 8, 8, rows=5_000_000, mean_tokens=900))
     assert plan.hours is not None
     assert plan.hours * 64 == pytest.approx(3000, rel=0.1)
     # The same by hand, at the same rate.
-    by_hand = flops_by_hand(72.7e9, 2 * 4.5e9, True) / (989e12 * plan.efficiency) / 3600
+    by_hand = estimate_flops_by_rule(72.7e9, 2 * 4.5e9, True) / (989e12 * plan.efficiency) / 3600
     assert plan.hours * 64 == pytest.approx(by_hand, rel=0.1)
 
 
@@ -164,7 +164,9 @@ def test_72b_on_64_h100_takes_about_3000_gpu_hours_for_9_billion_tokens() -> Non
 def test_a_config_fits_its_own_cluster(name: str) -> None:
     case = CASES[name]
     config = load_config(ROOT / "configs" / f"{name}.yaml")
-    plan = make_plan(config, Ask(find_gpu("h100"), case.nodes, case.ranks_per_node, rows=100_000, mean_tokens=500))
+    plan = make_plan(
+        config, PlanRequest(find_gpu("h100"), case.nodes, case.ranks_per_node, rows=100_000, mean_tokens=500)
+    )
     base = plan.num_parameters - (plan.num_trained if config.adapter is not None else 0)
     assert (base, plan.num_trained) == (case.num_parameters, case.num_trained)
     assert (plan.setting.mode, plan.setting.replicate, plan.setting.shard) == case.layout
@@ -211,7 +213,7 @@ def test_the_largest_config_is_planned_in_under_5_seconds() -> None:
 def test_a_prepared_set_is_counted_and_another_is_not(tmp_path: Path) -> None:
     overrides = [f"output_dir={tmp_path}/run", f"model.path={TINY_BASE}", "data.sources.0.path=synthetic:train:200:7"]
     config = load_config(ROOT / "configs" / "tiny_full.yaml", overrides)
-    ask = Ask(find_gpu("h100"), 1, 1)
+    ask = PlanRequest(find_gpu("h100"), 1, 1)
     assert make_plan(config, ask).rows is None
     prepared = prepare(config.data, TINY_BASE, prepared_root(config))
     plan = make_plan(config, ask)
@@ -256,17 +258,17 @@ def test_flops_are_6n_for_all_weights_and_4n_over_a_frozen_base() -> None:
 
 
 def test_saves_follow_young_and_daly() -> None:
-    assert save_every(10, 86_400) == pytest.approx(math.sqrt(2 * 10 * 86_400), rel=0.01)
-    assert save_every(300, 100) == 100
+    assert optimal_save_interval(10, 86_400) == pytest.approx(math.sqrt(2 * 10 * 86_400), rel=0.01)
+    assert optimal_save_interval(300, 100) == 100
     lost = {w: 20 / w + w / 2 / 40_000 for w in range(100, 5000)}
-    assert save_every(20, 40_000) == pytest.approx(min(lost, key=lambda w: lost[w]), rel=0.03)
+    assert optimal_save_interval(20, 40_000) == pytest.approx(min(lost, key=lambda w: lost[w]), rel=0.03)
 
 
 def test_more_gpus_stop_paying_where_they_wait() -> None:
     config = load_config(ROOT / "configs" / "llama3_1_8b_full.yaml")
     slow = replace(find_gpu("h100"), nic_gb_s=0.05)
-    plan = make_plan(config, Ask(slow, 1, 8, rows=100_000, mean_tokens=500, is_searching=True))
-    pays = {scale.nodes: scale.pays for scale in plan.scales}
+    plan = make_plan(config, PlanRequest(slow, 1, 8, rows=100_000, mean_tokens=500, is_searching=True))
+    pays = {scale.nodes: scale.pays for scale in plan.scaling}
     assert pays[1]
     assert not pays[16]
     assert list(pays.values()) == sorted(pays.values(), reverse=True)

@@ -9,7 +9,7 @@ import pytest
 from fctune.checkpoint.store import CheckpointStore, Kind
 from fctune.gpus import find_gpu
 from fctune.planner.plan import make_plan
-from fctune.planner.plan_request import Ask
+from fctune.planner.plan_request import PlanRequest
 from fctune.planner.storage import Storage, plan_storage
 from tests.planner.test_plan import LLAMA, config_of, memory_of
 
@@ -73,15 +73,17 @@ def test_training_waits_for_a_copy_of_what_its_own_rank_holds() -> None:
 
 def test_hours_are_with_saves_and_failures_in_the_search_too() -> None:
     config = config_of(LLAMA, 2048, adapter={"rank": 8}, compile=True, parallel={"mode": "ddp"})
-    ask = Ask(find_gpu("h100"), 1, 8, rows=100_000, mean_tokens=500, failures_per_gpu_day=50.0, is_searching=True)
+    ask = PlanRequest(
+        find_gpu("h100"), 1, 8, rows=100_000, mean_tokens=500, failures_per_gpu_day=50.0, is_searching=True
+    )
     plan = make_plan(config, ask)
-    best = plan.scales[0].best
+    best = plan.scaling[0].best
     assert best is not None
     assert (best.setting.mode, best.setting.replicate) == ("ddp", 8)
     assert plan.storage.lost_share > 0.01
     assert plan.num_steps is not None
     without = plan.num_steps * best.time.total_s / 3600
-    assert plan.scales[0].hours == pytest.approx(without / (1 - plan.storage.lost_share))
+    assert plan.scaling[0].hours == pytest.approx(without / (1 - plan.storage.lost_share))
 
 
 def test_saves_and_failures_that_leave_nothing_of_the_time_are_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,8 @@ from fctune.cli import main
 from fctune.gpus import find_gpu
 from fctune.planner.memory_timeline import Setting
 from fctune.planner.plan import make_plan
-from fctune.planner.plan_request import Ask
-from fctune.planner.speed import count_flops, time_step
+from fctune.planner.plan_request import PlanRequest
+from fctune.planner.speed import count_flops, estimate_step_time
 from tests.conftest import ROOT
 from tests.planner.test_plan import LLAMA, config_of, memory_of
 
@@ -27,11 +27,11 @@ def test_unpacked_rows_are_gathered_for_as_often_as_packs_are() -> None:
         Setting("fsdp", 1, 16, 0.0, 2),
     )
     flops = count_flops(memory, 0.0, 0.25, 250.0)
-    packed = time_step(memory, gpu, setting, flops, 128, 8)
-    short = time_step(memory, gpu, setting, flops, 128, 8, slots_per_pack=512)
+    packed = estimate_step_time(memory, gpu, setting, flops, 128, 8)
+    short = estimate_step_time(memory, gpu, setting, flops, 128, 8, slots_per_pack=512)
     assert short.gathered_bytes == packed.gathered_bytes
     assert short.compute_s == pytest.approx(packed.compute_s / 8)
-    one_each = time_step(memory, gpu, Setting("fsdp", 1, 128, 0.0, 1), flops, 128, 8, slots_per_pack=512)
+    one_each = estimate_step_time(memory, gpu, Setting("fsdp", 1, 128, 0.0, 1), flops, 128, 8, slots_per_pack=512)
     assert one_each.compute_s == pytest.approx(short.compute_s / 8)  # and not that of a row of 4096
 
 
@@ -43,7 +43,7 @@ def test_copies_of_shards_within_a_node_share_its_adapters() -> None:
     numel = 8_030_261_248
     for shard, adapters in ((8, 1), (4, 2), (2, 4), (1, 8)):
         copies = 16 // shard
-        sent = time_step(memory, gpu, Setting("hsdp", copies, shard, 0.0, 1), flops, 16, 8).collectives_s
+        sent = estimate_step_time(memory, gpu, Setting("hsdp", copies, shard, 0.0, 1), flops, 16, 8).collectives_s
         summed = 2 * numel * 4 / shard * (copies - 1) / copies / (adapters * 0.8e9)
         blocks, ends = 32 * 218_112_000, 2 * 128_256 * 4096 + 4096
         within = (2 * (2 * blocks + ends) + 4 * numel) * (shard - 1) / shard / (450 * 0.8e9)
@@ -55,7 +55,7 @@ def test_sums_that_are_sent_once_a_step_hide_behind_its_last_micro_batch_alone()
     config = config_of(LLAMA, 2048, adapter={"rank": 64}, compile=True)
     memory, gpu = memory_of(config, 79.1), replace(find_gpu("h100"), nic_gb_s=0.1)
     setting, flops = Setting("ddp", 16, 1, 0.0, 2), count_flops(memory_of(config, 79.1), 0.0, 0.25, 250.0)
-    one, eight = (time_step(memory, gpu, setting, flops, packs, 8) for packs in (32, 256))
+    one, eight = (estimate_step_time(memory, gpu, setting, flops, packs, 8) for packs in (32, 256))
     assert one.exposed_s > one.collectives_s / 2
     assert eight.collectives_s == one.collectives_s
     assert eight.compute_s == pytest.approx(8 * one.compute_s)
@@ -63,7 +63,7 @@ def test_sums_that_are_sent_once_a_step_hide_behind_its_last_micro_batch_alone()
 
 
 def test_float32_is_as_slow_as_it_is_without_tensor_cores(capsys: pytest.CaptureFixture[str]) -> None:
-    ask = Ask(find_gpu("h100"), 2, 8)
+    ask = PlanRequest(find_gpu("h100"), 2, 8)
     wide = make_plan(config_of(LLAMA, 4096, precision="fp32", compile=True), ask)
     narrow = make_plan(config_of(LLAMA, 4096, precision="bf16", compile=True), ask)
     assert wide.time.compute_s == pytest.approx(narrow.time.compute_s * 989 / 67)
@@ -76,7 +76,7 @@ def test_float32_is_as_slow_as_it_is_without_tensor_cores(capsys: pytest.Capture
 
 
 def test_what_is_offloaded_costs_time() -> None:
-    ask = Ask(find_gpu("h100"), 1, 8)
+    ask = PlanRequest(find_gpu("h100"), 1, 8)
     here = make_plan(config_of(LLAMA, 4096, parallel={"mode": "fsdp"}, **FULL), ask)
     away = make_plan(config_of(LLAMA, 4096, parallel={"mode": "fsdp", "cpu_offload": True}, **FULL), ask)
     part = 8_030_261_248 / 8
@@ -92,7 +92,7 @@ def test_what_is_offloaded_costs_time() -> None:
 
 
 def test_a_micro_batch_is_no_larger_than_a_ranks_share_of_the_batch() -> None:
-    ask = Ask(find_gpu("h100"), 2, 8)
+    ask = PlanRequest(find_gpu("h100"), 2, 8)
     sizes = {"adapter": {"rank": 8}, "global_batch_size": 16}
     small, large = (make_plan(config_of(LLAMA, 4096, micro_batch_size=size, **sizes), ask) for size in (1, 64))
     assert large.fits

@@ -18,7 +18,7 @@ from fctune.models.torchtune import layers
 from fctune.models.torchtune.architecture import Architecture, read_architecture
 from fctune.models.torchtune.build import build_model, materialize_
 from fctune.planner.blocks import linear_shapes
-from fctune.planner.memory_traffic import Moved, count_moved, fused
+from fctune.planner.memory_traffic import BytesMoved, count_bytes_moved, count_fused_bytes
 from tests.planner.test_memory import WIDE, config_of
 
 TOKENS, RANK, WIDTH = 512, 4, 2
@@ -43,7 +43,7 @@ class Counter(TorchDispatchMode):
         return result
 
 
-def move(model_dir: Path, raw: dict[str, Any]) -> Moved:
+def move(model_dir: Path, raw: dict[str, Any]) -> BytesMoved:
     """Of one real block, a token; norms are not done, as CUDA's kernel for them is not here."""
     config = config_of(raw | {"model": {"path": str(model_dir)}, "precision": "bf16"})
     model = build_model(read_architecture(model_dir), 2048, torch.bfloat16)
@@ -59,15 +59,17 @@ def move(model_dir: Path, raw: dict[str, Any]) -> Moved:
         out = next(iter(model.blocks))(hidden, mask=bounds, input_pos=positions)
     with Counter() as backward:
         out.backward(torch.ones_like(out))
-    return Moved(forward.total / TOKENS, backward.total / TOKENS)
+    return BytesMoved(forward.total / TOKENS, backward.total / TOKENS)
 
 
-def planned(a: Architecture, model_dir: Path, raw: dict[str, Any]) -> Moved:
+def planned(a: Architecture, model_dir: Path, raw: dict[str, Any]) -> BytesMoved:
     """By the formula, without norms and adapters' products."""
     config = config_of(raw | {"model": {"path": str(model_dir)}, "precision": "bf16"})
-    moved = count_moved(a, config, WIDTH)
+    moved = count_bytes_moved(a, config, WIDTH)
     thin = sum(sum(shape) for shape in linear_shapes(a).values()) * WIDTH if config.adapter else 0
-    return Moved(moved.forward - 4 * a.embed_dim * WIDTH - thin, moved.backward - 6 * a.embed_dim * WIDTH - 2 * thin)
+    return BytesMoved(
+        moved.forward - 4 * a.embed_dim * WIDTH - thin, moved.backward - 6 * a.embed_dim * WIDTH - 2 * thin
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,10 +89,10 @@ def test_eager_blocks_move_what_the_planner_says(
 def test_compiled_blocks_move_less_and_plain_ones_nothing_extra(make_model: Callable[..., Path]) -> None:
     model_dir = make_model("llama", **WIDE)
     a, raw = read_architecture(model_dir), {"model": {"path": str(model_dir)}, "precision": "bf16"}
-    plain = fused(a, WIDTH)
-    assert count_moved(a, config_of(raw | {"compile": True}), WIDTH).over(plain, 1.0) == 0
-    eager = count_moved(a, config_of(raw), WIDTH).over(plain, 0.0)
+    plain = count_fused_bytes(a, WIDTH)
+    assert count_bytes_moved(a, config_of(raw | {"compile": True}), WIDTH).over(plain, 1.0) == 0
+    eager = count_bytes_moved(a, config_of(raw), WIDTH).over(plain, 0.0)
     assert eager > 0
     adapted = raw | {"adapter": {"rank": 4}}
-    compiled = count_moved(a, config_of(adapted | {"compile": True}), WIDTH).over(plain, 0.0)
-    assert 0 < compiled < count_moved(a, config_of(adapted), WIDTH).over(plain, 0.0)
+    compiled = count_bytes_moved(a, config_of(adapted | {"compile": True}), WIDTH).over(plain, 0.0)
+    assert 0 < compiled < count_bytes_moved(a, config_of(adapted), WIDTH).over(plain, 0.0)

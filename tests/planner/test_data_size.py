@@ -16,7 +16,7 @@ from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import fingerprint_inputs, prepare, prepared_root
 from fctune.errors import DataError
-from fctune.planner.rows import count_rows
+from fctune.planner.data_size import measure_data
 from tests.conftest import ROOT, TINY_BASE
 
 
@@ -32,7 +32,7 @@ def test_places_of_unpacked_rows_are_those_that_the_loader_deals(
 ) -> None:
     config = tiny(tmp_path, "data.packed=false", f"micro_batch_size={size}", f"global_batch_size={batch}")
     prepared = prepare(config.data, TINY_BASE, prepared_root(config))
-    rows = count_rows(config, TINY_BASE, None, None, world_size)
+    rows = measure_data(config, TINY_BASE, None, None, world_size)
     assert rows is not None
     loader = GlobalLoader(prepared, "train", batch, config.seed)
     dealt = 0
@@ -56,10 +56,10 @@ def test_a_set_of_another_tokenizer_is_not_counted(tmp_path: Path) -> None:
     meta = json.loads((prepared.path / "meta.json").read_text())
     moved = prepared.path.rename(prepared.path.parent / name)
     (moved / "meta.json").write_text(json.dumps(meta | {"inputs": inputs, "fingerprint": name}))
-    counted = count_rows(config, other, None, None)
+    counted = measure_data(config, other, None, None)
     assert counted is not None
     assert counted.source == f"counted in {moved}"
-    assert count_rows(config, TINY_BASE, None, None) is None
+    assert measure_data(config, TINY_BASE, None, None) is None
 
 
 def test_without_a_tokenizer_the_newest_set_is_counted_and_that_is_said(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_without_a_tokenizer_the_newest_set_is_counted_and_that_is_said(tmp_path
     bare.mkdir()
     shutil.copyfile(TINY_BASE / "config.json", bare / "config.json")
     for model_dir in (bare, None):
-        rows = count_rows(config, model_dir, None, None)
+        rows = measure_data(config, model_dir, None, None)
         assert rows is not None
         assert rows.packs == prepared.num_packs("train")
         assert "without the model's tokenizer" in rows.source
@@ -80,7 +80,7 @@ def test_a_damaged_set_is_said_and_not_taken_for_none(tmp_path: Path) -> None:
     prepared = prepare(config.data, TINY_BASE, prepared_root(config))
     (prepared.path / "tokens.bin").write_bytes(b"")
     with pytest.raises(DataError, match="damaged prepared set"):
-        count_rows(config, TINY_BASE, None, None)
+        measure_data(config, TINY_BASE, None, None)
 
 
 def test_files_whose_digests_were_kept_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,13 +92,13 @@ def test_files_whose_digests_were_kept_are_not_read_again(tmp_path: Path, monkey
         raise AssertionError("a file was read")
 
     monkeypatch.setattr(hashlib, "file_digest", refuse)
-    assert count_rows(config, TINY_BASE, None, None) is not None
+    assert measure_data(config, TINY_BASE, None, None) is not None
 
 
 def test_a_single_row_by_hand_is_one_pack(tmp_path: Path) -> None:
     config = tiny(tmp_path)
     assert config.data.validation_share > 0
     for data in (config.data, replace(config.data, packed=False)):
-        rows = count_rows(replace(config, data=data), TINY_BASE, 1, 1)
+        rows = measure_data(replace(config, data=data), TINY_BASE, 1, 1)
         assert rows is not None
         assert (rows.packs, rows.tokens) == (1, 1)

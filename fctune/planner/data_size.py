@@ -24,7 +24,7 @@ _SUPERVISED_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class DataSize:
     """An epoch of the training split. ``pairs`` are of a token and one that it may look at, itself among them."""
 
     packs: int
@@ -44,9 +44,9 @@ class Rows:
         return asdict(self) | {"padding_share": self.padding_share}
 
 
-def count_rows(
+def measure_data(
     config: RunConfig, model_dir: Path | None, rows: int | None, mean_tokens: float | None, world_size: int = 1
-) -> Rows | None:
+) -> DataSize | None:
     """What the run trains on an epoch; None where it is neither prepared nor said.
 
     Raises:
@@ -62,7 +62,7 @@ def count_rows(
     return None if found is None else _count_prepared(config, *found, world_size)
 
 
-def count_steps(config: RunConfig, rows: Rows | None) -> int | None:
+def count_steps(config: RunConfig, rows: DataSize | None) -> int | None:
     """Optimizer steps of the run; of rows that are not known, as many as the config allows at the most."""
     if rows is None:
         return config.max_steps
@@ -101,14 +101,14 @@ def _is_alike(config: RunConfig, meta: Path) -> bool:
     )
 
 
-def _count_prepared(config: RunConfig, prepared: PreparedSet, how: str, world_size: int) -> Rows:
+def _count_prepared(config: RunConfig, prepared: PreparedSet, how: str, world_size: int) -> DataSize:
     flat, _ = prepared.packs["train"]
     lengths = (prepared.offsets[flat + 1] - prepared.offsets[flat]).astype("int64")
     tokens, packs = int(lengths.sum()), prepared.num_packs("train")
     is_constant = prepared.is_packed or config.data.pad_to == "seq_len"
     slots = packs * prepared.seq_len if is_constant else _count_unpacked(lengths, config, world_size)
     share = prepared.counts.supervised / max(1, prepared.counts.tokens)
-    return Rows(
+    return DataSize(
         packs,
         tokens,
         max(slots, tokens),
@@ -132,7 +132,7 @@ def _count_unpacked(lengths: NDArray[np.int64], config: RunConfig, world_size: i
     return int((rounds[:, 0] * (rounds > 0).sum(axis=1)).sum())
 
 
-def _count_by_hand(config: RunConfig, rows: int, mean_tokens: float) -> Rows:
+def _count_by_hand(config: RunConfig, rows: int, mean_tokens: float) -> DataSize:
     data = config.data
     if rows < 1:
         raise ConfigError(f"--rows {rows}: expected 1 or more.")
@@ -149,4 +149,4 @@ def _count_by_hand(config: RunConfig, rows: int, mean_tokens: float) -> Rows:
     described += f", packs {_PACKED_SHARE:.0%} full (assumed)" if data.packed else ""
     described += "" if slots > tokens else ", padding not known"
     pairs = int(tokens * (mean_tokens + 1) / 2)
-    return Rows(packs, tokens, max(slots, tokens), int(_SUPERVISED_SHARE * tokens), pairs, described)
+    return DataSize(packs, tokens, max(slots, tokens), int(_SUPERVISED_SHARE * tokens), pairs, described)

@@ -17,7 +17,7 @@ _QUANTISED = {"8bit": (256, 8, 1024), "4bit": (128, 4, 64), "Fp8": (256, 8, 0)}
 
 
 @dataclass(frozen=True, slots=True)
-class TensorShape:
+class ParameterShape:
     """A parameter."""
 
     shape: tuple[int, ...]
@@ -41,24 +41,24 @@ class TensorShape:
         return math.ceil(self.shape[0] / num_shards) * math.prod(self.shape[1:])
 
 
-class Tensors:
+class ParameterGroup:
     """The parameters of a unit of sharding."""
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]):
         self.tensors = [
-            TensorShape(tuple(p.shape), p.element_size(), p.requires_grad, is_adapter(name), is_nf4(p))
+            ParameterShape(tuple(p.shape), p.element_size(), p.requires_grad, is_adapter(name), is_nf4(p))
             for name, p in named
         ]
         self.numel = sum(t.numel for t in self.tensors)
 
-    def local_bytes(self, tensor: TensorShape, num_shards: int) -> int:
+    def local_bytes(self, tensor: ParameterShape, num_shards: int) -> int:
         """Bytes of one rank's part."""
         if tensor.is_nf4:
             return tensor.num_bytes // num_shards
         return tensor.local_numel(num_shards) * tensor.itemsize
 
 
-def state_bytes(optimizer: dict[str, Any], numel: int, itemsize: int) -> int:
+def optimizer_state_bytes(optimizer: dict[str, Any], numel: int, itemsize: int) -> int:
     """Bytes of optimizer state of one tensor: two moments and a step counter (https://arxiv.org/abs/1711.05101).
 
     Quantised moments have a scale a block (of 256 in 8 bits and float8, 128 in 4) and a table each; tensors that are

@@ -27,7 +27,7 @@ def test_json_holds_the_plan_and_says_what_is_not_known(capsys: pytest.CaptureFi
     assert (code, plan["version"], plan["memory"]["fits"]) == (0, 1, True)
     assert plan["hours"] is None
     assert plan["storage"]["best_interval_s"] is None
-    known = set(plan["memory"]) - {"total", "moment", "fits", "margin"}
+    known = set(plan["memory"]) - {"total", "phase", "fits", "margin"}
     assert plan["memory"]["total"] == sum(plan["memory"][name] for name in known)
     _, out, _ = run(capsys, "--nodes", "2", "--json", "--rows", "100000", "--mean-tokens", "600", "--price", "2")
     plan = json.loads(out)
