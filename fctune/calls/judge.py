@@ -18,7 +18,7 @@ from fctune.calls.cases import Case
 from fctune.calls.formats.base import Parsed
 from fctune.calls.metrics import Outcome, judge, judge_failure, rate, score
 from fctune.calls.predictions import Prediction, read_predictions
-from fctune.calls.schema import ToolSet
+from fctune.data.tool_schema import ToolSet
 from fctune.errors import ConfigError
 from fctune.files import open_atomically, write_atomically
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from fctune.calls.formats.base import Parsed
 from fctune.calls.matching import align, count_equal_arguments, describe_differences, is_exact_match
-from fctune.calls.schema import ToolSet
 from fctune.data.conversation import Call, Tool
+from fctune.data.tool_schema import ToolSet
 
 Verdict = Literal[
     "correct", "wrong_name", "wrong_arguments", "wrong_count", "missed_call", "false_call", "malformed", "no_answer"
@@ -56,7 +56,7 @@ def judge(expected: Sequence[Call], parsed: Parsed, tools: Sequence[Tool] | Tool
     calls = parsed.calls
     if not isinstance(tools, ToolSet):
         tools = ToolSet(tools)
-    num_schema_valid = sum(map(tools.obeys, calls)) if tools else None
+    num_schema_valid = sum(map(tools.accepts, calls)) if tools else None
     if not parsed.malformed and num_schema_valid in (None, len(calls)) and is_exact_match(expected, calls):
         num_arguments = sum(len(call.arguments) for call in calls)
         return Outcome(
@@ -66,7 +66,7 @@ def judge(expected: Sequence[Call], parsed: Parsed, tools: Sequence[Tool] | Tool
     pairs = [(expected[row], calls[column]) for row, column in align(expected, calls)]
     differences = [f"malformed: {stretch.reason}" for stretch in parsed.malformed]
     differences.extend(describe_differences(expected, calls))
-    differences.extend(f"schema: {line}" for call in calls if tools for line in tools.errors(call))
+    differences.extend(f"schema: {line}" for call in calls if tools for line in tools.find_errors(call))
     is_correct = not parsed.malformed and is_exact_match(expected, calls)
     return Outcome(
         verdict="correct" if is_correct else classify([call.name for call in expected], parsed),

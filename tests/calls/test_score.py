@@ -12,8 +12,8 @@ import pytest
 from fctune.calls.formats.base import Malformed, Parsed
 from fctune.calls.formats.registry import get_format
 from fctune.calls.metrics import VERDICTS, Outcome, judge, judge_failure, score, wilson_interval
-from fctune.calls.schema import ToolSet
 from fctune.data.conversation import Call, Tool
+from fctune.data.tool_schema import ToolSet
 
 ONE, TWO = Call("f", {"a": 1, "b": "x"}), Call("g", {"a": 2})
 TOOLS = tuple(

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import resource
-import time
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,14 +13,11 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rich.console import Console
 
 from fctune.data.check import CLASSES, REPORT_SCHEMA, WARNING_KINDS, Report, check_sources
-from fctune.data.check.schemas import SchemaChecker, is_plain_schema
 from fctune.data.check.similarity import NEAR, spoken_text
-from fctune.data.conversation import Call, Conversation, Tool
+from fctune.data.conversation import Conversation
 from fctune.data.sources import read_source
 from fctune.errors import DataError
 from tests.conftest import REAL_DATA
@@ -295,41 +291,6 @@ def test_a_conversation_has_the_class_of_its_calls(tmp_path: Path, turns: list[i
     path = write_rows(tmp_path / "rows.jsonl", [{"messages": messages, "tools": [{"name": "f"}]}])
     assert {name for name, count in check_sources([path]).classes.items() if count} == {expected}
     assert expected in CLASSES
-
-
-KEYWORDS = ["type", "properties", "required", "items", "enum", "minimum", "description", "pattern", "$ref", "x"]
-KEYWORDS += ["anyOf", "minItems", "uniqueItems", "additionalProperties", "default", "examples", "$defs", "format"]
-NAMES = st.sampled_from(["string", "object", "integer", "array", "str", "a", "", "#", "(", "#/properties/a"])
-SCHEMAS = st.recursive(
-    st.dictionaries(st.sampled_from(KEYWORDS), st.none() | st.booleans() | st.integers() | NAMES | st.lists(NAMES)),
-    lambda inner: st.dictionaries(
-        st.sampled_from(KEYWORDS), inner | NAMES | st.lists(NAMES) | st.dictionaries(NAMES, inner)
-    ),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=400, deadline=None)
-@given(SCHEMAS)
-def test_a_schema_that_passes_as_plain_is_valid(schema: dict[str, Any]) -> None:
-    if is_plain_schema(schema):
-        jsonschema.Draft202012Validator.check_schema(schema)
-
-
-@settings(max_examples=200, deadline=None)
-@given(SCHEMAS)
-def test_no_schema_makes_the_check_fail(schema: dict[str, Any]) -> None:
-    checker = SchemaChecker()
-    tool = Tool({"name": "f", "parameters": schema})
-    checker.check_tool(tool)
-    checker.check_call(Call("f", {"a": [1, {"a": 2}]}), tool)
-
-
-def test_a_pattern_that_takes_for_ever_is_not_tried() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(a+)+$"}}}
-    start = time.process_time()
-    assert SchemaChecker().check_call(Call("f", {"a": "a" * 64 + "!"}), Tool({"name": "f", "parameters": schema})) == []
-    assert time.process_time() - start < 1
 
 
 @pytest.mark.slow

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fctune.data.check.findings import WARNING_KINDS, iter_findings
-from fctune.data.check.schemas import SchemaChecker
+from fctune.data.check.warnings import WARNING_KINDS, iter_warnings
 from fctune.data.conversation import Conversation
 from fctune.data.sources import (
     DEFECT_KINDS,
@@ -65,7 +64,7 @@ def describe(row: ParsedRow | Defect) -> set[str]:
     """All kinds that a row was given: of its defect, or of its warnings and notes."""
     if isinstance(row, Defect):
         return {row.kind}
-    return set(row.notes) | {warning.kind for warning in iter_findings(row, SchemaChecker())}
+    return set(row.notes) | {warning.kind for warning in iter_warnings(row)}
 
 
 @pytest.mark.parametrize(("line", "claim", "expected", "row"), fixture_rows(), ids=lambda value: str(value)[:60])
@@ -151,7 +150,7 @@ def test_all_shapes_of_one_conversation_read_the_same() -> None:
     assert [message.role for message in expected.messages] == ["user", "assistant", "tool", "assistant"]
     for name, row in rows.items():
         parsed = read_row(row, "auto", ReadContext())
-        assert parsed.format == name
+        assert parsed.row_format == name
         assert parsed.conversation == expected, name
 
 
@@ -227,7 +226,7 @@ def test_no_change_of_a_row_makes_a_reader_or_the_check_fail(data: st.DataObject
     assert kind is None or kind in DEFECT_KINDS
     if parsed is not None:
         parsed.conversation.digest()
-        assert all(warning.kind in WARNING_KINDS for warning in iter_findings(parsed, SchemaChecker()))
+        assert all(warning.kind in WARNING_KINDS for warning in iter_warnings(parsed))
         assert parsed.notes.keys() <= NOTE_KINDS.keys()
         assert len(parsed.message_pointers) == len(parsed.conversation.messages)
 

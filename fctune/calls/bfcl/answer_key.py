@@ -14,8 +14,8 @@ from fctune.calls.bfcl.checker import language_of, read_source
 from fctune.calls.formats.base import Parsed
 from fctune.calls.matching import assign, is_equal, value_key
 from fctune.calls.metrics import Outcome, Verdict, classify
-from fctune.calls.schema import ToolSet
 from fctune.data.conversation import Call
+from fctune.data.tool_schema import ToolSet
 
 # More than any call has arguments: a pair that fits in all of them comes before all pairs that do not.
 _WHOLE = 1_000_000
@@ -39,7 +39,7 @@ class AnswerKey:
             for name, parameters in answer.items()
         ]
         self._names = [answer.name for answer in self._answers]
-        self._obeys = ToolSet(case.tools).obeys if case.tools and self._language == "python" else None
+        self._accepts = ToolSet(case.tools).accepts if case.tools and self._language == "python" else None
 
     @property
     def num_expected(self) -> int:
@@ -54,8 +54,8 @@ class AnswerKey:
             is_exact: The calls are known to be the answer, as ``BfclVerdict`` says.
         """
         calls = parsed.calls
-        obeys = self._obeys
-        num_schema_valid = sum([obeys(call) for call in calls]) if obeys else None
+        accepts = self._accepts
+        num_schema_valid = sum([accepts(call) for call in calls]) if accepts else None
         if self._needs_any_call:
             verdict: Verdict = "malformed" if parsed.malformed else "correct" if calls else "missed_call"
             return Outcome(verdict, 1, len(calls), len(parsed.malformed), num_schema_valid=num_schema_valid)

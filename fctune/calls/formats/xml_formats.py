@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fctune.calls.argument_types import argument_schemas, read_typed_text
 from fctune.calls.formats.base import CallFormat, Page, Parsed
 from fctune.calls.formats.json_formats import dump_json
 from fctune.calls.matching import is_equal
-from fctune.calls.schema import argument_schemas, read_typed_text
 from fctune.data.conversation import Call, Tool
 from fctune.errors import DataError
 from fctune.parsing.json_text import UnreadableError, decode_json

@@ -1,8 +1,8 @@
 """The dataset report: what is in the rows, and what is wrong with which line."""
 
 from fctune.data.check.checker import Encode, check_sources
-from fctune.data.check.findings import CLASSES, WARNING_KINDS
 from fctune.data.check.report import Report
 from fctune.data.check.report_schema import REPORT_SCHEMA
+from fctune.data.check.warnings import CLASSES, WARNING_KINDS
 
 __all__ = ["CLASSES", "REPORT_SCHEMA", "WARNING_KINDS", "Encode", "Report", "check_sources"]

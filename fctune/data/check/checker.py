@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
-from fctune.data.check.findings import CLASSES, classify, iter_findings
 from fctune.data.check.overlap import OverlapIndex
 from fctune.data.check.report import (
     NUM_EXAMPLES,
@@ -21,8 +20,8 @@ from fctune.data.check.report import (
     ToolUse,
     make_findings,
 )
-from fctune.data.check.schemas import SchemaChecker
 from fctune.data.check.similarity import Place, SimilarityIndex, WordHasher
+from fctune.data.check.warnings import CLASSES, classify, iter_warnings
 from fctune.data.conversation import Conversation
 from fctune.data.sources import Defect, ParsedRow, parse_source
 from fctune.errors import DataError
@@ -88,7 +87,6 @@ class _Check:
         self.similarity = SimilarityIndex(hasher)
         self.overlaps = [OverlapIndex(path, "validation", hasher) for path in validation]
         self.overlaps += [OverlapIndex(path, "eval", hasher) for path in eval_suites]
-        self.schemas = SchemaChecker()
         self.files: dict[str, int] = {}
         self.sources: list[SourceSummary] = []
         self.num_rows = self.num_calls = 0
@@ -116,7 +114,7 @@ class _Check:
             if isinstance(row, Defect):
                 self.add_defect(row)
             else:
-                formats[row.format] += 1
+                formats[row.row_format] += 1
                 self.add_row(row)
             if self.on_progress is not None and self.num_rows % _PROGRESS_ROWS == 0:
                 self.on_progress(self.num_rows)
@@ -139,7 +137,7 @@ class _Check:
         for overlap in self.overlaps:
             overlap.add(conversation)
         kinds = set()
-        for warning in iter_findings(row, self.schemas):
+        for warning in iter_warnings(row):
             self.warning_counts[warning.kind] += 1
             kinds.add(warning.kind)
             self.add_example(warning.kind, Example(file, int(line), warning.pointer, warning.reason))

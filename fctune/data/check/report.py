@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from fctune.data.check.findings import CLASSES, WARNING_KINDS
+from fctune.data.check.warnings import CLASSES, WARNING_KINDS
 from fctune.data.sources import DEFECT_KINDS, NOTE_KINDS
 
 SCHEMA_VERSION = 1

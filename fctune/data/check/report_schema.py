@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fctune.data.check.findings import CLASSES
 from fctune.data.check.report import SCHEMA_VERSION
+from fctune.data.check.warnings import CLASSES
 
 
 def _object(description: str, **properties: Any) -> dict[str, Any]:

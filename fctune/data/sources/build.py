@@ -39,7 +39,7 @@ class ParsedRow:
     message_pointers: list[str]
     tools_pointer: str
     tools_suffix: str = ""
-    format: str = ""
+    row_format: str = ""
     warnings: list[RowWarning] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
 

@@ -89,7 +89,7 @@ class RowReader:
             return value
         if isinstance(value, Conversation):
             pointers = [f"messages[{i}]" for i in range(len(value.messages))]
-            return ParsedRow(value, pointers, "tools", ".function", format="synthetic")
+            return ParsedRow(value, pointers, "tools", ".function", row_format="synthetic")
         try:
             return read_row(_decode(value, self._context), self.format, self._context, f"{file}:{line}")
         except RowError as error:

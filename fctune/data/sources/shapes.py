@@ -73,7 +73,7 @@ def read_row(row: Any, format: str, context: ReadContext, source: str = "") -> P
         ) from None
     except RecursionError:
         raise RowError("", "too_deep", f"nested deeper than {MAX_DEPTH} levels") from None
-    parsed.format = name
+    parsed.row_format = name
     return parsed
 
 
