@@ -41,7 +41,7 @@ _NUMBER_BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
     "exclusiveMinimum": operator.gt,
     "exclusiveMaximum": operator.lt,
 }
-_SIZE_BOUNDS: dict[str, tuple[type, Callable[[Any, Any], bool]]] = {
+_SIZE_BOUNDS: dict[str, tuple[type[str] | type[list[Any]], Callable[[Any, Any], bool]]] = {
     "minLength": (str, operator.ge),
     "maxLength": (str, operator.le),
     "minItems": (list, operator.ge),
