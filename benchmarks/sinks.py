@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from fctune.config.loading import parse_config
     from fctune.distributed import start_world, stop_world
     from fctune.models.lora import apply_lora_, init_adapters_
-    from fctune.telemetry.sinks import ConsoleSink, Sinks
+    from fctune.telemetry.sinks import ConsoleSink, SinkGroup
     from fctune.training.loop import train
     from fctune.training.run_directory import RunDirectory
     from fctune.training.setup import build_base, open_sinks, place_, prepare_data, start_state
@@ -160,7 +160,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     with open_sinks(config, directory, num_steps, world) as sinks:
         turns = Turns(sinks, arguments.steps, accompany)
-        train(config, start_state(model, config, num_steps), prepared, num_steps, world, Sinks(turns))
+        train(config, start_state(model, config, num_steps), prepared, num_steps, world, SinkGroup(turns))
         turns.close()
     stop_world()
     halves = turns.halves

@@ -45,7 +45,7 @@ def train(job: Job, recorder: Recorder) -> None:
     from fctune import distributed
     from fctune.config.loading import parse_config
     from fctune.config.schema import RunConfig
-    from fctune.telemetry.sinks import JsonlSink, Sinks
+    from fctune.telemetry.sinks import JsonlSink, SinkGroup
     from fctune.training.preemption import StopRequest
     from fctune.training.run import open_run
     from recipes.full_fc_distributed import FullFunctionCallingRecipe
@@ -77,7 +77,7 @@ def train(job: Job, recorder: Recorder) -> None:
             profiler.close()
 
     if world.is_main:
-        recipe.sinks = Sinks(JsonlSink(run.directory.metrics), Listener())
+        recipe.sinks = SinkGroup(JsonlSink(run.directory.metrics), Listener())
     recorder.begin()
     recipe.train()
     layout, kernel = recipe.model.layout, recipe.model.kernel

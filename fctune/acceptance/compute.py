@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fctune.acceptance.config import ComputeConfig
 from fctune.acceptance.fault_injection import Faults
 from fctune.acceptance.session import Session
-from fctune.telemetry.device import capability_of, read_device
+from fctune.telemetry.device import compute_capability, read_device
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 # Of products timed together: on a GPU enough to launch ahead; on a CPU less than a scheduler's slice, so that some are
@@ -72,7 +72,7 @@ def measure_products(
 
     ``tflops`` is what stands for the rank, of all rates that ``found`` has.
     """
-    capability = capability_of(device)
+    capability = compute_capability(device)
     if dtype == "fp8" and capability is not None and capability < _FP8_FROM:
         found["skipped"] = f"compute capability {capability[0]}.{capability[1]}; fp8 products need 8.9"
         return

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fctune.distributed import World
-from fctune.telemetry.device import capability_of, read_device, total_memory
+from fctune.telemetry.device import compute_capability, read_device, total_memory
 from fctune.training.run_directory import versions
 
 # What must be equal on every rank for them to run one program at one speed.
@@ -34,7 +34,7 @@ def describe_rank(world: World, rank: int) -> dict[str, Any]:
         "pid": os.getpid(),
         "device": torch.cuda.get_device_name(device) if is_cuda else platform.processor() or platform.machine(),
         "memory_gib": round(total_memory(device, 1) / 2**30, 1),
-        "capability": capability_of(device),
+        "capability": compute_capability(device),
         "cores": os.cpu_count(),
         "driver": _read_driver(),
         "cuda": torch.version.cuda,

@@ -18,7 +18,7 @@ logger = logging.getLogger("fctune")
 _CLOSE_S = 30.0  # what is left to send at the end of a run may take so long
 
 
-class Background:
+class BackgroundSink:
     """Writes to a sink from a thread. The sink is opened there too, and a failure is said once and ends the sink alone.
 
     Args:

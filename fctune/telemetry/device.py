@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import statistics
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +28,8 @@ _KINDS = (
     (r"\bRTX A6000\b", "a6000"),
     (r"\bRTX 4090\b(?! (?:D|Laptop)\b)", "rtx4090"),
 )
+_EVERY_S = 1.0  # NVML samples every 1/6 s to 1 s
+
 _SLICE = re.compile(r"\bMIG\b")  # a part of a GPU, which has a part of its rate
 
 
@@ -84,10 +89,10 @@ def describe_device(device: torch.device) -> str:
 
 def peak_tflops(device: torch.device) -> float | None:
     """Dense bf16 rate of its datasheet; None on CPU, and of a GPU that is not known."""
-    return peak_tflops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return lookup_peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-def peak_tflops_of(name: str) -> float | None:
+def lookup_peak_tflops(name: str) -> float | None:
     """The same of a GPU by the name that its driver gives it."""
     kind = next((kind for pattern, kind in _KINDS if re.search(pattern, name) and not _SLICE.search(name)), None)
     return None if kind is None else GPUS[kind].bf16_tflops
@@ -100,7 +105,7 @@ def total_memory(device: torch.device, ranks_per_node: int) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node
 
 
-def capability_of(device: torch.device) -> tuple[int, int] | None:
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
     """CUDA compute capability; None on CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
@@ -128,3 +133,56 @@ def _ask(question: Any) -> Any:
 
 def _scaled(value: Any, divisor: float) -> float | None:
     return None if value is None else value / divisor
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUsage:
+    """One GPU over a stretch of time; None where its driver does not say."""
+
+    utilization: float | None  # mean share of the time in which a kernel ran
+    temperature_c: float | None  # highest
+    power_w: float | None  # mean
+
+
+class DeviceSampler:
+    """Reads a device again and again until it is closed.
+
+    Args:
+        read: asks the device; where the first answer is None there is nothing to ask, and it is not asked again.
+        every_s: seconds between readings.
+    """
+
+    def __init__(self, read: Callable[[], DeviceReading | None], every_s: float = _EVERY_S):
+        self._read, self._every_s = read, every_s
+        self._readings: list[DeviceReading] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="device-probe", daemon=True)
+        self._thread.start()
+
+    def take(self) -> DeviceUsage | None:
+        """What was read since it was last taken; None where nothing was."""
+        with self._lock:
+            readings, self._readings = self._readings, []
+        if not readings:
+            return None
+        busy = [r.utilization for r in readings if r.utilization is not None]
+        heat = [r.temperature_c for r in readings if r.temperature_c is not None]
+        power = [r.power_w for r in readings if r.power_w is not None]
+        return DeviceUsage(
+            statistics.fmean(busy) if busy else None,
+            max(heat, default=None),
+            statistics.fmean(power) if power else None,
+        )
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (reading := self._read()) is not None:
+            with self._lock:
+                self._readings.append(reading)
+            if self._stop.wait(self._every_s):
+                return

@@ -7,8 +7,8 @@ import resource
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ class FlopCounter:
         return self.attention(num_tokens * seq_len)
 
 
-class StepClock:
+class SpanTimer:
     """Times a span of each step: on CUDA by events, for which the host waits nowhere, else by the wall clock.
 
     ``last_s`` is the length of the last span that is settled, NaN before the first.
@@ -106,7 +106,7 @@ class StepClock:
         return event
 
 
-def describe_skew(seconds: Sequence[float]) -> dict[str, Any]:
+def measure_skew(seconds: Sequence[float]) -> dict[str, Any]:
     """How evenly the ranks work, from the seconds each took: the slowest one's over the median, and which it is.
 
     Of an even number of ranks the median is the lower of the two in the middle, so that of two ranks the slower is held
@@ -133,7 +133,7 @@ def active_memory_gib(device: torch.device) -> float:
     return pages * resource.getpagesize() / GIB
 
 
-class StepTimes:
+class StepTimeStats:
     """How long the last steps took, but for the first ones: compilation and first touches of memory are no measure."""
 
     def __init__(self, num_kept: int = 1000, num_first: int = 3) -> None:
@@ -158,7 +158,7 @@ class StepTimes:
         }
 
 
-class SpikeFinder:
+class SpikeDetector:
     """Finds losses that stand out from those before them.
 
     A spike is over the median of the last 50 by more than 8 times their median absolute deviation (Hampel's rule), and
@@ -177,3 +177,49 @@ class SpikeFinder:
             found = loss - middle > max(8 * spread, 0.1 * abs(middle))
         self._losses.append(loss)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class RankMetrics:
+    """One rank's since it last told them; NaN where it has no such figure."""
+
+    data_s: float = math.nan  # waited for data
+    save_wait_s: float = math.nan  # waited for saves
+    memory_active_gib: float = math.nan  # now
+    memory_reserved_gib: float = math.nan  # now
+    peak_memory_gib: float = math.nan  # since the start
+    num_alloc_retries: float = math.nan  # since the start
+    gpu_utilization: float = math.nan
+    gpu_temperature_c: float = math.nan
+    gpu_power_w: float = math.nan
+
+    def to_row(self) -> list[float]:
+        """The numbers in their order, for a collective."""
+        return list(astuple(self))
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> RankMetrics:
+        """What ``to_row`` gave."""
+        return cls(*row)
+
+
+def aggregate_ranks(figures: Sequence[RankMetrics]) -> dict[str, Any]:
+    """The metrics of all ranks together; without those that no rank has."""
+
+    def over(reduce: Callable[[list[float]], float], name: str) -> float | None:
+        values = [value for one in figures if not math.isnan(value := getattr(one, name))]
+        return reduce(values) if values else None
+
+    found = {
+        "data_time_max_s": over(max, "data_s"),
+        "save_wait_max_s": over(max, "save_wait_s"),
+        "memory_active_gib": over(max, "memory_active_gib"),
+        "memory_reserved_gib": over(max, "memory_reserved_gib"),
+        "peak_memory_max_gib": over(max, "peak_memory_gib"),
+        "alloc_retries": over(sum, "num_alloc_retries"),
+        "gpu_utilization": over(statistics.fmean, "gpu_utilization"),
+        "gpu_utilization_min": over(min, "gpu_utilization"),
+        "gpu_temperature_c": over(max, "gpu_temperature_c"),
+        "gpu_power_w": over(sum, "gpu_power_w"),
+    }
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Sinks that other programs read: Weights & Biases, TensorBoard, Prometheus. Each is to run in a ``Background``."""
+"""Sinks that other programs read: Weights & Biases, TensorBoard, Prometheus. Each is to run in a ``BackgroundSink``."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class ConsoleSink:
             self._progress.stop()
 
 
-class Sinks:
+class SinkGroup:
     """Several sinks as one; with none, as on ranks that do not write, it takes metrics and drops them.
 
     A disk that is full or a terminal that is gone is said once, and does not stop training.
@@ -98,7 +98,7 @@ class Sinks:
         self._sinks = sinks
         self._has_failed: set[int] = set()
 
-    def __enter__(self) -> Sinks:
+    def __enter__(self) -> SinkGroup:
         return self
 
     def __exit__(

@@ -17,7 +17,7 @@ from fctune.data.prepared_set import PreparedSet
 from fctune.distributed import World
 from fctune.errors import ConfigError, DataError
 from fctune.models.torchtune.build import CausalLM
-from fctune.telemetry.sinks import Sinks
+from fctune.telemetry.sinks import SinkGroup
 from fctune.training.meter import Meter
 from fctune.training.prefetch import Feeder
 from fctune.training.step import StepResult, mean_loss, train_step
@@ -89,7 +89,7 @@ def train(
     prepared: PreparedSet,
     num_steps: int,
     world: World,
-    sinks: Sinks,
+    sinks: SinkGroup,
     keeper: StepKeeper | None = None,
     gpu_hours: float = 0.0,
 ) -> None:

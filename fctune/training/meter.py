@@ -20,20 +20,20 @@ from fctune.data.loader import StepTotals
 from fctune.distributed import World
 from fctune.models.lora import is_adapter
 from fctune.models.torchtune.build import CausalLM
-from fctune.telemetry.device import peak_tflops, read_device
+from fctune.telemetry.device import DeviceSampler, peak_tflops, read_device
 from fctune.telemetry.metrics import (
     GIB,
     FlopCounter,
-    SpikeFinder,
-    StepClock,
-    StepTimes,
+    RankMetrics,
+    SpanTimer,
+    SpikeDetector,
+    StepTimeStats,
     active_memory_gib,
-    describe_skew,
+    aggregate_ranks,
+    measure_skew,
     peak_memory_gib,
 )
-from fctune.telemetry.probe import DeviceProbe
 from fctune.telemetry.profiler import StepProfiler
-from fctune.telemetry.ranks import RankFigures, describe_ranks
 from fctune.training.prefetch import StepData
 from fctune.training.step import StepResult
 
@@ -51,11 +51,11 @@ class Meter:
     """
 
     def __init__(self, config: RunConfig, model: CausalLM, world: World, gpu_hours: float = 0.0):
-        self.clock = StepClock(world.device)
+        self.clock = SpanTimer(world.device)
         self._config, self._world = config, world
         self._flops = count_flops(model, config)
         self._peak_tflops = peak_tflops(world.device)
-        self._spikes, self._times = SpikeFinder(), StepTimes()
+        self._spikes, self._times = SpikeDetector(), StepTimeStats()
         self._gpu_hours, self._began = gpu_hours, time.monotonic()
         self._data_s = self._save_wait_s = 0.0  # since ranks last told one another
         self._profiler = StepProfiler(config.profile, Path(config.output_dir), world.rank, world.device)
@@ -66,9 +66,9 @@ class Meter:
                 world.world_size,
                 world.world_size - 1,
             )
-        self._probe: DeviceProbe | None = None
+        self._probe: DeviceSampler | None = None
         if world.device.type == "cuda":
-            self._probe = DeviceProbe(functools.partial(read_device, world.device.index or 0))
+            self._probe = DeviceSampler(functools.partial(read_device, world.device.index or 0))
 
     def __enter__(self) -> Meter:
         return self
@@ -145,25 +145,25 @@ class Meter:
             described["mfu"] = described["tflops_per_device"] / self._peak_tflops
         if all(map(math.isfinite, result.compute_s)):  # of the step before, so not in the first
             described["compute_time_s"] = sum(result.compute_s) / self._world.world_size
-            described |= describe_skew(result.compute_s)
+            described |= measure_skew(result.compute_s)
         return described
 
     def _describe_stretch(self) -> dict[str, Any]:
         """What is told every ``log_every_n_steps``: one small collective, and sums over the run."""
         row = torch.tensor(self._figures().to_row(), dtype=torch.float64)
-        figures = [RankFigures.from_row(row) for row in distributed.gather_rows(row).tolist()]
+        figures = [RankMetrics.from_row(row) for row in distributed.gather_rows(row).tolist()]
         self._data_s = self._save_wait_s = 0.0
         hours = self._gpu_hours + (time.monotonic() - self._began) / 3600 * self._world.world_size
-        described = {**describe_ranks(figures), **self._times.describe(), "gpu_hours": hours}
+        described = {**aggregate_ranks(figures), **self._times.describe(), "gpu_hours": hours}
         if self._config.price_per_gpu_hour is not None:
             described["cost"] = hours * self._config.price_per_gpu_hour
         return described
 
-    def _figures(self) -> RankFigures:
+    def _figures(self) -> RankMetrics:
         device, nan = self._world.device, math.nan
         use = None if self._probe is None else self._probe.take()
         stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
-        return RankFigures(
+        return RankMetrics(
             data_s=self._data_s,
             save_wait_s=self._save_wait_s,
             memory_active_gib=active_memory_gib(device),

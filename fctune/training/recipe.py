@@ -15,7 +15,7 @@ from fctune.data.prepared_set import PreparedSet
 from fctune.distributed import World
 from fctune.models.hub import resolve_model_dir
 from fctune.models.torchtune.build import CausalLM
-from fctune.telemetry.sinks import Sinks
+from fctune.telemetry.sinks import SinkGroup
 from fctune.training.keeper import Keeper
 from fctune.training.loop import TrainState, count_steps, train
 from fctune.training.out_of_memory import MemorySnapshot, suggest_less_memory
@@ -30,7 +30,7 @@ class FineTuning(ABC):
     model: CausalLM
     prepared: PreparedSet
     num_steps: int
-    sinks: Sinks
+    sinks: SinkGroup
 
     def __init__(self, config: RunConfig, world: World, run: Run):
         self.config, self.world, self.run = config, world, run

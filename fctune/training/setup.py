@@ -24,11 +24,11 @@ from fctune.models.torchtune.weights import load_base_
 from fctune.parallel.activations import checkpoint_blocks_, compile_blocks_, round_products_
 from fctune.parallel.sharding import Hardware, Layout, check_layout, check_memory, choose_layout, shard_
 from fctune.planner.memory import MemoryModel
-from fctune.telemetry.background import Background
-from fctune.telemetry.device import capability_of, describe_device, total_memory
+from fctune.telemetry.alert_monitor import AlertMonitor
+from fctune.telemetry.background import BackgroundSink
+from fctune.telemetry.device import compute_capability, describe_device, total_memory
 from fctune.telemetry.services import PrometheusSink, TensorBoardSink, WandbSink
-from fctune.telemetry.sinks import ConsoleSink, JsonlSink, Sinks
-from fctune.telemetry.watchman import Watchman
+from fctune.telemetry.sinks import ConsoleSink, JsonlSink, SinkGroup
 from fctune.training.loop import TrainState
 from fctune.training.run_directory import RunDirectory
 from fctune.training.schedule import build_scheduler
@@ -57,7 +57,7 @@ def prepare_data(config: RunConfig, model_dir: Path, world: World) -> PreparedSe
 
 def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:
     """The model's shape, on the meta device, in the formats of the run, with the attention its device is fastest at."""
-    device, capability = world.device, capability_of(world.device)
+    device, capability = world.device, compute_capability(world.device)
     formats = choose_formats(config.precision, config.adapter is not None, device.type)
 
     def build() -> CausalLM:
@@ -144,12 +144,14 @@ def start_state(model: CausalLM, config: RunConfig, num_steps: int) -> TrainStat
     return TrainState(model, optimizer, build_scheduler(optimizer, config.lr_scheduler, num_steps))
 
 
-def open_sinks(config: RunConfig, run: RunDirectory, num_steps: int, world: World, hosts: Sequence[str] = ()) -> Sinks:
+def open_sinks(
+    config: RunConfig, run: RunDirectory, num_steps: int, world: World, hosts: Sequence[str] = ()
+) -> SinkGroup:
     """Where metrics and alerts go; nowhere on ranks that do not write. ``hosts`` are the ranks' machines, in order."""
     if not world.is_main:
-        return Sinks()
-    services: list[Background] = []
-    open_service = functools.partial(Background, rest_s=1.0)
+        return SinkGroup()
+    services: list[BackgroundSink] = []
+    open_service = functools.partial(BackgroundSink, rest_s=1.0)
     telemetry = config.telemetry or TelemetryConfig()
     wandb, prometheus = telemetry.wandb, telemetry.prometheus
     if wandb is not None and wandb.mode != "disabled":
@@ -158,6 +160,6 @@ def open_sinks(config: RunConfig, run: RunDirectory, num_steps: int, world: Worl
         services.append(open_service("tensorboard", lambda: TensorBoardSink(run.path / "tensorboard")))
     if prometheus.port is not None:
         services.append(open_service("prometheus", lambda: PrometheusSink(prometheus, run.path.name, num_steps)))
-    watchman = Background("alerts", lambda: Watchman(run.path, services, hosts))  # closed before those it tells
+    watchman = BackgroundSink("alerts", lambda: AlertMonitor(run.path, services, hosts))  # closed before those it tells
     console = ConsoleSink(Console(), num_steps, config.log_every_n_steps)
-    return Sinks(JsonlSink(run.metrics), console, watchman, *services)
+    return SinkGroup(JsonlSink(run.metrics), console, watchman, *services)

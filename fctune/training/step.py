@@ -16,7 +16,7 @@ from fctune.data.loader import Batch
 from fctune.distributed import World
 from fctune.models.torchtune.build import CausalLM
 from fctune.parallel.sharding import defer_reduce, release_gathered
-from fctune.telemetry.metrics import StepClock
+from fctune.telemetry.metrics import SpanTimer
 from fctune.training.prefetch import StepData, make_inputs
 
 
@@ -44,7 +44,7 @@ def train_step(
     world: World,
     *,
     clip_grad_norm: float | None,
-    clock: StepClock | None = None,
+    clock: SpanTimer | None = None,
     before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Accumulate over this rank's micro-batches, reduce over ranks, clip, update.
@@ -56,7 +56,7 @@ def train_step(
 
     The host waits for the device once, for the numbers that are logged and that decide whether the update is applied.
     """
-    totals, clock = data.totals, clock or StepClock(world.device)
+    totals, clock = data.totals, clock or SpanTimer(world.device)
     optimizer.zero_grad(set_to_none=True)
     clock.start()
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)

@@ -14,8 +14,8 @@ from fctune.errors import DataError
 from fctune.runs.metrics_file import MetricsFile
 from fctune.runs.record import read_run
 from fctune.runs.time_use import account_time
+from fctune.telemetry.alert_monitor import AlertMonitor
 from fctune.telemetry.alerts import Alert
-from fctune.telemetry.watchman import Watchman
 from fctune.training.run_directory import RunDirectory
 from tests.report.run_samples import change_run, make_config, make_run, make_steps, tear, write_steps
 
@@ -199,7 +199,7 @@ def test_checkpoints_are_those_of_the_store(tmp_path: Path) -> None:
 
 def test_alerts_are_read_as_they_are_written(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 10)
-    watchman = Watchman(directory.path)
+    watchman = AlertMonitor(directory.path)
     watchman.alert(Alert("disk", 7, 0.01, 0.05, "nearly full"))
     with open(directory.path / "alerts.jsonl", "a") as file:
         file.write('{"name": "torn", "st')

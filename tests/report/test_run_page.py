@@ -25,8 +25,8 @@ from fctune.report.run_page import write_run_html
 from fctune.runs.record import read_run
 from fctune.runs.results import find_accuracies
 from fctune.runs.success import judge_run
+from fctune.telemetry.alert_monitor import AlertMonitor
 from fctune.telemetry.alerts import Alert
-from fctune.telemetry.watchman import Watchman
 from fctune.training.run_directory import RunDirectory
 from tests.conftest import ROOT
 from tests.report.browser import BINARY, needs_chromium, open_page, take_screenshot
@@ -72,7 +72,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, smoke: Suite) -> Path:
     directory.finish(0, "completed", 900)
     (path / "checkpoints" / "checkpoint-480").mkdir(parents=True)
     (path / "checkpoints" / "checkpoint-480" / "_SUCCESS").write_text("x")
-    Watchman(path).alert(Alert("data_wait", 333, 0.2, 0.1, f"waiting {HOSTILE}"))
+    AlertMonitor(path).alert(Alert("data_wait", 333, 0.2, 0.1, f"waiting {HOSTILE}"))
     wrong = ["<tool_call>{", "No.", *right(smoke)[2:]]
     mostly = [text.replace("Ana", HOSTILE.replace('"', "'")) for text in right(smoke)]
     write_results(path / "eval" / "tuned.jsonl", smoke, mostly, str(path / "export" / "merged"))

@@ -11,8 +11,8 @@ from rich.console import Console
 from fctune.report.run_terminal import draw_sparkline, render_run
 from fctune.runs.record import RunRecord, read_run
 from fctune.runs.success import judge_run
+from fctune.telemetry.alert_monitor import AlertMonitor
 from fctune.telemetry.alerts import Alert
-from fctune.telemetry.watchman import Watchman
 from tests.report.run_samples import change_run, make_run, make_steps, tear, write_steps
 
 
@@ -96,7 +96,7 @@ def test_a_run_that_goes_on_says_what_is_left_and_one_that_is_silent_that_it_may
 def test_alerts_torn_lines_and_verdicts_are_shown(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 50)
     tear(directory)
-    watchman = Watchman(directory.path)
+    watchman = AlertMonitor(directory.path)
     for step in range(1, 8):
         watchman.alert(Alert("disk", step, 0.01, 0.05, f"[red]message {step}"))
     record = read_run(tmp_path / "run")

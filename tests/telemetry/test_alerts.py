@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from fctune.telemetry.alerts import WINDOW, Alert, AlertRules
-from fctune.telemetry.metrics import SpikeFinder
+from fctune.telemetry.metrics import SpikeDetector
 
 
 def healthy(num_steps: int, seed: int = 0) -> list[dict[str, Any]]:
     """Noisy steps: 10 % of speed, ranks that differ, a first step that compiles, a slow step now and then."""
-    rng, spikes = random.Random(seed), SpikeFinder()
+    rng, spikes = random.Random(seed), SpikeDetector()
     steps = []
     for step in range(1, num_steps + 1):
         seconds = rng.gauss(1.0, 0.1) + (40 if step == 1 else 0) + (8 if rng.random() < 0.02 else 0)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from fctune.telemetry.alerts import Alert
-from fctune.telemetry.background import Background
-from fctune.telemetry.sinks import JsonlSink, Sinks
+from fctune.telemetry.background import BackgroundSink
+from fctune.telemetry.sinks import JsonlSink, SinkGroup
 
 ALERT = Alert("disk", 3, 0.01, 0.05, "full")
 
@@ -46,7 +46,7 @@ def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
 
 def test_steps_and_alerts_arrive_in_order_before_it_is_closed() -> None:
     recorder = Recorder()
-    with Sinks(sink := Background("one", lambda: recorder)) as sinks:
+    with SinkGroup(sink := BackgroundSink("one", lambda: recorder)) as sinks:
         for step in range(1, 501):
             sinks.write({"step": step})
         sink.alert(ALERT)
@@ -56,7 +56,7 @@ def test_steps_and_alerts_arrive_in_order_before_it_is_closed() -> None:
 
 def test_a_sink_that_fails_is_said_once_and_the_others_go_on(warnings: pytest.LogCaptureFixture) -> None:
     bad, good = Recorder(fails_at=2), Recorder()
-    with Sinks(Background("bad", lambda: bad), Background("good", lambda: good)) as sinks:
+    with SinkGroup(BackgroundSink("bad", lambda: bad), BackgroundSink("good", lambda: good)) as sinks:
         for step in range(1, 51):
             sinks.write({"step": step})
     assert [record.message for record in warnings.records] == [
@@ -73,7 +73,7 @@ def test_a_sink_that_cannot_be_opened_says_what_to_install(warnings: pytest.LogC
 
         return Recorder(no_such_package)
 
-    with Sinks(Background("service", open_sink)) as sinks:
+    with SinkGroup(BackgroundSink("service", open_sink)) as sinks:
         sinks.write({"step": 1})
     (record,) = warnings.records
     assert "no_such_package is not installed (pip install 'fctune[telemetry]')" in record.message
@@ -81,7 +81,7 @@ def test_a_sink_that_cannot_be_opened_says_what_to_install(warnings: pytest.LogC
 
 def test_a_sink_that_hangs_holds_neither_a_step_nor_the_end(warnings: pytest.LogCaptureFixture) -> None:
     never, started = threading.Event(), time.perf_counter()
-    with Sinks(Background("stuck", lambda: Recorder(release=never), capacity=5, close_s=0.2)) as sinks:
+    with SinkGroup(BackgroundSink("stuck", lambda: Recorder(release=never), capacity=5, close_s=0.2)) as sinks:
         for step in range(1, 1001):
             sinks.write({"step": step})
     assert time.perf_counter() - started < 5
@@ -92,7 +92,7 @@ def test_a_sink_that_hangs_holds_neither_a_step_nor_the_end(warnings: pytest.Log
 def test_a_sink_that_is_too_slow_leaves_steps_out_and_says_how_many(warnings: pytest.LogCaptureFixture) -> None:
     release = threading.Event()
     recorder = Recorder(release=release)
-    with Sinks(Background("slow", lambda: recorder, capacity=5)) as sinks:
+    with SinkGroup(BackgroundSink("slow", lambda: recorder, capacity=5)) as sinks:
         for step in range(1, 101):
             sinks.write({"step": step})
         release.set()
@@ -103,7 +103,7 @@ def test_a_sink_that_is_too_slow_leaves_steps_out_and_says_how_many(warnings: py
 
 def test_what_comes_while_a_sink_rests_is_written_together_and_the_end_does_not_wait_for_it() -> None:
     recorder, started = Recorder(), time.perf_counter()
-    with Sinks(Background("rests", lambda: recorder, rest_s=60)) as sinks:
+    with SinkGroup(BackgroundSink("rests", lambda: recorder, rest_s=60)) as sinks:
         for step in range(1, 4):
             sinks.write({"step": step})
         time.sleep(0.1)
@@ -116,7 +116,7 @@ def test_a_full_disk_is_said_once_and_does_not_stop_training(warnings: pytest.Lo
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     recorder = Recorder()
-    with Sinks(JsonlSink(Path("/dev/full")), recorder) as sinks:
+    with SinkGroup(JsonlSink(Path("/dev/full")), recorder) as sinks:
         for step in range(1, 4):
             sinks.write({"step": step})
     assert recorder.taken == [1, 2, 3]
@@ -125,5 +125,5 @@ def test_a_full_disk_is_said_once_and_does_not_stop_training(warnings: pytest.Lo
 
 
 def test_what_a_sink_of_ours_gets_wrong_is_not_hidden(tmp_path: Path) -> None:
-    with Sinks(JsonlSink(tmp_path / "metrics.jsonl")) as sinks, pytest.raises(TypeError):
+    with SinkGroup(JsonlSink(tmp_path / "metrics.jsonl")) as sinks, pytest.raises(TypeError):
         sinks.write({"step": 1, "loss": object()})

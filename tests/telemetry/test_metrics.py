@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fctune.telemetry.device import capability_of, describe_device, read_device, total_memory
-from fctune.telemetry.metrics import FlopCounter, StepClock, StepTimes, describe_skew, peak_memory_gib
+from fctune.telemetry.device import compute_capability, describe_device, read_device, total_memory
+from fctune.telemetry.metrics import FlopCounter, SpanTimer, StepTimeStats, measure_skew, peak_memory_gib
 
 LLAMA_8B = {"num_parameters": 8_030_261_248, "num_layers": 32, "attention_dim": 4096}
 
@@ -39,14 +39,14 @@ def test_attention_is_counted_within_conversations() -> None:
 
 
 def test_the_slowest_rank_is_named() -> None:
-    assert describe_skew([1.0, 1.0, 1.5, 1.0]) == {"compute_skew": 1.5, "slowest_rank": 2}
-    assert describe_skew([2.0]) == {"compute_skew": 1.0, "slowest_rank": 0}
-    assert describe_skew([1.0, 1.3]) == {"compute_skew": 1.3, "slowest_rank": 1}  # over the other, not over both's mean
-    assert describe_skew([4.0, 1.0, 3.0, 2.0]) == {"compute_skew": 2.0, "slowest_rank": 0}
+    assert measure_skew([1.0, 1.0, 1.5, 1.0]) == {"compute_skew": 1.5, "slowest_rank": 2}
+    assert measure_skew([2.0]) == {"compute_skew": 1.0, "slowest_rank": 0}
+    assert measure_skew([1.0, 1.3]) == {"compute_skew": 1.3, "slowest_rank": 1}  # over the other, not over both's mean
+    assert measure_skew([4.0, 1.0, 3.0, 2.0]) == {"compute_skew": 2.0, "slowest_rank": 0}
 
 
 def test_a_clock_gives_the_span_that_was_settled() -> None:
-    clock = StepClock(torch.device("cpu"))
+    clock = SpanTimer(torch.device("cpu"))
     assert clock.last_s != clock.last_s  # NaN: nothing measured
     clock.start()
     time.sleep(0.02)
@@ -64,7 +64,7 @@ def test_memory_of_this_process_is_its_peak() -> None:
 
 def test_a_machine_without_a_gpu_says_so() -> None:
     device = torch.device("cpu")
-    assert capability_of(device) is None
+    assert compute_capability(device) is None
     assert describe_device(device).startswith("cpu, ")
     assert total_memory(device, 2) == total_memory(device, 1) // 2 > 0
     if not torch.cuda.is_available():
@@ -126,7 +126,7 @@ def test_the_products_that_a_device_computes_are_those_that_torch_counts(
 
 
 def test_percentiles_of_the_last_steps_leave_the_first_ones_out() -> None:
-    times = StepTimes(num_kept=200, num_first=2)
+    times = StepTimeStats(num_kept=200, num_first=2)
     times.add(60.0)
     times.add(30.0)
     assert times.describe() == {}

@@ -15,7 +15,7 @@ from fctune.config.loading import parse_config
 from fctune.distributed import World
 from fctune.evaluation.live import _RATES
 from fctune.telemetry.names import METRICS, find_metric
-from fctune.telemetry.sinks import Sinks
+from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import count_steps, train
 from fctune.training.setup import build_base, lay_out_, place_, prepare_data, start_state
 from tests.conftest import ROOT
@@ -85,7 +85,7 @@ def run_steps(world: World, model: Path, folder: Path) -> list[dict[str, Any]]:
     prepared = prepare_data(config, model, world)
     place_(shaped, config, model, world)
     num_steps = count_steps(config, prepared, world)
-    train(config, start_state(shaped, config, num_steps), prepared, num_steps, world, Sinks(Recorder()))
+    train(config, start_state(shaped, config, num_steps), prepared, num_steps, world, SinkGroup(Recorder()))
     return written
 
 

@@ -18,7 +18,7 @@ from fctune.config.schema import ProfileConfig, RunConfig
 from fctune.data.prepared_set import open_prepared, prepare
 from fctune.distributed import World
 from fctune.telemetry.profiler import StepProfiler
-from fctune.telemetry.sinks import Sinks
+from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import train
 from fctune.training.setup import build_base, place_, start_state
 from tests.ranks import run_ranks
@@ -32,7 +32,7 @@ def run_training(world: World, config: RunConfig, prepared_path: Path) -> list[d
     model = build_base(config, Path(config.model.path), world)
     place_(model, config, Path(config.model.path), world)
     recorder = Recorder()
-    train(config, start_state(model, config, NUM_STEPS), prepared, NUM_STEPS, world, Sinks(recorder))
+    train(config, start_state(model, config, NUM_STEPS), prepared, NUM_STEPS, world, SinkGroup(recorder))
     return recorder.metrics
 
 

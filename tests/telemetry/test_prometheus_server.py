@@ -18,9 +18,9 @@ import pytest
 
 from fctune.config.schema import PrometheusConfig
 from fctune.telemetry.alerts import Alert
-from fctune.telemetry.background import Background
+from fctune.telemetry.background import BackgroundSink
 from fctune.telemetry.services import PrometheusSink
-from fctune.telemetry.sinks import Sinks
+from fctune.telemetry.sinks import SinkGroup
 from tests.conftest import ROOT
 from tests.ranks import find_port
 
@@ -63,12 +63,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (root / "prometheus.yml").write_text(fast, encoding="utf-8")
     targets = [{"targets": [f"127.0.0.1:{target}"], "labels": {"cluster": "here"}}]
     (root / "runs.json").write_text(json.dumps(targets), encoding="utf-8")
-    sink = Background(
+    sink = BackgroundSink(
         "prometheus", lambda: PrometheusSink(PrometheusConfig(port=target, host="127.0.0.1"), "mine", NUM_STEPS)
     )
     assert SERVER is not None
     command = [SERVER, f"--config.file={root / 'prometheus.yml'}", f"--storage.tsdb.path={root / 'data'}"]
-    with open(root / "log", "w", encoding="utf-8") as log, Sinks(sink) as sinks:
+    with open(root / "log", "w", encoding="utf-8") as log, SinkGroup(sink) as sinks:
         process = subprocess.Popen(
             [*command, f"--web.listen-address=127.0.0.1:{port}"], cwd=root, stdout=log, stderr=subprocess.STDOUT
         )

@@ -23,12 +23,12 @@ import torch
 
 from fctune.config.schema import PrometheusConfig, WandbConfig
 from fctune.distributed import World
+from fctune.telemetry.alert_monitor import AlertMonitor
 from fctune.telemetry.alerts import Alert
-from fctune.telemetry.background import Background
+from fctune.telemetry.background import BackgroundSink
 from fctune.telemetry.names import METRICS
 from fctune.telemetry.services import PrometheusSink, TensorBoardSink, WandbSink
-from fctune.telemetry.sinks import Sinks
-from fctune.telemetry.watchman import Watchman
+from fctune.telemetry.sinks import SinkGroup
 from fctune.training.run_directory import RunDirectory
 from fctune.training.setup import open_sinks
 from tests.conftest import ROOT
@@ -104,7 +104,7 @@ def history_of(records: list[Any]) -> list[dict[str, Any]]:
 def test_wandb_holds_every_step_and_alert_under_one_run_after_a_restart(tmp_path: Path) -> None:
     config, handler = WandbConfig(project="calls", mode="offline"), signal.getsignal(signal.SIGTERM)
     for steps in ((1, 2, 3), (4, 5)):
-        with Sinks(sink := Background("wandb", lambda: WandbSink(config, tmp_path, {"seed": 42}))) as sinks:
+        with SinkGroup(sink := BackgroundSink("wandb", lambda: WandbSink(config, tmp_path, {"seed": 42}))) as sinks:
             for step in steps:
                 sinks.write(metrics_of(step))
             sink.alert(ALERT)
@@ -122,7 +122,7 @@ def test_wandb_holds_every_step_and_alert_under_one_run_after_a_restart(tmp_path
 @pytest.mark.usefixtures("no_wandb_account")
 def test_wandb_without_a_key_says_so_and_goes_on_offline(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
     config = WandbConfig(project="calls")
-    with Sinks(Background("wandb", lambda: WandbSink(config, tmp_path, {}))) as sinks:
+    with SinkGroup(BackgroundSink("wandb", lambda: WandbSink(config, tmp_path, {}))) as sinks:
         sinks.write(metrics_of(1))
     (record,) = warnings.records
     assert "No API key configured" in record.message
@@ -137,7 +137,7 @@ def test_wandb_without_a_network_goes_on_offline_and_writes_its_key_nowhere(
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setattr("fctune.telemetry.services._INIT_S", 2.0)
     config, folder = WandbConfig(project="calls"), tmp_path / "run"
-    with Sinks(Background("wandb", lambda: WandbSink(config, folder, {}))) as sinks:
+    with SinkGroup(BackgroundSink("wandb", lambda: WandbSink(config, folder, {}))) as sinks:
         sinks.write(metrics_of(1))
     assert [record.message for record in warnings.records if "going on offline" in record.message]
     assert [row["step"] for row in history_of(list(read_wandb(folder / "wandb")))] == [1]
@@ -151,7 +151,7 @@ def test_wandb_without_a_network_goes_on_offline_and_writes_its_key_nowhere(
 def test_what_was_written_offline_is_what_wandbs_own_sync_reads_and_sends(tmp_path: Path) -> None:
     config, folder = WandbConfig(project="calls", mode="offline"), tmp_path / "run"
     for steps in ((1, 2, 3), (4, 5)):
-        with Sinks(sink := Background("wandb", lambda: WandbSink(config, folder, {"seed": 42}))) as sinks:
+        with SinkGroup(sink := BackgroundSink("wandb", lambda: WandbSink(config, folder, {"seed": 42}))) as sinks:
             for step in steps:
                 sinks.write(metrics_of(step))
             sink.alert(ALERT)
@@ -179,7 +179,7 @@ def test_a_run_that_restarts_online_goes_on_in_the_same_run_of_wandb(
     with WandbServer() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         for steps in ((1, 2, 3, 4), (3, 4, 5)):  # the second life takes two steps again
-            with Sinks(sink := Background("wandb", lambda: WandbSink(config, tmp_path, {"seed": 42}))) as sinks:
+            with SinkGroup(sink := BackgroundSink("wandb", lambda: WandbSink(config, tmp_path, {"seed": 42}))) as sinks:
                 for step in steps:
                     sinks.write(metrics_of(step))
                 sink.alert(ALERT)
@@ -195,14 +195,14 @@ KILLED = """
 import os, signal, sys, time
 from pathlib import Path
 from fctune.config.schema import WandbConfig
-from fctune.telemetry.background import Background
+from fctune.telemetry.background import BackgroundSink
 from fctune.telemetry.services import TensorBoardSink, WandbSink
-from fctune.telemetry.sinks import Sinks
+from fctune.telemetry.sinks import SinkGroup
 
 folder = Path(sys.argv[1])
 config = WandbConfig(project="calls", mode="offline")
-wandb = Background("wandb", lambda: WandbSink(config, folder, {}))
-sinks = Sinks(wandb, Background("tensorboard", lambda: TensorBoardSink(folder / "tensorboard")))
+wandb = BackgroundSink("wandb", lambda: WandbSink(config, folder, {}))
+sinks = SinkGroup(wandb, BackgroundSink("tensorboard", lambda: TensorBoardSink(folder / "tensorboard")))
 for step in range(1, 21):
     sinks.write({"step": step, "loss": 2.0})
 deadline = time.monotonic() + 30
@@ -234,7 +234,7 @@ def test_tensorboard_shows_each_step_once_after_a_restart_from_an_earlier_one(tm
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for steps in ((1, 2, 3, 4), (3, 4, 5)):
-        with Sinks(sink := Background("tensorboard", lambda: TensorBoardSink(tmp_path))) as sinks:
+        with SinkGroup(sink := BackgroundSink("tensorboard", lambda: TensorBoardSink(tmp_path))) as sinks:
             for step in steps:
                 sinks.write(metrics_of(step))
             sink.alert(ALERT)
@@ -298,7 +298,7 @@ def test_a_port_that_is_taken_is_said_once(warnings: pytest.LogCaptureFixture) -
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         config = PrometheusConfig(port=taken.getsockname()[1], host="127.0.0.1")
-        with Sinks(Background("prometheus", lambda: PrometheusSink(config, "mine", 9))) as sinks:
+        with SinkGroup(BackgroundSink("prometheus", lambda: PrometheusSink(config, "mine", 9))) as sinks:
             sinks.write(metrics_of(1))
     (record,) = warnings.records
     assert "prometheus: OSError: [Errno 98]" in record.message
@@ -326,7 +326,7 @@ def test_an_alert_is_a_line_an_entry_of_the_file_and_an_event_of_each_sink(
         def close(self) -> None: ...
 
     listener = Listener()
-    with Sinks(Background("alerts", lambda: Watchman(tmp_path, [listener]))) as sinks:
+    with SinkGroup(BackgroundSink("alerts", lambda: AlertMonitor(tmp_path, [listener]))) as sinks:
         for step in range(1, 31):
             sinks.write(metrics_of(step, is_spike=step == 25))
     assert [(alert.name, alert.step) for alert in listener.alerts if alert.name != "disk"] == [("loss_spike", 25)]

@@ -14,7 +14,7 @@ from fctune.config.schema import RunConfig
 from fctune.data.prepared_set import open_prepared, prepare
 from fctune.distributed import World
 from fctune.models.lora import apply_lora_, init_adapters_
-from fctune.telemetry.sinks import Sinks
+from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import StepKeeper, train
 from fctune.training.setup import build_base, place_, start_state
 from tests.ranks import run_ranks
@@ -55,7 +55,7 @@ def run_steps(world: World, config: RunConfig, path: Path) -> dict[str, Any]:
     place_(model, config, Path(config.model.path), world)
     init_adapters_(model, config.seed)
     recorder, counter = Recorder(), SyncCounter()
-    train(config, start_state(model, config, 4), open_prepared(path), 4, world, Sinks(recorder), counter)
+    train(config, start_state(model, config, 4), open_prepared(path), 4, world, SinkGroup(recorder), counter)
     return {"losses": [m["loss"] for m in recorder.metrics], "waits": counter.counts, "kernel": model.kernel}
 
 

@@ -18,7 +18,7 @@ from fctune.distributed import World
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.models.torchtune.names import to_hf_name
 from fctune.parallel import footprint
-from fctune.telemetry.sinks import Sinks
+from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import count_steps, train
 from fctune.training.setup import build_base, place_, start_state
 from tests.ranks import run_ranks
@@ -97,7 +97,7 @@ def run_training(
     init_adapters_(model, config.seed)
     state = start_state(model, config, count_steps(config, prepared, world))
     recorder = Recorder()
-    train(config, state, prepared, count_steps(config, prepared, world), world, Sinks(recorder))
+    train(config, state, prepared, count_steps(config, prepared, world), world, SinkGroup(recorder))
     weights = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and config.adapter is not None and config.adapter.base != "bf16":

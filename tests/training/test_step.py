@@ -18,7 +18,7 @@ from fctune.data.prepared_set import open_prepared, prepare
 from fctune.distributed import World
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.parallel import footprint
-from fctune.telemetry.sinks import Sinks
+from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import NonFiniteError, StepKeeper, train
 from fctune.training.prefetch import Feeder
 from fctune.training.setup import build_base, place_, start_state
@@ -62,7 +62,7 @@ def count_collectives(world: World, config: RunConfig, path: Path, held_gradient
     place_(model, config, Path(config.model.path), world)
     init_adapters_(model, config.seed)
     keeper = CountingKeeper()
-    train(config, start_state(model, config, 1), open_prepared(path), 1, world, Sinks(), keeper)
+    train(config, start_state(model, config, 1), open_prepared(path), 1, world, SinkGroup(), keeper)
     return {
         "calls": keeper.steps[0].calls,
         "numbers": keeper.steps[0].numbers,
@@ -119,7 +119,7 @@ def train_until_not_finite(world: World, config: RunConfig, path: Path) -> bool:
             seen.append([p.detach().clone() for p in trained])
 
     with pytest.raises(NonFiniteError):
-        train(config, state, open_prepared(path), 8, world, Sinks(), Snapshots())
+        train(config, state, open_prepared(path), 8, world, SinkGroup(), Snapshots())
     moments = [value for s in state.optimizer.state.values() for value in s.values() if value.dim()]
     return (
         1 < len(seen) == state.step < 8

@@ -19,7 +19,7 @@ from fctune.distributed import World
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.models.torchtune.names import to_peft_name
 from fctune.models.torchtune.weights import load_base_
-from fctune.telemetry.sinks import Sinks
+from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import StepKeeper, train
 from fctune.training.prefetch import make_inputs
 from fctune.training.setup import build_base, place_, start_state
@@ -60,7 +60,15 @@ def train_ours(world: World, config: RunConfig, path: Path) -> tuple[list[float]
     place_(model, config, Path(config.model.path), world)
     init_adapters_(model, config.seed)
     recorder, keeper = Recorder(), FirstWeights(model)
-    train(config, start_state(model, config, NUM_STEPS), open_prepared(path), NUM_STEPS, world, Sinks(recorder), keeper)
+    train(
+        config,
+        start_state(model, config, NUM_STEPS),
+        open_prepared(path),
+        NUM_STEPS,
+        world,
+        SinkGroup(recorder),
+        keeper,
+    )
     metrics = recorder.metrics
     return [m["loss"] for m in metrics], [m["grad_norm"] for m in metrics], keeper.weights
 

@@ -15,8 +15,8 @@ from fctune.config.schema import RunConfig
 from fctune.data.prepared_set import open_prepared, prepare
 from fctune.distributed import World
 from fctune.models.lora import apply_lora_, init_adapters_
-from fctune.telemetry.ranks import RankFigures, describe_ranks
-from fctune.telemetry.sinks import Sinks
+from fctune.telemetry.metrics import RankMetrics, aggregate_ranks
+from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import train
 from fctune.training.prefetch import Feeder, StepData
 from fctune.training.setup import build_base, place_, start_state
@@ -27,10 +27,10 @@ NUM_STEPS = 7
 
 
 def test_each_figure_is_of_the_rank_that_matters_or_of_all() -> None:
-    found = describe_ranks(
+    found = aggregate_ranks(
         [
-            RankFigures(0.1, 0.0, 4.0, 6.0, 5.0, 1.0, 0.9, 61.0, 400.0),
-            RankFigures(0.4, 0.2, 3.0, 7.0, 8.0, 2.0, 0.7, 66.0, 300.0),
+            RankMetrics(0.1, 0.0, 4.0, 6.0, 5.0, 1.0, 0.9, 61.0, 400.0),
+            RankMetrics(0.4, 0.2, 3.0, 7.0, 8.0, 2.0, 0.7, 66.0, 300.0),
         ]
     )
     assert found == {
@@ -48,11 +48,11 @@ def test_each_figure_is_of_the_rank_that_matters_or_of_all() -> None:
 
 
 def test_what_no_rank_has_is_left_out_and_what_one_has_is_told() -> None:
-    found = describe_ranks([RankFigures(data_s=0.1), RankFigures(data_s=0.2, gpu_temperature_c=50.0)])
+    found = aggregate_ranks([RankMetrics(data_s=0.1), RankMetrics(data_s=0.2, gpu_temperature_c=50.0)])
     assert found == {"data_time_max_s": 0.2, "gpu_temperature_c": 50.0}
-    row = RankFigures(data_s=0.1).to_row()
-    assert RankFigures.from_row(row).data_s == 0.1
-    assert math.isnan(RankFigures.from_row(row).gpu_power_w)
+    row = RankMetrics(data_s=0.1).to_row()
+    assert RankMetrics.from_row(row).data_s == 0.1
+    assert math.isnan(RankMetrics.from_row(row).gpu_power_w)
 
 
 def train_with_a_slow_disk(world: World, config: RunConfig, prepared_path: Path) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def train_with_a_slow_disk(world: World, config: RunConfig, prepared_path: Path)
     init_adapters_(model, config.seed)
     recorder = Recorder()
     state = start_state(model, config, NUM_STEPS)
-    train(config, state, prepared, NUM_STEPS, world, Sinks(recorder), gpu_hours=100.0)
+    train(config, state, prepared, NUM_STEPS, world, SinkGroup(recorder), gpu_hours=100.0)
     return {"metrics": recorder.metrics, "gathers": gathers}
 
 

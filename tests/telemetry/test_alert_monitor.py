@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fctune.runs.record import read_run
+from fctune.telemetry.alert_monitor import AlertMonitor
 from fctune.telemetry.alerts import Alert
-from fctune.telemetry.watchman import Watchman
 from tests.report.run_samples import make_run
 
 
@@ -26,7 +26,7 @@ def test_alerts_go_on_in_the_log_where_their_file_cannot_be_written(
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    watchman = Watchman(folder)
+    watchman = AlertMonitor(folder)
     shutil.rmtree(folder)
     with caplog.at_level(logging.WARNING, "fctune"):
         for metrics in steps(1, 30, spikes=(20, 25)):
@@ -42,10 +42,10 @@ def test_alerts_go_on_in_the_log_where_their_file_cannot_be_written(
 def test_an_alert_after_one_that_a_kill_cut_in_half_is_read(tmp_path: Path) -> None:
     make_run(tmp_path / "run", 3)
     for step in (1, 2):
-        Watchman(tmp_path / "run").alert(Alert("disk", step, 0.01, 0.05, "nearly full"))
+        AlertMonitor(tmp_path / "run").alert(Alert("disk", step, 0.01, 0.05, "nearly full"))
         with open(tmp_path / "run" / "alerts.jsonl", "a") as file:
             file.write('{"at": "2026-01-01T00:00:00Z", "na')
-    Watchman(tmp_path / "run").alert(Alert("disk", 3, 0.01, 0.05, "nearly full"))
+    AlertMonitor(tmp_path / "run").alert(Alert("disk", 3, 0.01, 0.05, "nearly full"))
     assert [alert["step"] for alert in read_run(tmp_path / "run").alerts] == [1, 2, 3]
 
 
@@ -54,5 +54,5 @@ def test_a_disk_that_does_not_say_its_size_gives_no_alert(caplog: pytest.LogCapt
     assert shutil.disk_usage("/proc").total == 0
     with caplog.at_level(logging.WARNING, "fctune"):
         for metrics in steps(1, 5):
-            Watchman(Path("/proc")).write(metrics)
+            AlertMonitor(Path("/proc")).write(metrics)
     assert not caplog.records

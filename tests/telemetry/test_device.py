@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from fctune.telemetry.device import DeviceReading, peak_tflops_of, read_device
-from fctune.telemetry.probe import DeviceProbe, DeviceUse
+from fctune.telemetry.device import DeviceReading, DeviceSampler, DeviceUsage, lookup_peak_tflops, read_device
 
 READING = DeviceReading("a GPU", 0.5, 1, 2, 300.0, 700.0, 60.0, 1980.0, 0, 0)
 
@@ -28,10 +27,10 @@ def test_a_stretch_is_the_mean_of_its_readings_and_the_hottest_of_them() -> None
             is_done.set()
         return reading
 
-    probe = DeviceProbe(read, every_s=0.001)
+    probe = DeviceSampler(read, every_s=0.001)
     wait_until(is_done)
     use = probe.take()
-    assert use == DeviceUse(pytest.approx(2 / 3), 71.0, pytest.approx(1100 / 3))  # type: ignore[arg-type]
+    assert use == DeviceUsage(pytest.approx(2 / 3), 71.0, pytest.approx(1100 / 3))  # type: ignore[arg-type]
     assert probe.take() is None  # since then nothing was read
     probe.close()
 
@@ -45,9 +44,9 @@ def test_what_a_driver_does_not_say_is_not_made_up() -> None:
         is_done.set()
         return None
 
-    probe = DeviceProbe(read, every_s=0.001)
+    probe = DeviceSampler(read, every_s=0.001)
     wait_until(is_done)
-    assert probe.take() == DeviceUse(None, 60.0, None)
+    assert probe.take() == DeviceUsage(None, 60.0, None)
     probe.close()
 
 
@@ -59,7 +58,7 @@ def test_a_device_that_answers_slowly_holds_nobody() -> None:
         release.wait(10)
         return None
 
-    probe = DeviceProbe(read)
+    probe = DeviceSampler(read)
     wait_until(begun)
     started = time.perf_counter()
     assert probe.take() is None
@@ -89,7 +88,7 @@ def test_a_device_that_answers_slowly_holds_nobody() -> None:
     ],
 )
 def test_a_rate_is_found_by_the_name_that_a_driver_gives(name: str, tflops: float | None) -> None:
-    assert peak_tflops_of(name) == tflops
+    assert lookup_peak_tflops(name) == tflops
 
 
 @pytest.mark.gpu
@@ -97,7 +96,7 @@ def test_a_gpu_at_work_is_busy_warm_and_draws_power() -> None:
     import torch
 
     pytest.importorskip("pynvml")
-    probe = DeviceProbe(lambda: read_device(0), every_s=0.1)
+    probe = DeviceSampler(lambda: read_device(0), every_s=0.1)
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     until = time.monotonic() + 3
     while time.monotonic() < until:

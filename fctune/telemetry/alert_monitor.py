@@ -17,8 +17,8 @@ from fctune.telemetry.sinks import EventSink
 logger = logging.getLogger("fctune")
 
 
-class Watchman:
-    """A sink that turns metrics into alerts. It asks the disk, which may hang: to be run in a ``Background``.
+class AlertMonitor:
+    """A sink that turns metrics into alerts. It asks the disk, which may hang: to be run in a ``BackgroundSink``.
 
     Args:
         folder: the run's directory; ``alerts.jsonl`` is written there, an object an alert.
