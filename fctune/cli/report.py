@@ -39,7 +39,7 @@ def _report(arguments: argparse.Namespace) -> int:
     from fctune.report.run_page import write_run_html
     from fctune.runs.record import read_run
     from fctune.runs.results import find_accuracies, pair_results
-    from fctune.runs.success import is_success, judge_run, tell_table
+    from fctune.runs.success import format_criteria, is_success, judge_run
 
     if (arguments.after or arguments.before) and len(arguments.runs) > 1:
         raise ConfigError("--after, --before: are of one run; of several, results are found by their exports.")
@@ -63,8 +63,8 @@ def _report(arguments: argparse.Namespace) -> int:
     for record, judged in zip(records, verdicts, strict=True):
         for note in record.notes():
             console.print(f"{record.path}: {note}", style="yellow")
-        for line, criterion in zip(tell_table(judged), judged, strict=True):
-            console.print(f"{record.path}: {line}", style=_STYLES.get(criterion.verdict))
+        for line, criterion in zip(format_criteria(judged), judged, strict=True):
+            console.print(f"{record.path}: {line}", style=_STYLES.get(criterion.status))
     num_steps = sum(len(record.metrics.steps) for record in records)
     console.print(f"{arguments.out}: {len(records)} {'run' if len(records) == 1 else 'runs'}, {num_steps:,} steps")
     return 0 if all(is_success(judged, arguments.strict) for judged in verdicts) else 1

@@ -66,7 +66,7 @@ def _is_sparse(row: Column) -> bool:
 
 def find_marks(record: RunRecord) -> list[Mark]:
     """Restarts, checkpoints that are still there, and alerts of a run, at their steps."""
-    restarts = [Mark(part.after_step, "restart") for part in record.parts[1:]]
+    restarts = [Mark(part.after_step, "restart") for part in record.segments[1:]]
     saves = [Mark(step, "checkpoint") for step in sorted({state.step for state in record.checkpoints})]
     alerts = [Mark(step, "alert") for step in sorted({alert["step"] for alert in record.alerts})]
     return [mark for kind in (restarts, saves, alerts) for mark in _spread(kind)]

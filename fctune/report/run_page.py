@@ -8,8 +8,8 @@ from pathlib import Path
 
 from fctune.report.page import Chart, Page, Series, Tone, escape, make_table
 from fctune.report.run_charts import find_marks, make_lines
-from fctune.report.run_sections import add_accuracy, add_data, add_subject, add_success, tell_value
-from fctune.report.run_text import ABSENT, describe_end, differing, tell_number, tell_reason, tell_seconds
+from fctune.report.run_sections import add_accuracy, add_data, add_subject, add_success, format_value
+from fctune.report.run_text import ABSENT, describe_end, exit_reason, find_differences, format_number, format_seconds
 from fctune.runs.figures import (
     FINAL_STEPS,
     Figures,
@@ -98,7 +98,7 @@ def make_run_page(
     if len(records) == 1:
         page = Page(f"Run: {names[0]}", *describe_end(records[0]))
         _add_tiles(page, figures[0], accuracies[0])
-        if len(reason := tell_reason(records[0])) > 1:
+        if len(reason := exit_reason(records[0])) > 1:
             page.add_section("Why it ended", f'<div class="case"><pre>{escape(chr(10).join(reason))}</pre></div>')
     else:
         page = Page(f"{len(records)} runs: {', '.join(names)}")
@@ -120,7 +120,7 @@ def make_run_page(
             add_accuracy(page, accuracy)
         add_data(page, record, suffix)
     if len(records) == 1 and records[0].config:
-        rows = [[key, tell_value(value)] for key, value in flatten(records[0].config).items()]
+        rows = [[key, format_value(value)] for key, value in flatten(records[0].config).items()]
         table = make_table([("Key", False), ("Value", False)], rows)
         page.add_section("Config", f"<details><summary>{len(rows)} keys</summary>{table}</details>")
     return page
@@ -157,19 +157,19 @@ def _tell(figures: Figures) -> dict[str, str]:
         "padding, of all slots": _number(figures.padding_share, ".1%"),
         "tokens/s, median": _number(figures.tokens_per_s, ",.0f"),
         "tokens/s a rank": _number(figures.tokens_per_s_per_rank, ",.0f"),
-        "TFLOP/s a rank of model work, median": tell_number(figures.tflops_per_device),
-        "TFLOP/s a rank computed, median": tell_number(figures.hardware_tflops_per_device),
+        "TFLOP/s a rank of model work, median": format_number(figures.tflops_per_device),
+        "TFLOP/s a rank computed, median": format_number(figures.hardware_tflops_per_device),
         "MFU, median": _number(figures.mfu, ".1%"),
         "GPU utilisation, mean": _number(figures.gpu_utilization, ".1%"),
         "hottest GPU": _number(figures.gpu_temperature_c, ".0f", " degrees C"),
         "power of all GPUs, mean": _number(figures.gpu_power_w, ",.0f", " W"),
-        "step, median": tell_seconds(figures.step_time_p50_s),
-        "step, 99th percentile": tell_seconds(figures.step_time_p99_s),
+        "step, median": format_seconds(figures.step_time_p50_s),
+        "step, 99th percentile": format_seconds(figures.step_time_p99_s),
         "waiting for data, of step time": _number(figures.data_share, ".2%"),
         "memory, most held": _number(figures.peak_memory_gib, ".2f", " GiB"),
-        "time, over restarts": tell_seconds(time.elapsed_s),
+        "time, over restarts": format_seconds(time.elapsed_s),
         "goodput": _number(time.goodput, ".1%"),
-        "GPU-hours": tell_number(time.gpu_hours),
+        "GPU-hours": format_number(time.gpu_hours),
         "cost": _number(figures.cost, ",.2f"),
     }
 
@@ -192,13 +192,13 @@ def _add_comparison(
         rows.append([f"tool calls right, {suite}", *cells])
     columns = [("", False), *((name, False) for name in names)]
     page.add_section("Side by side", f'<div class="side">{make_table(columns, rows)}</div>')
-    differ = differing([record.config for record in records])
+    differ = find_differences([record.config for record in records])
     columns = [("Key", False), *((name, False) for name in names)]
     lacking = {key for key, values in differ.items() if ABSENT in values}
-    changed = [[key, *map(tell_value, differ[key])] for key in differ if key != "output_dir" and key not in lacking]
+    changed = [[key, *map(format_value, differ[key])] for key in differ if key != "output_dir" and key not in lacking]
     parts = [make_table(columns, changed) if changed else "<p>Nothing but output_dir.</p>"]
     if lacking:
-        only = make_table(columns, [[key, *map(tell_value, differ[key])] for key in differ if key in lacking])
+        only = make_table(columns, [[key, *map(format_value, differ[key])] for key in differ if key in lacking])
         parts.append(f"<details><summary>{len(lacking)} keys that not all of them have</summary>{only}</details>")
     page.add_section("What differs in their configs", f'<div class="side">{"".join(parts)}</div>')
 
@@ -225,7 +225,7 @@ def _add_curves(page: Page, names: Sequence[str], records: Sequence[RunRecord]) 
 
 def _add_events(page: Page, record: RunRecord, suffix: str) -> None:
     events: list[tuple[int, str, str]] = []
-    for part in record.parts[1:]:
+    for part in record.segments[1:]:
         ranks = f", {part.world_size} rank{'s' * (part.world_size > 1)}" if part.world_size else ""
         at = f" at {part.at:%Y-%m-%d %H:%M:%SZ}" if part.at else ""
         events.append((part.after_step, "restart", f"from {Path(part.checkpoint or '').name}{ranks}{at}"))
@@ -253,16 +253,16 @@ def _add_time(page: Page, figures: Figures, suffix: str) -> None:
     if not parts:
         return
     whole = time.elapsed_s or sum(parts.values())
-    rows = [[MEANINGS[name], tell_seconds(seconds), f"{seconds / whole:.1%}"] for name, seconds in parts.items()]
+    rows = [[MEANINGS[name], format_seconds(seconds), f"{seconds / whole:.1%}"] for name, seconds in parts.items()]
     table = make_table([("What it went to", False), ("Time", True), ("Share", True)], rows)
     shares = [round(100 * seconds / whole, 2) for seconds in parts.values()]
     chart = Chart("bars", list(parts), [Series("share of the time, %", shares)])
     if time.elapsed_s is None or time.goodput is None:
         lead = "Of the time in steps; when the run began and ended is not on record."
     else:
-        lead = f"{tell_seconds(time.elapsed_s)} from the first start to the end, goodput {time.goodput:.1%}"
+        lead = f"{format_seconds(time.elapsed_s)} from the first start to the end, goodput {time.goodput:.1%}"
         if time.gpu_hours is not None:
-            lead += f", {tell_number(time.gpu_hours)} GPU-hours"
+            lead += f", {format_number(time.gpu_hours)} GPU-hours"
             lead += "" if figures.cost is None else f" at {figures.price:g}: {figures.cost:,.2f}"
         lead += ". A rank counts as a GPU; goodput is the share of the time that computed steps which count."
     page.add_section(f"Time and cost{suffix}", page.make_chart(chart), table, lead=lead)

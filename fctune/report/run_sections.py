@@ -13,10 +13,10 @@ from fctune.report.eval_page import make_case
 from fctune.report.page import Page, Tone, escape, make_table
 from fctune.runs.record import RunRecord
 from fctune.runs.results import Accuracy
-from fctune.runs.success import Criterion, Verdict
+from fctune.runs.success import Criterion, CriterionStatus
 
 _MAX_CASES = 300
-_TONES: dict[Verdict, Tone] = {"PASS": "good", "FAIL": "bad", "not measured": "warn"}
+_TONES: dict[CriterionStatus, Tone] = {"PASS": "good", "FAIL": "bad", "not measured": "warn"}
 
 DATA_REPORT = "data_report.json"  # of ``fctune data check --json``, where someone put it into the run's directory
 _REPORTED = ("rows", "conversations", "calls", "tools", "defects", "warnings", "duplicates", "near_duplicates")
@@ -44,7 +44,7 @@ def add_subject(page: Page, record: RunRecord, suffix: str = "") -> None:
         ["data", ", ".join(sources)],
         ["tokens a row", data.get("seq_len")],
         ["rows a step", config.get("global_batch_size")],
-        ["optimizer", tell_value(config.get("optimizer")) if config else None],
+        ["optimizer", format_value(config.get("optimizer")) if config else None],
         ["command", _command(record)],
         ["ranks", run.get("world_size")],
         ["device", run.get("device")],
@@ -76,7 +76,7 @@ def add_data(page: Page, record: RunRecord, suffix: str = "") -> None:
     page.add_section(f"Data{suffix}", _make_facts(rows))
 
 
-def tell_value(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value of a config to its last digit, as JSON where it is no text."""
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -120,12 +120,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 def add_success(page: Page, judged: Sequence[Criterion], suffix: str = "", is_over: bool = True) -> None:
     """Adds the table of verdicts; of a run that is not over, they are on what it is so far."""
     body = "".join(
-        f'<tr><td class="{_TONES[one.verdict]}" style="white-space:nowrap">{one.verdict}</td>'
+        f'<tr><td class="{_TONES[one.status]}" style="white-space:nowrap">{one.status}</td>'
         f'<td style="min-width:6em">{escape(one.name)}</td><td style="white-space:nowrap">{escape(one.wanted)}</td>'
         f'<td style="min-width:5em">{escape(one.shown)}</td></tr>'
         for one in judged
     )
-    head = "<th>Verdict</th><th>What</th><th>Wanted</th><th>Found</th>"
+    head = "<th>CriterionStatus</th><th>What</th><th>Wanted</th><th>Found</th>"
     table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     lead = "" if is_over else "Where it stands: the run has not said that it ended."
     page.add_section(f"What it had to reach{suffix}", table, lead=lead)

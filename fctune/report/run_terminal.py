@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fctune.report.run_text import describe_end, tell_number, tell_reason, tell_seconds
+from fctune.report.run_text import describe_end, exit_reason, format_number, format_seconds
 from fctune.runs.figures import (
     FINAL_STEPS,
     Figures,
@@ -24,7 +24,7 @@ from fctune.runs.figures import (
 )
 from fctune.runs.metrics_file import Column
 from fctune.runs.record import RunRecord
-from fctune.runs.success import Criterion, tell_table
+from fctune.runs.success import Criterion, format_criteria
 
 RECENT = 100  # steps that "now" is over
 _WIDTH = 44  # of a curve and of the bar, so that with what stands beside them a line is 80 at most
@@ -44,7 +44,7 @@ def render_run(record: RunRecord, judged: Sequence[Criterion] = (), now: datetim
     """
     text, tone = describe_end(record)
     parts: list[RenderableType] = [Text.assemble((record.name, "bold"), "  ", (text, _STYLES[tone]))]
-    parts += [Text(line, _STYLES[tone]) for line in tell_reason(record)[1:]]
+    parts += [Text(line, _STYLES[tone]) for line in exit_reason(record)[1:]]
     parts += _render_progress(record, now or datetime.now(UTC))
     if record.metrics.steps:
         parts += [Text(), _render_curves(record), Text(), _render_figures(record)]
@@ -53,8 +53,8 @@ def render_run(record: RunRecord, judged: Sequence[Criterion] = (), now: datetim
     if len(record.alerts) > _NUM_ALERTS:
         parts.append(Text(f"and {len(record.alerts) - _NUM_ALERTS:,} alerts before", "dim"))
     parts += [Text(note, "yellow") for note in record.notes()]
-    lines = zip(tell_table(judged), judged, strict=True)
-    parts += [Text(line, _STYLES.get(one.verdict, "dim")) for line, one in lines]
+    lines = zip(format_criteria(judged), judged, strict=True)
+    parts += [Text(line, _STYLES.get(one.status, "dim")) for line, one in lines]
     return Group(*parts)
 
 
@@ -82,14 +82,14 @@ def _render_progress(record: RunRecord, now: datetime) -> list[RenderableType]:
     typical = median(metrics, "step_time_s", RECENT)
     if total:
         grid = Table.grid(padding=(0, 1))
-        left = "" if typical is None or record.exit is not None else f"{tell_seconds(typical * (total - step))} left"
+        left = "" if typical is None or record.exit is not None else f"{format_seconds(typical * (total - step))} left"
         grid.add_row(ProgressBar(total, step, width=_WIDTH), f"{step:,}/{total:,}", f"{step / total:.0%}", left)
         parts.append(grid)
     written = record.ended_at
     if record.exit is None and written is not None:
         silent_s = max(0.0, (now - written).total_seconds())
         is_long = silent_s > max(_SILENT_S, 20 * (typical or 0.0))
-        line = f"last written {tell_seconds(silent_s)} ago" + ("; the run may be gone" if is_long else "")
+        line = f"last written {format_seconds(silent_s)} ago" + ("; the run may be gone" if is_long else "")
         parts.append(Text(line, "yellow" if is_long else "dim"))
     return parts
 
@@ -102,7 +102,9 @@ def _render_curves(record: RunRecord) -> Table:
         if len(values) > 1:
             scaled: Column = [math.log(v) for v in values] if name == "loss" and min(values) > 0 else [*values]
             grid.add_row(
-                title, Text(draw_sparkline(scaled), "cyan"), f"{tell_number(min(values))} to {tell_number(max(values))}"
+                title,
+                Text(draw_sparkline(scaled), "cyan"),
+                f"{format_number(min(values))} to {format_number(max(values))}",
             )
     return grid
 
@@ -127,7 +129,7 @@ def _render_figures(record: RunRecord) -> Table:
         ("model FLOPs utilisation", _form(median(metrics, "mfu", RECENT), ".1%")),
         ("waiting for saves", _form(_share_of(record, "save_wait_s"), ".2%")),
         ("slowest rank", _slowest(record)),
-        ("restarts", f"{len(record.parts) - 1:,}" if len(record.parts) > 1 else None),
+        ("restarts", f"{len(record.segments) - 1:,}" if len(record.segments) > 1 else None),
         ("checkpoints", ", ".join(state.name for state in record.checkpoints[-3:]) or None),
         ("time, goodput", _time(figures.time.elapsed_s, figures.time.goodput)),
         ("GPU-hours", _spent(figures)),
@@ -158,7 +160,7 @@ def _device(record: RunRecord) -> str | None:
 def _spent(figures: Figures) -> str | None:
     if figures.time.gpu_hours is None:
         return None
-    return tell_number(figures.time.gpu_hours) + ("" if figures.cost is None else f", cost {figures.cost:,.2f}")
+    return format_number(figures.time.gpu_hours) + ("" if figures.cost is None else f", cost {figures.cost:,.2f}")
 
 
 def _slowest(record: RunRecord) -> str | None:
@@ -175,7 +177,7 @@ def _slowest(record: RunRecord) -> str | None:
 
 def _step_times(record: RunRecord) -> str | None:
     middle, slow = (quantile(record.metrics, "step_time_s", share, RECENT) for share in (0.5, 0.99))
-    return None if middle is None or slow is None else f"{tell_seconds(middle)} / {tell_seconds(slow)}"
+    return None if middle is None or slow is None else f"{format_seconds(middle)} / {format_seconds(slow)}"
 
 
 def _share_of(record: RunRecord, name: str) -> float | None:
@@ -185,7 +187,7 @@ def _share_of(record: RunRecord, name: str) -> float | None:
 
 
 def _time(elapsed_s: float | None, goodput: float | None) -> str | None:
-    return None if elapsed_s is None or goodput is None else f"{tell_seconds(elapsed_s)}, {goodput:.1%}"
+    return None if elapsed_s is None or goodput is None else f"{format_seconds(elapsed_s)}, {goodput:.1%}"
 
 
 def _form(value: float | None, form: str, unit: str = "") -> str | None:

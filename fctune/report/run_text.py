@@ -17,7 +17,7 @@ def describe_end(record: RunRecord) -> tuple[str, Tone]:
     of = f" of {record.num_steps:,}" if record.num_steps else ""
     if record.exit is None:
         return f"At step {step:,}{of}: running, or killed without a word.", "warn"
-    code, reason = record.exit.get("code"), next(iter(tell_reason(record)), "")
+    code, reason = record.exit.get("code"), next(iter(exit_reason(record)), "")
     if code == 0:
         return f"Completed after step {step:,}{of}.", "good"
     if code == 75:
@@ -25,13 +25,13 @@ def describe_end(record: RunRecord) -> tuple[str, Tone]:
     return f"Ended with code {code} after step {step:,}{of}: {reason}", "bad"
 
 
-def tell_reason(record: RunRecord) -> list[str]:
+def exit_reason(record: RunRecord) -> list[str]:
     """The lines of why it ended, as ``exit.json`` has them."""
     lines = str((record.exit or {}).get("reason", "")).splitlines()
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def differing(configs: list[dict[str, Any]]) -> dict[str, list[Any]]:
+def find_differences(configs: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """The keys in which configs differ, with each one's value; ``ABSENT`` where it has no such key."""
     flat = [flatten(config) for config in configs]
     keys = sorted(set().union(*flat))
@@ -39,12 +39,12 @@ def differing(configs: list[dict[str, Any]]) -> dict[str, list[Any]]:
     return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
 
 
-def tell_number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """A number in four digits, or whole where it has more; empty where it is not known."""
     return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def tell_seconds(seconds: float | None) -> str:
+def format_seconds(seconds: float | None) -> str:
     """A time as people say it; empty where it is not known."""
     if seconds is None:
         return ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from fctune.runs.metrics_file import MetricsFile
 from fctune.runs.record import RunRecord
-from fctune.runs.time_use import TimeUse, account_time
+from fctune.runs.time_use import TimeUse, account_for_time
 
 FINAL_STEPS = 20  # that the final loss is the mean of
 
@@ -75,7 +75,7 @@ def describe_run(record: RunRecord, price: float | None = None) -> Figures:
         gpu_utilization=mean(metrics, "gpu_utilization"),
         gpu_temperature_c=_most(metrics, "gpu_temperature_c"),
         gpu_power_w=mean(metrics, "gpu_power_w"),
-        time=account_time(record),
+        time=account_for_time(record),
         price=record.config.get("price_per_gpu_hour") if price is None else price,
     )
 
@@ -126,7 +126,7 @@ def _speed_of_a_rank(record: RunRecord) -> float | None:
     told = median(record.metrics, "tokens_per_s_per_device")
     if told is not None:
         return told
-    speed, sizes = median(record.metrics, "tokens_per_s"), {part.world_size for part in record.parts} - {None}
+    speed, sizes = median(record.metrics, "tokens_per_s"), {part.world_size for part in record.segments} - {None}
     return speed / size if speed is not None and len(sizes) == 1 and (size := sizes.pop()) else None
 
 

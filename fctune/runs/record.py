@@ -75,7 +75,7 @@ _EXIT_SCHEMA = {"type": "object", "required": ["code"], "properties": {"code": {
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RunSegment:
     """A run from a start to its end or the next start: the first, or one after a restart."""
 
     at: datetime | None  # when it was started
@@ -87,7 +87,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedState:
+class SavedCheckpoint:
     """A checkpoint that is still there."""
 
     step: int
@@ -104,7 +104,7 @@ class RunRecord:
     run: dict[str, Any] = field(default_factory=dict)
     exit: dict[str, Any] | None = None  # None: it goes on, or it was killed
     alerts: list[dict[str, Any]] = field(default_factory=list)
-    checkpoints: list[SavedState] = field(default_factory=list)
+    checkpoints: list[SavedCheckpoint] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -125,7 +125,7 @@ class RunRecord:
         return found
 
     @property
-    def parts(self) -> list[Part]:
+    def segments(self) -> list[RunSegment]:
         """Its starts, in order."""
         resumed = self.run.get("resumed", [])
         ends: list[dict[str, Any]] = [one.get("before") or {} for one in resumed] + [{}]
@@ -135,7 +135,7 @@ class RunRecord:
             *resumed,
         ]
         return [
-            Part(
+            RunSegment(
                 at=_read_time(start.get("at")),
                 after_step=start["step"],
                 world_size=start.get("world_size"),
@@ -146,17 +146,17 @@ class RunRecord:
             for start, end in zip(starts, ends, strict=True)
         ]
 
-    def taken_in(self) -> list[int]:
+    def segment_indices(self) -> list[int]:
         """The part that took each step of the metrics, by its place in ``parts``.
 
         It is the last that went on from before that step: what the parts before it had taken beyond was forgotten.
         """
-        earliest = list(itertools.accumulate((part.after_step for part in reversed(self.parts)), min))[::-1]
+        earliest = list(itertools.accumulate((part.after_step for part in reversed(self.segments)), min))[::-1]
         return [max(0, bisect.bisect_left(earliest, step) - 1) for step in self.metrics.steps]
 
-    def began_after(self, file: Path) -> bool:
+    def started_after(self, file: Path) -> bool:
         """Whether a file is older than the run, so that what it says of this place is of an earlier run in it."""
-        begun = self.parts[0].at
+        begun = self.segments[0].at
         return begun is not None and file.stat().st_mtime < begun.timestamp()
 
     @property
@@ -259,14 +259,14 @@ def _read_alerts(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _find_checkpoints(root: Path) -> list[SavedState]:
+def _find_checkpoints(root: Path) -> list[SavedCheckpoint]:
     """The marked checkpoints, by step; ``fctune.checkpoint.store`` says when one is whole."""
     found = []
     for entry in root.glob("*checkpoint-*") if root.is_dir() else ():
         if match := _CHECKPOINT.fullmatch(entry.name):
             kind = "elastic" if match[1] else "sharded"
             if (entry / _MARKS[kind]).is_file():
-                found.append(SavedState(int(match[2]), kind, entry.name))
+                found.append(SavedCheckpoint(int(match[2]), kind, entry.name))
     return sorted(found, key=lambda state: (state.step, state.kind))
 
 

@@ -87,7 +87,7 @@ def find_accuracies(record: RunRecord) -> list[Accuracy]:
         if not rows.is_file():
             continue
         if any(_is_inside(place, record.path) for place in places):
-            if not record.began_after(summary_path):
+            if not record.started_after(summary_path):
                 after[suite] = rows
         elif adapter is None and base is not None and _is_same(model, base):
             before.append(rows)
@@ -143,7 +143,7 @@ def find_speed(record: RunRecord) -> AnswerSpeed | None:
     """
     run = record.path.resolve()
     for path in sorted(_speed_files(run), key=lambda path: path.stat().st_mtime, reverse=True):
-        if record.began_after(path):
+        if record.started_after(path):
             continue
         is_within = path.resolve().is_relative_to(run)
         speeds = [

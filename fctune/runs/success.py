@@ -13,7 +13,7 @@ from fctune.runs.figures import FINAL_STEPS, describe_run, flatten
 from fctune.runs.record import RunRecord
 from fctune.runs.results import Accuracy, find_speed
 
-Verdict = Literal["PASS", "FAIL", "not measured"]
+CriterionStatus = Literal["PASS", "FAIL", "not measured"]
 
 _HOLDS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -33,7 +33,7 @@ class Criterion:
 
     name: str
     wanted: str
-    verdict: Verdict
+    status: CriterionStatus
     value: float | None
     shown: str  # the value as text; where it was not measured, why
 
@@ -52,15 +52,17 @@ def judge_run(
         accuracies: of what it left; without them the last evaluation while training counts.
         peers: runs that scaling is measured against.
     """
-    asked = asked or asked_of(record)
+    asked = asked or read_thresholds(record)
     figures = describe_run(record)
     judged: list[Criterion] = []
 
     def judge(name: str, sign: str, limit: float | None, value: float | None, form: str, why: str) -> None:
         if limit is not None:
-            verdict: Verdict = "not measured" if value is None else "PASS" if _HOLDS[sign](value, limit) else "FAIL"
+            status: CriterionStatus = (
+                "not measured" if value is None else "PASS" if _HOLDS[sign](value, limit) else "FAIL"
+            )
             shown = why if value is None else f"{value:{form}}"
-            judged.append(Criterion(name, f"{sign} {limit:{form}}", verdict, value, shown))
+            judged.append(Criterion(name, f"{sign} {limit:{form}}", status, value, shown))
 
     accuracy, source = _accuracy(record, accuracies)
     judge(f"tool-call accuracy{source}", ">=", asked.min_accuracy, accuracy, ".1%", "run python -m eval.tool_calls")
@@ -90,14 +92,14 @@ def judge_run(
     return judged
 
 
-def tell_table(judged: Sequence[Criterion]) -> list[str]:
+def format_criteria(judged: Sequence[Criterion]) -> list[str]:
     """The verdicts as lines of a table: each with what was asked, what was wanted and what was found."""
-    rows = [(one.verdict, one.name, one.wanted, one.shown) for one in judged]
+    rows = [(one.status, one.name, one.wanted, one.shown) for one in judged]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
     return ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
 
 
-def asked_of(record: RunRecord) -> SuccessConfig:
+def read_thresholds(record: RunRecord) -> SuccessConfig:
     """What a run's config asks of it; the defaults where it asks nothing."""
     asked = record.config.get("success")
     known = {spec.name for spec in fields(SuccessConfig)}
@@ -106,7 +108,7 @@ def asked_of(record: RunRecord) -> SuccessConfig:
 
 def is_success(judged: Sequence[Criterion], is_strict: bool = False) -> bool:
     """Whether nothing failed; under ``is_strict`` also whether all was measured."""
-    return all(one.verdict == "PASS" or (one.verdict == "not measured" and not is_strict) for one in judged)
+    return all(one.status == "PASS" or (one.status == "not measured" and not is_strict) for one in judged)
 
 
 def _accuracy(record: RunRecord, accuracies: Sequence[Accuracy]) -> tuple[float | None, str]:
@@ -121,7 +123,7 @@ def _accuracy(record: RunRecord, accuracies: Sequence[Accuracy]) -> tuple[float 
 
 def _judge_memory(record: RunRecord) -> Criterion:
     """Of every part of the run: how the one before a restart ended stands in ``run.json``."""
-    ends = [part.end for part in record.parts[:-1]] + [record.exit]
+    ends = [part.end for part in record.segments[:-1]] + [record.exit]
     for end in ends:
         reason = " ".join(str((end or {}).get("reason", "")).split())
         if _OUT_OF_MEMORY.search(reason):

@@ -6,7 +6,7 @@ import itertools
 import statistics
 from dataclasses import dataclass
 
-from fctune.runs.record import Part, RunRecord
+from fctune.runs.record import RunRecord, RunSegment
 
 _STALL = 3.0  # times the median step, beyond which a step stood still
 
@@ -30,18 +30,18 @@ class TimeUse:
         return self.parts["training"] / self.elapsed_s
 
 
-def account_time(record: RunRecord) -> TimeUse:
+def account_for_time(record: RunRecord) -> TimeUse:
     """The time of a run. What was not measured stands in no part of its own but in ``other``."""
     metrics = record.metrics
     names = ("step_time_s", "data_time_s", "save_wait_s", "save_time_s", "eval_time_s", "validation_time_s")
     took, waited, held, saved, evaluated, validated = ([v or 0.0 for v in metrics.column(name)] for name in names)
-    skipped, taken_in = metrics.column("is_skipped"), record.taken_in()
+    skipped, segment_indices = metrics.column("is_skipped"), record.segment_indices()
     worked = [max(0.0, step - data - save) for step, data, save in zip(took, waited, held, strict=True)]
-    sizes = _sizes(record.parts)
-    usual = _medians(worked, [sizes[part] for part in taken_in])
+    sizes = _sizes(record.segments)
+    usual = _medians(worked, [sizes[part] for part in segment_indices])
     parts = dict.fromkeys(("training", "data", "stalls", "first steps", "skipped steps"), 0.0)
     before = -1
-    for part, work, is_skipped in zip(taken_in, worked, skipped, strict=True):
+    for part, work, is_skipped in zip(segment_indices, worked, skipped, strict=True):
         typical, is_first, before = usual[sizes[part]], part != before, part
         excess = max(0.0, work - typical) if is_first or work > _STALL * typical else 0.0
         parts["first steps" if is_first else "stalls"] += excess
@@ -52,10 +52,10 @@ def account_time(record: RunRecord) -> TimeUse:
     parts["export"] = closing.get("export_s", 0.0)
     elapsed_s = _elapsed(record)
     if elapsed_s is not None:
-        kept = [0.0] * len(record.parts)
-        for part, of_step in zip(taken_in, zip(took, saved, evaluated, validated, strict=True), strict=True):
+        kept = [0.0] * len(record.segments)
+        for part, of_step in zip(segment_indices, zip(took, saved, evaluated, validated, strict=True), strict=True):
             kept[part] += sum(of_step)
-        parts["restarts"] = _lost_to_restarts(record.parts, kept)
+        parts["restarts"] = _lost_to_restarts(record.segments, kept)
         parts["other"] = max(0.0, elapsed_s - sum(parts.values()))
     return TimeUse(elapsed_s, parts, _gpu_hours(record, elapsed_s))
 
@@ -76,13 +76,13 @@ MEANINGS = {
 
 
 def _elapsed(record: RunRecord) -> float | None:
-    begun, ended = record.parts[0].at, record.ended_at
+    begun, ended = record.segments[0].at, record.ended_at
     if begun is None or ended is None or not record.metrics.steps:
         return None
     return max((ended - begun).total_seconds(), 1.0) if ended >= begun else None
 
 
-def _lost_to_restarts(parts: list[Part], kept_s: list[float]) -> float:
+def _lost_to_restarts(parts: list[RunSegment], kept_s: list[float]) -> float:
     """What the parts that were cut lasted, less what of each its steps that were kept took."""
     lost = 0.0
     for (part, following), kept in zip(itertools.pairwise(parts), kept_s, strict=False):
@@ -91,7 +91,7 @@ def _lost_to_restarts(parts: list[Part], kept_s: list[float]) -> float:
     return lost
 
 
-def _sizes(parts: list[Part]) -> list[int | None]:
+def _sizes(parts: list[RunSegment]) -> list[int | None]:
     """Each part's count of ranks; that of the next where it is not on record, as of a first part in older records."""
     sizes: list[int | None] = []
     for part in reversed(parts):
@@ -111,7 +111,7 @@ def _gpu_hours(record: RunRecord, elapsed_s: float | None) -> float | None:
     """Each part's time, by the ranks it had, without the time between a part's end and a restart where it is known."""
     if elapsed_s is None:
         return None
-    parts, ended = record.parts, record.ended_at
+    parts, ended = record.segments, record.ended_at
     ends = [part.until or following.at for part, following in itertools.pairwise(parts)] + [ended]
     total = 0.0
     for part, end, size in zip(parts, ends, _sizes(parts), strict=True):

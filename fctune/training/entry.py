@@ -20,7 +20,7 @@ from fctune.config.schema import RunConfig
 from fctune.distributed import UserError, World
 from fctune.errors import ConfigError, DataError
 from fctune.runs.record import read_run
-from fctune.runs.success import judge_run, tell_table
+from fctune.runs.success import format_criteria, judge_run
 from fctune.telemetry.device import describe_device, total_memory
 from fctune.training.loop import NonFiniteError
 from fctune.training.out_of_memory import is_out_of_memory
@@ -130,7 +130,7 @@ def _describe_end(directory: RunDirectory, has_thresholds: bool) -> None:
         return
     judged = judge_run(record)
     directory.describe(success=[asdict(one) for one in judged])
-    for line in tell_table(judged):
+    for line in format_criteria(judged):
         logger.info("success: %s", line)
 
 

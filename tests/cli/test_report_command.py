@@ -8,7 +8,7 @@ import pytest
 
 from fctune.cli import main
 from fctune.config.schema import SuccessConfig
-from tests.report.run_samples import make_run, tear
+from tests.runs.sample_runs import make_run, tear
 
 
 def test_a_page_is_written_and_what_is_odd_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from fctune.cli import main
 from fctune.config.schema import SuccessConfig
 from tests.conftest import ROOT
-from tests.report.run_samples import make_run, write_steps
+from tests.runs.sample_runs import make_run, write_steps
 
 
 @pytest.mark.parametrize(("end", "code"), [(None, 0), (0, 0), (1, 1)])

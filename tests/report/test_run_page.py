@@ -30,7 +30,7 @@ from fctune.telemetry.alerts import Alert
 from fctune.training.run_directory import RunDirectory
 from tests.conftest import ROOT
 from tests.report.browser import BINARY, needs_chromium, open_page, take_screenshot
-from tests.report.run_samples import change_run, make_config, make_run, tear, write_steps
+from tests.runs.sample_runs import change_run, make_config, make_run, tear, write_steps
 
 HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror=alert(1)>&amp;'
 
@@ -206,7 +206,7 @@ def test_results_of_an_earlier_run_in_the_same_place_are_not_this_ones(smoke: Su
     assert (tmp_path / "mine.1").is_dir()
     assert find_accuracies(read_run(path)) == []
     (criterion,) = (one for one in judge_run(read_run(path)) if one.name == "tool-call accuracy")
-    assert criterion.verdict == "not measured"
+    assert criterion.status == "not measured"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from fctune.runs.record import RunRecord, read_run
 from fctune.runs.success import judge_run
 from fctune.telemetry.alert_monitor import AlertMonitor
 from fctune.telemetry.alerts import Alert
-from tests.report.run_samples import change_run, make_run, make_steps, tear, write_steps
+from tests.runs.sample_runs import change_run, make_run, make_steps, tear, write_steps
 
 
 def show(record: RunRecord, width: int = 100, **more: object) -> str:

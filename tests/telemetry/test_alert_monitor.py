@@ -12,7 +12,7 @@ import pytest
 from fctune.runs.record import read_run
 from fctune.telemetry.alert_monitor import AlertMonitor
 from fctune.telemetry.alerts import Alert
-from tests.report.run_samples import make_run
+from tests.runs.sample_runs import make_run
 
 
 def steps(first: int, last: int, spikes: tuple[int, ...] = ()) -> list[dict[str, Any]]:

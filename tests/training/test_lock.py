@@ -21,7 +21,7 @@ from fctune.training.run_directory import RunDirectory
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 from tests.recipes.test_lora_recipe import run_here, small
-from tests.report.run_samples import make_config, make_run
+from tests.runs.sample_runs import make_config, make_run
 
 HOLDER = """
 import sys, time

@@ -53,7 +53,7 @@ def test_an_allocator_that_has_no_more_ends_the_run_with_the_planners_view(tmp_p
     assert "What fits, the fastest first: " in ended["reason"]
     assert ended["reason"] in result["err"]
     judged = {one.name: one for one in judge_run(read_run(tmp_path / "run"))}
-    assert judged["no out-of-memory"].verdict == "FAIL"
+    assert judged["no out-of-memory"].status == "FAIL"
 
 
 def test_what_fits_is_named_the_fastest_first_and_needs_less(tmp_path: Path) -> None:

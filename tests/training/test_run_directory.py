@@ -14,7 +14,7 @@ import pytest
 from fctune.runs.record import read_run
 from fctune.runs.success import judge_run
 from fctune.training.run_directory import RunDirectory
-from tests.report.run_samples import change_run, make_config, write_steps
+from tests.runs.sample_runs import change_run, make_config, write_steps
 
 
 def go_on(path: Path, step: int, world_size: int) -> RunDirectory:
@@ -56,9 +56,9 @@ def test_how_a_part_ended_outlives_its_restart(tmp_path: Path) -> None:
     directory.finish(1, "rank 3: OutOfMemoryError: CUDA out of memory.", 10)
     go_on(tmp_path / "run", 5, world_size=8).finish(0, "completed", 5)
     record = read_run(tmp_path / "run")
-    assert record.parts[0].end == {"code": 1, "reason": "rank 3: OutOfMemoryError: CUDA out of memory."}
+    assert record.segments[0].end == {"code": 1, "reason": "rank 3: OutOfMemoryError: CUDA out of memory."}
     judged = {one.name: one for one in judge_run(record)}
-    assert judged["no out-of-memory"].verdict == "FAIL"
+    assert judged["no out-of-memory"].status == "FAIL"
     assert "rank 3" in judged["no out-of-memory"].shown
 
 
@@ -72,7 +72,7 @@ def test_a_part_that_was_killed_has_not_said_why(end: tuple[int, str] | None, du
         directory.finish(*end, 10)
     go_on(tmp_path / "run", 5, world_size=8).finish(0, "completed", 5)
     judged = {one.name: one for one in judge_run(read_run(tmp_path / "run"))}
-    assert judged["no out-of-memory"].verdict == due
+    assert judged["no out-of-memory"].status == due
 
 
 def test_what_was_said_of_an_end_that_was_none_is_taken_back(tmp_path: Path) -> None:

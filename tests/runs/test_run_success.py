@@ -12,7 +12,7 @@ from fctune.report.page import Page
 from fctune.report.run_sections import add_success
 from fctune.runs.record import read_run
 from fctune.runs.success import Criterion, is_success, judge_run
-from tests.report.run_samples import change_run, make_run, make_steps, write_steps
+from tests.runs.sample_runs import change_run, make_run, make_steps, write_steps
 
 
 def verdicts(path: Path, asked: SuccessConfig | None = None, **more: Any) -> dict[str, Criterion]:
@@ -25,31 +25,31 @@ def test_figures_of_the_files_are_held_to_the_thresholds(tmp_path: Path) -> None
     directory.finish(0, "completed", 101)
     judged = verdicts(tmp_path / "run")
     accuracy = judged["tool-call accuracy while training, step 101 >= 85.0%"]
-    assert (accuracy.verdict, accuracy.value, accuracy.shown) == ("PASS", 0.86, "86.0%")
-    assert judged["loss, mean of the last 20 steps < 1.5"].verdict == "PASS"
+    assert (accuracy.status, accuracy.value, accuracy.shown) == ("PASS", 0.86, "86.0%")
+    assert judged["loss, mean of the last 20 steps < 1.5"].status == "PASS"
     speed = judged["tokens/s a GPU, median > 2,000"]
     assert speed.value is not None
-    assert (speed.verdict, 900 < speed.value < 1200) == ("FAIL", True)
-    assert judged["no out-of-memory"].verdict == "PASS"
+    assert (speed.status, 900 < speed.value < 1200) == ("FAIL", True)
+    assert judged["no out-of-memory"].status == "PASS"
     busy = [one["gpu_utilization"] for one in make_steps(1, 100) if "gpu_utilization" in one]
     utilisation = judged["GPU utilisation >= 85.0%"]
-    assert (utilisation.verdict, utilisation.value) == ("PASS", pytest.approx(sum(busy) / len(busy)))
+    assert (utilisation.status, utilisation.value) == ("PASS", pytest.approx(sum(busy) / len(busy)))
     for name in ("scaling >= 90.0%", "inference tokens/s >= 100"):
-        assert (judged[name].verdict, judged[name].value) == ("not measured", None)
+        assert (judged[name].status, judged[name].value) == ("not measured", None)
 
 
 def test_the_loss_that_is_asked_for_is_lower_where_all_weights_train(tmp_path: Path) -> None:
     for name, adapter in (("lora", AdapterConfig()), ("full", None)):
         make_run(tmp_path / name, 90, scale=1.5, adapter=adapter)
-    assert verdicts(tmp_path / "lora")["loss, mean of the last 20 steps < 1.5"].verdict == "PASS"
-    assert verdicts(tmp_path / "full")["loss, mean of the last 20 steps < 0.5"].verdict == "FAIL"
+    assert verdicts(tmp_path / "lora")["loss, mean of the last 20 steps < 1.5"].status == "PASS"
+    assert verdicts(tmp_path / "full")["loss, mean of the last 20 steps < 0.5"].status == "FAIL"
 
 
 def test_thresholds_are_those_of_the_config_and_null_asks_nothing(tmp_path: Path) -> None:
     asked = SuccessConfig(min_tokens_per_s_per_gpu=500, min_memory_share=None, max_memory_share=None, min_scaling=None)
     make_run(tmp_path / "run", 50, success=asked)
     judged = verdicts(tmp_path / "run")
-    assert judged["tokens/s a GPU, median > 500"].verdict == "PASS"
+    assert judged["tokens/s a GPU, median > 500"].status == "PASS"
     assert not [name for name in judged if "memory, most held" in name or "scaling" in name]
 
 
@@ -68,7 +68,7 @@ def test_out_of_memory_is_read_from_how_the_run_ended(code: int | None, reason: 
     directory = make_run(tmp_path / "run", 10, code=None)
     if code is not None:
         directory.finish(code, reason, 10)
-    assert verdicts(tmp_path / "run")["no out-of-memory"].verdict == due
+    assert verdicts(tmp_path / "run")["no out-of-memory"].status == due
 
 
 def test_memory_is_held_to_a_range_of_the_gpus(tmp_path: Path) -> None:
@@ -77,14 +77,14 @@ def test_memory_is_held_to_a_range_of_the_gpus(tmp_path: Path) -> None:
         change_run(directory, device_memory_gib=whole)
         judged = verdicts(tmp_path / "run")
         found = [judged[f"GPU memory, most held {wanted}"] for wanted in (">= 70.0%", "<= 80.0%")]
-        assert [one.verdict for one in found] == [low, high]
+        assert [one.status for one in found] == [low, high]
         assert found[0].value == pytest.approx(1.11 / whole)
 
 
 def test_after_a_restart_nobody_knows_what_the_first_part_ended_of(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 10)
     change_run(directory, resumed=[{"step": 5, "at": "2026-01-01T00:00:00Z", "world_size": 2}])
-    assert verdicts(tmp_path / "run")["no out-of-memory"].verdict == "not measured"
+    assert verdicts(tmp_path / "run")["no out-of-memory"].status == "not measured"
 
 
 def test_scaling_is_measured_against_the_same_work_on_fewer_ranks(tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_scaling_is_measured_against_the_same_work_on_fewer_ranks(tmp_path: Path
     peers = [read_run(tmp_path / name) for name in ("two", "eight", "other")]
     judged = {one.name: one for one in judge_run(peers[1], peers=peers)}
     assert judged["scaling"].value == pytest.approx(2 / 8)  # the same tokens/s, on four times the ranks
-    assert judged["scaling"].verdict == "FAIL"
-    assert {one.name: one for one in judge_run(peers[0], peers=peers)}["scaling"].verdict == "not measured"
+    assert judged["scaling"].status == "FAIL"
+    assert {one.name: one for one in judge_run(peers[0], peers=peers)}["scaling"].status == "not measured"
 
 
 def test_what_was_not_measured_fails_under_strict_alone() -> None:

@@ -37,7 +37,7 @@ def test_a_run_that_falls_short_is_completed_and_says_so_in_its_record_and_on_th
 ) -> None:
     assert ended["code"] == 0  # what is to be run again by its code is a run that did not end
     described = json.loads((ended["path"] / "run.json").read_text())
-    verdicts = {one["name"]: one["verdict"] for one in described["success"]}
+    verdicts = {one["name"]: one["status"] for one in described["success"]}
     assert verdicts["loss, mean of the last 20 steps"] == "FAIL"
     assert verdicts["tokens/s a GPU, median"] == "PASS"
     assert verdicts["tool-call accuracy"] == "not measured"
@@ -56,10 +56,10 @@ def test_the_command_and_the_device_are_on_record_and_on_the_page(ended: dict[st
 
 
 def test_the_times_of_a_real_run_add_up(ended: dict[str, Any]) -> None:
-    from fctune.runs.time_use import account_time
+    from fctune.runs.time_use import account_for_time
 
     record = read_run(ended["path"])
-    time = account_time(record)
+    time = account_for_time(record)
     begun = datetime.fromisoformat(record.run["started_at"])
     assert time.elapsed_s == max(1.0, (datetime.fromisoformat(record.run["finished_at"]) - begun).total_seconds())
     steps = sum(value or 0.0 for value in record.metrics.column("step_time_s"))

@@ -15,7 +15,7 @@ from fctune.runs.figures import describe_run, quantile
 from fctune.runs.metrics_file import MetricsFile
 from fctune.runs.record import RunRecord, read_run
 from fctune.runs.success import judge_run
-from tests.report.run_samples import change_run, make_run
+from tests.runs.sample_runs import change_run, make_run
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, 99, 100, 101, 700])
@@ -44,7 +44,7 @@ def test_the_speed_of_a_rank_is_over_the_ranks_that_each_step_had(tmp_path: Path
     record = make_shrinking_run(tmp_path / "run", tokens_per_s_per_device=1000.0)
     assert describe_run(record).tokens_per_s_per_rank == 1000
     judged = {one.name: one for one in judge_run(record, SuccessConfig(min_tokens_per_s_per_gpu=2000))}
-    assert judged["tokens/s a GPU, median"].verdict == "FAIL"
+    assert judged["tokens/s a GPU, median"].status == "FAIL"
 
 
 def test_the_speed_of_a_rank_is_not_made_up_where_their_number_changed(tmp_path: Path) -> None:

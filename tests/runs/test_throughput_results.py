@@ -12,7 +12,7 @@ import pytest
 from fctune.runs.record import read_run
 from fctune.runs.results import find_speed
 from fctune.runs.success import judge_run
-from tests.report.run_samples import change_run, make_run
+from tests.runs.sample_runs import change_run, make_run
 
 
 def write(path: Path, *rows: tuple[str, int, float], age_s: float = 0.0) -> None:
@@ -76,4 +76,4 @@ def test_what_the_command_writes_is_what_is_read(tmp_path: Path, tiny_base: Path
     assert found[0] == max(row["tokens_per_s"] for row in rows)
     judged = {one.name: one for one in judge_run(read_run(tmp_path / "run"))}
     criterion = judged[f"inference tokens/s, {found[1]} at a time"]
-    assert (criterion.value, criterion.verdict) == (found[0], "PASS" if found[0] >= 100 else "FAIL")
+    assert (criterion.value, criterion.status) == (found[0], "PASS" if found[0] >= 100 else "FAIL")

@@ -13,11 +13,11 @@ from fctune.checkpoint.store import CheckpointStore, FileRecord
 from fctune.errors import DataError
 from fctune.runs.metrics_file import MetricsFile
 from fctune.runs.record import read_run
-from fctune.runs.time_use import account_time
+from fctune.runs.time_use import account_for_time
 from fctune.telemetry.alert_monitor import AlertMonitor
 from fctune.telemetry.alerts import Alert
 from fctune.training.run_directory import RunDirectory
-from tests.report.run_samples import change_run, make_config, make_run, make_steps, tear, write_steps
+from tests.runs.sample_runs import change_run, make_config, make_run, make_steps, tear, write_steps
 
 
 def test_every_number_of_the_file_is_read(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_restart_leaves_no_gap_and_no_repeat(tmp_path: Path) -> None:
         assert record.metrics.steps == list(range(1, 31))
         losses = [*(m["loss"] for m in make_steps(1, 12)), *(m["loss"] for m in make_steps(13, 30, 2.0))]
         assert record.metrics.column("loss") == losses
-        assert [(part.after_step, part.world_size) for part in record.parts] == [(0, 2), (12, 3)]
+        assert [(part.after_step, part.world_size) for part in record.segments] == [(0, 2), (12, 3)]
         assert record.notes() == []
 
 
@@ -222,7 +222,7 @@ def test_what_a_run_said_of_its_end_goes_before_the_files_times(tmp_path: Path) 
 def test_a_time_without_a_zone_is_in_utc(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 3)
     change_run(directory, started_at="2026-01-01T00:00:00", finished_at="2026-01-01T00:01:00Z")
-    assert account_time(read_run(tmp_path / "run")).elapsed_s == 60
+    assert account_for_time(read_run(tmp_path / "run")).elapsed_s == 60
 
 
 def test_a_run_that_makes_room_for_another_leaves_nothing_of_it_to_whoever_watches(tmp_path: Path) -> None:

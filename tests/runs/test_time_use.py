@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fctune.runs.record import RunRecord, read_run
-from fctune.runs.time_use import MEANINGS, account_time
+from fctune.runs.time_use import MEANINGS, account_for_time
 
 START = "2026-01-01T00:00:00Z"
 
@@ -30,7 +30,7 @@ def test_every_second_is_in_one_part(tmp_path: Path) -> None:
     steps[9] = {"step_time_s": 2.0, "data_time_s": 0.5, "eval_time_s": 6.0}
     steps[11] = {"step_time_s": 2.0, "data_time_s": 0.5, "validation_time_s": 4.0}
     steps[10] = {"step_time_s": 2.25, "data_time_s": 0.5, "save_wait_s": 0.25, "save_time_s": 3.0}
-    time = account_time(
+    time = account_for_time(
         make(tmp_path / "run", steps, finished_at="2026-01-01T00:02:00Z", closing={"save_s": 2.0, "export_s": 5.0})
     )
     assert time.elapsed_s == 120
@@ -49,7 +49,7 @@ def test_a_restart_costs_all_but_the_steps_that_were_kept(tmp_path: Path) -> Non
         {"step": 10, "at": "2026-01-01T00:01:00Z", "world_size": 2},  # 20 of 60 s kept
         {"step": 10, "at": "2026-01-01T00:01:30Z", "world_size": 2},  # none of 30 s kept
     ]
-    time = account_time(make(tmp_path / "run", steps, resumed=resumed, finished_at="2026-01-01T00:02:30Z"))
+    time = account_for_time(make(tmp_path / "run", steps, resumed=resumed, finished_at="2026-01-01T00:02:30Z"))
     assert time.elapsed_s == 150
     assert time.parts["restarts"] == pytest.approx(40 + 30)
     assert time.parts["training"] == pytest.approx(60)
@@ -60,7 +60,7 @@ def test_a_restart_costs_all_but_the_steps_that_were_kept(tmp_path: Path) -> Non
 def test_a_slow_start_after_a_restart_is_no_stall(tmp_path: Path) -> None:
     steps = [{"step_time_s": 2.0 if i != 10 else 30.0, "data_time_s": 0.0} for i in range(30)]
     resumed = [{"step": 10, "at": "2026-01-01T00:00:20Z", "world_size": 4}]
-    time = account_time(make(tmp_path / "run", steps, resumed=resumed, finished_at="2026-01-01T00:02:30Z"))
+    time = account_for_time(make(tmp_path / "run", steps, resumed=resumed, finished_at="2026-01-01T00:02:30Z"))
     assert (time.parts["stalls"], time.parts["first steps"]) == (0.0, 28.0)
 
 
@@ -70,7 +70,7 @@ def test_steps_on_fewer_ranks_take_longer_and_are_no_stalls(tmp_path: Path) -> N
     before = {"world_size": 8, "until": "2026-01-01T00:00:30Z", "exit": None}
     resumed = [{"step": 30, "at": "2026-01-01T00:00:30Z", "world_size": 2, "before": before}]
     record = make(tmp_path / "run", steps, world_size=2, resumed=resumed, finished_at="2026-01-01T00:02:00Z")
-    time = account_time(record)
+    time = account_for_time(record)
     assert (time.parts["stalls"], time.parts["training"]) == (10.0, 30 * 1.0 + 20 * 4.0)
     assert time.goodput == pytest.approx(110 / 120)
 
@@ -82,18 +82,18 @@ def test_steps_that_a_later_restart_took_back_are_kept_of_no_earlier_part(tmp_pa
         {"step": 5, "at": "2026-01-01T00:01:10Z", "world_size": 4},  # from an older checkpoint: 15 steps again
     ]
     record = make(tmp_path / "run", steps, resumed=resumed, finished_at="2026-01-01T00:02:10Z")
-    assert record.taken_in() == [0] * 5 + [2] * 25
-    time = account_time(record)
+    assert record.segment_indices() == [0] * 5 + [2] * 25
+    time = account_for_time(record)
     assert time.parts["restarts"] == pytest.approx((60 - 5 * 2) + 10)
     assert time.parts["other"] == pytest.approx(130 - 60 - 60)
 
 
 def test_time_that_is_not_on_record_is_not_made_up(tmp_path: Path) -> None:
-    time = account_time(make(tmp_path / "run", [{"step_time_s": 2.0}] * 5, started_at="yesterday"))
+    time = account_for_time(make(tmp_path / "run", [{"step_time_s": 2.0}] * 5, started_at="yesterday"))
     assert (time.elapsed_s, time.goodput, time.gpu_hours) == (None, None, None)
     assert time.parts["training"] == pytest.approx(10)
     assert "other" not in time.parts
-    older = account_time(make(tmp_path / "older", [{"loss": 1.0}] * 5))
+    older = account_for_time(make(tmp_path / "older", [{"loss": 1.0}] * 5))
     assert not any(seconds for name, seconds in older.parts.items() if name != "other")
 
 
@@ -102,4 +102,4 @@ def test_time_between_a_part_and_its_restart_is_no_gpu_hour_where_the_end_is_on_
     resumed = [{"step": 10, "at": "2026-01-01T02:00:00Z", "world_size": 2, "before": before}]
     steps = [{"step_time_s": 2.0, "data_time_s": 0.0}] * 30
     record = make(tmp_path / "run", steps, resumed=resumed, finished_at="2026-01-01T02:00:50Z")
-    assert account_time(record).gpu_hours == pytest.approx((8 * 40 + 2 * 50) / 3600)
+    assert account_for_time(record).gpu_hours == pytest.approx((8 * 40 + 2 * 50) / 3600)
