@@ -10,9 +10,10 @@ import pytest
 from fctune.data.conversation import Conversation
 from fctune.data.synthetic import iter_cases, iter_conversations
 from fctune.data.synthetic.cases import KINDS
-from fctune.data.synthetic.targets import TARGETS
+from fctune.data.synthetic.target_tools import load_target_tools
 from fctune.data.synthetic.values import TARGET_VALUES, is_held_out
 
+TARGETS = load_target_tools().called
 SPLITS = ("pretrain", "train", "shuffled")
 
 
@@ -31,7 +32,7 @@ def _calls(conversation: Conversation) -> list[Any]:
 
 
 def _open_values(name: str, arguments: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Kind and value of each argument that is not of a closed set; a list's items one by one."""
+    """Return kind and value of each argument without an enum; the items of a list one by one."""
     slots = next(target.slots for target in TARGETS if target.name == name)
     return [
         (slots[key].kind, one)
@@ -42,27 +43,27 @@ def _open_values(name: str, arguments: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_the_same_seed_gives_the_same_rows_and_another_seed_others(split):
+def test_the_same_seed_gives_the_same_rows_and_another_seed_different_ones(split):
     first, again, other = ([one.digest() for one in iter_conversations(split, 40, seed)] for seed in (3, 3, 4))
     assert first == again
     assert not set(first) & set(other)
 
 
-def test_the_same_seed_gives_the_same_cases_and_another_seed_others():
+def test_the_same_seed_gives_the_same_cases_and_another_seed_different_ones():
     first, again, other = ([json.dumps(one.to_json()) for one in iter_cases(40, seed)] for seed in (3, 3, 4))
     assert first == again
     assert first != other
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_row_ends_with_an_assistant_turn_that_says_something(split):
+def test_every_row_ends_with_a_nonempty_assistant_turn(split):
     for row in iter_conversations(split, 500, 0):
         assert row.messages[-1].role == "assistant"
         assert all(message.content or message.calls for message in row.messages)
         assert row.tools
 
 
-def test_the_curriculum_never_calls_and_never_meets_a_target_tool():
+def test_the_curriculum_has_no_calls_and_no_target_tools():
     names = {target.name for target in TARGETS}
     schemas = {json.dumps(target.tool().parameters["properties"], sort_keys=True) for target in TARGETS}
     properties = {frozenset(target.slots) for target in TARGETS}
@@ -83,8 +84,8 @@ def test_training_rows_and_held_out_cases_share_every_tool_and_no_phrasing(train
     }
     train_phrasings = {phrasing for target in TARGETS for phrasing in target.train}
     assert not train_phrasings & {phrasing for target in TARGETS for phrasing in target.held_out}
-    said = {message.content for row in train for message in row.messages if message.role == "user"}
-    assert not said & {message.content for case in cases for message in case.messages if message.role == "user"}
+    requests = {message.content for row in train for message in row.messages if message.role == "user"}
+    assert not requests & {message.content for case in cases for message in case.messages if message.role == "user"}
 
 
 def test_no_open_value_of_a_held_out_case_is_in_a_training_row(train, cases):
@@ -98,18 +99,18 @@ def test_no_open_value_of_a_held_out_case_is_in_a_training_row(train, cases):
     assert not any(is_held_out(*pair) for pair in trained)
 
 
-def test_every_call_fits_the_schema_of_an_offered_tool(train, cases):
-    asked = itertools.chain(
+def test_every_call_obeys_the_schema_of_an_offered_tool(train, cases):
+    requests = itertools.chain(
         ((row.tools, _calls(row)) for row in train), ((case.tools, case.expected_calls) for case in cases)
     )
-    for tools, calls in asked:
+    for tools, calls in requests:
         schemas = {tool.name: {**tool.parameters, "additionalProperties": False} for tool in tools}
         assert len(schemas) == len(tools)
         for call in calls:
             jsonschema.validate(call.arguments, schemas[call.name])
 
 
-def test_every_kind_of_case_is_there_and_few_need_no_call(cases):
+def test_every_kind_of_case_occurs_and_few_expect_no_call(cases):
     kinds = Counter(case.kind for case in cases)
     assert set(kinds) == set(KINDS)
     without = sum(not case.expected_calls for case in cases)
@@ -119,7 +120,7 @@ def test_every_kind_of_case_is_there_and_few_need_no_call(cases):
     assert all(len(case.messages) >= 3 for case in cases if case.kind == "multi_turn")
 
 
-def test_arguments_are_of_every_json_type(cases):
+def test_arguments_have_every_json_type(cases):
     types = {type(value) for case in cases for call in case.expected_calls for value in call.arguments.values()}
     assert types == {str, int, float, bool, list}
 

@@ -64,7 +64,8 @@ def fingerprint_source(path: str, digests: FileDigests) -> str:
     if path.startswith("synthetic:"):
         import fctune.data.synthetic
 
-        files = sorted(str(p) for p in Path(fctune.data.synthetic.__file__).parent.glob("*.py"))
+        folder = Path(fctune.data.synthetic.__file__).parent
+        files = sorted(str(file) for pattern in ("*.py", "*.yaml") for file in folder.glob(pattern))
     else:
         files = list_files(path)
     names_and_contents = [[Path(file).name, digests.digest(file)] for file in files]

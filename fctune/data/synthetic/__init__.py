@@ -1,7 +1,7 @@
 """Synthetic conversations: a curriculum for the tiny base, rows that teach it to call tools, and held-out cases.
 
-Three word worlds are kept apart: the curriculum has invented tools only and never a call; training rows and held-out
-cases share the target tools, and share neither a phrasing nor an open argument value.
+The three do not overlap: the curriculum has invented tools only and no calls; fine-tuning rows and held-out cases use
+the same target tools, but neither the same phrasings nor the same open argument values.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _SPLITS = {"pretrain": iter_curriculum, "train": iter_train, "shuffled": iter_sh
 def iter_conversations(
     split: Literal["pretrain", "train", "shuffled"], num_rows: int, seed: int
 ) -> Iterator[Conversation]:
-    """Conversations of a split, the same ones for the same seed.
+    """Yield the conversations of a split, the same ones for the same seed.
 
     Args:
-        split: ``pretrain`` is the base's curriculum, ``train`` teaches calls, ``shuffled`` is ``train`` with every call
-            turn replaced by another row's: what a model scores after it is what the form alone is worth.
-        num_rows: How many conversations.
-        seed: Chooses them.
+        split: ``pretrain`` is the base's curriculum; ``train`` teaches calls; ``shuffled`` is ``train`` with every call
+            turn replaced by another row's, so that a model can learn the form of calls from it and nothing else.
+        num_rows: Number of conversations.
+        seed: Seed of the random choices.
     """
     return _SPLITS[split](num_rows, seed)
 
 
 def iter_cases(num_cases: int, seed: int) -> Iterator[Case]:
-    """Held-out cases, the same ones for the same seed; the mix of kinds is exact rather than drawn."""
+    """Yield held-out cases, the same ones for the same seed; the mix of kinds is exact rather than random."""
     return iter_held_out(num_cases, seed)

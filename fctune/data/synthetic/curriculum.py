@@ -1,4 +1,4 @@
-"""The base model's curriculum: reading tools and copying values, answered in plain text and never with a call."""
+"""The base model's curriculum: read tools and copy values, answered in plain text and never with a call."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fctune.data.conversation import Conversation, Message
-from fctune.data.synthetic.asks import frame_ask
-from fctune.data.synthetic.invented import InventedTool, draw_arguments, draw_tool, frame_request, say_request
-from fctune.data.synthetic.targets import DOMAINS, TARGETS
+from fctune.data.synthetic.invented import InventedTool, draw_arguments, draw_tool, frame_request, word_request
+from fctune.data.synthetic.target_requests import frame_target_request
+from fctune.data.synthetic.target_tools import load_target_tools
 from fctune.data.synthetic.values import MADE_UP_VALUES
 from fctune.data.synthetic.variants import VariantTool, draw_variant
 from fctune.data.synthetic.words import NOUNS, join_words, make_name, make_word, pick_word
@@ -44,7 +44,7 @@ def _as_text(value: Any) -> str:
 
 
 def _answer(tool: CurriculumTool, arguments: dict[str, Any], style: str) -> str:
-    """Which tool fits with which values, as plain text."""
+    """Name the fitting tool and its values as plain text."""
     name = tool.tool.name
     if style == "json":
         return f"{name}\n{json.dumps(arguments, ensure_ascii=False)}"
@@ -54,17 +54,17 @@ def _answer(tool: CurriculumTool, arguments: dict[str, Any], style: str) -> str:
     return f"Use {name} with " + join_words([f"{key} {value}" for key, value in pairs]) + "."
 
 
-def _ask(tool: CurriculumTool, rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """A clause that asks for the tool, and the arguments that are due."""
+def _draw_clause(tool: CurriculumTool, rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """Draw a clause that asks for the tool, and the expected arguments."""
     if isinstance(tool, VariantTool):
-        return tool.ask(rng)
+        return tool.request(rng)
     arguments = draw_arguments(tool, rng)
-    return say_request(tool, arguments, rng), arguments
+    return word_request(tool, arguments, rng), arguments
 
 
 def _frame(clause: str, tool: CurriculumTool, rng: random.Random) -> str:
     if isinstance(tool, VariantTool):
-        return str(frame_ask(clause, "train", rng).content)
+        return str(frame_target_request(clause, "train", rng).content)
     return frame_request(clause, rng)
 
 
@@ -76,7 +76,7 @@ def _request_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -
     for _ in range(num_requests):
         if not same_tool:
             tool = rng.choice(tools)
-        clause, arguments = _ask(tool, rng)
+        clause, arguments = _draw_clause(tool, rng)
         clauses.append(clause)
         answers.append(_answer(tool, arguments, style))
     return _frame(rng.choice(_JOINERS).join(clauses), tool, rng), "\n".join(answers)
@@ -89,7 +89,7 @@ def _unfit_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -> 
     other = draw_variant(rng)
     while any(isinstance(tool, VariantTool) and tool.target is other.target for tool in tools):
         other = draw_variant(rng)
-    return _frame(_ask(other, rng)[0], other, rng), rng.choice(_NONE_FITS)
+    return _frame(_draw_clause(other, rng)[0], other, rng), rng.choice(_NONE_FITS)
 
 
 def _about_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -> Turn:
@@ -112,7 +112,7 @@ def _about_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -> 
 
 
 def _copy_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -> Turn:
-    """Words to be repeated as they are."""
+    """Make a request to repeat words verbatim."""
     del tools, style
     draws: tuple[Callable[[], str], ...] = (
         lambda: make_name(rng),
@@ -125,32 +125,32 @@ def _copy_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -> T
 
 
 def _record_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -> Turn:
-    """A record in JSON or words and one or several of its values."""
+    """Make a record in JSON or words and a question about one or several of its values."""
     del tools, style
     kinds = [kind for kind in MADE_UP_VALUES if kind not in ("flag", "list")]
     keys = rng.sample(NOUNS, rng.randint(2, 4))
     record = {key: MADE_UP_VALUES[rng.choice(kinds)](rng) for key in keys}
-    said = json.dumps(record) if rng.random() < 0.5 else join_words([f"{key} {value}" for key, value in record.items()])
+    text = json.dumps(record) if rng.random() < 0.5 else join_words([f"{key} {value}" for key, value in record.items()])
     if rng.random() < 0.35:
-        asked = {key: record[key] for key in rng.sample(keys, rng.randint(1, len(keys)))}
-        return f"{said}\nGive me {join_words(list(asked))} as JSON.", json.dumps(asked)
+        requested = {key: record[key] for key in rng.sample(keys, rng.randint(1, len(keys)))}
+        return f"{text}\nGive me {join_words(list(requested))} as JSON.", json.dumps(requested)
     key = rng.choice(keys)
     question = rng.choice(("What is the {}?", "Give me the {}.", "Which {}?")).format(key)
-    return f"{said}\n{question}", rng.choice(("The {} is {}.",)).format(key, record[key])
+    return f"{text}\n{question}", rng.choice(("The {} is {}.",)).format(key, record[key])
 
 
 def _result_messages(tools: list[CurriculumTool], style: str, rng: random.Random) -> list[Message]:
-    """A request, the plain answer, what the tool said, and that told in a sentence."""
+    """Make a request, the plain answer, the tool's result and a sentence about it."""
     tool = rng.choice(tools)
-    clause, arguments = _ask(tool, rng)
+    clause, arguments = _draw_clause(tool, rng)
     kinds = [kind for kind in MADE_UP_VALUES if kind not in ("flag", "list")]
     record = {key: MADE_UP_VALUES[rng.choice(kinds)](rng) for key in rng.sample(NOUNS, rng.randint(1, 3))}
-    told = join_words([f"the {key} is {value}" for key, value in record.items()])
+    sentence = join_words([f"the {key} is {value}" for key, value in record.items()])
     return [
         Message("user", _frame(clause, tool, rng)),
         Message("assistant", _answer(tool, arguments, style)),
         Message("tool", json.dumps(record), name=tool.tool.name),
-        Message("assistant", told[0].upper() + told[1:] + "."),
+        Message("assistant", sentence[0].upper() + sentence[1:] + "."),
     ]
 
 
@@ -159,8 +159,9 @@ _WEIGHTS = (0.7, 0.08, 0.04, 0.12, 0.06)
 
 
 def _draw_tools(rng: random.Random) -> list[CurriculumTool]:
-    """Up to three tools of different names; most are variants of target tools, no two of one target."""
-    targets = rng.sample(TARGETS if rng.random() < 0.7 else DOMAINS, 3)
+    """Draw up to three tools with different names; most are variants of different target tools."""
+    known = load_target_tools()
+    targets = rng.sample(known.called if rng.random() < 0.7 else known.all, 3)
     tools: list[CurriculumTool] = []
     for target in targets[: rng.randint(1, 3)]:
         tools.append(draw_variant(rng, target) if rng.random() < 0.85 else draw_tool(rng))
@@ -168,7 +169,7 @@ def _draw_tools(rng: random.Random) -> list[CurriculumTool]:
 
 
 def draw_conversation(rng: random.Random) -> Conversation:
-    """One conversation of the curriculum."""
+    """Draw one conversation of the curriculum."""
     style = rng.choices(("json", "prose", "lines"), (0.8, 0.1, 0.1))[0]
     tools = _draw_tools(rng)
     system = rng.choice(_STYLES[style])
@@ -183,7 +184,7 @@ def draw_conversation(rng: random.Random) -> Conversation:
 
 
 def iter_curriculum(num_rows: int, seed: int) -> Iterator[Conversation]:
-    """Conversations of the curriculum, independent of one another."""
+    """Yield independent conversations of the curriculum."""
     rng = random.Random(f"pretrain:{seed}")
     for _ in range(num_rows):
         yield draw_conversation(rng)

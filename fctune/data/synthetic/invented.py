@@ -1,4 +1,4 @@
-"""Invented tools of the base's curriculum: random names, schemas and requests that fit them."""
+"""Invented tools of the base's curriculum: random names and schemas, and requests that fit them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fctune.data.conversation import Tool
-from fctune.data.synthetic.targets import TARGET_NAMES, TARGET_PROPERTY_SETS
+from fctune.data.synthetic.target_tools import load_target_tools
 from fctune.data.synthetic.values import MADE_UP_VALUES
 from fctune.data.synthetic.words import NOUNS, SYNONYMS, VERBS, join_words, make_word, pick_word, split_words
 
@@ -33,8 +33,8 @@ _PARAM_NAMES = {
 _KINDS = tuple(_PARAM_NAMES)
 _JSON_TYPES = {"count": "integer", "amount": "number", "flag": "boolean"}
 
-# How a value may be said; {p} is the parameter's name in words, {v} the value.
-_SAYINGS = {
+# Wordings of a value; {p} is the parameter's name in words, {v} the value.
+_WORDINGS_BY_KIND = {
     "place": ("in {v}", "at {v}", "near {v}", "{p} {v}", "in the {p} of {v}", "around {v}"),
     "person": ("for {v}", "with {v}", "{p} {v}", "{v} as {p}", "by {v}"),
     "email": ("to {v}", "{p} {v}", "at {v}", "via {v}"),
@@ -48,14 +48,14 @@ _SAYINGS = {
     "enum": ("{v} {p}", "{p} {v}", "in {v}", "{v}", "as {v}"),
     "list": ("{p} {v}", "with {v}", "with {p} {v}", "{v} as {p}"),
 }
-_EXPLICIT_SAYINGS = ("{p} {v}", "{p} is {v}", "set {p} to {v}", "{p} = {v}", "with {p} {v}", "{v} as {p}")
+_EXPLICIT_WORDINGS = ("{p} {v}", "{p} is {v}", "set {p} to {v}", "{p} = {v}", "with {p} {v}", "{v} as {p}")
 _ROUTES = (("origin", "destination"), ("source", "target"), ("start", "end"), ("departure", "arrival"))
 _LEADS = (
     "", "", "", "Please ", "Can you ", "Could you ", "I need to ", "I want to ", "Help me ", "Hi, ", "I would like to ",
     "We have to ", "Hello, please ", "Would you ", "Time to ", "Go and ", "Let us ", "Now ", "Just ",
 )  # fmt: skip
 _ENDS = (".", ".", "?", "", "!", ", please.", ", thanks.", " for me.", " soon.", " today.")
-_WORDINGS = (
+_REQUESTS = (
     "{f}, {v} {o} {r}",
     "{n} {s}",
     "{n}: {s}",
@@ -78,7 +78,7 @@ _DESCRIPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One argument of an invented tool."""
+    """An argument of an invented tool."""
 
     name: str
     kind: str
@@ -87,11 +87,11 @@ class Param:
 
     @property
     def words(self) -> str:
-        """The name as it is said."""
+        """The name in words, without underscores."""
         return self.name.replace("_", " ")
 
     def schema(self) -> dict[str, Any]:
-        """JSON Schema of the argument."""
+        """Return the JSON Schema of the argument."""
         if self.choices:
             return {"type": "string", "enum": list(self.choices)}
         if self.kind == "list":
@@ -99,13 +99,13 @@ class Param:
         return {"type": _JSON_TYPES.get(self.kind, "string")}
 
     def draw(self, rng: random.Random) -> Any:
-        """A value that fits the schema."""
+        """Draw a value that fits the schema."""
         return rng.choice(self.choices) if self.choices else MADE_UP_VALUES[self.kind](rng)
 
 
 @dataclass(frozen=True, slots=True)
 class InventedTool:
-    """A tool with what is needed to ask for it in words."""
+    """A tool with the words that requests for it are made of."""
 
     tool: Tool
     verb: str
@@ -134,7 +134,8 @@ def _draw_params(rng: random.Random) -> tuple[Param, ...]:
 
 
 def draw_tool(rng: random.Random) -> InventedTool:
-    """An invented tool whose name and property names are those of no target tool."""
+    """Draw a tool that shares neither its name nor its set of property names with a target tool."""
+    targets = load_target_tools()
     while True:
         verb = rng.choice(VERBS) if rng.random() < 0.85 else make_word(rng)
         noun = rng.choice(NOUNS) if rng.random() < 0.75 else make_word(rng)
@@ -144,7 +145,7 @@ def draw_tool(rng: random.Random) -> InventedTool:
         stem = noun.replace(" ", "_")
         name = f"{verb}_{stem}" if draw < 0.8 else f"{stem}_{verb}" if draw < 0.9 else make_word(rng, 2, 3)
         params = _draw_params(rng)
-        if name not in TARGET_NAMES and frozenset(param.name for param in params) not in TARGET_PROPERTY_SETS:
+        if name not in targets.names and frozenset(param.name for param in params) not in targets.property_sets:
             break
     description = rng.choice(_DESCRIPTIONS).format(V=verb.capitalize(), v=verb, n=noun, p=params[0].words)
     function = {
@@ -159,22 +160,22 @@ def draw_tool(rng: random.Random) -> InventedTool:
     return InventedTool(Tool(function), verb, noun, params)
 
 
-def _say(param: Param, value: Any, alone: bool, rng: random.Random) -> str:
+def _word_value(param: Param, value: Any, is_only: bool, rng: random.Random) -> str:
     if param.kind == "flag":
         ways = ("{p}", "with {p}", "make it {p}", "{p} please") if value else ("no {p}", "without {p}", "not {p}")
         return rng.choice(ways).format(p=param.words)
     spoken = join_words(value) if isinstance(value, list) else str(value)
-    sayings = _SAYINGS[param.kind] if alone and rng.random() < 0.8 else _EXPLICIT_SAYINGS
-    return rng.choice(sayings).format(p=param.words, v=spoken)
+    wordings = _WORDINGS_BY_KIND[param.kind] if is_only and rng.random() < 0.8 else _EXPLICIT_WORDINGS
+    return rng.choice(wordings).format(p=param.words, v=spoken)
 
 
 def draw_arguments(tool: InventedTool, rng: random.Random) -> dict[str, Any]:
-    """Arguments for the tool in the order of its schema, optional ones half of the time."""
+    """Draw arguments in the order of the tool's schema, optional ones half of the time."""
     return {param.name: param.draw(rng) for param in tool.params if param.required or rng.random() < 0.5}
 
 
-def say_request(tool: InventedTool, arguments: dict[str, Any], rng: random.Random) -> str:
-    """A clause that asks for the tool with these arguments, in a random order."""
+def word_request(tool: InventedTool, arguments: dict[str, Any], rng: random.Random) -> str:
+    """Draw a clause that asks for the tool with these arguments, in random order."""
     kinds = [param.kind for param in tool.params]
     slots: list[str] = []
     route = [param for param in tool.params if any(param.name in pair for pair in _ROUTES)]
@@ -187,7 +188,7 @@ def say_request(tool: InventedTool, arguments: dict[str, Any], rng: random.Rando
         )
     for param in tool.params:
         if param.name in arguments and not (len(route) == 2 and param in route):
-            slots.append(_say(param, arguments[param.name], kinds.count(param.kind) == 1, rng))
+            slots.append(_word_value(param, arguments[param.name], kinds.count(param.kind) == 1, rng))
     rng.shuffle(slots)
     verb = rng.choice(SYNONYMS.get(tool.verb, (tool.verb,)))
     object_ = f"{rng.choice(_DETERMINERS)} {tool.noun}".strip()
@@ -195,10 +196,10 @@ def say_request(tool: InventedTool, arguments: dict[str, Any], rng: random.Rando
     if rng.random() < 0.6:
         return f"{verb} {object_} {spoken}".strip()
     first, rest = (slots[0], " ".join(slots[1:])) if slots else ("now", "")
-    return " ".join(rng.choice(_WORDINGS).format(v=verb, o=object_, n=tool.noun, f=first, r=rest, s=spoken).split())
+    return " ".join(rng.choice(_REQUESTS).format(v=verb, o=object_, n=tool.noun, f=first, r=rest, s=spoken).split())
 
 
 def frame_request(clause: str, rng: random.Random) -> str:
-    """The clause as a whole sentence, with a lead and an end."""
+    """Turn the clause into a sentence with a lead and an ending."""
     sentence = rng.choice(_LEADS) + clause
     return sentence[0].upper() + sentence[1:] + rng.choice(_ENDS)

@@ -1,4 +1,4 @@
-"""Argument values by kind: made-up ones for the base's curriculum, real-looking ones for the target tools."""
+"""Argument values by kind: made-up values for the base's curriculum, realistic ones for the target tools."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _MAIL_HOSTS = split_words("mail.org post.net inbox.com office.org")
 
 
 def is_held_out(kind: str, value: object) -> bool:
-    """Whether a value is kept for the held-out cases: a fixed quarter of all, by the hash of kind and value."""
+    """Return True for the fixed quarter of values, by hash, that is reserved for the held-out cases."""
     digest = hashlib.blake2b(f"{kind}:{value}".encode(), digest_size=2).digest()
     return digest[0] % 4 == 0
 
@@ -164,8 +164,8 @@ def _capital_letters(rng: random.Random, num_letters: int) -> str:
     return "".join(rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ") for _ in range(num_letters))
 
 
-# Half of a training row's open values are made up: a model that has met every city by name learns the names, one that
-# has not learns to copy them.
+# Half of a training row's open values are made up: a model that has seen every city by name memorises the names, one
+# that has not learns to copy them.
 _TRAIN_ONLY_VALUES: dict[str, Callable[[random.Random], Any]] = {
     "city": make_name,
     "person": make_name,
@@ -183,7 +183,7 @@ _TRAIN_ONLY_VALUES: dict[str, Callable[[random.Random], Any]] = {
 
 
 def draw_target(kind: str, side: Side, rng: random.Random) -> Any:
-    """A value of this kind from this side of the split."""
+    """Draw a value of this kind from this side of the split."""
     make = TARGET_VALUES[kind]
     if side == "train" and rng.random() < 0.5:
         make = _TRAIN_ONLY_VALUES.get(kind, make)

@@ -1,7 +1,7 @@
-"""Tools of the base's curriculum that do what a target tool does, under other names and another schema.
+"""Curriculum tools that do what a target tool does, under other names and with another schema.
 
-A base model has met its language before it is fine-tuned: people asking about weather, money and parcels. Here it meets
-the training phrasings with tools that share neither name nor property names with a target tool.
+A base model has seen its language before it is fine-tuned: people asking about weather, money and parcels. Here it sees
+the training phrasings with tools that share neither their name nor their property names with a target tool.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fctune.data.conversation import Tool
-from fctune.data.synthetic.asks import draw_ask
-from fctune.data.synthetic.target import Target
-from fctune.data.synthetic.targets import DOMAINS, TARGET_NAMES, TARGET_PROPERTIES
+from fctune.data.synthetic.target_requests import draw_request
+from fctune.data.synthetic.target_tools import TargetTool, load_target_tools
 from fctune.data.synthetic.words import NOUNS, VERBS, make_word, split_words
 
 _PROPERTY_WORDS = split_words(
@@ -27,21 +26,22 @@ _DESCRIPTIONS = ("{d}", "{d}", "Use this: {d}", "A tool. {d}", "{d} For users.")
 
 @dataclass(frozen=True, slots=True)
 class VariantTool:
-    """A tool that is asked for as ``target`` is; ``names`` gives its own name for each of the target's arguments."""
+    """A tool requested in the phrasings of ``target``; ``names`` maps the target's arguments to its own."""
 
     tool: Tool
-    target: Target
+    target: TargetTool
     names: dict[str, str]
 
-    def ask(self, rng: random.Random) -> tuple[str, dict[str, Any]]:
-        """A clause that asks for it, and the arguments that are due, in the order they are asked for by the schema."""
-        clause, call = draw_ask(self.target, "train", rng)
+    def request(self, rng: random.Random) -> tuple[str, dict[str, Any]]:
+        """Draw a clause that asks for the tool, and the expected arguments in the schema's order."""
+        clause, call = draw_request(self.target, "train", rng)
         return clause, {self.names[key]: value for key, value in call.arguments.items()}
 
 
-def draw_variant(rng: random.Random, target: Target | None = None) -> VariantTool:
-    """A variant of a target tool, of a random one where none is named."""
-    target = rng.choice(DOMAINS) if target is None else target
+def draw_variant(rng: random.Random, target: TargetTool | None = None) -> VariantTool:
+    """Draw a variant of a target tool, by default of a random one."""
+    tools = load_target_tools()
+    target = rng.choice(tools.all) if target is None else target
     while True:
         draw = rng.random()
         hint = rng.choice(target.description.rstrip(".").lower().split())
@@ -54,13 +54,13 @@ def draw_variant(rng: random.Random, target: Target | None = None) -> VariantToo
             if draw < 0.85
             else make_word(rng, 2, 3)
         )
-        if name.isidentifier() and name not in TARGET_NAMES:
+        if name.isidentifier() and name not in tools.names:
             break
     names: dict[str, str] = {}
     for slot in target.slots:
         while slot not in names:
             own = make_word(rng) if rng.random() < 0.3 else rng.choice(_PROPERTY_WORDS)
-            if own not in names.values() and own not in TARGET_PROPERTIES:
+            if own not in names.values() and own not in tools.properties:
                 names[slot] = own
     function = {
         "name": name,

@@ -1,4 +1,4 @@
-"""Word lists and made-up words of the base model's curriculum; nothing here belongs to the target tools."""
+"""Word lists and made-up words of the base model's curriculum; none belong to the target tools."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import random
 
 
 def split_words(text: str) -> tuple[str, ...]:
-    """The words of a list written with blanks between them."""
+    """Split a list at its spaces."""
     return tuple(text.split())
 
 
 def split_phrases(text: str) -> tuple[str, ...]:
-    """The entries of a list written with commas between them."""
+    """Split a list at its commas."""
     return tuple(text.split(","))
 
 
@@ -70,29 +70,23 @@ SYNONYMS = {
 
 _ONSETS = split_words("b br c ch d dr f fl g gr h j k kl l m n p pr qu r s sh sl st t th tr v w x y z")
 _VOWELS = split_words("a a a e e e i i o o u ai ea ee ia io oo ou")
-_CODAS = [
-    "",
-    "",
-    "",
-    "",
-    *split_words("l m n r s t x n r nd rt st ck ng ll sk m d"),
-]
+_CODAS = ("",) * 4 + split_words("l m n r s t x n r nd rt st ck ng ll sk m d")
 
 
 def make_word(rng: random.Random, min_syllables: int = 1, max_syllables: int = 3) -> str:
-    """A lower-case made-up word, so that copying it cannot be a matter of having seen it."""
+    """Make up a lower-case word, which a model can copy only by reading it."""
     num_syllables = rng.randint(min_syllables, max_syllables)
     return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(num_syllables))
 
 
 def make_name(rng: random.Random) -> str:
-    """One or two capitalised made-up words, the shape of a place or a person."""
+    """Make up a name of one or two capitalised words, as of a place or person."""
     num_words = 2 if rng.random() < 0.35 else 1
     return " ".join(make_word(rng, 1, 3).capitalize() for _ in range(num_words))
 
 
 def pick_word(rng: random.Random) -> str:
-    """A common word or, one time in three, a made-up one."""
+    """Pick a common word or, one time in three, make one up."""
     draw = rng.random()
     if draw < 0.33:
         return make_word(rng)
@@ -100,5 +94,5 @@ def pick_word(rng: random.Random) -> str:
 
 
 def join_words(words: list[str]) -> str:
-    """The words as a spoken list: ``a, b and c``."""
+    """Join words as in a sentence: ``a, b and c``."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
