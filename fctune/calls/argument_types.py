@@ -8,8 +8,8 @@ from typing import Any
 
 from fctune.data.conversation import Tool
 from fctune.data.tool_schema import TYPE_NAMES
-from fctune.parsing.json_text import UnreadableError, decode_json
-from fctune.parsing.python_text import PythonReader
+from fctune.parsing.json_reader import ParseError, decode_json
+from fctune.parsing.python_reader import PythonReader
 
 _ALL_TYPES = frozenset(("string", "integer", "number", "boolean", "array", "object", "null"))
 _STRING_ONLY = frozenset(("string",))
@@ -62,10 +62,10 @@ def read_typed_text(text: str, schema: Any) -> Any:
         return text
     try:
         value = decode_json(text)
-    except UnreadableError:
+    except ParseError:
         try:
             value = _read_python(text.strip())
-        except UnreadableError:
+        except ParseError:
             return text
     if "string" not in types or types == _ALL_TYPES:
         return value
@@ -106,5 +106,5 @@ def _type_of(value: Any) -> str:
 def _read_python(text: str) -> Any:
     value, end = PythonReader(text).read_value(0)
     if end != len(text):
-        raise UnreadableError("something follows the value", end)
+        raise ParseError("extra text after the value", end)
     return value

@@ -23,7 +23,7 @@ from fctune.calls.formats.base import CallFormat, Malformed, Parsed
 from fctune.calls.formats.registry import get_format
 from fctune.data.conversation import Call, Tool
 from fctune.errors import ConfigError, DataError
-from fctune.parsing.json_text import UnreadableError, decode_json
+from fctune.parsing.json_reader import ParseError, decode_json
 
 _NUM_SHOWN = 10
 
@@ -127,7 +127,7 @@ def _read_row(line: str, number: int, formats: dict[Any, CallFormat]) -> Predict
     fault = ""
     try:
         row = decode_json(line)
-    except UnreadableError as error:
+    except ParseError as error:
         # What a model gave as arguments may be no JSON by the letter; whose answer it is should be legible.
         fault = error.reason
         try:
@@ -188,7 +188,7 @@ def _read_call(value: Any) -> Call | str:
     if isinstance(arguments, str):
         try:
             arguments = decode_json(arguments)
-        except UnreadableError as error:
+        except ParseError as error:
             return f"{name[:80]}: its arguments are no JSON: {error.reason}"
     if not isinstance(arguments, dict):
         return f"{name[:80]}: its arguments are no object but {type(arguments).__name__}"

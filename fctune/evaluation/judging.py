@@ -11,7 +11,7 @@ from fctune.calls.metrics import Outcome, judge_failure
 from fctune.data.conversation import Call, Tool
 from fctune.evaluation.suites import Suite
 from fctune.generation.engine import Answer
-from fctune.parsing.json_text import UnreadableError, decode_json
+from fctune.parsing.json_reader import ParseError, decode_json
 
 Row = dict[str, Any]
 
@@ -92,7 +92,7 @@ def _read_served_call(sent: Mapping[str, Any], lenient: bool) -> Call | str:
     if isinstance(arguments, str) and not (lenient and not arguments.strip()):
         try:
             arguments = decode_json(arguments, lenient)
-        except UnreadableError as error:
+        except ParseError as error:
             return f"arguments are not JSON: {error.reason}"
     elif lenient:
         arguments = arguments or {}

@@ -1,1 +1,1 @@
-"""Strict and lenient readers of JSON and Python literals."""
+"""Strict and lenient readers of JSON and of Python literals; nothing read is ever evaluated."""

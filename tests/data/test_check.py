@@ -71,7 +71,7 @@ def test_the_file_of_defects_is_reported_with_file_line_and_pointer() -> None:
             assert example.file == DEFECTS
             assert 1 <= example.line <= len(lines)
     text = render(report)
-    where = f"{DEFECTS}:59: messages[1].tool_calls[0].function.arguments: not JSON (Expecting property name"
+    where = f"{DEFECTS}:59: messages[1].tool_calls[0].function.arguments: not JSON (expected a key in double quotes"
     assert where in text
     assert "arguments_not_json" in text
 

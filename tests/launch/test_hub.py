@@ -104,8 +104,8 @@ def test_concurrent_runs_download_once_and_pin_the_same_commit(hub: HubServer, t
     assert record["bytes"] == len(WEIGHTS) + len(b"{}")
     read = PRELUDE + (
         "from fctune.data.sources.arrow import iter_hub\n"
-        "from fctune.parsing.strict_json import JsonReader\n"
-        "print(json.dumps([row for _, row in iter_hub(os.environ['ROWS'], JsonReader())]))"
+        "from fctune.data.sources.row_json import RowJsonReader\n"
+        "print(json.dumps([row for _, row in iter_hub(os.environ['ROWS'], RowJsonReader())]))"
     )
     path = rows.partition("=")[2]
     offline = ask(read, ["x"], tmp_path, "http://127.0.0.1:9", ROWS=path, HF_HUB_OFFLINE="1")

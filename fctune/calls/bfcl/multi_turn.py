@@ -38,8 +38,8 @@ from fctune.calls.bfcl.cases import SIMULATORS, BfclCase
 from fctune.calls.bfcl.checker import BfclVerdict
 from fctune.data.conversation import Call
 from fctune.errors import ConfigError
-from fctune.parsing.json_text import UnreadableError
-from fctune.parsing.python_text import PythonReader
+from fctune.parsing.json_reader import ParseError
+from fctune.parsing.python_reader import PythonReader
 
 MAX_DIGITS = 10_000
 MAX_TIME_S = 1.0
@@ -161,11 +161,11 @@ class World:
         """The call of an answer, whose first argument may stand there without its name."""
         reader = PythonReader(text)
         try:
-            return reader.read_call(0)[0]
-        except UnreadableError:
+            return Call(*reader.read_call(0)[0])
+        except ParseError:
             name = text.partition("(")[0]
             value, end = reader.read_value(reader.skip_space(len(name) + 1))
-            others = PythonReader(f"{name}({text[end:].lstrip(' ,')}").read_call(0)[0].arguments
+            (_, others), _ = PythonReader(f"{name}({text[end:].lstrip(' ,')}").read_call(0)
             return Call(name, {next(iter(inspect.signature(self._tools[name]).parameters)): value, **others})
 
     def find_difference(self, expected: World) -> str | None:
@@ -181,7 +181,7 @@ class World:
         source = _CALLEE.sub(self._rename, repr(value))
         read, end = PythonReader(source).read_value(0)
         if end != len(source):
-            raise UnreadableError("something follows the value", end)
+            raise ParseError("extra text after the value", end)
         return read
 
     def _rename(self, found: re.Match[str]) -> str:

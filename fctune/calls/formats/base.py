@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.json_text import UnreadableError, decode_json
+from fctune.parsing.json_reader import ParseError, decode_json
 
 # Marks that end a turn and say nothing else; decoding with special tokens leaves them at the end of the text.
 TURN_ENDS = (
@@ -183,8 +183,8 @@ def to_call(value: Any, key: str, lenient: bool = False) -> Call | str:
         arguments = value.get(key, value.get("parameters" if key == "arguments" else "arguments"))
         if isinstance(arguments, str):
             try:
-                arguments = decode_json(arguments, is_lenient=True)
-            except UnreadableError as error:
+                arguments = decode_json(arguments, lenient=True)
+            except ParseError as error:
                 return f"{key} is a string and not JSON: {error.reason}"
         arguments = {} if arguments is None else arguments
     else:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from fctune.calls.formats.base import CallFormat, Page, to_call
 from fctune.calls.formats.json_formats import call_object, dump_json
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.json_text import UnreadableError, decode_json, read_json, skip_space
-from fctune.parsing.python_text import PythonReader
+from fctune.parsing.json_reader import ParseError, decode_json, read_json, skip_space
+from fctune.parsing.python_reader import PythonReader
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -42,7 +42,7 @@ class Hermes(CallFormat):
                 call = to_call(decode_json(text[body:closed], lenient), "arguments", lenient)
             else:
                 call = "not closed by </tool_call>"
-        except UnreadableError as error:
+        except ParseError as error:
             call = error.reason
         if isinstance(call, str):
             call, end = self._read_past(page, body, lenient, is_whole) or (call, end)
@@ -57,12 +57,12 @@ class Hermes(CallFormat):
         text, start = page.text, skip_space(page.text, body)
         try:
             value, stop = read_json(text, start, lenient)
-        except UnreadableError:
+        except ParseError:
             if not lenient:
                 return None
             try:
-                value, stop = PythonReader(text, has_json_words=True).read_value(start)
-            except UnreadableError:
+                value, stop = PythonReader(text, has_json_constants=True).read_value(start)
+            except ParseError:
                 return None
         stop = skip_space(text, stop)
         if text.startswith(_CLOSE, stop):

@@ -10,8 +10,8 @@ from typing import Any
 from fctune.calls.formats.base import CallFormat, Page, to_call
 from fctune.data.conversation import Call, Tool
 from fctune.errors import DataError
-from fctune.parsing.json_text import UnreadableError, read_json, skip_space
-from fctune.parsing.python_text import PythonReader
+from fctune.parsing.json_reader import ParseError, read_json, skip_space
+from fctune.parsing.python_reader import PythonReader
 
 _CALL_START = re.compile(r"""\{\s*["'](?:name|type|function|id|arguments|parameters)["']\s*:""")
 
@@ -61,21 +61,21 @@ def read_objects(page: Page, start: int, key: str, mark: str = "") -> None:
         mark: What the format puts before its calls; with it and no call behind it, the rest is malformed.
     """
     position = start
-    opened = find_mark(page, mark, start, _CALL_START, lambda place: read_json(page.text, place, is_lenient=True)[1])
+    opened = find_mark(page, mark, start, _CALL_START, lambda place: read_json(page.text, place, lenient=True)[1])
     if opened >= 0:
         position = opened + len(mark)
         page.skip(opened, position)
     while (found := _CALL_START.search(page.text, position, page.end)) is not None:
         call: Call | str
         try:
-            value, position = read_json(page.text, found.start(), is_lenient=True)
+            value, position = read_json(page.text, found.start(), lenient=True)
             call = to_call(value, key, lenient=True)
-        except UnreadableError as error:
+        except ParseError as error:
             try:
-                reader = PythonReader(page.text, has_json_words=True)
+                reader = PythonReader(page.text, has_json_constants=True)
                 value, position = reader.read_value(found.start())
                 call = to_call(value, key, lenient=True)
-            except UnreadableError as second_error:
+            except ParseError as second_error:
                 # Both have read this far in vain; beginning again before would cost the square.
                 call, position = error.reason, max(error.position, second_error.position, found.end())
         if isinstance(call, str):
@@ -93,14 +93,14 @@ def find_mark(page: Page, mark: str, start: int, call_start: re.Pattern[str], re
         mark: The mark; empty where the format has none.
         start: Where to begin.
         call_start: How a call begins.
-        read: Reads the call at a position; returns the position behind it, or raises ``UnreadableError``.
+        read: Reads the call at a position; returns the position behind it, or raises ``ParseError``.
     """
     opened = page.find(mark, start) if mark else -1
     position = start
     while position < opened and (found := call_start.search(page.text, position, opened)) is not None:
         try:
             position = read(found.start())
-        except UnreadableError as error:
+        except ParseError as error:
             position = max(error.position, found.end())
         else:
             if position > opened:
@@ -122,7 +122,7 @@ def read_list(page: Page, opened: int, start: int, key: str = "arguments") -> in
     start = skip_space(page.text, start)
     try:
         value, end = read_json(page.text, start)
-    except UnreadableError as error:
+    except ParseError as error:
         page.put_malformed(opened, page.end, error.reason)
         return page.end
     calls = [to_call(item, key) for item in value] if isinstance(value, list) else ["no list of calls"]
@@ -162,7 +162,7 @@ class LlamaJson(CallFormat):
             try:
                 value, end = read_json(text, position)
                 call = to_call(value, "parameters")
-            except UnreadableError as error:
+            except ParseError as error:
                 call, end = error.reason, page.end
             behind = skip_space(text, end)
             if behind < page.end and text[behind] != ";":
@@ -259,7 +259,7 @@ class MistralNamed(CallFormat):
             call: Call | str
             try:
                 call, end = self._read_call(page, opened + len(self._mark), lenient)
-            except UnreadableError as error:
+            except ParseError as error:
                 call, end = error.reason, following if following >= 0 else page.end
             if isinstance(call, str):
                 page.put_malformed(opened, end, call)
@@ -272,13 +272,13 @@ class MistralNamed(CallFormat):
         marked = page.find(self._arguments, start)
         following = page.find(self._mark, start)
         if marked < 0 or 0 <= following < marked:
-            raise UnreadableError("no [ARGS] behind the name", start)
+            raise ParseError("no [ARGS] behind the name", start)
         name, has_id, call_id = text[start:marked].partition(self._id)
         if not name.strip() or (name != name.strip() and not lenient):
-            raise UnreadableError("no name behind [TOOL_CALLS]", start)
+            raise ParseError("no name behind [TOOL_CALLS]", start)
         arguments, end = read_json(text, skip_space(text, marked + len(self._arguments)), lenient)
         if not isinstance(arguments, dict):
-            raise UnreadableError("the arguments are no object", marked)
+            raise ParseError("the arguments are no object", marked)
         return Call(name.strip(), arguments, call_id.strip() if has_id else None), end
 
 
@@ -310,7 +310,7 @@ class Glaive(CallFormat):
             try:
                 call, position = self._read_call(page.text, body, lenient)
                 page.put_calls([call], opened, position)
-            except UnreadableError as error:
+            except ParseError as error:
                 position = following if following >= 0 else page.end
                 page.put_malformed(opened, position, error.reason)
 
@@ -321,19 +321,19 @@ class Glaive(CallFormat):
                 call = to_call(value, "arguments", lenient)
                 if isinstance(call, Call):
                     return call, end
-            except UnreadableError:
+            except ParseError:
                 pass
         head = self._head.match(text, start)
         if head is None:
-            raise UnreadableError('no {"name": behind the mark', start)
+            raise ParseError('no {"name": behind the mark', start)
         name, end = read_json(text, head.end())
         middle = self._middle.match(text, end)
         if middle is None or not (middle[1] or lenient):
-            raise UnreadableError("no arguments in single quotes behind the name", end)
+            raise ParseError("no arguments in single quotes behind the name", end)
         arguments, end = read_json(text, middle.end(), lenient)
         tail = self._tail.match(text, end)
         if tail is None or tail[1] != middle[1]:
-            raise UnreadableError("not closed behind the arguments", end)
+            raise ParseError("not closed behind the arguments", end)
         if not name:
-            raise UnreadableError("no name", start)
+            raise ParseError("no name", start)
         return Call(name, arguments), tail.end()

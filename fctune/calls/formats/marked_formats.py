@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fctune.calls.formats.base import CallFormat, Malformed, Page
 from fctune.calls.formats.json_formats import dump_json, require_name
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.json_text import UnreadableError, read_json, skip_space
+from fctune.parsing.json_reader import ParseError, read_json, skip_space
 
 
 class DeepSeek(CallFormat):
@@ -60,9 +60,9 @@ class DeepSeek(CallFormat):
             try:
                 call, end = self._read_call(page.text, opened + len(self._call), lenient)
                 if not is_open and not lenient:
-                    raise UnreadableError(f"not opened by {self._open}", opened)
+                    raise ParseError(f"not opened by {self._open}", opened)
                 page.put_calls([call], opened, end)
-            except UnreadableError as error:
+            except ParseError as error:
                 closed = page.find(self._call_end, max(error.position, opened))
                 end = following if following >= 0 else page.end
                 end = closed + len(self._call_end) if 0 <= closed < end else end
@@ -81,13 +81,13 @@ class DeepSeek(CallFormat):
     def _read_call(self, text: str, start: int, lenient: bool) -> tuple[Call, int]:
         head = (self._any_head if lenient else self._head).match(text, start)
         if head is None:
-            raise UnreadableError("no name where one is due", start)
+            raise ParseError("no name where one is due", start)
         arguments, end = read_json(text, skip_space(text, head.end()), lenient)
         tail = (self._any_tail if lenient else self._tail).match(text, end)
         if not isinstance(arguments, dict):
-            raise UnreadableError("the arguments are no object", head.end())
+            raise ParseError("the arguments are no object", head.end())
         if tail is None:
-            raise UnreadableError(f"not closed by {self._call_end}", end)
+            raise ParseError(f"not closed by {self._call_end}", end)
         return Call(head[1].strip(), arguments), tail.end()
 
 
@@ -126,7 +126,7 @@ class GptOss(CallFormat):
                 continue
             try:
                 call, end = self._read_arguments(page, recipient[1], body, lenient)
-            except UnreadableError as error:
+            except ParseError as error:
                 end = self._message_end(page, body)
                 page.put_malformed(header, end, error.reason)
             else:
@@ -146,12 +146,12 @@ class GptOss(CallFormat):
     def _read_arguments(self, page: Page, name: str, body: int, lenient: bool) -> tuple[Call, int]:
         arguments, end = read_json(page.text, skip_space(page.text, body), lenient)
         if not isinstance(arguments, dict):
-            raise UnreadableError("the arguments are no object", body)
+            raise ParseError("the arguments are no object", body)
         end = skip_space(page.text, end)
         mark = next((mark for mark in self._ends if page.text.startswith(mark, end)), "")
         # The mark is what generation stops at, so that the last one may have been cut off.
         if not mark and end < page.end and not (lenient and page.text.startswith(self._start, end)):
-            raise UnreadableError("not closed by <|call|>", end)
+            raise ParseError("not closed by <|call|>", end)
         return Call(name, arguments), end + len(mark)
 
     def _message_end(self, page: Page, body: int) -> int:

@@ -11,8 +11,8 @@ from fctune.calls.formats.base import CallFormat, Page
 from fctune.calls.formats.json_formats import dump_json, find_mark, read_objects
 from fctune.data.conversation import Call, Tool
 from fctune.errors import DataError
-from fctune.parsing.json_text import UnreadableError
-from fctune.parsing.python_text import PythonReader
+from fctune.parsing.json_reader import ParseError
+from fctune.parsing.python_reader import PythonReader
 
 _PYTHON_MARKS = ("<|python_tag|>", "<|python_start|>")
 _PYTHON_END = "<|python_end|>"
@@ -64,9 +64,9 @@ class Pythonic(CallFormat):
             if page.text.startswith(_PYTHON_END, end):
                 end = _skip_blank(page, end + len(_PYTHON_END))
             if end < page.end:
-                raise UnreadableError("text behind the list of calls", end)
-            page.put_calls(calls, opened, end)
-        except UnreadableError as error:
+                raise ParseError("text behind the list of calls", end)
+            page.put_calls([Call(*call) for call in calls], opened, end)
+        except ParseError as error:
             page.put_malformed(opened, page.end, error.reason)
 
 
@@ -84,7 +84,7 @@ class Lfm(CallFormat):
         return f"{self._open}[{', '.join(map(render_python_call, calls))}]{self._close}" if calls else ""
 
     def _read(self, page: Page, start: int, tools: Sequence[Tool], lenient: bool) -> None:
-        reader = PythonReader(page.text[: page.end], has_json_words=True, is_lenient=lenient)
+        reader = PythonReader(page.text[: page.end], has_json_constants=True, lenient=lenient)
         position = start
         while (opened := page.find(self._open, position)) >= 0:
             body = opened + len(self._open)
@@ -100,9 +100,9 @@ class Lfm(CallFormat):
                 elif lenient:
                     position = end
                 else:
-                    raise UnreadableError(f"not closed by {self._close}", end)
-                page.put_calls(calls, opened, position)
-            except UnreadableError as error:
+                    raise ParseError(f"not closed by {self._close}", end)
+                page.put_calls([Call(*call) for call in calls], opened, position)
+            except ParseError as error:
                 page.put_malformed(opened, position, error.reason)
         if lenient and not page.calls and not page.malformed:
             read_python_calls(page, start)
@@ -113,7 +113,7 @@ def read_python_calls(page: Page, start: int) -> None:
 
     Where there is none, calls written as JSON are taken.
     """
-    reader = PythonReader(page.text[: page.end], is_lenient=True)
+    reader = PythonReader(page.text[: page.end], lenient=True)
     position = start
     mark = next((mark for mark in _PYTHON_MARKS if page.find(mark, start) >= 0), "")
     opened = find_mark(page, mark, start, _CALL_START, lambda place: reader.read_call(place)[1])
@@ -123,8 +123,8 @@ def read_python_calls(page: Page, start: int) -> None:
     while (found := _CALL_START.search(page.text, position, page.end)) is not None:
         try:
             call, position = reader.read_call(found.start())
-            page.put_loose_call(call, found.start(), position)
-        except UnreadableError as error:
+            page.put_loose_call(Call(*call), found.start(), position)
+        except ParseError as error:
             position = max(error.position, found.end())
             page.put_malformed(found.start(), position, error.reason)
     if not page.calls and not page.malformed:

@@ -17,7 +17,7 @@ from fctune.calls.formats.json_formats import dump_json
 from fctune.calls.matching import is_equal
 from fctune.data.conversation import Call, Tool
 from fctune.errors import DataError
-from fctune.parsing.json_text import UnreadableError, decode_json
+from fctune.parsing.json_reader import ParseError, decode_json
 
 _ESCAPED = re.compile(r"<json>(.*)</json>", re.DOTALL)
 _BLANK = re.compile(r"[ \t\r\n]*+")
@@ -48,7 +48,7 @@ def read_text(text: str, schema: Any) -> Any:
     if "<json>" in text and (escaped := _ESCAPED.fullmatch(text.strip())):
         try:
             return decode_json(escaped[1])
-        except UnreadableError:
+        except ParseError:
             pass
     return read_typed_text(text, schema)
 
@@ -64,7 +64,7 @@ class _Tagged(CallFormat):
             try:
                 call, position = self._read_call(page, opened, tools, lenient)
                 page.put_calls([call], opened, position)
-            except UnreadableError as error:
+            except ParseError as error:
                 position = self._malformed_end(page, opened, error.position)
                 page.put_malformed(opened, position, error.reason)
 
@@ -84,7 +84,7 @@ class _Tagged(CallFormat):
     def _until(self, page: Page, mark: str, start: int) -> int:
         found = page.find(mark, start)
         if found < 0:
-            raise UnreadableError(f"not closed by {mark}", start)
+            raise ParseError(f"not closed by {mark}", start)
         return found
 
 
@@ -147,23 +147,23 @@ class Qwen3Coder(_Tagged):
                 value, position = self._read_value(page, position, lenient)
                 position = _skip_blank(page, position)
             if key in arguments and not lenient:
-                raise UnreadableError(f"the parameter {key[:40]!r} twice", place)
+                raise ParseError(f"the parameter {key[:40]!r} twice", place)
             arguments[key] = read_text(value.removeprefix("\n").removesuffix("\n"), schemas.get(key))
         for mark, is_due in ((self._function_end, True), (self._close, has_block)):
             if text.startswith(mark, position):
                 position = _skip_blank(page, position + len(mark))
             elif is_due and not (lenient and (position >= page.end or text.startswith("<", position))):
-                raise UnreadableError(f"no {mark} where one is due", position)
+                raise ParseError(f"no {mark} where one is due", position)
         return Call(name, arguments), position
 
     def _read_tag(self, page: Page, mark: str, position: int) -> tuple[str, int]:
         """The name in ``<function=name>`` or ``<parameter=name>``, and the position behind the tag."""
         if not page.text.startswith(mark, position):
-            raise UnreadableError(f"no {mark}...> where one is due", position)
+            raise ParseError(f"no {mark}...> where one is due", position)
         end = self._until(page, ">", position + len(mark))
         name = page.text[position + len(mark) : end].strip()
         if not _KEY.fullmatch(name):
-            raise UnreadableError(f"no name in {mark}...>", position)
+            raise ParseError(f"no name in {mark}...>", position)
         return name, end + 1
 
     def _read_value(self, page: Page, start: int, lenient: bool) -> tuple[str, int]:
@@ -209,7 +209,7 @@ class Glm(_Tagged):
         end = tag if tag >= 0 else page.end
         name = text[position:end].strip()
         if not _NAME.fullmatch(name):
-            raise UnreadableError("no name behind <tool_call>", position)
+            raise ParseError("no name behind <tool_call>", position)
         schemas = argument_schemas(tools, name)
         arguments: dict[str, Any] = {}
         position = end
@@ -222,23 +222,23 @@ class Glm(_Tagged):
                 end = self._until(page, self._value_end, position)
                 value, position = text[position:end], _skip_blank(page, end + len(self._value_end))
             if key in arguments and not lenient:
-                raise UnreadableError(f"the key {key[:40]!r} twice", place)
+                raise ParseError(f"the key {key[:40]!r} twice", place)
             arguments[key] = read_text(value, schemas.get(key))
         if text.startswith(self._close, position):
             return Call(name, arguments), position + len(self._close)
         if lenient and (position >= page.end or text.startswith(self._open, position)):
             return Call(name, arguments), position
-        raise UnreadableError(f"not closed by {self._close}", position)
+        raise ParseError(f"not closed by {self._close}", position)
 
     def _read_key(self, page: Page, position: int) -> tuple[str, int]:
         """The key of the pair that begins there, and the position behind the tag of its value."""
         end = self._until(page, self._key_end, position)
         key = page.text[position + len(self._key) : end].strip()
         if not _KEY.fullmatch(key):
-            raise UnreadableError(f"the key {key[:40]!r} is empty or holds a tag", position)
+            raise ParseError(f"the key {key[:40]!r} is empty or holds a tag", position)
         position = _skip_blank(page, end + len(self._key_end))
         if not page.text.startswith(self._value, position):
-            raise UnreadableError(f"no {self._value} behind a key", position)
+            raise ParseError(f"no {self._value} behind a key", position)
         return key, position + len(self._value)
 
 

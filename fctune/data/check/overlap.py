@@ -13,8 +13,8 @@ from fctune.data.sources import ParsedRow, parse_source
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.files import open_rows
 from fctune.data.sources.reader import list_files
+from fctune.data.sources.row_json import RowJsonReader
 from fctune.errors import DataError
-from fctune.parsing.strict_json import JsonReader
 
 RUN_WORDS = 8
 MIN_WORDS = 6
@@ -103,7 +103,7 @@ def _iter_items(path: str, purpose: str) -> Any:
                 messages = row.conversation.messages
                 yield row.conversation.source, [m.content for m in messages if m.role == "user" and m.content]
         return
-    json = JsonReader()
+    json = RowJsonReader()
     for file in list_files(path):
         for raw in open_rows(file):
             try:

@@ -14,15 +14,15 @@ import pyarrow.parquet as pq
 
 from fctune.data.sources.build import ArrowStruct
 from fctune.data.sources.defects import RowError
+from fctune.data.sources.row_json import RowJsonReader
 from fctune.errors import DataError
-from fctune.parsing.strict_json import JsonReader
 
 _BATCH_ROWS = 256
 
 Convert = Callable[[Any], Any]
 
 
-def iter_parquet(path: str, json: JsonReader) -> Iterator[tuple[int, Any]]:
+def iter_parquet(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
     """Number (from 1) and value of each row; the value is a ``RowError`` where a JSON column holds none.
 
     Raises:
@@ -34,7 +34,7 @@ def iter_parquet(path: str, json: JsonReader) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path}: not a readable Parquet file ({error}). Fetch the file again.") from None
 
 
-def iter_hub(path: str, json: JsonReader) -> Iterator[tuple[int, Any]]:
+def iter_hub(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
     """Number (from 1) and value of each row of ``hf:NAME[:config][:split][@revision]``, streamed.
 
     NAME is a dataset of the hub, or a local directory that ``datasets`` can load. The split is train by default.
@@ -61,7 +61,7 @@ def iter_hub(path: str, json: JsonReader) -> Iterator[tuple[int, Any]]:
         ) from None
 
 
-def _iter_batches(batches: Any, json: JsonReader) -> Iterator[tuple[int, Any]]:
+def _iter_batches(batches: Any, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
     number = 0
     converters: list[tuple[str, Convert | None]] = []
     schema = None
@@ -82,7 +82,7 @@ def _iter_batches(batches: Any, json: JsonReader) -> Iterator[tuple[int, Any]]:
                 yield number, {name: value for name, value in row.items() if value is not None}
 
 
-def _make_converter(kind: pa.DataType, json: JsonReader) -> Convert | None:
+def _make_converter(kind: pa.DataType, json: RowJsonReader) -> Convert | None:
     """What turns a value of this type into JSON's, or None where it is that already."""
     if isinstance(kind, pa.JsonType):
         return lambda value: json.decode(value) if isinstance(value, str) else value

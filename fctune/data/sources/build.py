@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fctune.data.conversation import Call, Conversation, Message, Role, Tool
 from fctune.data.sources.defects import RowError, describe_value
-from fctune.parsing.strict_json import JsonReader, check_depth
+from fctune.data.sources.row_json import RowJsonReader, check_depth
 
 _MAX_CACHED_TOOLS = 2_000
 
@@ -194,7 +194,7 @@ class ReadContext:
 
     def __init__(self) -> None:
         self.has_escaped_surrogate = False
-        self.json = JsonReader()
+        self.json = RowJsonReader()
         self._tools: dict[str, tuple[tuple[Tool, ...], list[str]]] = {}
 
     def read_tools(self, value: Any, pointer: str, notes: Counter[str]) -> tuple[tuple[Tool, ...], list[str]]:

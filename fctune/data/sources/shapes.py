@@ -10,10 +10,10 @@ from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.glaive import read_glaive
 from fctune.data.sources.hermes import is_hermes, read_hermes
 from fctune.data.sources.openai import read_openai
+from fctune.data.sources.row_json import MAX_VALUE_DEPTH
 from fctune.data.sources.sharegpt import read_sharegpt
 from fctune.data.sources.toolace import is_toolace, read_toolace
 from fctune.data.sources.xlam import read_xlam
-from fctune.parsing.strict_json import MAX_DEPTH
 
 READERS: dict[str, Callable[[dict[str, Any], RowBuilder], ParsedRow]] = {
     "openai": read_openai,
@@ -72,7 +72,7 @@ def read_row(row: Any, format: str, context: ReadContext, source: str = "") -> P
             "", "unknown_shape", f"has no {error}, which the shape {name} needs. {describe_shapes(row)}"
         ) from None
     except RecursionError:
-        raise RowError("", "too_deep", f"nested deeper than {MAX_DEPTH} levels") from None
+        raise RowError("", "too_deep", f"nested deeper than {MAX_VALUE_DEPTH} levels") from None
     parsed.row_format = name
     return parsed
 

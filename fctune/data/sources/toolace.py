@@ -6,11 +6,13 @@ import json
 import re
 from typing import Any
 
+from fctune.data.conversation import Call
 from fctune.data.sources.build import ParsedRow, RowBuilder
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.python_types import convert_schema
-from fctune.data.sources.pythonic import is_pythonic, read_pythonic
 from fctune.data.sources.sharegpt import SPEAKERS, iter_turns
+from fctune.parsing.declared_calls import DeclaredCallReader
+from fctune.parsing.json_reader import ParseError
 
 _LIST_HEAD = re.compile(r"(?:Here is a )?list of functions in JSON format that you can invoke[.:]?\s*(?=\[)")
 _PROMPT = (
@@ -84,16 +86,22 @@ def _convert_tool(tool: Any, pointer: str) -> Any:
 
 def _add_assistant(value: str, pointer: str, names: list[str], builder: RowBuilder) -> None:
     text = value.strip(_SPACE)
-    if not is_pythonic(text, names):
+    reader = DeclaredCallReader(text, names)
+    if not reader.is_call_list():
         for name in names:
             if f"[{name}(" in text:
                 raise RowError(pointer, "text_around_call", f"text before the call to {name}")
         builder.add("assistant", value, pointer)
         return
-    calls, end = read_pythonic(text, names, pointer)
+    try:
+        calls, end = reader.read_calls(0)
+    except ParseError as error:
+        got = repr(text[error.position : error.position + 30]) if error.position < len(text) else "the end"
+        kind = "call_not_pythonic" if error.kind == "syntax" else error.kind
+        raise RowError(pointer, kind, f"{error.reason} at character {error.position}, got {got}") from None
     if text[end:].strip(_SPACE):
         raise RowError(pointer, "text_around_call", f"text after the calls: {text[end:].strip(_SPACE)[:40]!r}")
-    builder.add("assistant", None, pointer, tuple(calls))
+    builder.add("assistant", None, pointer, tuple(Call(*call) for call in calls))
 
 
 def _add_results(value: str, pointer: str, builder: RowBuilder) -> None:

@@ -1,7 +1,7 @@
-"""Calls and literals as Python writes them, read without Python: nothing is compiled, evaluated or looked up.
+"""Calls and literals in Python's syntax, read by a scanner: nothing is compiled, evaluated or looked up.
 
-Python's own parser is not used: on hostile text it recurses, takes more than linear time, warns, and accepts what is no
-literal at all.
+Python's own parser is unsuitable: on hostile text it recurses, takes more than linear time and warns, and it accepts
+expressions that are no literals.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import operator
 import re
 import unicodedata
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from fctune.data.conversation import Call
-from fctune.parsing.json_text import MAX_DEPTH, MAX_DIGITS, UnreadableError
+from fctune.parsing.json_reader import MAX_DEPTH, MAX_DIGITS, ParseError
+
+NamedArguments = tuple[str, dict[str, Any]]
+"""A call as it is read: the function's name and its arguments."""
 
 _SPACE = re.compile(r"(?:[ \t\r\n]++|\\\n|#[^\n]*+)*+")
 _FUNCTION = re.compile(r"[^\W\d][\w.\-/]*+")
@@ -31,7 +32,7 @@ _STRING = re.compile(
     r'"(?P<short2>[^"\\\n]*+(?:\\.[^"\\\n]*+)*+)")',
     re.DOTALL,
 )
-# What nine arguments of ten are, in one step: a text without escapes, a number, one of Python's words.
+# Nine arguments of ten, matched in one step: a string without escapes, a number, or one of Python's constants.
 _PLAIN_ARGUMENT = re.compile(
     r"([^\W\d]\w*+)=(?:'([^'\\\n]*+)'|(-?(?:0|[1-9][0-9]{0,15}))(\.[0-9]{1,15})?|(True|False|None))(?=[,)])"
 )
@@ -49,8 +50,8 @@ _ESCAPED = {
     "t": "\t",
     "v": "\v",
 }
-_PYTHON_WORDS = {"True": True, "False": False, "None": None}
-_JSON_WORDS = {"true": True, "false": False, "null": None}
+_PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
+_JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 _OPERATORS: dict[str, tuple[int, Callable[[Any, Any], Any]]] = {
     "+": (1, operator.add),
     "-": (1, operator.sub),
@@ -62,37 +63,41 @@ _OPERATORS: dict[str, tuple[int, Callable[[Any, Any], Any]]] = {
 }
 _OPERATOR = re.compile(r"\*\*|//|[+\-*/%]")
 _MAX_POWER = 1024
+# Python cannot write out integers that are larger.
+_INTEGER_LIMIT = 10**MAX_DIGITS
 
 
-@dataclass(frozen=True, slots=True)
 class PythonReader:
-    """Reads calls and literals from one text.
+    """Reader of the calls and literals in one text.
 
     Args:
-        text: Where to read.
-        has_json_words: Whether ``true``, ``false`` and ``null`` are values too.
-        is_lenient: Whether a name or a call that stands for a value is taken as its own text, and the last of
-            two equal keywords instead of none.
+        text: The text to read from.
+        has_json_constants: Accept ``true``, ``false`` and ``null`` as values.
+        lenient: Take a name or a call in place of a value as its own text, accept JSON's constants, and keep the last
+            of equal keywords or keys instead of refusing them.
     """
 
-    text: str
-    has_json_words: bool = False
-    is_lenient: bool = False
+    __slots__ = ("has_json_constants", "lenient", "text")
+
+    def __init__(self, text: str, has_json_constants: bool = False, lenient: bool = False) -> None:
+        self.text = text
+        self.has_json_constants = has_json_constants or lenient
+        self.lenient = lenient
 
     def skip_space(self, position: int) -> int:
-        """Position of the next character that is neither white space nor comment."""
+        """Return the position of the next character that is neither white space nor part of a comment."""
         match = _SPACE.match(self.text, position)
         assert match is not None
         return match.end()
 
-    def read_calls(self, position: int) -> tuple[list[Call], int]:
-        """The calls of a list ``[f(a=1), g()]`` whose bracket stands at ``position``, and the position behind it.
+    def read_calls(self, position: int) -> tuple[list[NamedArguments], int]:
+        """Return the calls of the list ``[f(a=1), g()]`` that opens at ``position``, and the position after it.
 
         Raises:
-            UnreadableError: Anything else stands there.
+            ParseError: There is anything else at ``position``.
         """
         self._expect("[", position)
-        calls: list[Call] = []
+        calls: list[NamedArguments] = []
         position = self.skip_space(position + 1)
         while not self.text.startswith("]", position):
             call, position = self.read_call(position)
@@ -100,16 +105,15 @@ class PythonReader:
             position = self._after_item(position, "]")
         return calls, position + 1
 
-    def read_call(self, position: int, depth: int = 0) -> tuple[Call, int]:
-        """The call that starts at ``position``, and the position behind it.
+    def read_call(self, position: int, depth: int = 0) -> tuple[NamedArguments, int]:
+        """Return the call that starts at ``position``, and the position after it.
 
         Raises:
-            UnreadableError: No call, a positional argument, or a value that is no literal.
+            ParseError: No call, a positional argument, a repeated keyword, or a value that is no literal.
         """
-        name = _FUNCTION.match(self.text, position)
-        if name is None:
-            raise UnreadableError("no name of a function", position)
-        position = self.skip_space(name.end())
+        end = self._find_name_end(position)
+        name = self.text[position:end]
+        position = self.skip_space(end)
         self._expect("(", position)
         arguments: dict[str, Any] = {}
         position = self.skip_space(position + 1)
@@ -118,44 +122,58 @@ class PythonReader:
                 arguments[plain[1]] = _plain_value(plain)
                 position = self._after_item(plain.end(), ")")
                 continue
-            if self.text.startswith("**", position):
-                given, end = self.read_value(self.skip_space(position + 2), depth)
-                if not isinstance(given, dict):
-                    raise UnreadableError("** before something that is no dict", position)
-            else:
-                key = _WORD.match(self.text, position)
-                equals = self.skip_space(key.end()) if key else position
-                if key is None or self.text[equals : equals + 1] != "=":
-                    raise UnreadableError("an argument without its name", position)
-                value, end = self.read_value(self.skip_space(equals + 1), depth)
-                given = {key.group(): value}
-            if not self.is_lenient and (twice := arguments.keys() & given.keys()):
-                raise UnreadableError(f"the argument {min(twice)[:40]!r} twice", position)
+            given, end = self._read_argument(position, depth)
+            if not self.lenient and (repeated := arguments.keys() & given.keys()):
+                raise ParseError(f"duplicate argument {min(repeated)[:40]!r}", position, "duplicate_key")
             arguments.update(given)
             position = self._after_item(end, ")")
-        return Call(name.group(), arguments), position + 1
+        return (name, arguments), position + 1
 
     def read_value(self, position: int, depth: int = 0, strength: int = 0) -> tuple[Any, int]:
-        """The literal that starts at ``position``, arithmetic over numbers folded, and the position behind it.
+        """Return the literal that starts at ``position``, arithmetic over numbers folded, and the position after it.
+
+        Args:
+            position: Where the literal starts.
+            depth: Number of lists, dicts and operators around it.
+            strength: Binding strength of the operator to its left; weaker operators to its right are left unread.
 
         Raises:
-            UnreadableError: No literal.
+            ParseError: No literal.
         """
         value, end = self._read_operand(position, depth)
         while True:
-            place = self.skip_space(end)
-            found = _OPERATOR.match(self.text, place)
+            operator_start = self.skip_space(end)
+            found = _OPERATOR.match(self.text, operator_start)
             if found is None or _OPERATORS[found.group()][0] <= strength:
                 return value, end
             own_strength, operate = _OPERATORS[found.group()]
-            # A power binds from the right, everything else from the left.
+            # Powers associate to the right, everything else to the left.
             right_strength = own_strength - 1 if found.group() == "**" else own_strength
             right, end = self.read_value(self.skip_space(found.end()), depth + 1, right_strength)
-            value = _fold(operate, value, right, found.group(), place)
+            value = _fold(operate, value, right, found.group(), operator_start)
+
+    def _find_name_end(self, position: int) -> int:
+        name = _FUNCTION.match(self.text, position)
+        if name is None:
+            raise ParseError("expected the name of a function", position)
+        return name.end()
+
+    def _read_argument(self, position: int, depth: int) -> tuple[dict[str, Any], int]:
+        """Return what one argument gives, ``key=value`` or ``**{...}``, and the position after it."""
+        if self.text.startswith("**", position):
+            given, end = self.read_value(self.skip_space(position + 2), depth)
+            if not isinstance(given, dict):
+                raise ParseError("** before something other than a dict", position)
+            return given, end
+        key = _WORD.match(self.text, position)
+        equals = self.skip_space(key.end()) if key else position
+        if key is None or self.text[equals : equals + 1] != "=":
+            raise ParseError("expected an argument as name=value", position)
+        value, end = self.read_value(self.skip_space(equals + 1), depth)
+        return {key.group(): value}, end
 
     def _read_operand(self, position: int, depth: int) -> tuple[Any, int]:
-        if depth > MAX_DEPTH:
-            raise UnreadableError(f"nested more than {MAX_DEPTH} deep", position)
+        self._check_depth(position, depth)
         text = self.text
         first = text[position : position + 1]
         if first == "[":
@@ -164,7 +182,7 @@ class PythonReader:
             return self._read_dict(position + 1, depth)
         if first == "(":
             items, end = self._read_items(position + 1, ")", depth)
-            # Brackets around one value, without a comma, only group it.
+            # Parentheses around one value without a comma only group it.
             is_grouping = len(items) == 1 and not text[position : end - 1].rstrip(" \t\r\n").endswith(",")
             return (items[0] if is_grouping else items), end
         if first in ("+", "-"):
@@ -173,8 +191,12 @@ class PythonReader:
         if string := _STRING.match(text, position):
             return self._read_strings(string)
         if number := _NUMBER.match(text, position):
-            return _number(number.group(), position), number.end()
+            return _read_number(number.group(), position), number.end()
         return self._read_word(position, depth)
+
+    def _check_depth(self, position: int, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise ParseError(f"nested deeper than {MAX_DEPTH} levels", position, "too_deep")
 
     def _read_items(self, position: int, closing: str, depth: int) -> tuple[list[Any], int]:
         items: list[Any] = []
@@ -191,9 +213,9 @@ class PythonReader:
         while not self.text.startswith("}", position):
             key, end = self.read_value(position, depth + 1)
             if not isinstance(key, str):
-                raise UnreadableError("a key that is no string", position)
-            if key in pairs and not self.is_lenient:
-                raise UnreadableError(f"the key {key[:40]!r} twice in one dict", position)
+                raise ParseError("a key that is no string", position)
+            if key in pairs and not self.lenient:
+                raise ParseError(f"duplicate key {key[:40]!r} in one dict", position, "duplicate_key")
             end = self.skip_space(end)
             self._expect(":", end)
             pairs[key], end = self.read_value(self.skip_space(end + 1), depth + 1)
@@ -201,7 +223,7 @@ class PythonReader:
         return pairs, position + 1
 
     def _read_strings(self, string: re.Match[str]) -> tuple[str, int]:
-        """One string or several beside each other, which Python takes for one."""
+        """Return a string, or adjacent strings joined as Python joins them, and the position after it."""
         parts = []
         following: re.Match[str] | None = string
         while following is not None:
@@ -211,23 +233,23 @@ class PythonReader:
         return "".join(parts), string.end()
 
     def _read_word(self, position: int, depth: int) -> tuple[Any, int]:
-        word = _FUNCTION.match(self.text, position) if self.is_lenient else _WORD.match(self.text, position)
+        word = _FUNCTION.match(self.text, position) if self.lenient else _WORD.match(self.text, position)
         if word is None:
-            raise UnreadableError("no value here", position)
+            raise ParseError("expected a value", position)
         name = word.group()
-        if name in _PYTHON_WORDS:
-            return _PYTHON_WORDS[name], word.end()
-        if name in _JSON_WORDS and (self.has_json_words or self.is_lenient):
-            return _JSON_WORDS[name], word.end()
-        if not self.is_lenient:
-            raise UnreadableError(f"the name {name[:40]!r} where a value is due", position)
+        if name in _PYTHON_CONSTANTS:
+            return _PYTHON_CONSTANTS[name], word.end()
+        if name in _JSON_CONSTANTS and self.has_json_constants:
+            return _JSON_CONSTANTS[name], word.end()
+        if not self.lenient:
+            raise ParseError(f"expected a value, got the name {name[:40]!r}", position)
         if self.text.startswith("(", word.end()):
             _, end = self.read_call(position, depth + 1)
             return self.text[position:end], end
         return name, word.end()
 
     def _after_item(self, position: int, closing: str) -> int:
-        """The position of the next item or of the closing bracket."""
+        """Return the position of the next item, or of the closing bracket."""
         position = self.skip_space(position)
         if self.text.startswith(closing, position):
             return position
@@ -236,7 +258,7 @@ class PythonReader:
 
     def _expect(self, mark: str, position: int) -> None:
         if not self.text.startswith(mark, position):
-            raise UnreadableError(f"no {mark!r} where one is due", position)
+            raise ParseError(f"expected {mark!r}", position)
 
 
 def _plain_value(found: re.Match[str]) -> Any:
@@ -244,36 +266,38 @@ def _plain_value(found: re.Match[str]) -> Any:
     if text is not None:
         return text
     if whole is None:
-        return _PYTHON_WORDS[word]
+        return _PYTHON_CONSTANTS[word]
     return int(whole) if fraction is None else float(whole + fraction)
 
 
-def _number(text: str, position: int) -> int | float:
+def _read_number(text: str, position: int) -> int | float:
     if len(text) > MAX_DIGITS:
-        raise UnreadableError(f"a number of more than {MAX_DIGITS} digits", position)
+        raise ParseError(f"number of more than {MAX_DIGITS} digits", position)
     try:
         value = float(text) if any(mark in text for mark in ".eE") and text[:2] not in ("0x", "0X") else int(text, 0)
     except ValueError:
-        raise UnreadableError("no number as Python writes it", position) from None
+        raise ParseError("not a number in Python's syntax", position) from None
+    if isinstance(value, int) and abs(value) >= _INTEGER_LIMIT:
+        raise ParseError(f"number of more than {MAX_DIGITS} digits", position)
     if isinstance(value, float) and math.isinf(value):
-        raise UnreadableError("a number that no float holds", position)
+        raise ParseError(f"the number {text[:40]} is too large for a float", position, "not_finite")
     return value
 
 
 def _fold(operate: Callable[[Any, Any], Any], left: Any, right: Any, mark: str, position: int) -> int | float:
-    """The result of arithmetic over two numbers, refused where it could grow without bound."""
+    """Compute ``left operator right`` over two numbers; refuse what could grow without bound."""
     if any(isinstance(side, bool) or not isinstance(side, (int, float)) for side in (left, right)):
-        raise UnreadableError(f"{mark} beside something that is no number", position)
+        raise ParseError(f"{mark} applied to something other than numbers", position)
     if mark == "**" and (abs(right) > _MAX_POWER or abs(left) > _MAX_POWER):
-        raise UnreadableError("a power too large", position)
+        raise ParseError("operands of ** too large", position)
     try:
         value = operate(left, right)
     except (ArithmeticError, ValueError):
-        raise UnreadableError("arithmetic without a result", position) from None
+        raise ParseError("arithmetic without a finite result", position) from None
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
-        raise UnreadableError("arithmetic without a result", position)
-    if isinstance(value, int) and value.bit_length() > 4 * MAX_DIGITS:
-        raise UnreadableError("a number too large", position)
+        raise ParseError("arithmetic without a finite result", position)
+    if isinstance(value, int) and abs(value) >= _INTEGER_LIMIT:
+        raise ParseError("result of arithmetic too large", position)
     assert isinstance(value, (int, float))
     return value
 
@@ -281,14 +305,14 @@ def _fold(operate: Callable[[Any, Any], Any], left: Any, right: Any, mark: str, 
 def _unescape(string: re.Match[str]) -> str:
     prefix = string["prefix"].lower()
     if "b" in prefix or "f" in prefix:
-        raise UnreadableError(f"a string with the prefix {prefix}", string.start())
+        raise ParseError(f"string with the unsupported prefix {prefix}", string.start())
     text: str = next(group for group in string.group("long1", "long2", "short1", "short2") if group is not None)
     if "\\" not in text or "r" in prefix:
         return text
     try:
         return _ESCAPE.sub(_escape, text)
     except (ValueError, KeyError):
-        raise UnreadableError("a string with an escape that Python does not have", string.start()) from None
+        raise ParseError("invalid escape in a string", string.start()) from None
 
 
 def _escape(match: re.Match[str]) -> str:

@@ -1,0 +1,52 @@
+"""The strict JSON reader, with its errors as defects of a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fctune.data.sources.defects import RowError
+from fctune.parsing.json_reader import MAX_DEPTH, JsonReader, ParseError, is_deeper_than, skip_space
+
+# A call puts an object and a list around its arguments when it is written as JSON.
+MAX_VALUE_DEPTH = MAX_DEPTH - 2
+
+
+class RowJsonReader(JsonReader):
+    """Strict JSON reader that raises ``RowError``."""
+
+    def decode(self, text: str, pointer: str = "", kind: str = "not_json") -> Any:
+        """Return the one value that ``text`` holds.
+
+        Raises:
+            RowError: Of the given kind for what is not JSON; ``duplicate_key``, ``not_finite`` or ``too_deep`` for
+                JSON that is refused.
+        """
+        value, end = self.decode_prefix(text, 0, pointer, kind)
+        end = skip_space(text, end)
+        if end != len(text):
+            reason = f"not JSON (extra text at {describe_position(text, end)}: {text[end : end + 40]!r})"
+            raise RowError(pointer, kind, reason)
+        return value
+
+    def decode_prefix(self, text: str, start: int, pointer: str = "", kind: str = "not_json") -> tuple[Any, int]:
+        """Return the value that begins at ``start``, after white space, and the index after it."""
+        try:
+            return self.read(text, start)
+        except ParseError as error:
+            if error.kind == "syntax":
+                reason = f"not JSON ({error.reason} at {describe_position(text, error.position)})"
+                raise RowError(pointer, kind, reason) from None
+            raise RowError(pointer, error.kind, error.reason) from None
+
+
+def check_depth(value: Any, pointer: str) -> None:
+    """Raise ``RowError`` if a value is nested too deep for chat templates, validators and the readers of calls."""
+    if is_deeper_than(value, MAX_VALUE_DEPTH):
+        raise RowError(pointer, "too_deep", f"nested deeper than {MAX_VALUE_DEPTH} levels")
+
+
+def describe_position(text: str, position: int) -> str:
+    """Return ``column 31``, or ``line 2 column 5`` after a line break."""
+    line = text.count("\n", 0, position) + 1
+    column = position - text.rfind("\n", 0, position)
+    return f"line {line} column {column}" if line > 1 else f"column {column}"
