@@ -47,7 +47,7 @@ from fctune.acceptance.fault_injection import Faults
 from fctune.acceptance.metrics import CHECKS
 from fctune.acceptance.session import Session
 from fctune.acceptance.statistics import bandwidth
-from fctune.distributed import read_launch
+from fctune.distributed import read_launcher_environment
 
 ROOT = Path(__file__).parents[1]
 LIMITS = LimitsConfig(total_s=86_400.0)
@@ -93,7 +93,7 @@ def measure_all_reduce(rank: int, arguments: argparse.Namespace, port: int) -> N
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    session = Session(read_launch(), LIMITS, arguments.out.parent, lambda ending: print(ending))
+    session = Session(read_launcher_environment(), LIMITS, arguments.out.parent, lambda ending: print(ending))
     session.arrive()
     world = session.join("all", range(size), device)
     faults = Faults([], rank)
@@ -152,7 +152,7 @@ def measure_compute(arguments: argparse.Namespace) -> dict[str, Any]:
     lasts_s = arguments.slice_s
     config = ComputeConfig(dtypes=[dtype], size=arguments.size, sustain_s=lasts_s, copy_mib=arguments.copy_mib)
     config.checksum_size = min(arguments.size, config.checksum_size)
-    session = Session(read_launch(), LIMITS, arguments.out.parent, lambda ending: print(ending))
+    session = Session(read_launcher_environment(), LIMITS, arguments.out.parent, lambda ending: print(ending))
     session.arrive()
     faults = Faults([], 0)
     format = torch.bfloat16 if dtype == "bf16" else torch.float32

@@ -56,9 +56,9 @@ def run(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
     from fctune.checkpoint.sharded import read_shards_, write_shards
     from fctune.checkpoint.snapshot import collect_tensors
     from fctune.checkpoint.store import CheckpointStore
-    from fctune.distributed import start_world, stop_world
+    from fctune.distributed import init_distributed, shutdown_distributed
 
-    world = start_world()
+    world = init_distributed()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     model = Layers(arguments.parameters)
@@ -107,7 +107,7 @@ def run(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
         read_shards_(result.checkpoint.path, tensors)
         found["read_s"] = time.perf_counter() - began
     saver.close()
-    stop_world()
+    shutdown_distributed()
     return found
 
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.workload import Shape, write_model
-from fctune.models.attention import Kernel, choose_kernel, make_bounds
+from fctune.models.attention import Kernel, choose_attention_kernel, make_bounds
 from fctune.models.torchtune.architecture import read_architecture
 from fctune.models.torchtune.build import CausalLM, build_model, materialize_
 from fctune.models.torchtune.weights import load_base_
-from fctune.parallel.activations import checkpoint_blocks_, compile_blocks_
+from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_
 
 # Head size 32: what every kernel takes.
 SHAPE = Shape(vocab=512, layers=2, width=128, heads=4, kv_heads=2, hidden=256)
@@ -91,7 +91,7 @@ def check(model_dir: Path, device: torch.device) -> dict[str, Any]:
         results[name] = {"errors": errors, "tolerance": tolerance, "ok": all(e <= tolerance for e in errors)}
 
     for dtype in TOLERANCES:
-        kernel, _ = choose_kernel(device.type, dtype, SHAPE.width // SHAPE.heads, capability)
+        kernel, _ = choose_attention_kernel(device.type, dtype, SHAPE.width // SHAPE.heads, capability)
         kind = str(dtype).removeprefix("torch.")
         compare(f"{kind} unpacked", build(model_dir, dtype, device, kernel), dtype, is_packed=False)
         compare(f"{kind} packed by {kernel}", build(model_dir, dtype, device, kernel), dtype)
@@ -100,7 +100,7 @@ def check(model_dir: Path, device: torch.device) -> dict[str, Any]:
         model = build(model_dir, dtype, device, kernel)
         from fctune.config.schema import ActivationCheckpointingConfig
 
-        checkpoint_blocks_(model, ActivationCheckpointingConfig(fraction=1.0, policy="op"), device.type)
+        apply_activation_checkpointing_(model, ActivationCheckpointingConfig(fraction=1.0, policy="op"), device.type)
         compile_blocks_(model)
         compare(f"{kind} packed by {kernel}, compiled and checkpointed", model, dtype)
     return results

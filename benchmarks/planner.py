@@ -35,12 +35,12 @@ from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalStep, StepTotals
 from fctune.distributed import World
 from fctune.models.attention import make_bounds
-from fctune.models.frozen import fill_rows_, is_nf4
+from fctune.models.frozen_linear import copy_rows_, is_nf4
 from fctune.models.torchtune import layers
 from fctune.models.torchtune.architecture import Architecture
 from fctune.models.torchtune.build import CausalLM, materialize_
-from fctune.parallel.activations import checkpoint_blocks_
-from fctune.parallel.sharding import Hardware, Layout, defer_reduce, shard_
+from fctune.parallel.activations import apply_activation_checkpointing_
+from fctune.parallel.sharding import Hardware, ParallelLayout, defer_reduce, shard_
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Setting
 from fctune.planner.models import find_architecture, shape_model
@@ -111,17 +111,17 @@ def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) 
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         model = shape_model(config, architecture)
         model.kernel = "varlen"
-        checkpoint_blocks_(model, config.activation_checkpointing, "cuda")
-        layout = Layout(setting.mode, setting.replicate, setting.shard, "")  # type: ignore[arg-type]
+        apply_activation_checkpointing_(model, config.activation_checkpointing, "cuda")
+        layout = ParallelLayout(setting.mode, setting.replicate, setting.shard, "")  # type: ignore[arg-type]
         shard_(
-            model, layout, config.parallel, model.formats, Hardware("cpu", setting.world_size, setting.shard, DEVICE)
+            model, layout, config.parallel, model.precision, Hardware("cpu", setting.world_size, setting.shard, DEVICE)
         )
         data = _make_step(config, model, setting)
         with mode:
             materialize_(model, torch.device("cpu"))
             for name, parameter in list(model.named_parameters()):
                 if is_nf4(parameter):  # has its memory from when it is filled
-                    fill_rows_(model, name, torch.empty(parameter.shape, dtype=parameter.dtype))
+                    copy_rows_(model, name, torch.empty(parameter.shape, dtype=parameter.dtype))
             data = _without_memory(data, mode)
             state = start_state(model, config, num_steps=10)
             if isinstance(model, FSDPModule):

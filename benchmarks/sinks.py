@@ -124,12 +124,12 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from rich.console import Console
 
     from fctune.config.loading import parse_config
-    from fctune.distributed import start_world, stop_world
+    from fctune.distributed import init_distributed, shutdown_distributed
     from fctune.models.lora import apply_lora_, init_adapters_
     from fctune.telemetry.sinks import ConsoleSink, SinkGroup
     from fctune.training.loop import train
     from fctune.training.run_directory import RunDirectory
-    from fctune.training.setup import build_base, open_sinks, place_, prepare_data, start_state
+    from fctune.training.setup import build_base, open_sinks, prepare_data, shard_and_load_, start_state
 
     port = _free_port()
     num_steps = NUM_WARMUP + 2 * arguments.pairs * (NUM_SETTLING + arguments.steps) + 1  # one ends the last half
@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     config = parse_config(_config(arguments, folder, port, num_steps), problems)
     assert config is not None, problems
     assert config.adapter is not None
-    world = start_world()
+    world = init_distributed()
     torch.set_num_threads(1)  # the other core is for the sinks, as a host's are beside a GPU
     directory = RunDirectory(config.output_dir)
     directory.start(config, 1)
@@ -146,7 +146,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     apply_lora_(model, config.adapter)
     prepared = prepare_data(config, model_dir, world)
     assert prepared.num_packs("train") >= num_steps * arguments.rows, "a step at an epoch's end has fewer rows"
-    place_(model, config, model_dir, world)
+    shard_and_load_(model, config, model_dir, world)
     init_adapters_(model, config.seed)
 
     @contextmanager
@@ -162,7 +162,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         turns = Turns(sinks, arguments.steps, accompany)
         train(config, start_state(model, config, num_steps), prepared, num_steps, world, SinkGroup(turns))
         turns.close()
-    stop_world()
+    shutdown_distributed()
     halves = turns.halves
     pairs = [
         (second, first) if is_on else (first, second)

@@ -57,7 +57,7 @@ def train(job: Job, recorder: Recorder) -> None:
     parsed = parse_config(fctune_config(job, Path(job.rows_dir) / "out" / "fctune"), problems)
     assert not problems, problems
     config: RunConfig = parsed  # type: ignore[assignment]
-    world = distributed.start_world()
+    world = distributed.init_distributed()
     run = open_run(config, world, lambda _: StopRequest(None, lambda _: None))
     recipe = (LoRAFunctionCallingRecipe if job.adapter else FullFunctionCallingRecipe)(config, world, run)
     recipe.setup()
@@ -92,12 +92,12 @@ def train(job: Job, recorder: Recorder) -> None:
         if last is not None and last.error is not None:
             raise RuntimeError(last.error)
     recipe.cleanup()
-    distributed.stop_world()
+    distributed.shutdown_distributed()
 
 
 def _draw_weights_of_fctune() -> None:
     """Put random weights where a checkpoint would be read; a block's tensor at a time, rounded as the run holds it."""
-    from fctune.models.frozen import fill_rows_, is_scale, rows_to_fill
+    from fctune.models.frozen_linear import copy_rows_, is_scale, rows_of_shard
     from fctune.models.lora import is_adapter
     from fctune.models.torchtune.build import CausalLM
     from fctune.training import run
@@ -108,11 +108,11 @@ def _draw_weights_of_fctune() -> None:
         for name, parameter in list(model.named_parameters()):
             if is_adapter(name) or is_scale(name):
                 continue
-            rows = rows_to_fill(parameter)
+            rows = rows_of_shard(parameter)
             shape = (rows.stop - rows.start, *parameter.shape[1:])
             is_norm = len(shape) == 1
             drawn = torch.ones(shape, device=device) if is_norm else torch.randn(shape, device=device) * 0.02
-            fill_rows_(model, name, drawn)
+            copy_rows_(model, name, drawn)
 
     state.load_base_ = draw_base_
     run.digest_model = lambda *_: "random"

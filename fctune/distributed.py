@@ -23,7 +23,7 @@ from fctune.errors import CheckpointError, ConfigError, DataError
 
 T = TypeVar("T")
 
-UserError = (ConfigError, DataError, CheckpointError)
+USER_ERRORS = (ConfigError, DataError, CheckpointError)
 
 _TIMEOUT = datetime.timedelta(minutes=30)  # data may be prepared on one rank while others wait
 
@@ -45,7 +45,7 @@ class World:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LauncherEnvironment:
     """What a launcher says of this process, before any rank has met another."""
 
     rank: int
@@ -58,7 +58,7 @@ class Launch:
     restart: str
 
 
-def read_launch() -> Launch:
+def read_launcher_environment() -> LauncherEnvironment:
     """What the launcher wrote into the environment; without a launcher, one rank by itself.
 
     The bare ``tune run recipes/x`` starts a recipe in its own process, without RANK.
@@ -69,7 +69,7 @@ def read_launch() -> Launch:
             port = probe.getsockname()[1]
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     world_size = int(os.environ["WORLD_SIZE"])
-    return Launch(
+    return LauncherEnvironment(
         rank=int(os.environ["RANK"]),
         world_size=world_size,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
@@ -81,9 +81,9 @@ def read_launch() -> Launch:
     )
 
 
-def start_world() -> World:
+def init_distributed() -> World:
     """Join the process group that the launcher describes; without a launcher, make one of one rank."""
-    read_launch()
+    read_launcher_environment()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -103,7 +103,7 @@ def start_world() -> World:
     return World(dist.get_rank(), world_size, local_rank, device, ranks_per_node)
 
 
-def stop_world() -> None:
+def shutdown_distributed() -> None:
     """Leave the group; the barrier keeps gloo from aborting at exit now and then."""
     if dist.is_initialized():
         dist.barrier()
@@ -117,7 +117,7 @@ def sum_(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def gather_rows(row: Tensor) -> Tensor:
+def all_gather_rows(row: Tensor) -> Tensor:
     """The row ``[n]`` of every rank, ``[ranks, n]``, on every rank."""
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
@@ -129,7 +129,7 @@ def barrier() -> None:
     dist.barrier()
 
 
-def agree(action: Callable[[], T]) -> T:
+def run_on_all_ranks(action: Callable[[], T]) -> T:
     """Run ``action`` on every rank; where any rank meets a user's error, the first rank's is raised on all.
 
     ``action`` must not fail before the last of its collectives, or it would leave the other ranks waiting in one.
@@ -138,7 +138,7 @@ def agree(action: Callable[[], T]) -> T:
     result: T | None = None
     try:
         result = action()
-    except UserError as caught:
+    except USER_ERRORS as caught:
         error = caught
     errors: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
@@ -148,7 +148,7 @@ def agree(action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def on_main(action: Callable[[], T]) -> T:
+def run_on_rank_0(action: Callable[[], T]) -> T:
     """Run ``action`` on rank 0 while the others wait; its result, or its user's error, on every rank.
 
     The result must be small and picklable.
@@ -157,7 +157,7 @@ def on_main(action: Callable[[], T]) -> T:
     if dist.get_rank() == 0:
         try:
             box[0] = action()
-        except UserError as caught:
+        except USER_ERRORS as caught:
             box[1] = caught
     dist.broadcast_object_list(box, src=0)
     if box[1] is not None:
@@ -180,14 +180,14 @@ def new_cpu_group() -> dist.ProcessGroup:
     return group
 
 
-def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The value of every rank, in order, on every rank; small and picklable."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
 
 
-def gather_tensor(tensor: Tensor, owner: int, group: dist.ProcessGroup) -> Tensor | None:
+def gather_full_tensor(tensor: Tensor, owner: int, group: dist.ProcessGroup) -> Tensor | None:
     """A tensor of the CPU, whole, on the rank ``owner`` alone; None on the others.
 
     Args:

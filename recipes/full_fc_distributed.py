@@ -31,10 +31,10 @@ class FullFunctionCallingRecipe(FineTuning, FTRecipeInterface):
             )
         super().__init__(config, world, run)
 
-    def choose_trained_(self) -> None:
+    def select_trainable_(self) -> None:
         """All of them, as the model is built."""
 
-    def init_trained_(self) -> None:
+    def init_trainable_(self) -> None:
         """All are of the base."""
 
     def portable(self) -> PortableModel:

@@ -32,11 +32,11 @@ class LoRAFunctionCallingRecipe(FineTuning, FTRecipeInterface):
         super().__init__(config, world, run)
         self.adapter = config.adapter
 
-    def choose_trained_(self) -> None:
+    def select_trainable_(self) -> None:
         """The base is frozen, and adapters stand beside its linears."""
         apply_lora_(self.model, self.adapter)
 
-    def init_trained_(self) -> None:
+    def init_trainable_(self) -> None:
         """Adapters equal at any world size."""
         init_adapters_(self.model, self.config.seed)
 

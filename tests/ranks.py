@@ -71,12 +71,12 @@ def _run(
     be_rank(rank, world_size, port)
     import torch
 
-    from fctune.distributed import start_world, stop_world
+    from fctune.distributed import init_distributed, shutdown_distributed
 
     torch.set_num_threads(1)
     try:
-        outcome = ("result", function(start_world(), *arguments))
-        stop_world()
+        outcome = ("result", function(init_distributed(), *arguments))
+        shutdown_distributed()
     except BaseException:
         outcome = ("error", traceback.format_exc())
     (Path(folder) / f".{rank}").write_bytes(pickle.dumps(outcome))

@@ -11,7 +11,7 @@ from rich.console import Console
 from fctune.acceptance.config import load_acceptance
 from fctune.acceptance.run import Acceptance
 from fctune.acceptance.table import Progress
-from fctune.distributed import read_launch
+from fctune.distributed import read_launcher_environment
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.training.entry import read_command_line
 
@@ -23,7 +23,7 @@ def run_acceptance(argv: Sequence[str]) -> int:
 
     A run that ends early ends this process with 1 from within, and its result is written all the same.
     """
-    launch = read_launch()
+    launch = read_launcher_environment()
     logging.getLogger("fctune").setLevel(logging.WARNING)
     try:
         config = load_acceptance(*read_command_line(argv, _USAGE))

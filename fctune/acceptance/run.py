@@ -18,7 +18,7 @@ from fctune.acceptance.phases import Phases
 from fctune.acceptance.result import NAME, make_document, read_document, write_document
 from fctune.acceptance.session import OutOfTime, Session
 from fctune.acceptance.training import load_run
-from fctune.distributed import Launch, World
+from fctune.distributed import LauncherEnvironment, World
 from fctune.errors import ConfigError
 
 
@@ -47,7 +47,7 @@ class Acceptance:
         listener: to how it goes.
     """
 
-    def __init__(self, config: AcceptanceConfig, launch: Launch, listener: Listener | None = None):
+    def __init__(self, config: AcceptanceConfig, launch: LauncherEnvironment, listener: Listener | None = None):
         self.config, self.launch = config, launch
         self._listener = listener
         self._folder = Path(config.output_dir)

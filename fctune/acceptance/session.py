@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from fctune.acceptance.config import LimitsConfig
 from fctune.acceptance.ending import Ending, Position
 from fctune.acceptance.watch import Watch, Writer
-from fctune.distributed import Launch, World
+from fctune.distributed import LauncherEnvironment, World
 
 
 class OutOfTime(Exception):
@@ -51,7 +51,9 @@ class Session:
         ConnectionError: rank 0, where the ranks meet, was not there in time; ``on_end`` has been called.
     """
 
-    def __init__(self, launch: Launch, limits: LimitsConfig, folder: Path, on_end: Callable[[Ending], None]):
+    def __init__(
+        self, launch: LauncherEnvironment, limits: LimitsConfig, folder: Path, on_end: Callable[[Ending], None]
+    ):
         self.launch, self.limits = launch, limits
         self._files: set[Path] = set()
         self._position = Position()
@@ -186,7 +188,7 @@ class Session:
                 time.sleep(0.01)
 
 
-def _connect(launch: Launch, limits: LimitsConfig, writer: Writer) -> Store:
+def _connect(launch: LauncherEnvironment, limits: LimitsConfig, writer: Writer) -> Store:
     timeout = datetime.timedelta(seconds=limits.arrive_s)
     keeps = launch.rank == 0 and not launch.has_agent
     try:

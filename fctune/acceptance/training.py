@@ -20,7 +20,7 @@ from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
 from fctune.data.loader import Batch, GlobalStep, StepTotals
 from fctune.distributed import World
-from fctune.models.frozen import fill_rows_, is_scale, rows_to_fill
+from fctune.models.frozen_linear import copy_rows_, is_scale, rows_of_shard
 from fctune.models.hub import resolve_model_dir
 from fctune.models.lora import apply_lora_, init_adapters_, is_adapter
 from fctune.models.torchtune.architecture import read_architecture
@@ -31,7 +31,7 @@ from fctune.telemetry.metrics import FlopCounter, peak_memory_gib
 from fctune.training.loop import TrainState
 from fctune.training.meter import count_flops
 from fctune.training.prefetch import StepData, make_inputs
-from fctune.training.setup import build_base, lay_out_, start_state
+from fctune.training.setup import build_base, plan_parallelism, start_state
 from fctune.training.step import train_step
 
 
@@ -58,10 +58,10 @@ def build_state(run: RunConfig, model_dir: Path, world: World) -> TrainState:
     model = build_base(run, model_dir, world)
     if run.adapter is not None:
         apply_lora_(model, run.adapter)
-    lay_out_(model, run, world)
+    plan_parallelism(model, run, world)
     memory = total_memory(world.device, world.ranks_per_node)
     hardware = Hardware(world.device.type, world.world_size, world.ranks_per_node, memory)
-    shard_(model, model.layout, run.parallel, model.formats, hardware)
+    shard_(model, model.layout, run.parallel, model.precision, hardware)
     materialize_(model, world.device, run.parallel.cpu_offload)
     draw_weights_(model, run.seed)
     if run.adapter is not None:
@@ -77,11 +77,11 @@ def draw_weights_(model: CausalLM, seed: int) -> None:
     for name, parameter in list(model.named_parameters()):
         if is_adapter(name) or is_scale(name):
             continue
-        rows = rows_to_fill(parameter)
+        rows = rows_of_shard(parameter)
         shape = (rows.stop - rows.start, *parameter.shape[1:])
         is_norm = len(shape) == 1 and not name.endswith("bias")
         drawn = torch.ones(shape, device=device)
-        fill_rows_(model, name, drawn if is_norm else drawn.normal_(std=0.02, generator=generator))
+        copy_rows_(model, name, drawn if is_norm else drawn.normal_(std=0.02, generator=generator))
 
 
 def measure_steps(
@@ -135,7 +135,7 @@ def measure_checkpoint(
     session.keep_clean(folder)
     live = collect_tensors(state.model, state.optimizer)
     held = sum(_local(t).numel() * _local(t).element_size() for t in live.values())
-    found["bytes"] = total = int(sum(distributed.gather_objects(held, group)))
+    found["bytes"] = total = int(sum(distributed.all_gather_objects(held, group)))
     if total > max_bytes:
         found["skipped"] = (
             f"it would take {total / 2**30:.1f} GiB of the shared disk, of which {max_bytes / 2**30:.1f} may be used "
@@ -163,7 +163,7 @@ def sizes_of_shards(run: RunConfig, model_dir: Path, world: World) -> dict[str, 
     model = build_base(run, model_dir, world)
     if run.adapter is not None:
         apply_lora_(model, run.adapter)
-    width = model.formats.compute.itemsize
+    width = model.precision.compute_dtype.itemsize
     block = sum(p.numel() for p in next(iter(model.blocks)).parameters()) * width
     blocks = sum(p.numel() for part in model.blocks for p in part.parameters()) * width
     rest = sum(p.numel() for p in model.parameters()) * width - blocks

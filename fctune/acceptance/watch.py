@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from fctune.acceptance.config import LimitsConfig
 from fctune.acceptance.ending import GRACE_S, Ending, Peer, Position, Word, find_culprits, read_words
-from fctune.distributed import Launch
+from fctune.distributed import LauncherEnvironment
 
 logger = logging.getLogger("fctune")
 
@@ -70,7 +70,7 @@ class Writer:
         stale_s: age from which on the mark of the first is of another run.
     """
 
-    def __init__(self, launch: Launch, folder: Path, on_end: Callable[[Ending], None], stale_s: float):
+    def __init__(self, launch: LauncherEnvironment, folder: Path, on_end: Callable[[Ending], None], stale_s: float):
         self._folder, self._on_end = folder, on_end
         self._lock = folder / f".writer-{launch.restart}-{launch.port}"
         with contextlib.suppress(OSError):  # of an earlier run
@@ -115,7 +115,7 @@ class Watch:
 
     def __init__(
         self,
-        launch: Launch,
+        launch: LauncherEnvironment,
         limits: LimitsConfig,
         store: Store,
         position: Position,

@@ -30,7 +30,7 @@ from fctune.errors import ConfigError
 from fctune.models.export import export_merged
 from fctune.training.loop import count_steps, train
 from fctune.training.run_directory import RunDirectory
-from fctune.training.setup import build_base, open_sinks, place_, prepare_data, start_state
+from fctune.training.setup import build_base, open_sinks, prepare_data, shard_and_load_, start_state
 
 VOCAB_SIZE = 1408
 SPECIAL_TOKENS = (
@@ -198,12 +198,12 @@ def train_phase(base: Path, out: Path, rows: str, lr: tuple[float, float], batch
     )
     if config is None or problems:
         raise ConfigError(format_problems("tiny base", problems))
-    world = distributed.start_world()
+    world = distributed.init_distributed()
     run = RunDirectory(out)
     run.start(config, world.world_size)
     prepared = prepare_data(config, base, world)
     model = build_base(config, base, world)
-    place_(model, config, base, world)
+    shard_and_load_(model, config, base, world)
     num_steps = count_steps(config, prepared, world)
     state = start_state(model, config, num_steps)
     with open_sinks(config, run, num_steps, world) as sinks:

@@ -67,7 +67,7 @@ def write_files(
     for number, (file, names) in enumerate(files.items()):
         owner = number % world_size
         # A rank whose disk failed goes on gathering: the others are sending to it.
-        gathered = {name: distributed.gather_tensor(tensors[name], owner, group) for name in names}
+        gathered = {name: distributed.gather_full_tensor(tensors[name], owner, group) for name in names}
         if rank == owner and error is None:
             try:
                 whole = {name: convert(name, t).contiguous() for name, t in gathered.items() if t is not None}

@@ -124,7 +124,7 @@ class Saver:
         self, kind: Kind, step: int, staged: dict[str, Tensor], state: dict[str, Any], write: Write
     ) -> tuple[int, str | None, Checkpoint | None]:
         """Bytes over all ranks, why it failed, what was published; equal on all ranks."""
-        num_bytes = sum(distributed.gather_objects(self._count_bytes(staged), self._group))
+        num_bytes = sum(distributed.all_gather_objects(self._count_bytes(staged), self._group))
         folder = self.store.hidden(kind, step)
         records: list[FileRecord] = []
 
@@ -143,7 +143,7 @@ class Saver:
         error = error or self._agree(find_folder)
         error = error or self._agree(write_mine)
         if not error:
-            all_records = distributed.gather_objects(records, self._group)
+            all_records = distributed.all_gather_objects(records, self._group)
             error = self._agree(lambda: publish() if self.world.is_main else None)
         if self.world.is_main:
             with contextlib.suppress(OSError):
@@ -178,7 +178,7 @@ class Saver:
             action()
         except OSError as caught:
             error = caught.strerror or str(caught)
-        return next((e for e in distributed.gather_objects(error, self._group) if e), None)
+        return next((e for e in distributed.all_gather_objects(error, self._group) if e), None)
 
 
 def _report(result: SaveResult) -> None:

@@ -28,7 +28,7 @@ from rich.progress import Progress, TaskID
 from fctune.calls.formats.registry import FORMATS, CallFormat, detect_format, get_format
 from fctune.cli.tables import make_console, make_score_table
 from fctune.config.loading import read_environment
-from fctune.distributed import World, agree, start_world, stop_world
+from fctune.distributed import World, init_distributed, run_on_all_ranks, shutdown_distributed
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.evaluation.dialogue import summarise_run
 from fctune.evaluation.proposals import write_proposals
@@ -50,14 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate a model; 0 done, 1 below --min-accuracy or with unanswered cases, 2 wrong usage or input."""
     world = None
     try:
-        world = start_world() if int(read_environment().get("WORLD_SIZE", "1")) > 1 else None
+        world = init_distributed() if int(read_environment().get("WORLD_SIZE", "1")) > 1 else None
         code = _run(arguments, world)
     except (ConfigError, DataError, CheckpointError) as error:
         if world is None or world.is_main:  # every rank raises it
             print(error, file=sys.stderr)
         return 2
     if world is not None:
-        stop_world()
+        shutdown_distributed()
     return code
 
 
@@ -155,7 +155,7 @@ def _open_engine(arguments: argparse.Namespace, world: World | None) -> tuple[En
 
 def _on_every_rank(world: World | None, action: Callable[[], T]) -> T:
     """What ``action`` returns here, once it has worked on every rank."""
-    return action() if world is None else agree(action)
+    return action() if world is None else run_on_all_ranks(action)
 
 
 def _default_out(arguments: argparse.Namespace, suite: Suite) -> Path:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from fctune.config.checks import ADAPTER_MODULES
 
 Precision = Literal["fp32", "bf16", "fp64", "bf16_mixed", "float8", "float8_mixed"]
-BaseFormat = Literal["bf16", "nf4", "float8"]
+BaseDtype = Literal["bf16", "nf4", "float8"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class AdapterConfig:
     modules: list[str] = field(default_factory=lambda: list(ADAPTER_MODULES[:-1]))
     scaling: Literal["standard", "rslora"] = "standard"  # alpha / rank, or alpha / sqrt(rank) (arXiv:2312.03732)
     dora: bool = False  # learns each row's length apart from its direction (arXiv:2402.09353)
-    base: BaseFormat = "bf16"  # the blocks' linears: in the run's precision, in 4 bits (QLoRA), or in 8, multiplied so
+    base: BaseDtype = "bf16"  # the blocks' linears: in the run's precision, in 4 bits (QLoRA), or in 8, multiplied so
 
 
 @dataclass(kw_only=True, slots=True)

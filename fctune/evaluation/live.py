@@ -46,7 +46,7 @@ class LiveEvaluation:
         self.config = config
         self.world = world
         self.model_dir = model_dir
-        cases = distributed.agree(lambda: read_cases(str(config.cases)))[: config.max_cases]
+        cases = distributed.run_on_all_ranks(lambda: read_cases(str(config.cases)))[: config.max_cases]
         self.suite = Suite("held-out", tuple(cases))
         self.spent_s = 0.0
         self._last_s = 0.0
@@ -59,7 +59,7 @@ class LiveEvaluation:
         """
         trained_s = time.perf_counter() - self._started - self.spent_s
         mine = self.spent_s + self._last_s <= self.config.max_share_of_time * (trained_s + self.spent_s)
-        return distributed.on_main(lambda: mine or not self.spent_s)
+        return distributed.run_on_rank_0(lambda: mine or not self.spent_s)
 
     @torch.no_grad()
     def measure(self, model: CausalLM) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class LiveEvaluation:
                 row = judge_answer(self.suite, case, answer, call_format)
                 outcomes.append((case.category, judge_row(self.suite, case, row)[0]))
             del engine
-        everyones = [one for of_rank in distributed.gather_objects(outcomes) for one in of_rank]
+        everyones = [one for of_rank in distributed.all_gather_objects(outcomes) for one in of_rank]
         self._last_s = time.perf_counter() - started
         self.spent_s += self._last_s
         return _describe(everyones) | {"eval_time_s": self._last_s}
@@ -86,7 +86,7 @@ class LiveEvaluation:
 
         config = AutoConfig.from_pretrained(str(self.model_dir), local_files_only=True)
         with init_empty_weights(include_buffers=False):
-            answering = AutoModelForCausalLM.from_config(config, dtype=model.formats.compute)
+            answering = AutoModelForCausalLM.from_config(config, dtype=model.precision.compute_dtype)
         device = self.world.device
         weights = {name: tensor.to(device) for name, tensor in iter_merged(model)}
         answering.load_state_dict(weights, strict=False, assign=True)

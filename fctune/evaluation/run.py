@@ -66,7 +66,7 @@ def run_suite(
     def start() -> list[str]:
         return list(results.start(settings, is_fresh))
 
-    finished = set(start() if world is None else distributed.on_main(start))
+    finished = set(start() if world is None else distributed.run_on_rank_0(start))
     share = _deal([case for case in suite.cases if case.id not in finished], world)
     talks = _deal([case for case in suite.multi_turn if case.id not in finished], world)
     is_first = not finished and not share
@@ -87,7 +87,7 @@ def run_suite(
         if world is None:
             ask()
         else:
-            distributed.agree(ask)
+            distributed.run_on_all_ranks(ask)
     except BaseException:
         results.release()
         raise

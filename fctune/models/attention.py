@@ -63,7 +63,7 @@ def make_bounds(lengths: Sequence[Sequence[int]], kernel: Kernel) -> DocumentBou
     )
 
 
-def choose_kernel(
+def choose_attention_kernel(
     device_type: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int] | None
 ) -> tuple[Kernel, str]:
     """The fastest kernel for packed rows, and its name for the log.
@@ -100,7 +100,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds | None) -> Te
     if bounds.kernel == "flex":
         out = _flex()(q, k, v, block_mask=bounds.block_mask, enable_gqa=k.shape[1] < q.shape[1])
     elif q.device.type == "cpu":
-        out, _ = attend_each(q, k, v, bounds.ends)
+        out, _ = attend_per_document(q, k, v, bounds.ends)
     else:
         out = _attend_each_by_sdpa(q, k, v, bounds.ends)
     return out.transpose(1, 2)
@@ -109,8 +109,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds | None) -> Te
 # --- each: one attention a conversation -----------------------------------------------------------------------------
 
 
-@torch.library.custom_op("fctune::attend_each", mutates_args=())
-def attend_each(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("fctune::attend_per_document", mutates_args=())
+def attend_per_document(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     """Output ``[b, h, s, d]`` and log-sum-exp ``[b, h, s]``: one operator, so that compilation and checkpoints see one.
 
     Keys and values ``[b, kv heads, s, d]``.
@@ -123,13 +123,13 @@ def attend_each(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, 
     return out, lse
 
 
-@attend_each.register_fake
+@attend_per_document.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), _empty_lse(q)
 
 
-@torch.library.custom_op("fctune::attend_each_backward", mutates_args=())
-def attend_each_backward(
+@torch.library.custom_op("fctune::attend_per_document_backward", mutates_args=())
+def attend_per_document_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their shapes."""
@@ -144,7 +144,7 @@ def attend_each_backward(
     return grads
 
 
-@attend_each_backward.register_fake
+@attend_per_document_backward.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,10 +157,10 @@ def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tenso
 
 def _backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, ends, out, lse = ctx.saved_tensors
-    return *attend_each_backward(grad, q, k, v, out, lse, ends), None
+    return *attend_per_document_backward(grad, q, k, v, out, lse, ends), None
 
 
-attend_each.register_autograd(_backward, setup_context=_save_for_backward)
+attend_per_document.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -234,7 +234,7 @@ def attention_operators() -> set[Any]:
     """The operators that attention may come down to: what they give costs more to compute again than to keep."""
     aten, varlen = torch.ops.aten, getattr(torch.ops.torch_attn, "_varlen_attn", None)  # there once it is imported
     operators = {
-        torch.ops.fctune.attend_each.default,
+        torch.ops.fctune.attend_per_document.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fctune.config.schema import AdapterConfig
 from fctune.errors import CheckpointError
 from fctune.files import staged_directory
-from fctune.models.frozen import FrozenLinear, is_scale
+from fctune.models.frozen_linear import FrozenLinear, is_scale
 from fctune.models.lora import LoRALinear, is_adapter, merge
 from fctune.models.torchtune.build import CausalLM
 from fctune.models.torchtune.names import resolve_adapter_modules, to_hf_name, to_peft_name
@@ -55,7 +55,7 @@ def export_merged(model: CausalLM, base_dir: Path, out: Path, is_writer: bool) -
             with _new_directory(out) as staging:
                 _write_weights(staging, tensors)
                 copy_companions(base_dir, staging)
-                write_model_config(staging, base_dir, model.formats.compute)
+                write_model_config(staging, base_dir, model.precision.compute_dtype)
     finally:
         for _ in tensors:  # the other ranks are sending, also what can be written no more
             pass
@@ -98,7 +98,7 @@ def iter_merged(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
             a, b = _gather(module.lora_a), _gather(module.lora_b)
             magnitude = None if module.magnitude is None else _gather(module.magnitude)
             full = merge(full, a, b, module.scaling, magnitude)
-        full = full.to(model.formats.compute)  # float32 where training alone needs it is not what is served
+        full = full.to(model.precision.compute_dtype)  # float32 where training alone needs it is not what is served
         yield to_hf_name(name), to_hf_layout(name, full, model.architecture).contiguous().cpu()
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import linear
 
-from fctune.config.schema import AdapterConfig, BaseFormat
+from fctune.config.schema import AdapterConfig, BaseDtype
 from fctune.errors import ConfigError
 from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout
-from fctune.models.frozen import FrozenLinear
+from fctune.models.frozen_linear import FrozenLinear
 from fctune.models.torchtune.build import CausalLM
 from fctune.models.torchtune.names import BLOCK_LINEARS, HEAD, find_module_problems, resolve_adapter_modules
 
@@ -36,7 +36,7 @@ class LoRALinear(FrozenLinear):
     sum of both products is scaled by it over the row's own length, which gradients do not go through.
     """
 
-    def __init__(self, base: nn.Linear, config: AdapterConfig, format: BaseFormat, name: str, keys: TokenKeys):
+    def __init__(self, base: nn.Linear, config: AdapterConfig, format: BaseDtype, name: str, keys: TokenKeys):
         super().__init__(base, format)
         out_dim, in_dim = base.weight.shape
         options: dict[str, Any] = {"dtype": _wide(base.weight.dtype), "device": base.weight.device}

@@ -23,7 +23,7 @@ _PRODUCTS = {
 }
 
 
-def checkpoint_blocks_(model: CausalLM, config: ActivationCheckpointingConfig, device_type: str) -> None:
+def apply_activation_checkpointing_(model: CausalLM, config: ActivationCheckpointingConfig, device_type: str) -> None:
     """Let a fraction of the blocks, evenly spread, compute activations again in backward, in place.
 
     A block keeps its input alone (``block``), or also what attention and every second product gave (``op``), which
@@ -43,14 +43,14 @@ def checkpoint_blocks_(model: CausalLM, config: ActivationCheckpointingConfig, d
         model.activations = OffloadActivations()
     contexts: dict[str, Any] = {"context_fn": _keep_costly} if config.policy == "op" else {}
     for index, block in enumerate(model.blocks):
-        if is_chosen(index, config.fraction):
+        if is_checkpointed(index, config.fraction):
             # Dropout is a function of the place and needs no generator's state to be the same again.
             block.forward = functools.partial(
                 checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **contexts
             )
 
 
-def is_chosen(index: int, fraction: float) -> bool:
+def is_checkpointed(index: int, fraction: float) -> bool:
     """Whether the item at ``index`` is among a fraction of all, evenly spread."""
     return int((index + 1) * fraction + 1e-9) > int(index * fraction + 1e-9)
 
@@ -79,7 +79,7 @@ def compile_blocks_(model: CausalLM) -> None:
         block.forward = compiled
 
 
-def round_products_(model: CausalLM) -> None:
+def use_float8_matmuls_(model: CausalLM) -> None:
     """Multiply in float8 what the blocks' linears multiply, in place; a scale a tensor, taken anew each time.
 
     The head is left as it is: the loss is most sensitive to it.

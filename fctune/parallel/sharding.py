@@ -14,8 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from fctune.config.schema import ParallelConfig, RunConfig
 from fctune.errors import ConfigError
-from fctune.models.frozen import check_shards
-from fctune.models.precision import Formats
+from fctune.models.frozen_linear import check_nf4_shards
+from fctune.models.precision import PrecisionPolicy
 from fctune.models.torchtune.build import CausalLM
 from fctune.parallel.footprint import GIB, SAFE_SHARE, Footprint, can_hold_gradients
 
@@ -42,7 +42,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParallelLayout:
     """``replicate`` whole copies of the model, each cut over ``shard`` ranks; ``reason`` says why, for the log."""
 
     mode: Literal["none", "ddp", "fsdp", "hsdp"]
@@ -60,9 +60,9 @@ class Layout:
         return f"{shape[self.mode]} ({self.reason})"
 
 
-def choose_layout(
+def choose_parallel_layout(
     config: ParallelConfig, hardware: Hardware, has_adapter: bool, estimate: Callable[[int], Footprint]
-) -> Layout:
+) -> ParallelLayout:
     """The layout that a config names, or for ``auto`` the one that sends least over the network and fits.
 
     Args:
@@ -82,27 +82,29 @@ def choose_layout(
         )
     if config.mode == "hsdp":
         copies = _count_copies(config, hardware)
-        return Layout("hsdp", copies, world // copies, "parallel.mode=hsdp")
+        return ParallelLayout("hsdp", copies, world // copies, "parallel.mode=hsdp")
     if config.mode == "fsdp":
-        return Layout("fsdp", 1, world, "parallel.mode=fsdp")
+        return ParallelLayout("fsdp", 1, world, "parallel.mode=fsdp")
     if world == 1:
-        return Layout("none", 1, 1, "one rank")
+        return ParallelLayout("none", 1, 1, "one rank")
     if config.mode == "ddp":
-        return Layout("ddp", world, 1, "parallel.mode=ddp")
+        return ParallelLayout("ddp", world, 1, "parallel.mode=ddp")
     return _choose_automatically(config, hardware, has_adapter, estimate)
 
 
 def _choose_automatically(
     config: ParallelConfig, hardware: Hardware, has_adapter: bool, estimate: Callable[[int], Footprint]
-) -> Layout:
+) -> ParallelLayout:
     world, nodes, local = hardware.world_size, hardware.num_nodes, hardware.ranks_per_node
     if has_adapter and not config.cpu_offload and hardware.holds(estimate(1)):
-        return Layout("ddp", world, 1, "auto: the base fits in one device, so adapter gradients alone are sent")
+        return ParallelLayout("ddp", world, 1, "auto: the base fits in one device, so adapter gradients alone are sent")
     if nodes > 1 and local > 1 and hardware.holds(estimate(local)):
         what = "adapter gradients" if has_adapter else "sums of gradients"
-        return Layout("hsdp", nodes, local, f"auto: the model fits in one node, so {what} alone are sent between nodes")
+        return ParallelLayout(
+            "hsdp", nodes, local, f"auto: the model fits in one node, so {what} alone are sent between nodes"
+        )
     why = "the base does not fit in one device" if has_adapter else "all weights train, so all are sharded"
-    return Layout("fsdp", 1, world, f"auto: {why}")
+    return ParallelLayout("fsdp", 1, world, f"auto: {why}")
 
 
 def _count_copies(config: ParallelConfig, hardware: Hardware) -> int:
@@ -121,7 +123,7 @@ def _count_copies(config: ParallelConfig, hardware: Hardware) -> int:
 
 
 def check_memory(
-    hardware: Hardware, layout: Layout, has_adapter: bool, estimate: Callable[[int], Footprint], path: str
+    hardware: Hardware, layout: ParallelLayout, has_adapter: bool, estimate: Callable[[int], Footprint], path: str
 ) -> str | None:
     """A warning where a run will probably not fit; None where it will.
 
@@ -161,7 +163,7 @@ def check_layout(config: RunConfig, model: CausalLM, mode: str, num_shards: int)
     Raises:
         ConfigError: weights in 4 bits that cannot be cut over so many ranks; an optimizer that cannot round in shards.
     """
-    check_shards(model, num_shards)
+    check_nf4_shards(model, num_shards)
     if config.optimizer.get("bf16_stochastic_round") and mode in ("fsdp", "hsdp"):
         raise ConfigError(
             f"optimizer.bf16_stochastic_round: torchao cannot round so in shards, and the layout is {mode}; set "
@@ -169,27 +171,33 @@ def check_layout(config: RunConfig, model: CausalLM, mode: str, num_shards: int)
         )
 
 
-def shard_(model: CausalLM, layout: Layout, config: ParallelConfig, formats: Formats, hardware: Hardware) -> None:
+def shard_(
+    model: CausalLM, layout: ParallelLayout, config: ParallelConfig, precision: PrecisionPolicy, hardware: Hardware
+) -> None:
     """Lay a model that is still on the meta device over the ranks, in place.
 
     Copies of a model whose weights are cast as they are multiplied go through FSDP too, as shards over one rank each:
     it casts a block at a time and keeps the float32 weights for the optimizer, which DDP does not.
     """
     model.layout = layout
-    if formats.is_mixed or config.cpu_offload or layout.mode in ("fsdp", "hsdp"):
-        _fully_shard_(model, layout, config, formats, hardware.device_type)
+    if precision.is_mixed or config.cpu_offload or layout.mode in ("fsdp", "hsdp"):
+        _fully_shard_(model, layout, config, precision, hardware.device_type)
     elif layout.mode == "ddp":
         # Every rank loads the same weights, so none need be sent at the start.
         replicate(model, init_sync=False, gradient_as_bucket_view=True)
-    model.holds_gradients = not isinstance(model, FSDPModule) or _holds_gradients(model, formats, hardware)
+    model.holds_gradients = not isinstance(model, FSDPModule) or _holds_gradients(model, precision, hardware)
 
 
-def _fully_shard_(model: CausalLM, layout: Layout, config: ParallelConfig, formats: Formats, device_type: str) -> None:
+def _fully_shard_(
+    model: CausalLM, layout: ParallelLayout, config: ParallelConfig, precision: PrecisionPolicy, device_type: str
+) -> None:
     if layout.mode in ("hsdp", "ddp"):
         mesh = init_device_mesh(device_type, (layout.replicate, layout.shard), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh(device_type, (layout.shard,), mesh_dim_names=("shard",))
-    mixed = MixedPrecisionPolicy(formats.compute, torch.float32) if formats.is_mixed else MixedPrecisionPolicy()
+    mixed = (
+        MixedPrecisionPolicy(precision.compute_dtype, torch.float32) if precision.is_mixed else MixedPrecisionPolicy()
+    )
     # Inputs that are floating, the weights of the loss, must stay as they are.
     mixed = MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=False)
     options: dict[str, Any] = {
@@ -208,10 +216,10 @@ def _fully_shard_(model: CausalLM, layout: Layout, config: ParallelConfig, forma
         following.set_modules_to_backward_prefetch([block])
 
 
-def _holds_gradients(model: CausalLM, formats: Formats, hardware: Hardware) -> bool:
+def _holds_gradients(model: CausalLM, precision: PrecisionPolicy, hardware: Hardware) -> bool:
     """Whether whole gradients of what trains fit beside the rest while they accumulate."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    held = sum(p.numel() * (4 if formats.is_mixed else p.element_size()) for p in trained)
+    held = sum(p.numel() * (4 if precision.is_mixed else p.element_size()) for p in trained)
     return can_hold_gradients(held, hardware.memory_bytes)
 
 
@@ -228,7 +236,7 @@ def defer_reduce(model: CausalLM, is_deferred: bool) -> None:
         model.set_requires_all_reduce(not is_deferred)
 
 
-def release_gathered(model: CausalLM) -> None:
+def reshard_(model: CausalLM) -> None:
     """Let go of weights that a forward without a backward left whole."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from fctune.config.schema import RunConfig
 from fctune.models.loss import MAX_LOGITS
-from fctune.models.precision import Formats
+from fctune.models.precision import PrecisionPolicy
 from fctune.models.torchtune.build import CausalLM
-from fctune.parallel.activations import is_chosen
+from fctune.parallel.activations import is_checkpointed
 from fctune.parallel.footprint import GIB, SAFE_SHARE, Footprint, can_hold_gradients
 from fctune.planner.blocks import BlockActivations, count_block_activations
 from fctune.planner.memory_timeline import Peak, Setting, Timeline
@@ -51,7 +51,7 @@ class MemoryModel:
         is_cuda: bool = True,
     ):
         self.is_cuda = is_cuda
-        self.formats: Formats = model.formats
+        self.precision: PrecisionPolicy = model.precision
         self.config, self.device_bytes = config, device_bytes
         self.supervised_share, self.max_logits = supervised_share, max_logits
         self.architecture = model.architecture
@@ -66,7 +66,7 @@ class MemoryModel:
         self._states: dict[int, Footprint] = {}
         self.holds_gradients = can_hold_gradients(self.reduced_bytes(self.all), device_bytes)
         self.block_memory: BlockActivations = count_block_activations(
-            model.architecture, config, self.formats.compute.itemsize
+            model.architecture, config, self.precision.compute_dtype.itemsize
         )
 
     def state(self, setting: Setting) -> Footprint:
@@ -131,20 +131,20 @@ class MemoryModel:
 
     def is_in_units(self, setting: Setting) -> bool:
         """Whether weights are gathered and gradients reduced a block at a time: ``fctune.parallel.sharding.shard_``."""
-        return setting.mode in ("fsdp", "hsdp") or self.formats.is_mixed or self.config.parallel.cpu_offload
+        return setting.mode in ("fsdp", "hsdp") or self.precision.is_mixed or self.config.parallel.cpu_offload
 
     def whole_bytes(self, tensors: ParameterGroup) -> int:
         """As they are multiplied."""
-        if self.formats.is_mixed:
-            return tensors.numel * self.formats.compute.itemsize
+        if self.precision.is_mixed:
+            return tensors.numel * self.precision.compute_dtype.itemsize
         return sum(t.num_bytes for t in tensors.tensors)
 
     def gradient_bytes(self, tensors: ParameterGroup) -> tuple[int, int]:
         """Of a unit's whole gradients as backward makes them, and of the buffer that they are reduced from."""
         trained = [t for t in tensors.tensors if t.is_trained]
-        if self.formats.is_mixed:
+        if self.precision.is_mixed:
             numel = sum(t.numel for t in trained)
-            return numel * self.formats.compute.itemsize, numel * 4
+            return numel * self.precision.compute_dtype.itemsize, numel * 4
         return sum(t.num_bytes for t in trained), sum(t.num_bytes for t in trained)
 
     def head_gradient_bytes(self) -> int:
@@ -162,7 +162,7 @@ class MemoryModel:
         """Bytes of a token that all blocks keep, where so many of them are computed again."""
         work, count = self.block_memory, len(self.blocks)
         kept = work.operators if self.config.activation_checkpointing.policy == "op" else work.inputs
-        again = sum(is_chosen(index, fraction) for index in range(count))
+        again = sum(is_checkpointed(index, fraction) for index in range(count))
         return again * kept + (count - again) * work.all
 
     def local_gradients(self, tensors: ParameterGroup, num_shards: int) -> int:
@@ -171,7 +171,7 @@ class MemoryModel:
 
     def reduced_bytes(self, tensors: ParameterGroup) -> int:
         """Of a unit's whole gradients in the format that they are reduced in."""
-        return sum(t.numel * (4 if self.formats.is_mixed else t.itemsize) for t in tensors.tensors if t.is_trained)
+        return sum(t.numel * (4 if self.precision.is_mixed else t.itemsize) for t in tensors.tensors if t.is_trained)
 
     def chunk_elements(self, num_rows: int) -> int:
         """Logits computed at once: ``fctune.models.loss``."""
@@ -186,4 +186,4 @@ class MemoryModel:
         return 0 if is_alone else state.gradients
 
     def _gradient_width(self) -> int:
-        return (self.formats.compute if self.formats.is_mixed else self.formats.weights).itemsize
+        return (self.precision.compute_dtype if self.precision.is_mixed else self.precision.weight_dtype).itemsize

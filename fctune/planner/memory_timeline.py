@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fctune.parallel.activations import is_chosen
+from fctune.parallel.activations import is_checkpointed
 from fctune.parallel.footprint import Footprint
 
 if TYPE_CHECKING:
@@ -55,13 +55,13 @@ class Timeline:
         self.tokens = setting.micro_batch_size * config.data.seq_len
         self.num_blocks = len(memory.blocks)
         kept = work.operators if config.activation_checkpointing.policy == "op" else work.inputs
-        chosen = [is_chosen(index, setting.fraction) for index in range(self.num_blocks)]
-        self.is_chosen = chosen
+        chosen = [is_checkpointed(index, setting.fraction) for index in range(self.num_blocks)]
+        self.is_checkpointed = chosen
         self.kept = [kept * self.tokens if again else work.whole(self.tokens) for again in chosen]
         if config.activation_checkpointing.offload:
             # Two blocks' are on their way; the rest wait on the host.
             self.kept = [size * 2 // self.num_blocks for size in self.kept]
-        self.a_token = memory.architecture.embed_dim * memory.formats.compute.itemsize
+        self.a_token = memory.architecture.embed_dim * memory.precision.compute_dtype.itemsize
         self.block, self.root = memory.blocks[0], memory.root
         self.block_weights = memory.whole_bytes(self.block) if self.is_unit else 0
         self.root_weights = memory.whole_bytes(self.root) if self.is_unit else 0
@@ -89,7 +89,7 @@ class Timeline:
         """
         found = {0, 1, self.num_blocks - 2, self.num_blocks - 1}
         for again in (True, False):
-            alike = [index for index, chosen in enumerate(self.is_chosen) if chosen is again]
+            alike = [index for index, chosen in enumerate(self.is_checkpointed) if chosen is again]
             found |= set(alike[:2] + alike[-2:])
         return sorted((index for index in found if 0 <= index < self.num_blocks), reverse=True)
 
@@ -117,7 +117,7 @@ class Timeline:
             gathered=self._gathered(self.num_blocks, buffers=self.gathered_in),
             activations=sum(self.kept) + (2 * self.tokens + rows) * self.a_token,
         )
-        width = memory.formats.compute.itemsize
+        width = memory.precision.compute_dtype.itemsize
         # The log-softmax, its gradient and the logits', all float32.
         yield Peak("loss", replace(held, reducing=held.reducing + self.head_grads, logits=12 * logits))
         if self.head_grads:
@@ -128,7 +128,7 @@ class Timeline:
         work = self.memory.block_memory
         beside = work.beside(self.tokens)
         whole = work.whole(self.tokens)
-        is_chosen = self.is_chosen[index]
+        is_checkpointed = self.is_checkpointed[index]
         has_next = index + 1 < self.num_blocks
         held = self._accumulated(index + 1)
         return Peak(
@@ -140,8 +140,8 @@ class Timeline:
                 + self.head_grads
                 + (self.block_grads // 2 if self.is_unit else 0)  # of the half that backward begins with
                 + (self.block_buffer if has_next and self.is_unit else 0),
-                activations=sum(self.kept[:index]) + (0 if is_chosen else whole),
-                working=beside + (whole if is_chosen else 0),
+                activations=sum(self.kept[:index]) + (0 if is_checkpointed else whole),
+                working=beside + (whole if is_checkpointed else 0),
             ),
         )
 

@@ -12,7 +12,7 @@ from fctune.errors import ConfigError
 from fctune.gpus import GPUS, Gpu
 from fctune.models.hub import describe_failure, parse_name
 from fctune.models.lora import apply_lora_
-from fctune.models.precision import choose_formats
+from fctune.models.precision import choose_precision
 from fctune.models.torchtune.architecture import Architecture, read_architecture
 from fctune.models.torchtune.build import CausalLM, build_model
 from fctune.parallel.sharding import check_layout
@@ -122,9 +122,9 @@ def _download_config(path: str, name: str, revision: str | None) -> bytes:
 
 def shape_model(config: RunConfig, architecture: Architecture) -> CausalLM:
     """The model as a recipe shapes it for CUDA, on the meta device."""
-    formats = choose_formats(config.precision, config.adapter is not None, "cuda")
-    model = build_model(architecture, config.data.seq_len, formats.weights)
-    model.formats = formats
+    precision = choose_precision(config.precision, config.adapter is not None, "cuda")
+    model = build_model(architecture, config.data.seq_len, precision.weight_dtype)
+    model.precision = precision
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
     return model
@@ -136,10 +136,10 @@ def check_run(config: RunConfig, gpu: Gpu) -> None:
     Raises:
         ConfigError: products in float8 on a GPU that has none.
     """
-    formats = choose_formats(config.precision, config.adapter is not None, "cuda")
+    precision = choose_precision(config.precision, config.adapter is not None, "cuda")
     is_base = config.adapter is not None and config.adapter.base == "float8"
     known = GPUS.get(gpu.name)
-    if known is not None and known.fp8_tflops is None and (formats.has_float8_products or is_base):
+    if known is not None and known.fp8_tflops is None and (precision.has_float8_matmuls or is_base):
         key = "adapter.base=float8" if is_base else f"precision={config.precision}"
         raise ConfigError(
             f"{key}: --gpu {gpu.name} has no products in float8, so the run would not start on it. Use bf16, or a GPU "

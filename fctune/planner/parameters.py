@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fctune.models.frozen import NF4_BYTES, is_nf4
+from fctune.models.frozen_linear import NF4_BYTES_PER_WEIGHT, is_nf4
 from fctune.models.lora import is_adapter
 
 # Of quantised moments: numbers that share a scale, bits of a number, bytes of the table of what they stand for.
@@ -34,7 +34,7 @@ class ParameterShape:
     @property
     def num_bytes(self) -> int:
         """Of the whole."""
-        return int(self.numel * NF4_BYTES) if self.is_nf4 else self.numel * self.itemsize
+        return int(self.numel * NF4_BYTES_PER_WEIGHT) if self.is_nf4 else self.numel * self.itemsize
 
     def local_numel(self, num_shards: int) -> int:
         """Of the largest shard: rows are dealt as ``torch.chunk`` deals them."""

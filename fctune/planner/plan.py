@@ -10,7 +10,7 @@ from typing import Any
 from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
 from fctune.models.torchtune.build import CausalLM
-from fctune.parallel.sharding import Hardware, check_layout, choose_layout
+from fctune.parallel.sharding import Hardware, check_layout, choose_parallel_layout
 from fctune.planner.data_size import DataSize, count_steps, measure_data
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Peak, Setting
@@ -205,7 +205,7 @@ def make_plan(config: RunConfig, ask: PlanRequest) -> Plan:
         peak=memory.peak(setting),
         largest_micro_batch=largest,
         flops=bench.flops(setting),
-        compute_width=memory.formats.compute.itemsize,
+        compute_width=memory.precision.compute_dtype.itemsize,
         efficiency=bench.efficiency,
         time=bench.time(setting),
         slowest_s=bench.time(setting, EFFICIENCY_RANGE[0]).total_s,
@@ -258,7 +258,7 @@ class _Bench:
         # A run chooses before it knows how much of its data is learnt.
         memory = MemoryModel(self.model, config, ask.gpu.memory_bytes)
         need = partial(memory.required, hardware.world_size)
-        layout = choose_layout(config.parallel, hardware, config.adapter is not None, need)
+        layout = choose_parallel_layout(config.parallel, hardware, config.adapter is not None, need)
         check_layout(config, self.model, layout.mode, layout.shard)
         fraction = config.activation_checkpointing.fraction
         setting = Setting(layout.mode, layout.replicate, layout.shard, fraction, config.micro_batch_size)

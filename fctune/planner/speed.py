@@ -140,7 +140,7 @@ def estimate_step_time(
     per_rank = math.ceil(packs / setting.world_size)
     tokens = per_rank * (memory.config.data.seq_len if slots_per_pack is None else slots_per_pack)
     micro_batches = math.ceil(per_rank / setting.micro_batch_size)
-    compute = tokens * flops.total / (gpu.tflops(memory.formats.compute.itemsize) * 1e12 * efficiency)
+    compute = tokens * flops.total / (gpu.tflops(memory.precision.compute_dtype.itemsize) * 1e12 * efficiency)
     moving = tokens * memory_traffic_seconds(memory, gpu, setting.fraction)
     compute -= float8_savings(memory, gpu, flops, tokens, micro_batches)
     gathered, scattered, summed = count_communication(memory, setting, micro_batches)
@@ -168,7 +168,7 @@ def estimate_step_time(
 
 def memory_traffic_seconds(memory: MemoryModel, gpu: Gpu, fraction: float) -> float:
     """A token's, for what kernels move beyond those of fused blocks without adapters, which efficiencies are of."""
-    a, width = memory.architecture, memory.formats.compute.itemsize
+    a, width = memory.architecture, memory.precision.compute_dtype.itemsize
     more = count_bytes_moved(a, memory.config, width).over(count_fused_bytes(a, width), fraction)
     return a.num_layers * more / _memory_bytes_per_s(gpu)
 
@@ -181,7 +181,7 @@ def float8_savings(memory: MemoryModel, gpu: Gpu, flops: Flops, tokens: float, m
     """
     adapter, a = memory.config.adapter, memory.architecture
     is_base = adapter is not None and adapter.base == "float8"
-    if gpu.fp8_tflops is None or not (memory.formats.has_float8_products or is_base):
+    if gpu.fp8_tflops is None or not (memory.precision.has_float8_matmuls or is_base):
         return 0.0
     work = tokens * (flops.products + flops.recomputed)
     before, after = gpu.bf16_tflops * 1e12 * _BF16_SHARE, gpu.fp8_tflops * 1e12 * _FLOAT8_SHARE
@@ -189,7 +189,7 @@ def float8_savings(memory: MemoryModel, gpu: Gpu, flops: Flops, tokens: float, m
     inputs, outputs = sum(i for i, _ in shapes), sum(o for _, o in shapes)
     weights = 0 if is_base else 2 * sum(i * o for i, o in shapes)  # a frozen base is rounded once and for all
     numbers = tokens * ((1 if is_base else 2) * inputs + outputs) + micro_batches * weights
-    rounding = a.num_layers * numbers * (2 * memory.formats.compute.itemsize + 1) / _memory_bytes_per_s(gpu)
+    rounding = a.num_layers * numbers * (2 * memory.precision.compute_dtype.itemsize + 1) / _memory_bytes_per_s(gpu)
     return work * (1 / before - 1 / after) - rounding
 
 

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from fctune import distributed
 from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
-from fctune.distributed import UserError, World
+from fctune.distributed import USER_ERRORS, World
 from fctune.errors import ConfigError, DataError
 from fctune.runs.record import read_run
 from fctune.runs.success import format_criteria, judge_run
@@ -62,13 +62,13 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
     A user's error is agreed on by all ranks and reported once, by rank 0; any other error is a traceback of the rank
     that met it. Either way ``exit.json`` says why the run ended.
     """
-    world = distributed.start_world()
+    world = distributed.init_distributed()
     _start_logging(world)
     run: Run | None = None
     recipe: Recipe | None = None
     checkpoint: Path | None = None
     try:
-        config = distributed.agree(lambda: load_config(*read_command_line(argv, _USAGE)))
+        config = distributed.run_on_all_ranks(lambda: load_config(*read_command_line(argv, _USAGE)))
         run = open_run(config, world, lambda directory: _hear_requests(directory, world))
         if world.is_main:
             _describe_start(run.directory, world, argv)
@@ -77,7 +77,7 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
         recipe.train()
         recipe.save_checkpoint()
         code, reason = 0, "completed"
-    except UserError as error:
+    except USER_ERRORS as error:
         code, reason = 2, str(error)
     except NonFiniteError as error:
         code, reason = 1, str(error)
@@ -103,7 +103,7 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
             run.directory.finish(code, reason, recipe.step if recipe else 0, checkpoint or run.newest_checkpoint())
             _describe_end(run.directory, has_thresholds=code == 0 and config.success is not None)
             run.directory.unlock()
-    distributed.stop_world()
+    distributed.shutdown_distributed()
     return code
 
 

@@ -183,7 +183,7 @@ class Keeper(StepKeeper):
         Raises:
             Stopped: always.
         """
-        reasons = [reason for reason in distributed.gather_objects(self._request.reason) if reason]
+        reasons = [reason for reason in distributed.all_gather_objects(self._request.reason) if reason]
         if self._saved_at.get("sharded") != step and self._saved_at.get("elastic") != step:
             self.save("sharded", step)
         result = self.saver.finish()

@@ -151,7 +151,7 @@ class Meter:
     def _describe_stretch(self) -> dict[str, Any]:
         """What is told every ``log_every_n_steps``: one small collective, and sums over the run."""
         row = torch.tensor(self._figures().to_row(), dtype=torch.float64)
-        figures = [RankMetrics.from_row(row) for row in distributed.gather_rows(row).tolist()]
+        figures = [RankMetrics.from_row(row) for row in distributed.all_gather_rows(row).tolist()]
         self._data_s = self._save_wait_s = 0.0
         hours = self._gpu_hours + (time.monotonic() - self._began) / 3600 * self._world.world_size
         described = {**aggregate_ranks(figures), **self._times.describe(), "gpu_hours": hours}

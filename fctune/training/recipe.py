@@ -20,7 +20,7 @@ from fctune.training.keeper import Keeper
 from fctune.training.loop import TrainState, count_steps, train
 from fctune.training.out_of_memory import MemorySnapshot, suggest_less_memory
 from fctune.training.run import Run, start_keeping
-from fctune.training.setup import build_base, lay_out_, open_sinks, place_, prepare_data, start_state
+from fctune.training.setup import build_base, open_sinks, plan_parallelism, prepare_data, shard_and_load_, start_state
 
 
 class FineTuning(ABC):
@@ -40,11 +40,11 @@ class FineTuning(ABC):
         self.keeper: Keeper | None = None
 
     @abstractmethod
-    def choose_trained_(self) -> None:
+    def select_trainable_(self) -> None:
         """Decide which parameters of the shaped model train, in place."""
 
     @abstractmethod
-    def init_trained_(self) -> None:
+    def init_trainable_(self) -> None:
         """Give values to what trains and is not of the base, in place."""
 
     @abstractmethod
@@ -62,15 +62,15 @@ class FineTuning(ABC):
 
     def setup(self) -> None:
         """The model's shape, which costs nothing; the data, where most runs that fail do; then weights into shards."""
-        self.model_dir = distributed.on_main(lambda: resolve_model_dir(self.config.model.path))
+        self.model_dir = distributed.run_on_rank_0(lambda: resolve_model_dir(self.config.model.path))
         keeps_history = self.config.profile is not None and self.config.profile.allocations
         self.snapshot = MemorySnapshot(self.run.directory.path, self.world, keeps_history)
         self.model = build_base(self.config, self.model_dir, self.world)
-        self.choose_trained_()
-        lay_out_(self.model, self.config, self.world)
+        self.select_trainable_()
+        plan_parallelism(self.model, self.config, self.world)
         self.prepared = prepare_data(self.config, self.model_dir, self.world)
         self.num_steps = count_steps(self.config, self.prepared, self.world)
-        hosts = distributed.gather_objects(platform.node())
+        hosts = distributed.all_gather_objects(platform.node())
         if self.world.is_main:
             self.run.directory.describe(num_steps=self.num_steps, data=self.prepared.describe(), hosts=hosts)
         self.load_checkpoint()
@@ -89,8 +89,8 @@ class FineTuning(ABC):
 
     def load_checkpoint(self) -> None:
         """The base's weights into the shards, and what trains beside them."""
-        place_(self.model, self.config, self.model_dir, self.world)
-        self.init_trained_()
+        shard_and_load_(self.model, self.config, self.model_dir, self.world)
+        self.init_trainable_()
 
     def train(self) -> None:
         """All steps of the run."""
@@ -106,7 +106,7 @@ class FineTuning(ABC):
         self.keeper.finish(self.step)
         saved = time.perf_counter()
         for export in self.exports():
-            distributed.agree(export)
+            distributed.run_on_all_ranks(export)
         if self.world.is_main:
             self.run.directory.describe(closing={"save_s": saved - started, "export_s": time.perf_counter() - saved})
 

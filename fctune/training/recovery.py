@@ -60,13 +60,13 @@ def choose_checkpoint(resume: str, store: CheckpointStore, world: World) -> Resu
     if resume == "never":
         return None
     if resume == "auto":
-        candidates = distributed.on_main(store.complete)
+        candidates = distributed.run_on_rank_0(store.complete)
     else:
-        candidates = [distributed.on_main(lambda: open_checkpoint(Path(resume)))]
+        candidates = [distributed.run_on_rank_0(lambda: open_checkpoint(Path(resume)))]
     damaged: list[str] = []
     for candidate in candidates:
         try:
-            state = distributed.agree(lambda c=candidate: _verify(c, world))  # type: ignore[misc]
+            state = distributed.run_on_all_ranks(lambda c=candidate: _verify(c, world))  # type: ignore[misc]
         except CheckpointError as error:
             damaged.append(str(error))
             if world.is_main:
@@ -121,17 +121,17 @@ def restore_(resume: Resume, state: TrainState, world: World, load_portable_: Ca
     init_optimizer_state_(state.optimizer)
     states = list(state_tensors(state.model, state.optimizer))
     is_sharded = resume.checkpoint.kind == "sharded"
-    stored = distributed.agree(lambda: names_in(folder) if is_sharded else set(locate(folder, "optimizer")))
+    stored = distributed.run_on_all_ranks(lambda: names_in(folder) if is_sharded else set(locate(folder, "optimizer")))
     optimizer = {name: tensor for one in states for name, tensor in one.to_read(stored).items()}
     has_rng = resume.state["world_size"] == world.world_size
     rng = collect_rng(world.rank) if has_rng else {}
     if is_sharded:
         tensors = optimizer | {f"model.{name}": p.detach() for name, p in named_trained(state.model).items()}
-        distributed.agree(lambda: _check_names(folder, set(tensors), stored))
+        distributed.run_on_all_ranks(lambda: _check_names(folder, set(tensors), stored))
         read_shards_(folder, tensors | rng)
     else:
-        distributed.agree(lambda: load_portable_(folder))
-        distributed.agree(lambda: _read_portable_(folder, optimizer))
+        distributed.run_on_all_ranks(lambda: load_portable_(folder))
+        distributed.run_on_all_ranks(lambda: _read_portable_(folder, optimizer))
         rng = {name: read_tensor(folder / f"rng-{world.rank}.safetensors", name) for name in rng}
     for one in states:
         one.take_(optimizer)

@@ -65,7 +65,7 @@ def open_run(config: RunConfig, world: World, make_request: Callable[[RunDirecto
             return None, store.sweep()
         return directory.start(config, world.world_size), []
 
-    moved, swept = distributed.on_main(start)
+    moved, swept = distributed.run_on_rank_0(start)
     _check_shared(directory.path, world)
     if moved is not None:
         logger.info("%s held an earlier run, which is now %s", directory.path, moved)
@@ -93,7 +93,7 @@ def start_keeping(
         DataError: the data is not that of the run.
     """
     loader = GlobalLoader(prepared, "train", config.global_batch_size, config.seed)
-    base = distributed.on_main(lambda: digest_model(model_dir, WEIGHT_FILES))
+    base = distributed.run_on_rank_0(lambda: digest_model(model_dir, WEIGHT_FILES))
     plain_config, installed = config.to_dict(), versions()
 
     def describe(step: int) -> dict[str, Any]:
@@ -115,8 +115,8 @@ def start_keeping(
 
     resume = run.resume
     if resume is not None:
-        distributed.agree(lambda: check_same_run(resume, config, base))
-        distributed.agree(lambda: loader.step_of(resume.state["loader"]))
+        distributed.run_on_all_ranks(lambda: check_same_run(resume, config, base))
+        distributed.run_on_all_ranks(lambda: loader.step_of(resume.state["loader"]))
         restore_(resume, state, world, lambda folder: portable.read_(folder, state.model))
         state.num_tokens = int(resume.state["tokens_total"])
 
@@ -137,7 +137,7 @@ def start_keeping(
 def _check_shared(path: Path, world: World) -> None:
     """Every node must see the directory that rank 0 writes to."""
     probe = path / f".probe-{secrets.token_hex(4)}"
-    name = distributed.on_main(lambda: _touch(probe))
+    name = distributed.run_on_rank_0(lambda: _touch(probe))
 
     def look() -> None:
         if not (path / name).exists():
@@ -147,7 +147,7 @@ def _check_shared(path: Path, world: World) -> None:
             )
 
     try:
-        distributed.agree(look)
+        distributed.run_on_all_ranks(look)
     finally:
         if world.is_main:
             probe.unlink(missing_ok=True)

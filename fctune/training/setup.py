@@ -16,13 +16,20 @@ from fctune.config.schema import RunConfig, TelemetryConfig
 from fctune.data.encoding import Counts
 from fctune.data.prepared_set import PreparedSet, describe_counts, open_prepared, prepare, prepared_root
 from fctune.distributed import World
-from fctune.models.attention import choose_kernel
-from fctune.models.precision import check_device, choose_formats
+from fctune.models.attention import choose_attention_kernel
+from fctune.models.precision import check_device, choose_precision
 from fctune.models.torchtune.architecture import read_architecture
 from fctune.models.torchtune.build import CausalLM, build_model, materialize_
 from fctune.models.torchtune.weights import load_base_
-from fctune.parallel.activations import checkpoint_blocks_, compile_blocks_, round_products_
-from fctune.parallel.sharding import Hardware, Layout, check_layout, check_memory, choose_layout, shard_
+from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_, use_float8_matmuls_
+from fctune.parallel.sharding import (
+    Hardware,
+    ParallelLayout,
+    check_layout,
+    check_memory,
+    choose_parallel_layout,
+    shard_,
+)
 from fctune.planner.memory import MemoryModel
 from fctune.telemetry.alert_monitor import AlertMonitor
 from fctune.telemetry.background import BackgroundSink
@@ -48,36 +55,36 @@ def prepare_data(config: RunConfig, model_dir: Path, world: World) -> PreparedSe
             shown = counts.rows
             logger.info("preparing data: %s rows read", f"{counts.rows:,}")
 
-    path = distributed.on_main(lambda: prepare(config.data, model_dir, prepared_root(config), show).path)
-    prepared = distributed.agree(lambda: open_prepared(path))
+    path = distributed.run_on_rank_0(lambda: prepare(config.data, model_dir, prepared_root(config), show).path)
+    prepared = distributed.run_on_all_ranks(lambda: open_prepared(path))
     for line in describe_counts(prepared):
         logger.info("data: %s", line)
     return prepared
 
 
 def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:
-    """The model's shape, on the meta device, in the formats of the run, with the attention its device is fastest at."""
+    """The model's shape, on the meta device, in the precision of the run, with the attention its device is fastest at."""
     device, capability = world.device, compute_capability(world.device)
-    formats = choose_formats(config.precision, config.adapter is not None, device.type)
+    precision = choose_precision(config.precision, config.adapter is not None, device.type)
 
     def build() -> CausalLM:
         base = "bf16" if config.adapter is None else config.adapter.base
-        check_device(formats, base, device.type, capability, describe_device(device))
-        return build_model(read_architecture(model_dir), config.data.seq_len, formats.weights)
+        check_device(precision, base, device.type, capability, describe_device(device))
+        return build_model(read_architecture(model_dir), config.data.seq_len, precision.weight_dtype)
 
-    model = distributed.agree(build)
-    model.formats = formats
-    if formats.has_float8_products:
-        round_products_(model)
+    model = distributed.run_on_all_ranks(build)
+    model.precision = precision
+    if precision.has_float8_matmuls:
+        use_float8_matmuls_(model)
         if not config.compile and world.is_main:
             logger.warning("precision=%s without compile=true is slower than bfloat16", config.precision)
     head_dim = model.architecture.head_dim
-    model.kernel, described = choose_kernel(device.type, formats.compute, head_dim, capability)
+    model.kernel, described = choose_attention_kernel(device.type, precision.compute_dtype, head_dim, capability)
     logger.info("attention: %s", described)
     return model
 
 
-def lay_out_(model: CausalLM, config: RunConfig, world: World) -> None:
+def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> None:
     """Decide how a shaped model will lie on the ranks and how its blocks run, before anything takes time or memory.
 
     Raises:
@@ -88,14 +95,14 @@ def lay_out_(model: CausalLM, config: RunConfig, world: World) -> None:
     memory = MemoryModel(model, config, hardware.memory_bytes, is_cuda=world.device.type == "cuda")
     need = functools.partial(memory.required, world.world_size)
 
-    def choose() -> tuple[Layout, str | None]:
-        layout = choose_layout(config.parallel, hardware, has_adapter, need)
+    def choose() -> tuple[ParallelLayout, str | None]:
+        layout = choose_parallel_layout(config.parallel, hardware, has_adapter, need)
         check_layout(config, model, layout.mode, layout.shard)
         warning = check_memory(hardware, layout, has_adapter, need, config.model.path)
-        checkpoint_blocks_(model, config.activation_checkpointing, world.device.type)
+        apply_activation_checkpointing_(model, config.activation_checkpointing, world.device.type)
         return layout, warning
 
-    model.layout, warning = distributed.agree(choose)
+    model.layout, warning = distributed.run_on_all_ranks(choose)
     if config.compile:
         compile_blocks_(model)
     logger.info("layout: %s", model.layout)
@@ -104,21 +111,23 @@ def lay_out_(model: CausalLM, config: RunConfig, world: World) -> None:
         logger.warning("memory: %s", warning)
 
 
-def place_(model: CausalLM, config: RunConfig, model_dir: Path, world: World) -> None:
+def shard_and_load_(model: CausalLM, config: RunConfig, model_dir: Path, world: World) -> None:
     """Lay a shaped model over the ranks and fill it with the base's weights; adapters are left unfilled.
 
     Raises:
-        ConfigError: as ``lay_out_``, which is called where it was not.
+        ConfigError: as ``plan_parallelism``, which is called where it was not.
         CheckpointError: weights that are not all there, or not those of the model.
     """
     if model.layout is None:
-        lay_out_(model, config, world)
-    shard_(model, model.layout, config.parallel, model.formats, _describe_hardware(world))
+        plan_parallelism(model, config, world)
+    shard_(model, model.layout, config.parallel, model.precision, _describe_hardware(world))
     materialize_(model, world.device, config.parallel.cpu_offload)
-    distributed.agree(lambda: load_base_(model, model_dir))
+    distributed.run_on_all_ranks(lambda: load_base_(model, model_dir))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
-    held, computed = (str(dtype).removeprefix("torch.") for dtype in (model.formats.weights, model.formats.compute))
+    held, computed = (
+        str(dtype).removeprefix("torch.") for dtype in (model.precision.weight_dtype, model.precision.compute_dtype)
+    )
     logger.info(
         "model: %s parameters, %s trained, %s, on %s x %d",
         f"{total:,}",

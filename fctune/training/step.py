@@ -15,7 +15,7 @@ from fctune import distributed
 from fctune.data.loader import Batch
 from fctune.distributed import World
 from fctune.models.torchtune.build import CausalLM
-from fctune.parallel.sharding import defer_reduce, release_gathered
+from fctune.parallel.sharding import defer_reduce, reshard_
 from fctune.telemetry.metrics import SpanTimer
 from fctune.training.prefetch import StepData, make_inputs
 
@@ -97,7 +97,7 @@ def mean_loss(model: CausalLM, batches: Iterable[Batch], world: World) -> float:
         loss_sum += model(**make_inputs(batch, model.kernel).arguments(world.device))
         weight_sum += batch.weight_sum
     model.train(was_training)
-    release_gathered(model)
+    reshard_(model)
     rows = _exchange(loss_sum[None], [weight_sum], world)
     return sum(row[0] for row in rows) / sum(row[1] for row in rows)
 
@@ -106,7 +106,7 @@ def _exchange(measured: Tensor, known: Sequence[float], world: World) -> list[li
     """Every rank's numbers: those on the device first, then those the host knows. Waits for the device."""
     host = torch.tensor(known, dtype=measured.dtype, pin_memory=world.device.type == "cuda")
     row = torch.cat([measured, host.to(world.device, non_blocking=True)])
-    rows: list[list[float]] = distributed.gather_rows(row).tolist()
+    rows: list[list[float]] = distributed.all_gather_rows(row).tolist()
     return rows
 
 

@@ -148,7 +148,7 @@ def _repeat(world: Any, argv: list[str], kind: str | None, count: int) -> list[t
 
     from fctune.acceptance.config import FaultConfig, load_acceptance
     from fctune.acceptance.run import Acceptance
-    from fctune.distributed import read_launch
+    from fctune.distributed import read_launcher_environment
 
     dist.barrier()
     dist.destroy_process_group()
@@ -157,7 +157,7 @@ def _repeat(world: Any, argv: list[str], kind: str | None, count: int) -> list[t
         config = load_acceptance(argv[1], argv[2:])
         if kind is not None:
             config.faults = [FaultConfig(kind=kind, rank=number % 4, seconds=SLOW[kind][1])]  # type: ignore[arg-type]
-        launch = dataclasses.replace(read_launch(), restart=str(number))
+        launch = dataclasses.replace(read_launcher_environment(), restart=str(number))
         document = Acceptance(config, launch).run()
         culprits = [c for check in document["checks"] for c in check["culprits"]]
         named = sorted({rank for c in culprits for rank in c["ranks"]})

@@ -17,12 +17,12 @@ from fctune.config.checks import resolve_component
 from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
 from fctune.models.lora import apply_lora_
-from fctune.models.precision import choose_formats
+from fctune.models.precision import choose_precision
 from fctune.models.torchtune.architecture import read_architecture
 from fctune.models.torchtune.build import CausalLM, build_model
-from fctune.parallel.activations import checkpoint_blocks_
+from fctune.parallel.activations import apply_activation_checkpointing_
 from fctune.parallel.footprint import GIB
-from fctune.parallel.sharding import Hardware, Layout, check_memory, choose_layout, shard_
+from fctune.parallel.sharding import Hardware, ParallelLayout, check_memory, choose_parallel_layout, shard_
 from fctune.planner.memory import MemoryModel
 from tests.conftest import ROOT
 
@@ -87,12 +87,12 @@ def world() -> Iterator[Any]:
 def shape(config: RunConfig, model: dict[str, Any], folder: Path) -> CausalLM:
     """The model as the recipes shape it for CUDA, on the meta device."""
     (folder / "config.json").write_text(json.dumps(model))
-    formats = choose_formats(config.precision, config.adapter is not None, "cuda")
-    shaped = build_model(read_architecture(folder), config.data.seq_len, formats.weights)
-    shaped.formats = formats
+    precision = choose_precision(config.precision, config.adapter is not None, "cuda")
+    shaped = build_model(read_architecture(folder), config.data.seq_len, precision.weight_dtype)
+    shaped.precision = precision
     if config.adapter is not None:
         apply_lora_(shaped, config.adapter)
-    checkpoint_blocks_(shaped, config.activation_checkpointing, "cuda")
+    apply_activation_checkpointing_(shaped, config.activation_checkpointing, "cuda")
     return shaped
 
 
@@ -110,13 +110,13 @@ def test_a_cluster_config_holds_and_its_model_fits(name: str, tmp_path: Path, wo
     assert config.global_batch_size % (config.micro_batch_size * num_ranks) == 0, "ranks that idle in every step"
     hardware = Hardware("cuda", num_ranks, case.ranks_per_node, 80 * GIB)
     need = partial(MemoryModel(model, config, 80 * GIB).required, num_ranks)
-    layout = choose_layout(config.parallel, hardware, config.adapter is not None, need)
+    layout = choose_parallel_layout(config.parallel, hardware, config.adapter is not None, need)
     assert (layout.mode, layout.replicate, layout.shard) == case.layout
     check_memory(hardware, layout, config.adapter is not None, need, config.model.path)
 
     world(num_ranks)
     mesh_hardware = Hardware("cpu", num_ranks, case.ranks_per_node, 80 * GIB)
-    shard_(model, layout, config.parallel, model.formats, mesh_hardware)
+    shard_(model, layout, config.parallel, model.precision, mesh_hardware)
     held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
     assert held == pytest.approx(total / layout.shard, rel=1e-3)
     component, arguments = resolve_component(config.optimizer)
@@ -137,10 +137,10 @@ def test_the_table_of_configs_names_each_of_them() -> None:
 def test_a_model_that_one_rank_cannot_hold_is_laid_out_over_more(tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / "llama3_3_70b_lora.yaml")
     model = shape(config, CASES["llama3_3_70b_lora"].model, tmp_path)
-    layouts: list[Layout] = []
+    layouts: list[ParallelLayout] = []
     for world_size, memory in ((16, 80), (16, 192), (8, 80)):
         hardware = Hardware("cuda", world_size, 8, memory * GIB)
         need = partial(MemoryModel(model, config, memory * GIB).required, world_size)
-        layouts.append(choose_layout(config.parallel, hardware, True, need))
+        layouts.append(choose_parallel_layout(config.parallel, hardware, True, need))
     assert [layout.mode for layout in layouts] == ["hsdp", "ddp", "fsdp"]
     assert [layout.shard for layout in layouts] == [8, 1, 8]

@@ -92,13 +92,13 @@ def answers_of(world: World, config_argv: list[str], cases: Path) -> dict[str, l
     from fctune.calls.cases import read_cases
     from fctune.models.export import export_merged
     from fctune.models.lora import apply_lora_, init_adapters_
-    from fctune.training.setup import build_base, place_
+    from fctune.training.setup import build_base, shard_and_load_
 
     config = load_config(config_argv[1], config_argv[2:])
     assert config.adapter is not None
     model = build_base(config, TINY_BASE, world)
     apply_lora_(model, config.adapter)
-    place_(model, config, TINY_BASE, world)
+    shard_and_load_(model, config, TINY_BASE, world)
     init_adapters_(model, 1)
     for name, parameter in model.named_parameters():
         if name.endswith("lora_b"):

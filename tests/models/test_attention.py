@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fctune.models import attention
-from fctune.models.attention import attend, attend_each, choose_kernel, make_bounds
+from fctune.models.attention import attend, attend_per_document, choose_attention_kernel, make_bounds
 
 LENGTHS = [[5, 40, 19], [33, 31]]
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
@@ -60,7 +60,7 @@ def test_rows_without_bounds_are_one_conversation() -> None:
 
 def test_the_operator_keeps_the_rules_that_compilation_relies_on() -> None:
     inputs = [t.transpose(1, 2) for t in tensors(torch.float32)]
-    torch.library.opcheck(attend_each, (*inputs, make_bounds(LENGTHS, "each").ends))
+    torch.library.opcheck(attend_per_document, (*inputs, make_bounds(LENGTHS, "each").ends))
 
 
 def test_flex_masks_are_those_of_the_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_torch_takes_ragged_rows_as_they_are_given() -> None:
 def test_the_fastest_kernel_that_is_there_is_chosen_and_named(
     device: str, dtype: torch.dtype, head_dim: int, capability: Any, kernel: str
 ) -> None:
-    chosen, name = choose_kernel(device, dtype, head_dim, capability)
+    chosen, name = choose_attention_kernel(device, dtype, head_dim, capability)
     assert chosen == kernel
     assert name
 

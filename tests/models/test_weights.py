@@ -20,7 +20,7 @@ from fctune.models.torchtune.architecture import read_architecture
 from fctune.models.torchtune.build import build_model, materialize_
 from fctune.models.torchtune.names import to_hf_name
 from fctune.models.torchtune.weights import load_base_, to_hf_layout
-from fctune.parallel.sharding import Hardware, choose_layout, shard_
+from fctune.parallel.sharding import Hardware, choose_parallel_layout, shard_
 from tests.models.test_parity import load
 from tests.ranks import run_ranks
 
@@ -63,8 +63,8 @@ def load_and_count(world: World, path: Path, parallel: dict[str, Any]) -> dict[s
     model = build_model(read_architecture(path), 128, torch.float32)
     hardware = Hardware("cpu", world.world_size, world.world_size)
     config = ParallelConfig(**parallel)
-    layout = choose_layout(config, hardware, False, lambda _: None)  # type: ignore[arg-type, return-value]
-    shard_(model, layout, config, model.formats, hardware)
+    layout = choose_parallel_layout(config, hardware, False, lambda _: None)  # type: ignore[arg-type, return-value]
+    shard_(model, layout, config, model.precision, hardware)
     materialize_(model, world.device)
     load_base_(model, path)
     shards = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in model.named_parameters()}

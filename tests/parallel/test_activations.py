@@ -16,7 +16,12 @@ from fctune.errors import ConfigError
 from fctune.models.attention import make_bounds
 from fctune.models.dropout import row_key
 from fctune.models.torchtune.build import CausalLM
-from fctune.parallel.activations import checkpoint_blocks_, compile_blocks_, is_chosen, round_products_
+from fctune.parallel.activations import (
+    apply_activation_checkpointing_,
+    compile_blocks_,
+    is_checkpointed,
+    use_float8_matmuls_,
+)
 from tests.models.test_parity import load
 
 LORA = AdapterConfig(rank=4, alpha=8, dropout=0.2, modules=list(ADAPTER_MODULES))
@@ -58,7 +63,7 @@ def test_checkpointed_blocks_give_the_same_loss_and_gradients(
 ) -> None:
     path = make_model("llama", num_hidden_layers=4)
     plain, checkpointed = (load(path, adapter, torch.float64) for _ in range(2))
-    checkpoint_blocks_(checkpointed, config, "cpu")
+    apply_activation_checkpointing_(checkpointed, config, "cpu")
     assert_same(run(checkpointed), run(plain), rtol=1e-9, atol=1e-12)
 
 
@@ -78,10 +83,10 @@ def test_policies_compute_again_what_they_say(make_model: Callable[..., Path]) -
     def count(config: ActivationCheckpointingConfig | None) -> tuple[int, int]:
         model = load(path)
         if config is not None:
-            checkpoint_blocks_(model, config, "cpu")
+            apply_activation_checkpointing_(model, config, "cpu")
         with CountedOperators() as counted:
             run(model)
-        return counted.calls["aten.mm.default"], counted.calls["fctune.attend_each.default"]
+        return counted.calls["aten.mm.default"], counted.calls["fctune.attend_per_document.default"]
 
     products, attentions = count(None)
     again = 4 * 7  # products of the forward of four blocks
@@ -98,13 +103,13 @@ def test_policies_compute_again_what_they_say(make_model: Callable[..., Path]) -
     ("num", "fraction", "chosen"), [(8, 0.25, [3, 7]), (4, 1.0, [0, 1, 2, 3]), (10, 0.3, [3, 6, 9])]
 )
 def test_a_fraction_of_the_blocks_is_evenly_spread(num: int, fraction: float, chosen: list[int]) -> None:
-    assert [i for i in range(num) if is_chosen(i, fraction)] == chosen
+    assert [i for i in range(num) if is_checkpointed(i, fraction)] == chosen
 
 
 def test_offloading_without_a_device_is_refused(make_model: Callable[..., Path]) -> None:
     config = ActivationCheckpointingConfig(fraction=1.0, offload=True)
     with pytest.raises(ConfigError, match=r"activation_checkpointing\.offload: .* this run is on CPU"):
-        checkpoint_blocks_(load(make_model("llama")), config, "cpu")
+        apply_activation_checkpointing_(load(make_model("llama")), config, "cpu")
 
 
 @pytest.mark.slow
@@ -118,7 +123,7 @@ def test_compiled_blocks_give_the_same_loss_and_gradients(
     path = make_model("llama", num_hidden_layers=4)
     plain, compiled = (load(path, adapter, torch.float64) for _ in range(2))
     if config is not None:
-        checkpoint_blocks_(compiled, config, "cpu")
+        apply_activation_checkpointing_(compiled, config, "cpu")
     compile_blocks_(compiled)
     assert_same(run(compiled), run(plain), rtol=1e-9, atol=1e-12)
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -138,7 +143,7 @@ def test_blocks_of_few_bits_compile_whole(kind: str, make_model: Callable[..., P
     eager, compiled = (load(path, None if kind == "float8 products" else adapter, torch.bfloat16) for _ in range(2))
     for model in (eager, compiled):
         if kind == "float8 products":
-            round_products_(model)
+            use_float8_matmuls_(model)
     compile_blocks_(compiled)
     ours, theirs = run(compiled), run(eager)
     torch.testing.assert_close(ours["loss"], theirs["loss"], rtol=2e-3, atol=0)
@@ -148,7 +153,7 @@ def test_blocks_of_few_bits_compile_whole(kind: str, make_model: Callable[..., P
 def test_float8_products_stay_near(make_model: Callable[..., Path]) -> None:
     path = make_model("llama", hidden_size=128, intermediate_size=256)
     plain, rounded = (load(path, dtype=torch.bfloat16) for _ in range(2))
-    round_products_(rounded)
+    use_float8_matmuls_(rounded)
     kinds = {type(module).__name__ for module in rounded.modules() if isinstance(module, torch.nn.Linear)}
     assert kinds == {"Float8Linear", "Linear"}
     assert type(rounded.decoder.output) is torch.nn.Linear

@@ -10,9 +10,9 @@ import torch
 
 from fctune.config.schema import ParallelConfig
 from fctune.errors import ConfigError
-from fctune.models.precision import Formats, check_device, choose_formats
+from fctune.models.precision import PrecisionPolicy, check_device, choose_precision
 from fctune.parallel.footprint import GIB, Footprint
-from fctune.parallel.sharding import Hardware, Layout, check_memory, choose_layout
+from fctune.parallel.sharding import Hardware, ParallelLayout, check_memory, choose_parallel_layout
 
 
 def needs(gib: float) -> Callable[[int], Footprint]:
@@ -27,9 +27,9 @@ def choose(
     has_adapter: bool = True,
     device_type: str = "cuda",
     **config: Any,
-) -> Layout:
+) -> ParallelLayout:
     hardware = Hardware(device_type, world_size, ranks_per_node, 80 * GIB)
-    return choose_layout(ParallelConfig(**config), hardware, has_adapter, needs(gib))
+    return choose_parallel_layout(ParallelConfig(**config), hardware, has_adapter, needs(gib))
 
 
 @pytest.mark.parametrize(
@@ -89,14 +89,14 @@ def test_a_model_too_large_says_by_how_much_and_what_would_fit(
     mode: Any, gib: float, world_size: int, has_adapter: bool, words: str
 ) -> None:
     hardware = Hardware("cuda", world_size, 8, 80 * GIB)
-    layout = choose_layout(ParallelConfig(mode=mode), hardware, has_adapter, needs(gib))
+    layout = choose_parallel_layout(ParallelConfig(mode=mode), hardware, has_adapter, needs(gib))
     with pytest.raises(ConfigError, match=f"(?s)model.path=some/model: .*{words}"):
         check_memory(hardware, layout, has_adapter, needs(gib), "some/model")
 
 
 def test_a_run_that_may_not_fit_is_warned_of_and_not_refused() -> None:
     hardware = Hardware("cuda", 8, 8, 80 * GIB)
-    layout = choose_layout(ParallelConfig(mode="fsdp"), hardware, False, needs(8.0))
+    layout = choose_parallel_layout(ParallelConfig(mode="fsdp"), hardware, False, needs(8.0))
     assert check_memory(hardware, layout, False, needs(8.0), "some/model") is None
     warning = check_memory(
         hardware, layout, False, lambda _: Footprint(parameters=60 * GIB, activations=30 * GIB), "some/model"
@@ -107,29 +107,31 @@ def test_a_run_that_may_not_fit_is_warned_of_and_not_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "has_adapter", "device", "formats"),
+    ("precision", "has_adapter", "device", "expected"),
     [
-        (None, True, "cpu", Formats(torch.float32, torch.float32)),
-        (None, True, "cuda", Formats(torch.bfloat16, torch.bfloat16)),
-        (None, False, "cuda", Formats(torch.float32, torch.bfloat16)),
-        ("bf16_mixed", False, "cpu", Formats(torch.float32, torch.bfloat16)),
-        ("float8", False, "cuda", Formats(torch.bfloat16, torch.bfloat16, has_float8_products=True)),
-        ("float8_mixed", False, "cuda", Formats(torch.float32, torch.bfloat16, has_float8_products=True)),
+        (None, True, "cpu", PrecisionPolicy(torch.float32, torch.float32)),
+        (None, True, "cuda", PrecisionPolicy(torch.bfloat16, torch.bfloat16)),
+        (None, False, "cuda", PrecisionPolicy(torch.float32, torch.bfloat16)),
+        ("bf16_mixed", False, "cpu", PrecisionPolicy(torch.float32, torch.bfloat16)),
+        ("float8", False, "cuda", PrecisionPolicy(torch.bfloat16, torch.bfloat16, has_float8_matmuls=True)),
+        ("float8_mixed", False, "cuda", PrecisionPolicy(torch.float32, torch.bfloat16, has_float8_matmuls=True)),
     ],
 )
-def test_formats_follow_the_precision_and_the_device(
-    precision: Any, has_adapter: bool, device: str, formats: Formats
+def test_dtypes_follow_the_precision_and_the_device(
+    precision: Any, has_adapter: bool, device: str, expected: PrecisionPolicy
 ) -> None:
-    assert choose_formats(precision, has_adapter, device) == formats
+    assert choose_precision(precision, has_adapter, device) == expected
 
 
-def test_a_format_that_the_device_lacks_is_refused() -> None:
-    bf16, float8 = choose_formats("bf16", True, "cuda"), choose_formats("float8", False, "cuda")
+def test_a_dtype_that_the_device_does_not_support_is_rejected() -> None:
+    bf16, float8 = choose_precision("bf16", True, "cuda"), choose_precision("float8", False, "cuda")
     with pytest.raises(ConfigError, match=r"bfloat16 needs compute capability 8\.0 .* Some T4 has .* 7\.5"):
         check_device(bf16, "bf16", "cuda", (7, 5), "Some T4")
-    with pytest.raises(ConfigError, match=r"precision: float8 products need compute capability 8\.9 .* Use bf16"):
+    with pytest.raises(
+        ConfigError, match=r"precision: float8 matrix products need compute capability 8\.9 .* Use bf16"
+    ):
         check_device(float8, "bf16", "cuda", (8, 0), "Some A100")
-    with pytest.raises(ConfigError, match=r"adapter\.base=float8: float8 products need"):
+    with pytest.raises(ConfigError, match=r"adapter\.base=float8: float8 matrix products need"):
         check_device(bf16, "float8", "cuda", (8, 0), "Some A100")
     check_device(float8, "bf16", "cuda", (9, 0), "Some H100")
     check_device(float8, "bf16", "cpu", None, "cpu")

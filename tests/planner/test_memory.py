@@ -18,13 +18,13 @@ from fctune.models.attention import make_bounds
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.models.torchtune.architecture import read_architecture
 from fctune.models.torchtune.build import build_model, materialize_
-from fctune.parallel.activations import checkpoint_blocks_
+from fctune.parallel.activations import apply_activation_checkpointing_
 from fctune.parallel.footprint import SAFE_SHARE
 from fctune.planner.blocks import count_block_activations
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Setting
 from fctune.planner.models import shape_model
-from fctune.training.setup import build_base, place_, start_state
+from fctune.training.setup import build_base, shard_and_load_, start_state
 from tests.ranks import run_ranks
 
 GIB = 1024**3
@@ -45,7 +45,7 @@ def measure_state(world: World, raw: dict[str, Any], model_dir: Path) -> dict[st
     model = build_base(config, model_dir, world)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
-    place_(model, config, model_dir, world)
+    shard_and_load_(model, config, model_dir, world)
     init_adapters_(model, 0)
     state = start_state(model, config, 1)
     tokens = torch.arange(64)[None]
@@ -101,7 +101,7 @@ def keep_of_block(config: RunConfig, model_dir: Path, dtype: torch.dtype, num_to
     materialize_(model, torch.device("cpu"))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    checkpoint_blocks_(model, config.activation_checkpointing, "cpu")
+    apply_activation_checkpointing_(model, config.activation_checkpointing, "cpu")
     positions = torch.arange(num_tokens)[None]
     model.token_keys.set_rows(torch.zeros(1, dtype=torch.int64), num_tokens)
     hidden = torch.randn(1, num_tokens, model.architecture.embed_dim, dtype=dtype, requires_grad=True)

@@ -38,7 +38,11 @@ class Counter(TorchDispatchMode):
         name = str(operator)
         is_cast = any(RANK in t.shape for t in given) and "_to_copy" in name
         is_weight = is_cast or "vector_norm" in name  # once, whatever the tokens
-        if not is_view and not is_weight and not any(part in name for part in ("mm.", "attend_each", "empty", "zeros")):
+        if (
+            not is_view
+            and not is_weight
+            and not any(part in name for part in ("mm.", "attend_per_document", "empty", "zeros"))
+        ):
             self.total += sum(t.numel() * t.element_size() for t in given + made)
         return result
 

@@ -12,7 +12,7 @@ from fctune.config.loading import load_config
 from fctune.distributed import World
 from fctune.errors import CheckpointError
 from fctune.models.export import export_merged
-from fctune.training.setup import build_base, place_
+from fctune.training.setup import build_base, shard_and_load_
 from tests.conftest import ROOT, TINY_BASE
 from tests.ranks import run_ranks
 
@@ -21,11 +21,11 @@ def export_to_a_full_disk(world: World, out: Path) -> str:
     """What this rank is told; the writer's files may have 100 kB from here on."""
     config = load_config(str(ROOT / "configs" / "tiny_full.yaml"), [f"output_dir={out}", f"model.path={TINY_BASE}"])
     model = build_base(config, TINY_BASE, world)
-    place_(model, config, TINY_BASE, world)
+    shard_and_load_(model, config, TINY_BASE, world)
     if world.is_main:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     with pytest.raises(CheckpointError) as caught:
-        distributed.agree(lambda: export_merged(model, TINY_BASE, out / "merged", world.is_main))
+        distributed.run_on_all_ranks(lambda: export_merged(model, TINY_BASE, out / "merged", world.is_main))
     return str(caught.value)
 
 

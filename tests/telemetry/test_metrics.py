@@ -99,7 +99,7 @@ def test_the_products_that_a_device_computes_are_those_that_torch_counts(
     from fctune.models.torchtune.architecture import read_architecture
     from fctune.models.torchtune.build import build_model, materialize_
     from fctune.models.torchtune.weights import load_base_
-    from fctune.parallel.activations import checkpoint_blocks_
+    from fctune.parallel.activations import apply_activation_checkpointing_
     from fctune.training.meter import count_flops
     from tests.training.test_ranks import make_config
 
@@ -113,7 +113,7 @@ def test_the_products_that_a_device_computes_are_those_that_torch_counts(
     load_base_(model, path)
     if kind == "lora":
         init_adapters_(model, 0)
-    checkpoint_blocks_(model, config.activation_checkpointing, "cpu")
+    apply_activation_checkpointing_(model, config.activation_checkpointing, "cpu")
     model.train()
     tokens = torch.randint(0, model.architecture.vocab_size, (2, 64))
     labels = torch.full_like(tokens, -100)

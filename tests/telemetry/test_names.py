@@ -17,7 +17,7 @@ from fctune.evaluation.live import _RATES
 from fctune.telemetry.names import METRICS, find_metric
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import count_steps, train
-from fctune.training.setup import build_base, lay_out_, place_, prepare_data, start_state
+from fctune.training.setup import build_base, plan_parallelism, prepare_data, shard_and_load_, start_state
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 from tests.training.test_ranks import make_config
@@ -81,9 +81,9 @@ def run_steps(world: World, model: Path, folder: Path) -> list[dict[str, Any]]:
     written: list[dict[str, Any]] = []
     config = make_config(model, folder, adapter=None, max_steps=3, validation={"every_n_steps": 2})
     shaped = build_base(config, model, world)
-    lay_out_(shaped, config, world)
+    plan_parallelism(shaped, config, world)
     prepared = prepare_data(config, model, world)
-    place_(shaped, config, model, world)
+    shard_and_load_(shaped, config, model, world)
     num_steps = count_steps(config, prepared, world)
     train(config, start_state(shaped, config, num_steps), prepared, num_steps, world, SinkGroup(Recorder()))
     return written

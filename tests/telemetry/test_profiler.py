@@ -20,7 +20,7 @@ from fctune.distributed import World
 from fctune.telemetry.profiler import StepProfiler
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import train
-from fctune.training.setup import build_base, place_, start_state
+from fctune.training.setup import build_base, shard_and_load_, start_state
 from tests.ranks import run_ranks
 from tests.training.test_ranks import Recorder, make_config
 
@@ -30,7 +30,7 @@ NUM_STEPS = 5
 def run_training(world: World, config: RunConfig, prepared_path: Path) -> list[dict[str, Any]]:
     prepared = open_prepared(prepared_path)
     model = build_base(config, Path(config.model.path), world)
-    place_(model, config, Path(config.model.path), world)
+    shard_and_load_(model, config, Path(config.model.path), world)
     recorder = Recorder()
     train(config, start_state(model, config, NUM_STEPS), prepared, NUM_STEPS, world, SinkGroup(recorder))
     return recorder.metrics

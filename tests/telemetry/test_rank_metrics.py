@@ -19,7 +19,7 @@ from fctune.telemetry.metrics import RankMetrics, aggregate_ranks
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import train
 from fctune.training.prefetch import Feeder, StepData
-from fctune.training.setup import build_base, place_, start_state
+from fctune.training.setup import build_base, shard_and_load_, start_state
 from tests.ranks import run_ranks
 from tests.training.test_ranks import Recorder, make_config
 
@@ -75,7 +75,7 @@ def train_with_a_slow_disk(world: World, config: RunConfig, prepared_path: Path)
     model = build_base(config, Path(config.model.path), world)
     assert config.adapter is not None
     apply_lora_(model, config.adapter)
-    place_(model, config, Path(config.model.path), world)
+    shard_and_load_(model, config, Path(config.model.path), world)
     init_adapters_(model, config.seed)
     recorder = Recorder()
     state = start_state(model, config, NUM_STEPS)

@@ -16,7 +16,7 @@ from fctune.distributed import World
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import StepKeeper, train
-from fctune.training.setup import build_base, place_, start_state
+from fctune.training.setup import build_base, shard_and_load_, start_state
 from tests.ranks import run_ranks
 from tests.training.test_ranks import Recorder, make_config
 
@@ -52,7 +52,7 @@ def run_steps(world: World, config: RunConfig, path: Path) -> dict[str, Any]:
     model = build_base(config, Path(config.model.path), world)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
-    place_(model, config, Path(config.model.path), world)
+    shard_and_load_(model, config, Path(config.model.path), world)
     init_adapters_(model, config.seed)
     recorder, counter = Recorder(), SyncCounter()
     train(config, start_state(model, config, 4), open_prepared(path), 4, world, SinkGroup(recorder), counter)

@@ -20,7 +20,7 @@ from fctune.models.torchtune.names import to_hf_name
 from fctune.parallel import footprint
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import count_steps, train
-from fctune.training.setup import build_base, place_, start_state
+from fctune.training.setup import build_base, shard_and_load_, start_state
 from tests.ranks import run_ranks
 
 ADAPTER = {"rank": 4, "alpha": 8, "dropout": 0.1, "modules": ["q_proj", "v_proj", "o_proj", "down_proj", "lm_head"]}
@@ -93,7 +93,7 @@ def run_training(
     model = build_base(config, Path(config.model.path), world)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
-    place_(model, config, Path(config.model.path), world)
+    shard_and_load_(model, config, Path(config.model.path), world)
     init_adapters_(model, config.seed)
     state = start_state(model, config, count_steps(config, prepared, world))
     recorder = Recorder()

@@ -21,7 +21,7 @@ from fctune.parallel import footprint
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import NonFiniteError, StepKeeper, train
 from fctune.training.prefetch import Feeder
-from fctune.training.setup import build_base, place_, start_state
+from fctune.training.setup import build_base, shard_and_load_, start_state
 from tests.ranks import run_ranks
 from tests.training.test_ranks import make_config
 
@@ -59,7 +59,7 @@ def count_collectives(world: World, config: RunConfig, path: Path, held_gradient
     model = build_base(config, Path(config.model.path), world)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
-    place_(model, config, Path(config.model.path), world)
+    shard_and_load_(model, config, Path(config.model.path), world)
     init_adapters_(model, config.seed)
     keeper = CountingKeeper()
     train(config, start_state(model, config, 1), open_prepared(path), 1, world, SinkGroup(), keeper)
@@ -108,7 +108,7 @@ def train_until_not_finite(world: World, config: RunConfig, path: Path) -> bool:
     """Whether the weights at the end are, bit for bit, those before the step that was not finite."""
     model = build_base(config, Path(config.model.path), world)
     apply_lora_(model, config.adapter)  # type: ignore[arg-type]
-    place_(model, config, Path(config.model.path), world)
+    shard_and_load_(model, config, Path(config.model.path), world)
     init_adapters_(model, config.seed)
     state = start_state(model, config, 8)
     trained = state.optimizer.param_groups[0]["params"]

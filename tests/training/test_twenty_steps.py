@@ -22,7 +22,7 @@ from fctune.models.torchtune.weights import load_base_
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import StepKeeper, train
 from fctune.training.prefetch import make_inputs
-from fctune.training.setup import build_base, place_, start_state
+from fctune.training.setup import build_base, shard_and_load_, start_state
 from tests.models.test_parity import reference
 from tests.ranks import run_ranks
 from tests.training.test_ranks import Recorder, make_config
@@ -57,7 +57,7 @@ def train_ours(world: World, config: RunConfig, path: Path) -> tuple[list[float]
     model = build_base(config, Path(config.model.path), world)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
-    place_(model, config, Path(config.model.path), world)
+    shard_and_load_(model, config, Path(config.model.path), world)
     init_adapters_(model, config.seed)
     recorder, keeper = Recorder(), FirstWeights(model)
     train(
@@ -183,12 +183,12 @@ def test_mixed_precision_is_float32_weights_multiplied_in_bfloat16(
 
 
 def plain_model(config: RunConfig, path: Path, precision: str) -> Any:
-    from fctune.models.precision import choose_formats
+    from fctune.models.precision import choose_precision
     from fctune.models.torchtune.architecture import read_architecture
     from fctune.models.torchtune.build import build_model, materialize_
 
-    formats = choose_formats(precision, False, "cpu")  # type: ignore[arg-type]
-    model = build_model(read_architecture(path), config.data.seq_len, formats.weights)
+    dtypes = choose_precision(precision, False, "cpu")  # type: ignore[arg-type]
+    model = build_model(read_architecture(path), config.data.seq_len, dtypes.weight_dtype)
     materialize_(model, torch.device("cpu"))
     load_base_(model, path)
     return model.train()

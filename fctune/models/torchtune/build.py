@@ -16,7 +16,7 @@ from fctune.errors import ConfigError
 from fctune.models.attention import DocumentBounds, Kernel
 from fctune.models.dropout import TokenKeys
 from fctune.models.loss import sum_supervised_loss
-from fctune.models.precision import Formats
+from fctune.models.precision import PrecisionPolicy
 from fctune.models.torchtune.architecture import Architecture
 from fctune.models.torchtune.layers import replace_layers_
 
@@ -35,11 +35,13 @@ class CausalLM(nn.Module):
         self.decoder = decoder
         self.architecture = architecture
         self.token_keys = TokenKeys()
-        self.layout: Any = None  # how it lies on the ranks, once that is chosen: fctune.parallel.sharding.Layout
+        self.layout: Any = (
+            None  # how it lies on the ranks, once that is chosen: fctune.parallel.sharding.ParallelLayout
+        )
         self.holds_gradients = True  # whether gradients stay whole while they accumulate
         self.activations: AbstractContextManager[Any] = nullcontext()  # where those of the blocks wait for backward
         dtype = next(decoder.parameters()).dtype
-        self.formats = Formats(dtype, dtype)
+        self.precision = PrecisionPolicy(dtype, dtype)
         self.kernel: Kernel = "each"  # that attends within packed rows
 
     @property

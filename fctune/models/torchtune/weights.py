@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fctune.errors import CheckpointError
-from fctune.models.frozen import fill_rows_, is_scale, rows_to_fill
+from fctune.models.frozen_linear import copy_rows_, is_scale, rows_of_shard
 from fctune.models.lora import is_adapter
 from fctune.models.torchtune.architecture import Architecture
 from fctune.models.torchtune.build import CausalLM
@@ -70,13 +70,13 @@ def load_base_(model: CausalLM, model_dir: str | Path) -> None:
                         f"{file}: {hf_name} is {stored.get_shape()}, config.json asks for {shape}. "
                         "Download the model again."
                     )
-                rows = rows_to_fill(parameters[name])
+                rows = rows_of_shard(parameters[name])
                 if rows.start == rows.stop:
                     continue  # more ranks than rows
                 part = _read_rows(stored, rows, name, model.architecture)
                 if not torch.isfinite(part).all():
                     raise CheckpointError(f"{file}: {hf_name} holds NaN or infinity; download the model again.")
-                fill_rows_(model, name, part)
+                copy_rows_(model, name, part)
 
 
 def _read_rows(stored: Any, rows: slice, name: str, architecture: Architecture) -> Tensor:

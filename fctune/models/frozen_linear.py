@@ -12,13 +12,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.functional import linear
 from torchao.dtypes.nf4tensor import NF4Tensor, linear_nf4, to_nf4
 
-from fctune.config.schema import BaseFormat
+from fctune.config.schema import BaseDtype
 from fctune.errors import ConfigError
 
 FLOAT8 = torch.float8_e4m3fn
 _FLOAT8_MAX = torch.finfo(FLOAT8).max
 
-NF4_BYTES = 0.5 + 1 / 64 + 2 / (64 * 256)  # of a weight: its four bits, and its part of the scales and of theirs
+NF4_BYTES_PER_WEIGHT = (
+    0.5 + 1 / 64 + 2 / (64 * 256)
+)  # of a weight: its four bits, and its part of the scales and of theirs
 
 # Weights that share a scale in NF4, times the scales that share one of theirs: what a shard must be a multiple of.
 _NF4_BLOCK = 64 * 256
@@ -31,7 +33,7 @@ class FrozenLinear(nn.Module):
     a row (``weight_scale [out]``, float32) and are multiplied in float8, with inputs scaled by token.
     """
 
-    def __init__(self, base: nn.Linear, format: BaseFormat = "bf16"):
+    def __init__(self, base: nn.Linear, format: BaseDtype = "bf16"):
         super().__init__()
         self.weight = nn.Parameter(base.weight, requires_grad=False)
         self.bias = None if base.bias is None else base.bias.requires_grad_(False)
@@ -60,7 +62,7 @@ class FrozenLinear(nn.Module):
         if self.format == "nf4":
             widened: Tensor = linear_nf4(x, self.weight)
             return widened
-        rows: Any = Float8Product.apply(x.flatten(0, -2), self.weight, self.weight_scale)  # type: ignore[no-untyped-call]
+        rows: Any = Float8Matmul.apply(x.flatten(0, -2), self.weight, self.weight_scale)  # type: ignore[no-untyped-call]
         product: Tensor = rows.view(*x.shape[:-1], -1)
         return product
 
@@ -81,7 +83,7 @@ class FrozenLinear(nn.Module):
         return DTensor.from_local(local, mesh, placements, shape=weight.shape, stride=(weight.shape[1], 1))
 
 
-class Float8Product(torch.autograd.Function):
+class Float8Matmul(torch.autograd.Function):
     """``x W'`` of ``[n, in]`` and a float8 weight, both products of it and its backward in float8.
 
     With W = s W8 (a scale a row of W), the gradient of x is (dy s) W8: the scales go into dy before it is rounded, so
@@ -105,7 +107,7 @@ class Float8Product(torch.autograd.Function):
 
 def _multiply_scaled(x: Tensor, factor: Tensor, scale: Tensor) -> Tensor:
     """``x factor`` with x rounded to float8 by row, and a scale a column of ``factor [k, n]`` (or one for all)."""
-    rounded, row_scale = round_rows(x)
+    rounded, row_scale = quantize_rows_to_float8(x)
     column_scale = scale.expand(factor.shape[1])[None].contiguous()
     product: Tensor = torch._scaled_mm(
         rounded, factor, scale_a=row_scale[:, None], scale_b=column_scale, out_dtype=torch.bfloat16, use_fast_accum=True
@@ -113,14 +115,14 @@ def _multiply_scaled(x: Tensor, factor: Tensor, scale: Tensor) -> Tensor:
     return product.to(x.dtype)
 
 
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     """``x [n, k]`` in float8, and the float32 scale ``[n]`` that each row is to be multiplied by."""
     wide = x.float()
     scale = wide.abs().amax(dim=1).clamp(min=1e-12) / _FLOAT8_MAX
     return (wide / scale[:, None]).clamp(-_FLOAT8_MAX, _FLOAT8_MAX).to(FLOAT8), scale
 
 
-def check_shards(model: nn.Module, num_shards: int) -> None:
+def check_nf4_shards(model: nn.Module, num_shards: int) -> None:
     """Stop where 4-bit weights cannot be cut over ``num_shards`` ranks.
 
     Raises:
@@ -166,8 +168,8 @@ def is_scale(name: str) -> bool:
     return name.endswith(".weight_scale")
 
 
-def rows_to_fill(parameter: Tensor) -> slice:
-    """The rows of the whole tensor that ``fill_rows_`` needs: those of this rank's shard; all of a 4-bit one's."""
+def rows_of_shard(parameter: Tensor) -> slice:
+    """The rows of the whole tensor that ``copy_rows_`` needs: those of this rank's shard; all of a 4-bit one's."""
     if not isinstance(parameter, DTensor) or is_nf4(parameter):
         return slice(0, len(parameter))
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -175,8 +177,8 @@ def rows_to_fill(parameter: Tensor) -> slice:
 
 
 @torch.no_grad()
-def fill_rows_(model: nn.Module, name: str, rows: Tensor) -> None:
-    """Fill a parameter, in place, with the rows that ``rows_to_fill`` names; rounded to how it is held."""
+def copy_rows_(model: nn.Module, name: str, rows: Tensor) -> None:
+    """Fill a parameter, in place, with the rows that ``rows_of_shard`` names; rounded to how it is held."""
     owner_name, _, leaf = name.rpartition(".")
     owner: Any = model.get_submodule(owner_name)
     parameter: Tensor = getattr(owner, leaf)
@@ -188,7 +190,7 @@ def fill_rows_(model: nn.Module, name: str, rows: Tensor) -> None:
         setattr(owner, leaf, nn.Parameter(_cut_nf4(whole, parameter), requires_grad=False))
     elif local.dtype is FLOAT8:
         scale = owner.weight_scale
-        rounded, row_scale = round_rows(rows.to(local.device))
+        rounded, row_scale = quantize_rows_to_float8(rows.to(local.device))
         local.copy_(rounded)
         (scale.to_local() if isinstance(scale, DTensor) else scale).copy_(row_scale)
     else:

@@ -13,7 +13,7 @@ from torch import nn
 from fctune.config.schema import ADAPTER_MODULES, AdapterConfig
 from fctune.errors import ConfigError
 from fctune.models import export
-from fctune.models.frozen import FrozenLinear, fill_rows_, is_nf4
+from fctune.models.frozen_linear import FrozenLinear, copy_rows_, is_nf4
 from fctune.models.lora import apply_lora_, init_adapters_, row_lengths
 from fctune.models.torchtune.architecture import read_architecture
 from fctune.models.torchtune.build import build_model
@@ -89,7 +89,7 @@ def test_a_small_base_gives_about_the_products_of_the_whole_one(base: Any, error
     whole = nn.Linear(256, 512, bias=True)
     small = FrozenLinear(whole, base)
     small.bias = whole.bias
-    fill_rows_(small, "weight", whole.weight.detach())
+    copy_rows_(small, "weight", whole.weight.detach())
     x = torch.randn(2, 5, 256, requires_grad=True)
     grad = torch.randn(2, 5, 512)
     ours, theirs = small(x), whole(x)
