@@ -63,7 +63,7 @@ def prepare_data(config: RunConfig, model_dir: Path, world: World) -> PreparedSe
 
 
 def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:
-    """The model's shape, on the meta device, in the precision of the run, with the attention its device is fastest at."""
+    """Build the model on the meta device, in the precision of the run, with the fastest attention of its device."""
     device, capability = world.device, compute_capability(world.device)
     precision = choose_precision(config.precision, config.adapter is not None, device.type)
 
