@@ -16,13 +16,13 @@ from fctune.acceptance.fault_injection import Faults
 from fctune.acceptance.session import Session
 from fctune.checkpoint.sharded import read_shards_, write_shards
 from fctune.checkpoint.snapshot import collect_tensors
-from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
 from fctune.data.loader import Batch, GlobalStep, StepTotals
 from fctune.distributed import World
 from fctune.models.frozen_linear import copy_rows_, is_scale, rows_of_shard
 from fctune.models.hub import resolve_model_dir
 from fctune.models.lora import apply_lora_, init_adapters_, is_adapter
+from fctune.models.run_config import load_run_config
 from fctune.models.torchtune.architecture import read_architecture
 from fctune.models.torchtune.build import CausalLM, materialize_
 from fctune.parallel.sharding import Hardware, shard_
@@ -47,7 +47,7 @@ def load_run(config: TrainingConfig, folder: Path) -> tuple[RunConfig, Path]:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config.architecture), encoding="utf-8")
         overrides.append(f"model.path={folder}")
-    run = load_config(config.config, overrides)
+    run = load_run_config(config.config, overrides)
     model_dir = resolve_model_dir(run.model.path)
     read_architecture(model_dir)
     return run, model_dir

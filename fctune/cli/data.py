@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fctune.cli.files import write_file
-from fctune.config.loading import load_config
 from fctune.errors import ConfigError
+from fctune.models.run_config import load_run_config
 from fctune.terminal import Terminal
 
 
@@ -111,7 +111,7 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
     from fctune.data.prepared_set import describe_counts, prepare, prepared_root
     from fctune.models.hub import resolve_model_dir
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_run_config(arguments.config, arguments.overrides)
     console = Terminal()
     with console.status("preparing") as status:
         prepared = prepare(

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from fctune.config.loading import load_config
+from fctune.models.run_config import load_run_config
 from fctune.terminal import Terminal
 
 
@@ -50,7 +50,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         "--nic-gb-s": arguments.nic_gb_s,
     }
     gpu = find_gpu(arguments.gpu, by_hand)
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_run_config(arguments.config, arguments.overrides)
     from fctune.planner.plan import make_plan
     from fctune.planner.plan_request import PlanRequest
 

@@ -4,63 +4,95 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fctune.config.checks import find_problems
-from fctune.config.parsing import apply_override, parse_dataclass
+from fctune.config.parsing import apply_override, parse_dataclass, parse_yaml
 from fctune.config.schema import RunConfig
+from fctune.config.shipped import find_shipped_config, list_shipped_configs, resolve_shipped_path
 from fctune.errors import ConfigError
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that a YAML file and ``key=value`` overrides describe, checked as a whole.
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), check: Callable[[RunConfig], list[str]] | None = None
+) -> RunConfig:
+    """Load the run that a YAML file and ``key=value`` overrides describe, and check all of it.
 
     Args:
-        path: YAML file in the schema of RunConfig.
-        overrides: ``a.b=value`` (value read as YAML; list items by index, ``data.sources.0.path=x``), or ``~a.b`` to
-            drop a key.
+        path: YAML file in the schema of RunConfig, or the name of a config that comes with fctune, such as
+            ``tiny_lora``.
+        overrides: ``a.b=value`` (parsed as YAML; list items by index, ``data.sources.0.path=x``), or ``~a.b`` to drop
+            a key.
+        check: finds further problems of a config whose keys and types are right, one line each.
 
     Raises:
-        ConfigError: with every problem found, each with its key and remedy.
+        ConfigError: listing every problem with its key and remedy.
     """
-    path = Path(path)
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=3, cutoff=0.4)
-        hint = f" Near it: {', '.join(near)}." if near else ""
-        raise ConfigError(f"{path}: no such config file.{hint} Pass --config PATH.")
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected a mapping of keys to values, got {type(raw).__name__}.")
+    path = _find_config(path)
+    raw = read_yaml_mapping(path)
     problems: list[str] = []
     for override in overrides:
         apply_override(raw, override, problems)
     config = parse_config(raw, problems)
+    if config is not None and check is not None:
+        problems += check(config)
     if problems or config is None:
         raise ConfigError(format_problems(str(path), problems))
     return config
 
 
 def parse_config(raw: dict[str, Any], problems: list[str]) -> RunConfig | None:
-    """The RunConfig of nested plain dicts; appends to ``problems`` what is wrong and then may return None."""
+    """Build and check the RunConfig of nested plain dicts.
+
+    Returns:
+        The config, or None if it cannot be built; then ``problems`` has a line for each reason.
+    """
+    model = raw.get("model")
+    if isinstance(model, dict) and isinstance(model.get("path"), str):
+        raw = raw | {"model": model | {"path": resolve_shipped_path(model["path"])}}
     config: RunConfig | None = parse_dataclass(RunConfig, raw, "", problems)
-    if config is not None and not problems:
-        find_problems(config, problems)
     return config
 
 
-def read_environment() -> dict[str, str]:
-    """The variables of this process's environment, for what takes them as an argument."""
-    return dict(os.environ)
+def read_yaml_mapping(path: Path) -> dict[str, Any]:
+    """Read a YAML file that holds a mapping.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or holds something else.
+    """
+    try:
+        raw = parse_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys to values, got {type(raw).__name__}.")
+    return raw
 
 
 def format_problems(where: str, problems: Sequence[str]) -> str:
-    """One report: the file, the count, and a line for each problem."""
+    """Format a report: the file and the number of problems, then a line for each."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     return f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems)
+
+
+def read_environment() -> dict[str, str]:
+    """Return a copy of this process's environment variables, for functions that take them as an argument."""
+    return dict(os.environ)
+
+
+def _find_config(path: str | Path) -> Path:
+    found = Path(path)
+    if found.is_file():
+        return found
+    if (shipped := find_shipped_config(str(path))) is not None:
+        return shipped
+    local = {file.name for file in found.parent.glob("*.yaml")}
+    near = local | {file.stem for file in list_shipped_configs() if file.name not in local}
+    close = difflib.get_close_matches(found.name, sorted(near), n=3, cutoff=0.4)
+    hint = f"; did you mean {' or '.join(close)}?" if close else "."
+    raise ConfigError(f"{path}: no such config file{hint} `fctune config ls` lists the configs that come with fctune.")

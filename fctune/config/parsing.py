@@ -1,21 +1,44 @@
-"""Nested plain values onto dataclasses, with every problem reported: what a YAML file says against what is meant.
+"""Nested plain values to dataclasses, reporting every problem with the nearest known name.
 
-Unlike OmegaConf's structured configs, which stop at the first problem, and with the nearest right name for each key.
+Unlike OmegaConf's structured configs, which stop at the first problem.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 from collections.abc import Iterable
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from fctune.config.fields import find_value_problems, join_key
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 with the numbers of YAML 1.2: ``2e-4`` is a float, not text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+"),
+    list("-+0123456789."),
+)
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse a YAML document to plain values.
+
+    Raises:
+        yaml.YAMLError: the text is not YAML.
+    """
+    return yaml.load(text, _Loader)
+
 
 def apply_override(raw: dict[str, Any], override: str, problems: list[str]) -> None:
-    """Set ``a.b=value`` (read as YAML), or drop ``~a.b``, in nested dicts and lists, in place."""
+    """Set ``a.b=value`` (parsed as YAML) or drop ``~a.b`` in nested dicts and lists, in place."""
     drop = override.startswith("~")
     key, equals, text = (override[1:], "=", "") if drop else override.partition("=")
     if not equals or not key:
@@ -31,10 +54,10 @@ def apply_override(raw: dict[str, Any], override: str, problems: list[str]) -> N
                 node[parent] = {}
             node = node[parent]
         else:
-            problems.append(f"{override}: {parent} is not a key of a mapping or an index of a list")
+            problems.append(f"{override}: {parent} is neither a key of a mapping nor an index of a list")
             return
     try:
-        value = None if drop else yaml.safe_load(text)
+        value = None if drop else parse_yaml(text)
     except yaml.YAMLError as error:
         problems.append(f"{override}: value is not YAML: {' '.join(str(error).split())}")
         return
@@ -46,43 +69,76 @@ def apply_override(raw: dict[str, Any], override: str, problems: list[str]) -> N
         else:
             node[last] = value
     else:
-        problems.append(f"{override}: {last} is not a key of a mapping or an index of a list")
+        problems.append(f"{override}: {last} is neither a key of a mapping nor an index of a list")
 
 
 def parse_dataclass(cls: type[Any], raw: Any, where: str, problems: list[str]) -> Any:
-    """An instance of ``cls`` from nested plain values; None, and a line in ``problems``, where they do not fit it."""
+    """Build an instance of ``cls`` from nested plain values, and check it.
+
+    Values of the right type are checked against the constraints in the annotations of their fields, and sections
+    without a wrong type by their ``check(where, problems)`` method, if they have one. Null selects a field's default. A
+    mapping is merged over the field's default mapping.
+
+    Returns:
+        The instance, or None if it cannot be built; then ``problems`` has a line for each reason.
+    """
+    out_of_range: list[str] = []
+    built = _build(cls, raw, where, problems, out_of_range)
+    problems += out_of_range
+    return built
+
+
+def _build(cls: type[Any], raw: Any, where: str, problems: list[str], out_of_range: list[str]) -> Any:
+    names = [spec.name for spec in dataclasses.fields(cls)]
     if not isinstance(raw, dict):
-        problems.append(f"{where}: expected a mapping with the keys {', '.join(_field_names(cls))}, got {raw!r}")
+        problems.append(f"{where}: expected a mapping with the keys {', '.join(names)}, got {raw!r}")
         return None
-    hints = get_type_hints(cls)
-    names = _field_names(cls)
-    prefix = f"{where}." if where else ""
+    hints = get_type_hints(cls, include_extras=True)
+    num_before = len(problems)
     for key in raw:
         if key not in names:
-            problems.append(f"{prefix}{key}: unknown key{suggest(str(key), names, prefix)}")
+            problems.append(f"{join_key(where, key)}: unknown key{suggest(str(key), names, join_key(where, ''))}")
     values: dict[str, Any] = {}
     for spec in dataclasses.fields(cls):
         required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
+        key = join_key(where, spec.name)
         if spec.name not in raw:
             if required:
-                problems.append(f"{prefix}{spec.name}: missing; it has no default")
+                problems.append(f"{key}: missing; it has no default")
             continue
-        value = raw[spec.name]
-        if value is None and not required and type(None) not in get_args(hints[spec.name]):
-            continue  # null: the default
-        values[spec.name] = _parse_value(hints[spec.name], value, prefix + spec.name, problems)
+        value, (hint, constraints) = raw[spec.name], split_annotation(hints[spec.name])
+        if value is None and not required and type(None) not in get_args(hint):
+            continue
+        num_so_far = len(problems)
+        value = _parse_value(hint, value, key, problems, out_of_range)
+        if isinstance(value, dict) and spec.default_factory is not dataclasses.MISSING:
+            value = spec.default_factory() | value
+        values[spec.name] = value
+        if value is not None and len(problems) == num_so_far:
+            out_of_range += find_value_problems(key, value, constraints)
     try:
-        return cls(**values)
+        built = cls(**values)
     except TypeError:
-        return None  # a required key is missing: already in problems
+        return None  # a required key is missing, which has been reported
+    if len(problems) == num_before and hasattr(built, "check"):
+        built.check(where, out_of_range)
+    return built
 
 
-def _parse_value(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
+def split_annotation(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Split ``Annotated[type, *constraints]`` into both parts; other types have no constraints."""
+    if get_origin(hint) is Annotated:
+        inner, *constraints = get_args(hint)
+        return inner, tuple(constraints)
+    return hint, ()
+
+
+def _parse_value(hint: Any, value: Any, where: str, problems: list[str], out_of_range: list[str]) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None:
             return None
-        return _parse_value(next(a for a in args if a is not type(None)), value, where, problems)
+        return _parse_value(next(a for a in args if a is not type(None)), value, where, problems, out_of_range)
     if origin is Literal:
         if value not in args or isinstance(value, bool) != isinstance(args[0], bool):
             close = suggest(str(value), [str(a) for a in args], "")
@@ -92,9 +148,9 @@ def _parse_value(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
         if not isinstance(value, list):
             problems.append(f"{where}={value!r}: expected a list")
             return []
-        return [_parse_value(args[0], item, f"{where}.{i}", problems) for i, item in enumerate(value)]
+        return [_parse_value(args[0], item, f"{where}.{i}", problems, out_of_range) for i, item in enumerate(value)]
     if dataclasses.is_dataclass(hint):
-        return parse_dataclass(hint, value, where, problems)  # type: ignore[arg-type]
+        return _build(hint, value, where, problems, out_of_range)  # type: ignore[arg-type]
     if origin is dict:
         if not isinstance(value, dict):
             problems.append(f"{where}={value!r}: expected a mapping")
@@ -106,23 +162,19 @@ def _parse_value(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
 def _parse_scalar(hint: type[Any], value: Any, where: str, problems: list[str]) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if hint is float and isinstance(value, str):  # YAML 1.1 reads 2e-4 as text
+    if hint is float and isinstance(value, str):  # other readers of YAML leave 2e-4 as text
         try:
             return float(value)
         except ValueError:
             pass
     if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
-    noun = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[hint]
+    noun = {int: "an integer", float: "a number", str: "text", bool: "true or false"}[hint]
     problems.append(f"{where}={value!r}: expected {noun}, got {type(value).__name__}")
     return value
 
 
-def _field_names(cls: type[Any]) -> list[str]:
-    return [spec.name for spec in dataclasses.fields(cls)]
-
-
 def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """``; did you mean ...?`` where a known name is near, else nothing."""
+    """Return ``; did you mean ...?`` if a known name is close, else an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {prefix}{near[0]}?" if near else ""

@@ -1,223 +1,411 @@
-"""One config schema for every run: YAML in torchtune's shape plus ``key=value`` overrides, onto dataclasses.
+"""Schema of a training run's config; each field has its type, default, constraints and documentation in one place.
 
-Every problem of a config is found before any work starts and reported in one ConfigError. A key that is null takes the
-default its field's comment gives. To add a key, add a field here; to add a rule, add a check in fctune.config.checks.
+``docs/reference/config.md`` and the JSON Schema are generated from this module (``make reference``). To add a key, add
+a field with its documentation below it, annotate its range, and check what involves several keys in the ``check``
+method of its section.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from fctune.config.checks import ADAPTER_MODULES
+from fctune.config.components import OptimizerSpec
+from fctune.config.fields import NotEmpty, Null, Range, join_key
 
 Precision = Literal["fp32", "bf16", "fp64", "bf16_mixed", "float8", "float8_mixed"]
 BaseDtype = Literal["bf16", "nf4", "float8"]
 
+_AT_LEAST_1 = Range(ge=1)
+_AT_LEAST_0 = Range(ge=0)
+_SHARE = Range(ge=0, le=1)
+
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """Where the model comes from."""
+    """The base model."""
 
-    path: str  # a Hugging Face directory (config.json chooses the builder), or hf:NAME[@REVISION]
+    path: str
+    """Hugging Face model directory (its `config.json` selects the architecture), or `hf:NAME[@REVISION]`, which is
+    downloaded from the hub."""
+
+    def check(self, where: str, problems: list[str]) -> None:
+        """Check that a local model directory exists."""
+        key = join_key(where, "path")
+        if self.path.startswith("hf:"):
+            return
+        if not Path(self.path).is_dir():
+            problems.append(
+                f"{key}={self.path}: no such directory; expected a Hugging Face model directory, or hf:NAME@REVISION"
+            )
+        elif not (Path(self.path) / "config.json").is_file():
+            problems.append(f"{key}={self.path}: holds no config.json, so it is not a Hugging Face model directory")
 
 
 @dataclass(kw_only=True, slots=True)
 class AdapterConfig:
-    """LoRA (https://arxiv.org/abs/2106.09685); absent from a config, all weights train."""
+    """LoRA adapters (https://arxiv.org/abs/2106.09685); without this section all weights train."""
 
-    rank: int = 64
-    alpha: float = 128.0
-    dropout: float = 0.0
-    modules: list[str] = field(default_factory=lambda: list(ADAPTER_MODULES[:-1]))
-    scaling: Literal["standard", "rslora"] = "standard"  # alpha / rank, or alpha / sqrt(rank) (arXiv:2312.03732)
-    dora: bool = False  # learns each row's length apart from its direction (arXiv:2402.09353)
-    base: BaseDtype = "bf16"  # the blocks' linears: in the run's precision, in 4 bits (QLoRA), or in 8, multiplied so
+    rank: Annotated[int, _AT_LEAST_1] = 64
+    """Rank of the low-rank matrices."""
+    alpha: Annotated[float, Range(gt=0)] = 128.0
+    """Numerator of the factor on the low-rank product; see `scaling`."""
+    dropout: Annotated[float, Range(ge=0, lt=1)] = 0.0
+    """Probability of dropping an input of an adapter."""
+    modules: Annotated[list[str] | None, Null("every linear of the blocks, without the output head")] = None
+    """Linears that get an adapter, by their names in Hugging Face checkpoints, such as `q_proj`."""
+    scaling: Literal["standard", "rslora"] = "standard"
+    """Factor on the low-rank product: alpha / rank, or alpha / sqrt(rank) (rsLoRA,
+    https://arxiv.org/abs/2312.03732)."""
+    dora: bool = False
+    """Train each row's magnitude separately from its direction (DoRA, https://arxiv.org/abs/2402.09353)."""
+    base: BaseDtype = "bf16"
+    """Storage of the frozen linears: `bf16` keeps the run's precision, `nf4` quantises to 4 bits (QLoRA), `float8` to 8
+    bits, and multiplies in 8 bits."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SourceConfig:
-    """One set of rows."""
+    """A source of training rows."""
 
-    path: (
-        str  # JSON, JSONL, JSONL.gz, Parquet, a directory of them, hf:NAME[:CONFIG][:SPLIT][@REV], synthetic:SPLIT:ROWS
-    )
-    format: str = "auto"  # a reader's name, or found from the rows
-    weight: float = 1.0  # times its rows appear an epoch: 2.0 twice, 0.5 every second one (chosen by hash)
+    path: str
+    """JSON, JSONL, JSONL.gz or Parquet file, a directory of them, `hf:NAME[:CONFIG][:SPLIT][@REVISION]`, or
+    `synthetic:SPLIT:ROWS[:SEED]`."""
+    format: str = "auto"
+    """Row format by the name of its reader; `auto` detects it from the rows."""
+    weight: Annotated[float, Range(gt=0)] = 1.0
+    """Times each row appears per epoch: 2.0 is twice, 0.5 every second row (chosen by hash)."""
+
+    def check(self, where: str, problems: list[str]) -> None:
+        """Check that a local source exists."""
+        if not self.path.startswith(("hf:", "synthetic:")) and not Path(self.path).exists():
+            problems.append(
+                f"{join_key(where, 'path')}={self.path}: no such file or directory "
+                f"(relative paths start at {Path.cwd()})"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """Rows, how they are rendered, and what of them is learnt."""
+    """Training rows: sources, rendering, supervision and packing."""
 
-    sources: list[SourceConfig]
-    validation_share: float = 0.02  # by hash of the conversation, so it holds when rows are added
-    max_samples: int | None = None  # rows read of each source; null: all
-    seq_len: int = 4096  # tokens; the longest conversation kept
-    packed: bool = True  # several whole conversations a row of seq_len tokens; false: one
-    pad_to: Literal["longest", "seq_len"] = "longest"  # unpacked rows: of the micro-batch, or all of one shape
+    sources: Annotated[list[SourceConfig], NotEmpty("[{path: train.jsonl}]")]
+    """Sources, read in this order."""
+    validation_share: Annotated[float, Range(ge=0, lt=1)] = 0.02
+    """Share of conversations held out for validation; chosen by hash, so a conversation keeps its split when rows are
+    added."""
+    max_samples: Annotated[int | None, _AT_LEAST_1, Null("all rows")] = None
+    """Rows to read from each source."""
+    seq_len: Annotated[int, Range(ge=8)] = 4096
+    """Length of a training row in tokens; no conversation may be longer (see `overlong`)."""
+    packed: bool = True
+    """Pack several complete conversations into each row; attention never crosses them. Off: one conversation per
+    row."""
+    pad_to: Literal["longest", "seq_len"] = "longest"
+    """Length to pad unpacked rows to: the longest of the micro-batch, or `seq_len`."""
     train_on: Literal["assistant", "last_assistant", "calls"] = "assistant"
-    call_weight: float = 1.0  # loss weight of a token of a turn that calls, against 1.0 for one of prose
-    on_invalid: Literal["fail", "skip"] = "fail"  # rows that cannot be used
-    overlong: Literal["fail", "drop", "cut"] = "fail"  # conversations over seq_len; cut: at a turn's end
-    parallel_calls: Literal["error", "split"] = "error"  # where a template takes one call a turn
-    prepared_dir: str | None = None  # null: `prepared` beside output_dir
+    """Supervised turns: all of the assistant's, its last one, or those that call a function."""
+    call_weight: Annotated[float, Range(gt=0)] = 1.0
+    """Loss weight of a token in a turn that calls a function, relative to 1.0 for other supervised tokens."""
+    on_invalid: Literal["fail", "skip"] = "fail"
+    """Rows that cannot be used: stop with a report, or skip and count them."""
+    overlong: Literal["fail", "drop", "cut"] = "fail"
+    """Conversations longer than `seq_len`: stop, drop them, or cut them at the end of a turn."""
+    parallel_calls: Literal["error", "split"] = "error"
+    """Turns with several calls where the chat template renders only one per turn: report the row as invalid, or split
+    the turn."""
+    prepared_dir: Annotated[str | None, Null("`prepared` next to `output_dir`")] = None
+    """Directory of prepared (tokenised and packed) sets."""
 
 
 @dataclass(kw_only=True, slots=True)
 class LRSchedulerConfig:
-    """Learning rate over the steps, as a factor of the optimizer's lr."""
+    """Learning rate over the run, as a factor of `optimizer.lr`."""
 
     name: Literal["cosine", "linear", "constant"] = "cosine"
-    num_warmup_steps: int = 0  # linear from 0
-    warmup_share: float | None = None  # of all steps, instead of num_warmup_steps
-    min_factor: float = 0.0  # what cosine and linear end at
+    """Decay after the warm-up."""
+    num_warmup_steps: Annotated[int, _AT_LEAST_0] = 0
+    """Steps of linear warm-up from 0."""
+    warmup_share: Annotated[float | None, Range(ge=0, lt=1), Null("use `num_warmup_steps`")] = None
+    """Warm-up as a share of all steps."""
+    min_factor: float = 0.0
+    """Factor at the end of a cosine or linear decay."""
+
+    def check(self, where: str, problems: list[str]) -> None:
+        """Check that the warm-up is given once."""
+        if self.warmup_share is not None and self.num_warmup_steps:
+            problems.append(f"{where}: num_warmup_steps and warmup_share are both set; keep one")
 
 
 @dataclass(kw_only=True, slots=True)
 class ParallelConfig:
-    """How parameters lie on the ranks."""
+    """Distribution of parameters over ranks."""
 
-    # ddp: a copy a rank; fsdp: one copy over all ranks; hsdp: several copies, each over some of the ranks; auto: plain
-    # on one rank, else the one of them that sends least over the network and fits
     mode: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
-    replicate: int | None = None  # copies under hsdp; null: one a node
-    reshard_after_forward: bool = True  # false: a block's weights stay whole until backward, more memory, less traffic
-    cpu_offload: bool = False  # shards and optimizer in the host's memory; CUDA only
+    """`ddp`: a replica per rank; `fsdp`: one replica sharded over all ranks; `hsdp`: several replicas, each sharded
+    over a group of ranks; `auto`: no distribution on one rank, otherwise the mode with the least network traffic that
+    fits in memory."""
+    replicate: Annotated[int | None, _AT_LEAST_1, Null("one replica per node")] = None
+    """Number of replicas with `hsdp`."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered weights after its forward pass. Off: keep them for the backward pass, which takes more
+    memory and less traffic."""
+    cpu_offload: bool = False
+    """Keep shards and optimizer state in host memory (CUDA only)."""
+
+    def check(self, where: str, problems: list[str]) -> None:
+        """Check keys that only some modes have."""
+        if self.replicate is not None and self.mode != "hsdp":
+            problems.append(
+                f"{where}.replicate={self.replicate}: only hsdp counts replicas, and {where}.mode is {self.mode}; "
+                f"set {where}.mode=hsdp, or leave replicate out"
+            )
+        if self.cpu_offload and self.mode == "ddp":
+            problems.append(f"{where}.cpu_offload: offloads shards, and ddp has none; set {where}.mode=fsdp or hsdp")
 
 
 @dataclass(kw_only=True, slots=True)
 class ActivationCheckpointingConfig:
-    """Activations that are computed again in backward, for time less memory."""
+    """Activations to recompute in the backward pass, which trades time for memory."""
 
-    fraction: float = 0.0  # of the blocks, evenly spread
-    policy: Literal["block", "op"] = "block"  # keeps a block's input; or also its attention and every second product
-    offload: bool = False  # what is kept waits in the host's memory; CUDA only
+    fraction: Annotated[float, _SHARE] = 0.0
+    """Share of the blocks to checkpoint, spread evenly."""
+    policy: Literal["block", "op"] = "block"
+    """Tensors to keep: a block's input only, or also its attention output and every second matrix product."""
+    offload: bool = False
+    """Move kept tensors to host memory until the backward pass (CUDA only)."""
+
+    def check(self, where: str, problems: list[str]) -> None:
+        """Check that offloading has something to offload."""
+        if self.offload and not self.fraction:
+            problems.append(
+                f"{where}.offload: moves what checkpointed blocks keep, and no block is checkpointed; set "
+                f"{where}.fraction over 0"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    """Saves, in ``output_dir/checkpoints``; the end of a run always has an elastic one."""
+    """Checkpoints in `output_dir/checkpoints`; every run ends with an elastic one."""
 
-    every_n_steps: int = 500  # sharded: fast, for this run to go on; 0: never
-    elastic_every_n_steps: int = 1000  # portable: for any number of ranks and other tools; 0: at the end alone
-    keep_last: int = 3  # of each kind
-    keep_every_n_steps: int | None = None  # kept beyond those
-    async_save: bool = True  # training waits for a copy in memory alone
-    on_error: Literal["continue", "stop"] = "continue"  # a save that fails: the next one is tried, or the run ends
+    every_n_steps: Annotated[int, _AT_LEAST_0] = 500
+    """Steps between sharded checkpoints, which are fast and resume this run; 0: never."""
+    elastic_every_n_steps: Annotated[int, _AT_LEAST_0] = 1000
+    """Steps between elastic checkpoints, which any number of ranks and other tools can load; 0: only at the end."""
+    keep_last: Annotated[int, _AT_LEAST_1] = 3
+    """Checkpoints of each kind to keep."""
+    keep_every_n_steps: Annotated[int | None, _AT_LEAST_1, Null("only the last ones")] = None
+    """Also keep the checkpoints of every N-th step."""
+    async_save: bool = True
+    """Write in the background; training waits only while the state is copied in memory."""
+    on_error: Literal["continue", "stop"] = "continue"
+    """After a failed save: continue to the next one, or end the run."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ValidationConfig:
     """Loss on the validation split."""
 
-    every_n_steps: int = 100  # 0: never
+    every_n_steps: Annotated[int, _AT_LEAST_0] = 100
+    """Steps between measurements; 0: never."""
 
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
-    """Tool-call accuracy while training, by generation on held-out cases."""
+    """Tool-call accuracy during training, by generation on held-out cases."""
 
-    every_n_steps: int = 0  # 0: never
-    cases: str | None = None  # JSONL: messages, tools, expected_calls
-    max_cases: int | None = None  # the first so many; null: all
-    max_new_tokens: int = 256
-    batch_size: int = 64  # prompts a rank answers at a time
-    max_share_of_time: float = 0.1  # of the run's; an evaluation that would go over it is left out
-    early_stop: int | None = None  # end after so many evaluations without a better accuracy; null: never
+    every_n_steps: Annotated[int, _AT_LEAST_0] = 0
+    """Steps between evaluations; 0: never."""
+    cases: str | None = None
+    """JSONL file of cases with `messages`, `tools` and `expected_calls`; required if `every_n_steps` is set."""
+    max_cases: Annotated[int | None, _AT_LEAST_1, Null("all cases")] = None
+    """Use only the first N cases."""
+    max_new_tokens: Annotated[int, _AT_LEAST_1] = 256
+    """Longest answer in tokens."""
+    batch_size: Annotated[int, _AT_LEAST_1] = 64
+    """Prompts per rank and batch."""
+    max_share_of_time: Annotated[float, Range(gt=0, le=1)] = 0.1
+    """Share of the run's time to spend; an evaluation that would exceed it is skipped."""
+    early_stop: Annotated[int | None, _AT_LEAST_1, Null("never")] = None
+    """End the run after this many evaluations without a better accuracy."""
+
+    def check(self, where: str, problems: list[str]) -> None:
+        """Check that the cases exist."""
+        if self.every_n_steps and self.cases is None:
+            problems.append(
+                f"{where}.cases: missing; name a JSONL file of held-out cases, or set {where}.every_n_steps=0"
+            )
+        if self.cases is not None and not Path(self.cases).is_file():
+            problems.append(f"{where}.cases={self.cases}: no such file (relative paths start at {Path.cwd()})")
 
 
 @dataclass(kw_only=True, slots=True)
 class WandbConfig:
-    """Weights & Biases; the key comes from WANDB_API_KEY or ``wandb login``, never from a config."""
+    """Weights & Biases. The API key is read from WANDB_API_KEY or `wandb login`, never from a config."""
 
     project: str
-    entity: str | None = None  # team or user; null: the key's own
-    name: str | None = None  # of the run; null: the last part of output_dir
-    mode: Literal["online", "offline", "disabled"] = "online"  # online without key or network goes offline
+    """Project name."""
+    entity: Annotated[str | None, Null("the key's default")] = None
+    """Team or user."""
+    name: Annotated[str | None, Null("the last component of `output_dir`")] = None
+    """Name of the run."""
+    mode: Literal["online", "offline", "disabled"] = "online"
+    """`online` falls back to offline without a key or network."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PrometheusConfig:
-    """An endpoint of rank 0 that a Prometheus server asks: http://HOST:PORT/metrics."""
+    """Metrics endpoint of rank 0, http://HOST:PORT/metrics, for a Prometheus server to scrape."""
 
-    port: int | None = None  # null: none
-    host: str = "0.0.0.0"  # the address that is listened on; 127.0.0.1: from this machine alone
+    port: Annotated[int | None, Range(ge=1, le=65535), Null("no endpoint")] = None
+    """TCP port."""
+    host: str = "0.0.0.0"
+    """Address to listen on; 127.0.0.1 accepts connections of this machine only."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TelemetryConfig:
-    """Where metrics and alerts go beside the run's files and the console."""
+    """Destinations of metrics and alerts in addition to the run's files and the console."""
 
-    wandb: WandbConfig | None = None
-    tensorboard: bool = False  # event files in output_dir/tensorboard
+    wandb: Annotated[WandbConfig | None, Null("off")] = None
+    """Weights & Biases."""
+    tensorboard: bool = False
+    """Write event files to `output_dir/tensorboard`."""
     prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
+    """Prometheus endpoint."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ProfileConfig:
-    """Where the time of some steps goes, operator by operator, in ``output_dir/profile``."""
+    """Operator profile of some steps, in `output_dir/profile`; `profile: {}` uses these defaults."""
 
-    first_step: int = 10
-    last_step: int = 12  # each step is some 10 MB of trace in a large model
-    ranks: list[int] = field(default_factory=lambda: [0])
-    shapes: bool = False  # of what each operator was given
-    stacks: bool = False  # the lines of source that called it; slower
-    allocations: bool = False  # CUDA: who asked for each block of memory, for the snapshot of an out-of-memory; slower
+    first_step: Annotated[int, _AT_LEAST_1] = 10
+    """First step to profile."""
+    last_step: int = 12
+    """Last step to profile; in a large model a step is about 10 MB of trace."""
+    ranks: Annotated[list[int], NotEmpty("[0]"), _AT_LEAST_0] = field(default_factory=lambda: [0])
+    """Ranks to profile."""
+    shapes: bool = False
+    """Record the input shapes of each operator."""
+    stacks: bool = False
+    """Record the source lines that called each operator; slower."""
+    allocations: bool = False
+    """Record the call stack of each allocation, for the memory snapshot that an out-of-memory error leaves (CUDA only);
+    slower."""
+
+    def check(self, where: str, problems: list[str]) -> None:
+        """Check the order of the steps."""
+        if self.last_step < self.first_step:
+            problems.append(f"{where}.last_step={self.last_step}: less than {where}.first_step={self.first_step}")
+
+
+_NO_CRITERION = Null("no criterion")
 
 
 @dataclass(kw_only=True, slots=True)
 class SuccessConfig:
-    """What a run must reach, judged at its end as PASS, FAIL or not measured; null: not asked for."""
+    """Criteria that are judged at the end of a run as PASS, FAIL or not measured; `success: {}` uses these defaults."""
 
-    min_accuracy: float | None = 0.85  # of tool calls on held-out cases
-    max_final_loss: float | None = None  # of training; null: 1.5 with adapters, 0.5 where all weights train
-    min_gpu_utilization: float | None = 0.85
-    min_memory_share: float | None = 0.7  # of a GPU's memory, the most that is held
-    max_memory_share: float | None = 0.8
-    min_tokens_per_s_per_gpu: float | None = 2000.0
-    min_scaling: float | None = 0.9  # tokens/s a GPU, over those of a run on fewer
+    min_accuracy: Annotated[float | None, _SHARE, _NO_CRITERION] = 0.85
+    """Tool-call accuracy on held-out cases."""
+    max_final_loss: Annotated[float | None, Null("1.5 with adapters, 0.5 where all weights train")] = None
+    """Final training loss."""
+    min_gpu_utilization: Annotated[float | None, _SHARE, _NO_CRITERION] = 0.85
+    """Mean utilisation of the GPUs."""
+    min_memory_share: Annotated[float | None, _SHARE, _NO_CRITERION] = 0.7
+    """Least peak memory, as a share of a GPU's memory."""
+    max_memory_share: Annotated[float | None, _SHARE, _NO_CRITERION] = 0.8
+    """Greatest peak memory, as a share of a GPU's memory."""
+    min_tokens_per_s_per_gpu: Annotated[float | None, _NO_CRITERION] = 2000.0
+    """Training throughput in tokens/s per GPU."""
+    min_scaling: Annotated[float | None, _NO_CRITERION] = 0.9
+    """Tokens/s per GPU relative to a run on fewer GPUs."""
     no_out_of_memory: bool = True
-    min_inference_tokens_per_s: float | None = 100.0
+    """No out-of-memory error."""
+    min_inference_tokens_per_s: Annotated[float | None, _NO_CRITERION] = 100.0
+    """Inference speed in tokens/s."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
-    """A training run, whole."""
+    """A training run."""
 
-    output_dir: str  # one run, one directory
+    output_dir: str
+    """Directory of the run: record, metrics, checkpoints, exports. One run per directory."""
     model: ModelConfig
+    """Base model."""
     data: DataConfig
+    """Training rows."""
     seed: int = 42
-    adapter: AdapterConfig | None = None  # absent: all weights train
-    # bf16_mixed: weights and optimizer float32, products bfloat16, gradients reduced in float32; float8: bf16, with the
-    # blocks' products in float8; float8_mixed: bf16_mixed likewise. With adapters this is of the base, and they are
-    # float32. null: fp32 on CPU; on CUDA bf16 with adapters, bf16_mixed without
-    precision: Precision | None = None
-    global_batch_size: int = 128  # packs an optimizer step, whatever the world size
-    micro_batch_size: int = 2  # packs a rank holds at a time; accumulation is derived
-    epochs: int = 3
-    max_steps: int | None = None
-    optimizer: dict[str, Any] = field(default_factory=dict)  # over {_component_: torch.optim.AdamW, lr: 2e-4}
+    """Seed of adapters, data order and dropout."""
+    adapter: Annotated[AdapterConfig | None, Null("all weights train")] = None
+    """LoRA adapters."""
+    precision: Annotated[
+        Precision | None, Null("`fp32` on CPU; on CUDA `bf16` with adapters and `bf16_mixed` without")
+    ] = None
+    """Data type of weights and products. `bf16_mixed`: weights and optimizer in float32, products in bfloat16,
+    gradients reduced in float32. `float8`: `bf16` with the blocks' products in float8; `float8_mixed`: `bf16_mixed`
+    likewise. With adapters it is the base's, and adapters are float32."""
+    global_batch_size: Annotated[int, _AT_LEAST_1] = 128
+    """Packs (rows of `data.seq_len` tokens) per optimizer step, over all ranks."""
+    micro_batch_size: Annotated[int, _AT_LEAST_1] = 2
+    """Packs per rank and forward pass; gradient accumulation follows from both sizes and the number of ranks."""
+    epochs: Annotated[int, _AT_LEAST_1] = 3
+    """Passes over the training rows."""
+    max_steps: Annotated[int | None, _AT_LEAST_1, Null("no limit but `epochs`")] = None
+    """Optimizer steps after which to end."""
+    optimizer: Annotated[dict[str, Any], OptimizerSpec()] = field(
+        default_factory=lambda: {"_component_": "torch.optim.AdamW", "lr": 2e-4}
+    )
+    """Import path of the optimizer in `_component_`, and its arguments; merged over the default."""
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
-    clip_grad_norm: float | None = 1.0  # null: not clipped
-    on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient norm that is not finite
-    max_nonfinite: int = 10  # under skip: so many in a row, and the run stops all the same
+    """Learning-rate schedule."""
+    clip_grad_norm: Annotated[float | None, Range(gt=0), Null("no clipping")] = 1.0
+    """Largest norm of the gradients; larger ones are scaled down to it."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient norm that is not finite: end the run, or skip the step's update."""
+    max_nonfinite: Annotated[int, _AT_LEAST_1] = 10
+    """With `skip`: end the run after this many non-finite steps in a row."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Distribution over ranks."""
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
-    compile: bool = False  # the blocks, by torch.compile
+    """Recomputation of activations."""
+    compile: bool = False
+    """Compile the blocks with torch.compile."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    resume: str = "auto"  # auto: from the newest whole checkpoint of output_dir; never; or a checkpoint's path
-    step_timeout_s: float | None = None  # a step that takes longer ends the run; null: learnt from its steps
+    """Checkpoints."""
+    resume: str = "auto"
+    """`auto`: from the newest complete checkpoint of `output_dir`; `never`: start over; or the path of a checkpoint."""
+    step_timeout_s: Annotated[float | None, Range(gt=0), Null("derived from the run's own steps")] = None
+    """Seconds after which a step that has not finished ends the run."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    """Validation loss."""
     eval: EvalConfig = field(default_factory=EvalConfig)
-    log_every_n_steps: int = 10
-    telemetry: TelemetryConfig | None = None  # absent: files and console alone
-    profile: ProfileConfig | None = None  # absent: not profiled; {}: by these defaults
-    price_per_gpu_hour: float | None = None  # in any currency; null: the cost is not told
-    success: SuccessConfig | None = None  # absent: not judged; {}: judged by these defaults
+    """Tool-call accuracy during training."""
+    log_every_n_steps: Annotated[int, _AT_LEAST_1] = 10
+    """Steps between lines on the console; `metrics.jsonl` has every step."""
+    telemetry: Annotated[TelemetryConfig | None, Null("files and console only")] = None
+    """Further destinations of metrics."""
+    profile: Annotated[ProfileConfig | None, Null("no profile")] = None
+    """Operator profile."""
+    price_per_gpu_hour: Annotated[float | None, _AT_LEAST_0, Null("cost is not reported")] = None
+    """Price of a GPU-hour, in any currency."""
+    success: Annotated[SuccessConfig | None, Null("the run is not judged")] = None
+    """Success criteria."""
+
+    def check(self, where: str, problems: list[str]) -> None:
+        """Check what involves several sections, and the output directory."""
+        if self.adapter is not None and self.precision in ("bf16_mixed", "float8", "float8_mixed"):
+            problems.append(
+                f"precision={self.precision}: is for training all weights; with adapters use bf16, which keeps them in "
+                "float32, and adapter.base for the storage of the frozen base"
+            )
+        output = Path(self.output_dir)
+        if output.exists() and not output.is_dir():
+            problems.append(f"output_dir={output}: is a file; name a directory")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested dicts, as the YAML would say it."""
+        """Return the config as nested plain dicts, like its YAML."""
         return dataclasses.asdict(self)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
+from fctune.models.run_config import load_run_config
 
 # Environment variable -> the config key that it sets; an empty variable sets nothing.
 ENV_OVERRIDES = {
@@ -81,6 +81,6 @@ def resolve_launch(config: Path, environment: Mapping[str, str], overrides: Sequ
             arguments += [_REPLACE_SOURCES] if name == "DATASET" else []
             arguments.append(f"{key}={environment[name]}")
     arguments += overrides
-    output_dir = shared / load_config(config, arguments).output_dir
+    output_dir = shared / load_run_config(config, arguments).output_dir
     arguments.append(f"output_dir={output_dir}")
-    return LaunchSpec(load_config(config, arguments), arguments, shared)
+    return LaunchSpec(load_run_config(config, arguments), arguments, shared)

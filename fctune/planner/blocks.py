@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fctune.config.schema import RunConfig
 from fctune.models.torchtune.architecture import Architecture
+from fctune.models.torchtune.names import resolve_adapter_modules
 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -50,7 +51,7 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
     d, i, kv_dim = a.embed_dim, a.intermediate_dim, a.num_kv_heads * a.head_dim
     adapter = config.adapter
     shapes = linear_shapes(a)
-    adapted = [name for name in _LINEARS if adapter is not None and name in adapter.modules]
+    adapted = [name for name in _LINEARS if adapter is not None and name in resolve_adapter_modules(adapter.modules)]
     keeping = list(_LINEARS) if adapter is None else adapted
     small = 4 * a.num_heads + 2 * 4
     attention = 2 * d + 2 * kv_dim  # q, k, v, out
@@ -97,6 +98,6 @@ def _every_second_product(a: Architecture, config: RunConfig) -> int:
     adapter = config.adapter
     for name, (_, out_dim) in linear_shapes(a).items():
         outputs.append(out_dim)
-        if adapter is not None and name in adapter.modules:
+        if adapter is not None and name in resolve_adapter_modules(adapter.modules):
             outputs += [adapter.rank, out_dim]
     return sum(outputs[1::2])

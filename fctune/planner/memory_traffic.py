@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fctune.config.schema import AdapterConfig, RunConfig
 from fctune.models.torchtune.architecture import Architecture
+from fctune.models.torchtune.names import resolve_adapter_modules
 from fctune.planner.blocks import linear_shapes
 
 _WIDE = 4  # bytes of float32, which eager RoPE is done in
@@ -59,7 +60,7 @@ def count_fused_bytes(a: Architecture, width: int) -> BytesMoved:
 
 
 def _adapted(a: Architecture, adapter: AdapterConfig) -> list[tuple[int, int]]:
-    return [shape for name, shape in linear_shapes(a).items() if name in adapter.modules]
+    return [shape for name, shape in linear_shapes(a).items() if name in resolve_adapter_modules(adapter.modules)]
 
 
 def _adapter(in_dim: int, out_dim: int, adapter: AdapterConfig, is_compiled: bool, width: int) -> BytesMoved:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from fctune.gpus import Gpu
 from fctune.models.loss import MAX_LOGITS
+from fctune.models.torchtune.names import resolve_adapter_modules
 from fctune.planner.blocks import linear_shapes
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Setting
@@ -99,7 +100,7 @@ def count_flops(
     outputs: list[int] = []
     for name, (in_dim, out_dim) in shapes.items():
         outputs.append(in_dim * out_dim)
-        if adapter is not None and name in adapter.modules:
+        if adapter is not None and name in resolve_adapter_modules(adapter.modules):
             added += adapter.rank * (in_dim + out_dim)
             outputs += [adapter.rank * in_dim, adapter.rank * out_dim]
     products = a.num_layers * ((4 if adapter is not None else 6) * base + 6 * added)
@@ -112,7 +113,7 @@ def count_flops(
     trains_head = adapter is None
     head_cost = 2 + 2 + 2 * trains_head
     head_adapter = 0
-    if adapter is not None and "lm_head" in adapter.modules:
+    if adapter is not None and "lm_head" in resolve_adapter_modules(adapter.modules):
         head_adapter = 6 * adapter.rank * (a.vocab_size + a.embed_dim)
     places = (micro_batch_size or config.micro_batch_size) * config.data.seq_len * supervised_share
     if places * a.vocab_size > max_logits:

@@ -15,10 +15,10 @@ from typing import Protocol
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fctune import distributed
-from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
 from fctune.distributed import USER_ERRORS, World
 from fctune.errors import ConfigError, DataError
+from fctune.models.run_config import load_run_config
 from fctune.runs.record import read_run
 from fctune.runs.success import format_criteria, judge_run
 from fctune.telemetry.device import describe_device, total_memory
@@ -68,7 +68,7 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
     recipe: Recipe | None = None
     checkpoint: Path | None = None
     try:
-        config = distributed.run_on_all_ranks(lambda: load_config(*read_command_line(argv, _USAGE)))
+        config = distributed.run_on_all_ranks(lambda: load_run_config(*read_command_line(argv, _USAGE)))
         run = open_run(config, world, lambda directory: _hear_requests(directory, world))
         if world.is_main:
             _describe_start(run.directory, world, argv)

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch._functorch import config as functorch
 
 from fctune import distributed
-from fctune.config.checks import resolve_component
+from fctune.config.components import resolve_component
 from fctune.config.schema import RunConfig, TelemetryConfig
 from fctune.data.encoding import Counts
 from fctune.data.prepared_set import PreparedSet, describe_counts, open_prepared, prepare, prepared_root

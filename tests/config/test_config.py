@@ -1,15 +1,18 @@
-"""A config is checked whole, and every problem comes with its key and remedy."""
+"""All of a config is checked, and every problem is reported with its key and remedy."""
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from fctune.config.loading import load_config, parse_config
+from fctune.config.components import find_argument_problems
+from fctune.config.loading import load_config, parse_config, read_yaml_mapping
 from fctune.errors import ConfigError
+from fctune.models.run_config import load_run_config
 from tests.conftest import ROOT
 
 MINIMAL = {
@@ -63,7 +66,7 @@ def test_all_problems_come_in_one_report(tmp_path: Path) -> None:
     report = problems_of(tmp_path, epochs="many", seeed=1, data={"sources": [{"path": "x", "wight": 2}], "packed": 3})
     assert report.splitlines()[0].endswith("4 problems")
     for line in (
-        "epochs='many': expected a whole number",
+        "epochs='many': expected an integer",
         "seeed: unknown key; did you mean seed?",
         "data.sources.0.wight: unknown key; did you mean data.sources.0.weight?",
         "data.packed=3: expected true or false",
@@ -81,14 +84,13 @@ def test_all_problems_come_in_one_report(tmp_path: Path) -> None:
         ({"optimizer": {"_component_": "torch.optim.Adamm"}}, "cannot be imported"),
         ({"optimizer": {"lr": "fast"}}, "optimizer.lr='fast'"),
         ({"optimizer": {"_component_": "torch.optim.AdamW", "lr": -1}}, "optimizer.lr=-1"),
-        ({"adapter": {"modules": ["q_prj"]}}, "did you mean q_proj?"),
         ({"adapter": {"rank": 0}}, "adapter.rank=0"),
         ({"adapter": {"dropout": 1.0}}, "adapter.dropout=1.0"),
         ({"adapter": {"scaling": "rslaura"}}, "did you mean rslora?"),
         ({"model": {"path": "no/such/dir"}}, "model.path=no/such/dir: no such directory"),
         ({"model": {"path": "configs"}}, "holds no config.json"),
         ({"model": {}}, "model.path: missing"),
-        ({"data": {"sources": []}}, "data.sources: empty"),
+        ({"data": {"sources": []}}, "data.sources=[]: empty"),
         ({"data": {"sources": [{"path": "no/rows.jsonl"}]}}, "no/rows.jsonl: no such file"),
         ({"data": {"sources": [{"path": "synthetic:train:9"}], "validation_share": 1.5}}, "data.validation_share=1.5"),
         ({"global_batch_size": 0}, "global_batch_size=0"),
@@ -99,12 +101,20 @@ def test_all_problems_come_in_one_report(tmp_path: Path) -> None:
         ({"output_dir": "pyproject.toml"}, "output_dir=pyproject.toml: is a file"),
         ({"precision": "fp8"}, "precision='fp8': expected one of fp32, bf16, fp64"),
         ({"data": 3}, "data: expected a mapping"),
-        ({"seed": True}, "seed=True: expected a whole number"),
+        ({"seed": True}, "seed=True: expected an integer"),
         ({"profile": {"first_step": 0}}, "profile.first_step=0: expected 1 or more"),
-        ({"profile": {"first_step": 9, "last_step": 8}}, "profile.last_step=8: under profile.first_step=9"),
-        ({"profile": {"ranks": []}}, "profile.ranks=[]: expected ranks"),
+        ({"profile": {"first_step": 9, "last_step": 8}}, "profile.last_step=8: less than profile.first_step=9"),
+        ({"profile": {"ranks": [0, -1]}}, "profile.ranks.1=-1: expected 0 or more"),
+        ({"adapter": {"alpha": float("nan")}}, "adapter.alpha=nan: expected more than 0"),
+        ({"telemetry": {"prometheus": {"port": 70000}}}, "expected 1 or more and at most 65535, or null (no endpoint)"),
+        ({"eval": {"every_n_steps": 5}}, "eval.cases: missing"),
+        ({"parallel": {"replicate": 2}}, "parallel.replicate=2: only hsdp"),
+        ({"parallel": {"mode": "ddp", "cpu_offload": True}}, "parallel.cpu_offload: offloads shards"),
+        ({"adapter": {}, "precision": "bf16_mixed"}, "precision=bf16_mixed: is for training all weights"),
+        ({"activation_checkpointing": {"offload": True}}, "activation_checkpointing.offload"),
+        ({"profile": {"ranks": []}}, "profile.ranks=[]: empty; write e.g. [0]"),
         ({"profile": {"steps": 3}}, "profile.steps: unknown key"),
-        ({"price_per_gpu_hour": -2}, "price_per_gpu_hour=-2.0: expected a finite number, 0 or more"),
+        ({"price_per_gpu_hour": -2}, "price_per_gpu_hour=-2.0: expected 0 or more, or null (cost is not reported)"),
         ({"price_per_gpu_hour": "cheap"}, "price_per_gpu_hour='cheap': expected a number"),
     ],
 )
@@ -117,26 +127,84 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str) -> None:
     assert override in problems_of(tmp_path, override)
 
 
-def test_a_missing_file_names_its_neighbours() -> None:
+def test_a_missing_file_is_answered_with_similar_names() -> None:
     with pytest.raises(ConfigError, match=r"tiny_lorra\.yaml: no such config file.*tiny_lora\.yaml"):
         load_config(ROOT / "configs" / "tiny_lorra.yaml")
 
 
 @pytest.mark.parametrize("text", ["a: [", "just text", "\x00"])
-def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_config_is_named_in_the_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"x\.yaml"):
         load_config(path)
 
 
-# Acceptance runs have a schema of their own, and tests/acceptance.
+# Acceptance configs have their own schema, tested in tests/acceptance.
 RUNS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith("acceptance_"))
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda p: p.name)
-def test_every_config_of_the_project_holds(path: Path) -> None:
-    raw = yaml.safe_load(path.read_text())
+def test_every_shipped_config_is_valid(path: Path) -> None:
+    raw = read_yaml_mapping(path)
     problems: list[str] = []
     assert parse_config(raw, problems), problems
     assert not problems
+
+
+def test_a_problem_of_one_section_does_not_hide_those_of_another(tmp_path: Path) -> None:
+    report = problems_of(tmp_path, epochs=0, optimizer={"lrr": 1}, model={"path": "no/such"}, seed="x")
+    for key in ("epochs=0", "optimizer.lrr", "model.path=no/such", "seed='x'"):
+        assert key in report
+
+
+def test_checking_a_config_leaves_it_unchanged(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, optimizer={"weight_decay": 0.1}))
+    before = config.to_dict()
+    config.check("", [])
+    assert config.to_dict() == before
+    assert config.optimizer == {"_component_": "torch.optim.AdamW", "lr": 2e-4, "weight_decay": 0.1}
+
+
+def test_a_float_in_scientific_notation_is_a_number_anywhere(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL) + "optimizer: {lr: 4e-3, eps: 1E-8}\nclip_grad_norm: 1e+0\n")
+    config = load_config(path)
+    assert (config.optimizer["lr"], config.optimizer["eps"], config.clip_grad_norm) == (0.004, 1e-8, 1.0)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adam", "Adafactor", "Muon"])
+def test_arguments_of_torch_optimizers_are_read_from_source_as_torch_defines_them(name: str) -> None:
+    import torch
+
+    accepted = [n for n in inspect.signature(getattr(torch.optim, name)).parameters if n != "params"]
+    spec = {"_component_": f"torch.optim.{name}"} | dict.fromkeys(accepted)
+    assert find_argument_problems(spec, "optimizer") == []
+    assert find_argument_problems(spec | {"nonsense": 1}, "optimizer") == [
+        f"optimizer.nonsense: {name} takes no such argument"
+    ]
+
+
+def test_a_component_outside_torch_optim_is_imported_and_checked() -> None:
+    spec = {"_component_": "fractions.Fraction", "numeratr": 3}
+    assert find_argument_problems(spec, "x") == [
+        "x.numeratr: Fraction takes no such argument; did you mean x.numerator?"
+    ]
+
+
+@pytest.mark.parametrize("name", ["tiny_lora", "lora_tiny", "tiny_lora.yaml", "configs/tiny_lora.yaml"])
+def test_a_shipped_config_is_found_by_name_with_its_words_in_any_order(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(name)
+    assert config.output_dir == "runs/tiny_lora"
+    assert Path(config.model.path) == ROOT / "fctune" / "assets" / "tiny_base"
+
+
+def test_wrong_adapter_modules_are_reported_with_the_other_problems(tmp_path: Path) -> None:
+    path = write(tmp_path, adapter={"modules": ["q_prj"]}, epochs=0)
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(path)
+    assert "epochs=0" in str(caught.value)
+    assert "adapter.modules: no such module: q_prj; did you mean q_proj?" in str(caught.value)

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fctune.config.checks import resolve_component
+from fctune.config.components import resolve_component
 from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
 from fctune.models.lora import apply_lora_

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from fctune.config.schema import ADAPTER_MODULES, AdapterConfig
+from fctune.config.schema import AdapterConfig
 from fctune.errors import ConfigError
 from fctune.models import export
 from fctune.models.frozen_linear import FrozenLinear, copy_rows_, is_nf4
 from fctune.models.lora import apply_lora_, init_adapters_, row_lengths
 from fctune.models.torchtune.architecture import read_architecture
 from fctune.models.torchtune.build import build_model
+from fctune.models.torchtune.names import ADAPTER_MODULES
 from tests.models.test_parity import load, reference, tokens_for
 
 # NF4 shares scales among 16,384 weights, so its linears cannot be as small as other tests'.

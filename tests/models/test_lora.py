@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fctune.config.schema import ADAPTER_MODULES, AdapterConfig
+from fctune.config.schema import AdapterConfig
 from fctune.errors import ConfigError
 from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout, row_key
+from fctune.models.torchtune.names import ADAPTER_MODULES
 from tests.models.test_parity import load
 
 

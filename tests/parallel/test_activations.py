@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fctune.config.schema import ADAPTER_MODULES, ActivationCheckpointingConfig, AdapterConfig
+from fctune.config.schema import ActivationCheckpointingConfig, AdapterConfig
 from fctune.errors import ConfigError
 from fctune.models.attention import make_bounds
 from fctune.models.dropout import row_key
 from fctune.models.torchtune.build import CausalLM
+from fctune.models.torchtune.names import ADAPTER_MODULES
 from fctune.parallel.activations import (
     apply_activation_checkpointing_,
     compile_blocks_,
