@@ -97,7 +97,7 @@ def _show_row(arguments: argparse.Namespace) -> int:
         arguments.path,
         arguments.row,
         arguments.tokenizer,
-        format=arguments.format,
+        row_format=arguments.format,
         train_on=arguments.train_on,
         parallel_calls=arguments.parallel_calls,
     )

@@ -1,14 +1,15 @@
-"""The chat template and tokenizer of a model directory: verified, and what masks need of them derived."""
+"""The chat template and tokenizer of a model directory, verified to support supervised training on tool calls."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from fctune.data.supervision import ConversationEncoder, Encoded, Policy
-from fctune.data.token_offsets import PlacingTokenizer
+from fctune.data.supervision import ConversationEncoder, Encoded, SupervisionConfig
+from fctune.data.token_offsets import OffsetTokenizer
 from fctune.data.tracing import TracedTemplate
 from fctune.errors import ConfigError, DataError
 
@@ -16,14 +17,15 @@ from fctune.errors import ConfigError, DataError
 class ChatTemplate:
     """The chat template and tokenizer of a model directory.
 
-    ``encoder`` does the encoding; it can be sent to another process, which then loads nothing.
+    ``encoder`` does the encoding and can be sent to another process, which then needs no tokenizer files. ``stop_ids``
+    are the ids of the tokens with which the template ends an assistant turn.
 
     Raises (at construction):
-        ConfigError: no tokenizer, or one without a chat template.
-        DataError: a template that ignores tools, or whose assistant turns cannot be told apart from the rest.
+        ConfigError: There is no tokenizer, or it has no chat template.
+        DataError: The template ignores tools, or its assistant turns cannot be separated from the rest.
     """
 
-    def __init__(self, model_dir: str | Path, policy: Policy | None = None):
+    def __init__(self, model_dir: str | Path, supervision: SupervisionConfig | None = None):
         self.model_dir = Path(model_dir)
         self.tokenizer = load_tokenizer(self.model_dir)
         backend = self.tokenizer.backend_tokenizer
@@ -38,30 +40,35 @@ class ChatTemplate:
         special_ids |= {i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
         prompts = tuple(self._find_generation_prompts())
         header = self._find_history_header()
-        tokenizer = PlacingTokenizer(backend)
-        self.encoder = ConversationEncoder(self._traced, tokenizer, special_ids, prompts, header, Policy())
-        self.stop_ids: set[int] = set()  # what the template ends an assistant's turn with
-        self._verify()  # of the template, under the plain policy
-        self.encoder = replace(self.encoder, policy=policy or Policy())
+        tokenizer = OffsetTokenizer(backend)
+        self.encoder = ConversationEncoder(self._traced, tokenizer, special_ids, prompts, header, SupervisionConfig())
+        self.stop_ids: set[int] = set()
+        self._verify()  # with the default supervision
+        self.encoder = replace(self.encoder, supervision=supervision or SupervisionConfig())
 
     def render(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
-        """The text that the template makes of a conversation.
+        """Return the template's text of a conversation.
 
         Raises:
-            DataError: when the template refuses it, with the template's own words.
+            DataError: The template rejects the conversation; the error quotes the template's message.
         """
         return self._traced.render(conversation, add_generation_prompt=add_generation_prompt)[0]
 
     def encode(self, conversation: Conversation) -> Encoded:
-        """As ``ConversationEncoder.encode``."""
+        """Encode a conversation as ``ConversationEncoder.encode`` does."""
         return self.encoder.encode(conversation)
 
     def encode_prompt(self, conversation: Conversation) -> list[int]:
-        """As ``ConversationEncoder.encode_prompt``."""
+        """Encode a prompt as ``ConversationEncoder.encode_prompt`` does."""
         return self.encoder.encode_prompt(conversation)
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        text: str = self.tokenizer.decode(tokens)
+        return text
+
     def _find_generation_prompts(self) -> list[str]:
-        """What the template puts before an answer: its generation prompt, with and without an empty think block."""
+        """Return the template's generation prompts, with and without an empty think block, the longest first."""
         question = Conversation((Message("user", "Hello"),))
         prompts: set[str] = set()
         for variables in ({}, {"enable_thinking": False}):
@@ -69,13 +76,13 @@ class ChatTemplate:
             opened = self._traced.render(question, add_generation_prompt=True, **variables)[0]
             if not opened.startswith(closed):
                 raise DataError(
-                    f"{self.model_dir}: its chat template's generation prompt does not follow the messages."
+                    f"{self.model_dir}: the generation prompt of its chat template does not follow the messages."
                 )
             prompts.add(opened[len(closed) :])
         return sorted(prompts, key=len, reverse=True)
 
     def _find_history_header(self) -> str:
-        """What the template puts before the words of an answer that is not the last; empty where it cannot be told."""
+        """Return the text before an answer that is not the last; empty if it cannot be determined."""
         words = "Hello there."
         answered = Conversation((Message("user", "Hi"), Message("assistant", words), Message("user", "Thanks")))
         try:
@@ -86,7 +93,7 @@ class ChatTemplate:
         return turns[0].partition(words)[0] if len(turns) == 1 and words in turns[0] else ""
 
     def _verify(self) -> None:
-        """Stop at a template that drops tools or calls, or whose text cannot be told message from message."""
+        """Reject a template that drops tools or calls, or whose messages cannot be separated."""
         texts = {name: self._verify_text(name, conversation) for name, conversation in _PROBES.items()}
         if not all(word in texts["a tool and a call"] for word in _PROBE_WORDS):
             raise DataError(
@@ -98,20 +105,20 @@ class ChatTemplate:
                 encoded = self.encode(conversation)
             except DataError as error:
                 raise DataError(
-                    f"{self.model_dir}: {error}: which tokens are the answer's cannot be derived."
+                    f"{self.model_dir}: {error}; cannot derive which tokens belong to the answer."
                 ) from None
-            learnt = [token for token, weight in zip(encoded.tokens, encoded.weights, strict=True) if weight > 0]
-            if not learnt:
+            supervised = [token for token, weight in zip(encoded.tokens, encoded.weights, strict=True) if weight > 0]
+            if not supervised:
                 raise DataError(
                     f"{self.model_dir}: no loop of its chat template prints the messages; cannot derive masks."
                 )
-            answer = self.tokenizer.decode(learnt)
+            answer = self.decode(supervised)
             if any(message.calls for message in conversation.messages) and not all(w in answer for w in _CALL_WORDS):
                 raise DataError(
-                    f"{self.model_dir}: its chat template does not write calls, so a model cannot learn to make them. "
+                    f"{self.model_dir}: its chat template does not render calls, so a model cannot learn to make them. "
                     "Use a model whose template renders `tool_calls`, or add one that does as chat_template.jinja."
                 )
-            self.stop_ids.add(learnt[-1])
+            self.stop_ids.add(supervised[-1])
 
     def _verify_text(self, name: str, conversation: Conversation) -> str:
         try:
@@ -131,29 +138,29 @@ class ChatTemplate:
 
 
 def load_tokenizer(model_dir: Path) -> Any:
-    """The tokenizer of a model directory, through transformers, without network.
+    """Load the tokenizer of a model directory with transformers, offline.
 
     Raises:
-        ConfigError: when it is missing, broken, slow-only, or has no chat template.
+        ConfigError: The tokenizer is missing, broken, not a fast one, or has no chat template.
     """
     from transformers import AutoTokenizer
 
     files = ("tokenizer.json", "tokenizer_config.json")
     missing = [name for name in files if not (model_dir / name).is_file()]
     if missing:
-        raise ConfigError(f"{model_dir}: holds no {' or '.join(missing)}; download the whole model directory.")
+        raise ConfigError(f"{model_dir}: no {' or '.join(missing)} there; download the complete model directory.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a broken file makes the library raise
+    except Exception as error:  # broken files make the library raise exceptions of many types
         raise ConfigError(f"{model_dir}: its tokenizer cannot be loaded ({type(error).__name__}: {error}).") from None
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"{model_dir}: its tokenizer has no fast form (tokenizer.json), which masks are derived with."
+            f"{model_dir}: its tokenizer is not a fast one (tokenizer.json), which deriving masks requires."
         )
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"{model_dir}: its tokenizer has no chat template, so it is a base model. Use the instruct model, or put a "
-            "template that renders tools in chat_template.jinja."
+            f"{model_dir}: its tokenizer has no chat template, so it is a base model. Use the instruct model, or add a "
+            "template that renders tools as chat_template.jinja."
         )
     return tokenizer
 

@@ -1,7 +1,7 @@
-"""The one form that every dataset row takes before it is rendered: tools, messages, calls and results.
+"""Conversations, the common form of all dataset rows: tools, messages, calls and results.
 
-The words are fixed through the project: a *tool* is a function's schema, a *call* is a name with arguments, a *result*
-is what the tool said, a *conversation* is the messages of one row with the tools they may use.
+These words are used throughout the project: a *tool* is a function's schema, a *call* is a name with arguments, a
+*result* is a tool's output, a *conversation* is the messages of one row with the tools they may use.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ Role = Literal["system", "user", "assistant", "tool"]
 class Tool:
     """A function the model may call.
 
-    ``function`` is the function object exactly as the row gave it (``name``, ``description``, ``parameters`` as JSON
-    Schema, anything else), since templates render it as it is, key order included.
+    ``function`` is the function object exactly as in the row (``name``, ``description``, ``parameters`` as JSON Schema,
+    anything else), since templates render it verbatim, key order included.
     """
 
     function: dict[str, Any]
 
     @property
     def name(self) -> str:
-        """Name that a call uses."""
+        """The name that calls use."""
         name: str = self.function["name"]
         return name
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """JSON Schema of the arguments; an empty dict where the row gave none."""
+        """The JSON Schema of the arguments; empty if the row has none."""
         return self.function.get("parameters") or {}
 
     def to_openai(self) -> dict[str, Any]:
-        """The OpenAI shape that chat templates expect."""
+        """Return the tool as OpenAI writes it, which chat templates expect."""
         return {"type": "function", "function": self.function}
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One function call: arguments are typed values in the order the row gave them."""
+    """A function call; the arguments are typed values in the order of the row."""
 
     name: str
     arguments: dict[str, Any]
     id: str | None = None
 
     def to_openai(self) -> dict[str, Any]:
-        """The OpenAI shape with ``arguments`` as an object, which is what chat templates serialise themselves."""
+        """Return the call as OpenAI writes it, but with ``arguments`` as an object, which chat templates serialise."""
         call: dict[str, Any] = {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
         return call if self.id is None else {"id": self.id, **call}
 
@@ -60,8 +60,8 @@ class Call:
 class Message:
     """One turn of a conversation.
 
-    ``content`` is None only beside calls. A ``tool`` message is a result: ``call_id`` and ``name`` say of which call,
-    where the row does. ``weight`` scales the loss of an assistant message (0 keeps it as context only).
+    ``content`` is None only if there are calls. A ``tool`` message is a result; ``call_id`` and ``name`` identify its
+    call if the row does. ``weight`` scales the loss of an assistant message (0: context only).
     """
 
     role: Role
@@ -72,7 +72,7 @@ class Message:
     weight: float = 1.0
 
     def to_openai(self) -> dict[str, Any]:
-        """The OpenAI shape; keys that say nothing are left out, since templates test for their presence."""
+        """Return the message as OpenAI writes it, without empty keys, since templates test for their presence."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.calls:
             message["tool_calls"] = [call.to_openai() for call in self.calls]
@@ -85,21 +85,21 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages of one row and the tools that were on offer; ``source`` says where it came from (``file:line``)."""
+    """The messages of one row and the tools available in it; ``source`` is where it came from (``file:line``)."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     source: str = ""
 
     def to_openai(self) -> dict[str, Any]:
-        """The row in OpenAI shape, arguments as objects."""
+        """Return the row as OpenAI writes it, with arguments as objects."""
         row: dict[str, Any] = {"messages": [message.to_openai() for message in self.messages]}
         if self.tools:
             row["tools"] = [tool.to_openai() for tool in self.tools]
         return row
 
     def digest(self) -> str:
-        """Hex digest of what is said, 16 characters; the same for equal rows wherever they stand."""
+        """Return a digest of the content, 16 hex digits, which does not depend on the source."""
         weights = [message.weight for message in self.messages]
         text = _COMPACT.encode([self.to_openai(), weights])
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""Rows of the configured sources as tokens, in their order, on all cores where there are enough of them."""
+"""Parallel encoding of the configured sources' rows to tokens, in order."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from fctune.config.schema import DataConfig
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
 from fctune.data.sources import Defect, RowReader, UnreadRow, describe_defects, scan_source
-from fctune.data.supervision import ConversationEncoder, Encoded, Policy
+from fctune.data.supervision import ConversationEncoder, Encoded, SupervisionConfig
 from fctune.errors import DataError
 
-_CHUNK = 64  # rows handed to a process at a time
-_AHEAD = 3  # chunks in flight for each process, which bounds memory
-# Other processes are ready after about a second: with fewer chunks than the first one process is done as soon, and the
-# second is what this one encodes until then.
-_MIN_PARALLEL, _BEFORE_SHARING = 64, 20
-_MAX_PROCESSES = 16  # each holds what the launching script imports; more than these outrun the one that writes
-# What decoding a row imports, once for all processes.
+_CHUNK_ROWS = 64  # rows sent to a process at a time
+_MAX_PENDING = 3  # chunks in flight per process, which bounds memory
+# Other processes are ready after about a second. Fewer chunks than the first are encoded by one process in that time;
+# the second is the number that this process encodes meanwhile.
+_MIN_PARALLEL, _NUM_WARMUP_CHUNKS = 64, 20
+_MAX_PROCESSES = 16  # each holds the imports of the launching script; more of them outpace the writing process
+# Modules that encoding a row imports, once for all processes.
 _PRELOADED = ("fctune.data.encoding", "transformers.utils.chat_template_utils")
 
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the rows."""
+    """Counts of the rows that were kept, cut, dropped and skipped."""
 
     rows: int = 0
     conversations: int = 0  # kept, both splits
     invalid: int = 0  # defects, skipped
     overlong: int = 0  # over seq_len, dropped
-    cut: int = 0  # over seq_len, cut at a turn's end
-    unsupervised: int = 0  # nothing to learn under train_on and weights, dropped
+    cut: int = 0  # over seq_len, cut after a turn
+    unsupervised: int = 0  # without supervised tokens under train_on and weights, dropped
     tokens: int = 0
     supervised: int = 0
 
     def add(self, other: Counts) -> None:
-        """Count another part's rows too."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+        """Add the counts of other rows in place."""
+        for count in fields(self):
+            setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
 
 
 class Chunk(NamedTuple):
-    """Consecutive rows of one source, which is given by its place in the config."""
+    """Consecutive rows of one source, which is an index into the config's sources."""
 
     source: int
     rows: list[UnreadRow]
@@ -63,10 +63,10 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class EncodedChunk:
-    """What became of a chunk's rows; of those kept, n conversations with t tokens in all, in order.
+    """The rows of a chunk that were kept, in order, and the defects of those that were not.
 
-    ``tokens`` [t] int32 and ``weights`` [t] float32, the loss weight of each, are flat; ``lengths`` [n], ``digests``
-    [n] uint64 and ``repeats`` [n], how often it appears an epoch, are by conversation.
+    Flat over t tokens: ``tokens`` ``[t]`` int32 and their loss ``weights`` ``[t]`` float32. By conversation:
+    ``lengths`` ``[n]`` int64, ``digests`` ``[n]`` uint64, and ``repeats`` ``[n]`` int64, its number per epoch.
     """
 
     tokens: NDArray[np.int32]
@@ -79,7 +79,7 @@ class EncodedChunk:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Buffers:
     tokens: array[int] = field(default_factory=lambda: array("i"))
     weights: array[float] = field(default_factory=lambda: array("f"))
     lengths: array[int] = field(default_factory=lambda: array("q"))
@@ -88,7 +88,7 @@ class _Kept:
 
 
 class ChunkEncoder:
-    """Reads and encodes rows under a data config; sent to another process, it loads nothing there."""
+    """Reads and encodes rows as a data config says; another process can receive it without loading a tokenizer."""
 
     def __init__(self, config: DataConfig, encoder: ConversationEncoder):
         self.config = config
@@ -96,12 +96,12 @@ class ChunkEncoder:
         self._readers = [RowReader(source.format) for source in config.sources]
 
     def __reduce__(self) -> tuple[type[ChunkEncoder], tuple[DataConfig, ConversationEncoder]]:
-        return ChunkEncoder, (self.config, self.encoder)  # a reader is of one process
+        return ChunkEncoder, (self.config, self.encoder)  # readers stay in their process
 
     def encode(self, chunk: Chunk) -> EncodedChunk:
-        """The rows' tokens, and what kept rows out."""
+        """Encode the rows of a chunk."""
         reader, source_weight = self._readers[chunk.source], self.config.sources[chunk.source].weight
-        kept, counts, defects = _Kept(), Counts(rows=len(chunk.rows)), []
+        buffers, counts, defects = _Buffers(), Counts(rows=len(chunk.rows)), []
         for row in chunk.rows:
             parsed = reader.read(row)
             if isinstance(parsed, Defect):
@@ -121,26 +121,26 @@ class ChunkEncoder:
             if not any(encoded.weights):
                 counts.unsupervised += 1
                 continue
-            kept.tokens.extend(encoded.tokens)
-            kept.weights.extend(encoded.weights)
-            kept.lengths.append(len(encoded.tokens))
-            kept.digests.append(int(digest, 16))
-            kept.repeats.append(repeats)
-        weights = np.frombuffer(kept.weights, np.float32)
-        counts.conversations, counts.tokens = len(kept.lengths), len(weights)
+            buffers.tokens.extend(encoded.tokens)
+            buffers.weights.extend(encoded.weights)
+            buffers.lengths.append(len(encoded.tokens))
+            buffers.digests.append(int(digest, 16))
+            buffers.repeats.append(repeats)
+        weights = np.frombuffer(buffers.weights, np.float32)
+        counts.conversations, counts.tokens = len(buffers.lengths), len(weights)
         counts.supervised, counts.invalid = int(np.count_nonzero(weights)), len(defects)
         return EncodedChunk(
-            np.frombuffer(kept.tokens, np.int32),
+            np.frombuffer(buffers.tokens, np.int32),
             weights,
-            np.frombuffer(kept.lengths, np.int64),
-            np.frombuffer(kept.digests, np.uint64),
-            np.frombuffer(kept.repeats, np.int64),
+            np.frombuffer(buffers.lengths, np.int64),
+            np.frombuffer(buffers.digests, np.uint64),
+            np.frombuffer(buffers.repeats, np.int64),
             counts,
             defects,
         )
 
     def _encode_within(self, conversation: Conversation, counts: Counts) -> Encoded | None:
-        """The conversation within seq_len tokens; None where it is dropped."""
+        """Encode a conversation within seq_len tokens; None if it is dropped."""
         encoded = self.encoder.encode(conversation)
         if len(encoded.tokens) <= self.config.seq_len:
             return encoded
@@ -155,7 +155,7 @@ class ChunkEncoder:
         return shorter
 
     def _cut(self, conversation: Conversation) -> Encoded | None:
-        """The longest beginning that fits and ends with an assistant's turn; None where none does."""
+        """Encode the longest beginning that fits and ends with an assistant turn; None if there is none."""
         messages = conversation.messages
         ends = [i + 1 for i, message in enumerate(messages) if message.role == "assistant"]
         for end in reversed(ends[:-1]):
@@ -166,25 +166,25 @@ class ChunkEncoder:
 
 
 def count_repeats(digest: str, weight: float) -> int:
-    """Times a row appears an epoch: the whole part of the weight, and one more for the fraction's share of rows."""
-    whole = int(weight)
-    return whole + (int(digest[8:16], 16) < (weight - whole) * 2**32)
+    """Return how often a row occurs per epoch: ``floor(weight)``, and once more for the fraction of rows, by hash."""
+    integer = int(weight)
+    return integer + (int(digest[8:16], 16) < (weight - integer) * 2**32)
 
 
 def encode_sources(
     config: DataConfig, model_dir: Path, counts: Counts, num_processes: int | None = None
 ) -> Iterator[EncodedChunk]:
-    """The kept rows of all sources in order, some at a time; ``counts`` is kept up to date.
+    """Yield the kept rows of all sources in order, a chunk at a time.
 
     Args:
-        config: sources and policies.
-        model_dir: tokenizer and template.
-        counts: of the rows so far; changed in place.
-        num_processes: how many encode, this one included; None is one a core up to 16, and one in all for a small
-            set.
+        config: Data config with the sources.
+        model_dir: Directory with the tokenizer and chat template.
+        counts: Counts of the rows so far; updated in place.
+        num_processes: Number of encoding processes, this one included. None is one per core, at most 16, and a single
+            one for a small set.
 
     Raises:
-        DataError: at the end, with all defects, where ``on_invalid`` is fail.
+        DataError: Rows are invalid and ``on_invalid`` is fail, or no row is left. Raised at the end, with all defects.
     """
     chunks = _scan_chunks(config)
     if num_processes is None:
@@ -192,13 +192,15 @@ def encode_sources(
         cores = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
         num_processes = cores if len(first) == _MIN_PARALLEL else 1
         chunks = itertools.chain(first, chunks)
-    if num_processes > 1:  # it imports while we load and begin
+    if num_processes > 1:  # it imports while this process loads and starts
         forkserver.set_forkserver_preload(list(_PRELOADED))
         forkserver.ensure_running()
-    template = ChatTemplate(model_dir, Policy(config.train_on, config.call_weight, config.parallel_calls))
+    template = ChatTemplate(model_dir, SupervisionConfig(config.train_on, config.call_weight, config.parallel_calls))
     encoder = ChunkEncoder(config, template.encoder)
     defects: list[Defect] = []
-    for part in map(encoder.encode, chunks) if num_processes < 2 else _share(encoder, chunks, num_processes - 1):
+    for part in (
+        map(encoder.encode, chunks) if num_processes < 2 else _encode_parallel(encoder, chunks, num_processes - 1)
+    ):
         counts.add(part.counts)
         defects += part.defects
         yield part
@@ -207,30 +209,30 @@ def encode_sources(
 
 
 def _scan_chunks(config: DataConfig) -> Iterator[Chunk]:
-    for place, source in enumerate(config.sources):
+    for index, source in enumerate(config.sources):
         rows = itertools.islice(scan_source(source.path, source.format), config.max_samples)
-        while some := list(itertools.islice(rows, _CHUNK)):
-            yield Chunk(place, some)
+        while chunk := list(itertools.islice(rows, _CHUNK_ROWS)):
+            yield Chunk(index, chunk)
 
 
-def _share(encoder: ChunkEncoder, chunks: Iterator[Chunk], num_others: int) -> Iterator[EncodedChunk]:
-    """As ``map(encoder.encode, chunks)``, with other processes; this one encodes what they have no room for."""
-    # Not fork, which would copy the locks of a process group's threads.
-    pool = ProcessPoolExecutor(num_others, multiprocessing.get_context("forkserver"), _receive, (encoder,))
+def _encode_parallel(encoder: ChunkEncoder, chunks: Iterator[Chunk], num_others: int) -> Iterator[EncodedChunk]:
+    """Like ``map(encoder.encode, chunks)`` with other processes; this one encodes chunks while they are all busy."""
+    # Not fork, which would copy the locks held by threads of a process group.
+    pool = ProcessPoolExecutor(num_others, multiprocessing.get_context("forkserver"), _init_worker, (encoder,))
     parts: deque[Future[EncodedChunk] | EncodedChunk] = deque()
     try:
-        yield from map(encoder.encode, itertools.islice(chunks, _BEFORE_SHARING))
+        yield from map(encoder.encode, itertools.islice(chunks, _NUM_WARMUP_CHUNKS))
         for chunk in chunks:
             waiting = sum(isinstance(part, Future) and not part.done() for part in parts)
-            parts.append(pool.submit(_encode, chunk) if waiting < num_others * _AHEAD else encoder.encode(chunk))
+            parts.append(pool.submit(_encode, chunk) if waiting < num_others * _MAX_PENDING else encoder.encode(chunk))
             while parts and (not isinstance(parts[0], Future) or parts[0].done()):
                 yield _get(parts.popleft())
         while parts:
             yield _get(parts.popleft())
     except BrokenProcessPool:
         raise DataError(
-            "a process that encodes rows was killed: most often the memory is full. Free some, or prepare the set "
-            "elsewhere with `fctune data prepare`."
+            "a process that encodes rows was killed, most often because memory ran out. Free some memory, or prepare "
+            "the set on another machine with `fctune data prepare`."
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -240,13 +242,13 @@ def _get(part: Future[EncodedChunk] | EncodedChunk) -> EncodedChunk:
     return part.result() if isinstance(part, Future) else part
 
 
-_received: ChunkEncoder  # of another process
+_worker_encoder: ChunkEncoder  # set in worker processes only
 
 
-def _receive(encoder: ChunkEncoder) -> None:
-    global _received
-    _received = encoder
+def _init_worker(encoder: ChunkEncoder) -> None:
+    global _worker_encoder
+    _worker_encoder = encoder
 
 
 def _encode(chunk: Chunk) -> EncodedChunk:
-    return _received.encode(chunk)
+    return _worker_encoder.encode(chunk)

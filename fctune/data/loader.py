@@ -1,4 +1,4 @@
-"""One global cursor over a prepared set: step k sees the same packs in the same order on any number of ranks."""
+"""Global batches of a prepared set: step k has the same packs in the same order on any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 from fctune.data.prepared_set import PreparedSet, Split
 from fctune.errors import DataError
 
-IGNORE = -100  # label of a position that nothing is learnt from
+IGNORE = -100  # label of an unsupervised position
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalStep:
-    """The packs of one optimizer step over all ranks; ``step`` counts from 1, ``epoch`` from 0."""
+    """The packs of one optimizer step of all ranks; steps are numbered from 1, epochs from 0."""
 
     step: int
     epoch: int
@@ -29,9 +29,9 @@ class GlobalStep:
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """What a global step holds over all its packs; every rank finds the same, so none is asked.
+    """Totals of a global step over all its packs; every rank computes them itself, without communication.
 
-    ``num_pairs`` counts the pairs of a token and one that it may look at, itself among them.
+    ``num_pairs`` is the number of pairs of a token and a token it attends to, itself included.
     """
 
     num_tokens: int
@@ -42,11 +42,12 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Packs that a rank holds at a time.
+    """One micro-batch of a rank.
 
-    Shapes: tokens, labels int64 ``[b, s]``; loss_weights float32 ``[b, s]``; positions int64 ``[b, s]`` and lengths (of
-    the conversations of each row, padding being the last) are None where each row is one conversation. ``rows`` are the
-    rows' places in the global step. Labels are already shifted: ``labels[t]`` is the token after ``tokens[t]``.
+    Tokens, labels and positions are int64 ``[b, s]``, loss weights float32 ``[b, s]``. ``lengths`` are those of each
+    row's conversations, padding last; positions and lengths are None if each row is one conversation. ``rows`` are the
+    indices of the rows in the global step, or -1 for a row of padding. Labels are already shifted: ``labels[t]`` is the
+    token after ``tokens[t]``.
     """
 
     tokens: Tensor
@@ -61,14 +62,14 @@ class Batch:
 
 
 def shuffled(num_packs: int, seed: int, epoch: int) -> np.ndarray:
-    """The order in which an epoch's packs are dealt, the same on every rank."""
+    """Return the order of an epoch's packs, the same on every rank."""
     return np.random.default_rng([seed, epoch]).permutation(num_packs)
 
 
 class GlobalLoader:
-    """Deals the packs of a split in the order of (seed, epoch), ``global_batch_size`` a step.
+    """Batches the packs of a split, shuffled by (seed, epoch), with ``global_batch_size`` packs per step.
 
-    The last step of an epoch takes what is left. State is the number of steps taken; all else follows from the inputs.
+    The last step of an epoch has the remaining packs. The only state is the step number, which callers pass.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class GlobalLoader:
         self.is_shuffled = is_shuffled
         self.has_constant_shape = prepared.is_packed or pad_to == "seq_len"
         self.steps_per_epoch = math.ceil(prepared.num_packs(split) / global_batch_size)
-        self._order: tuple[int, np.ndarray] | None = None  # of the epoch last asked for
+        self._order: tuple[int, np.ndarray] | None = None  # of the last requested epoch
 
     def step_at(self, step: int) -> GlobalStep:
-        """The packs of global step ``step`` (from 1)."""
+        """Return the packs of a global step (from 1)."""
         epoch, index = divmod(step - 1, self.steps_per_epoch)
         start = index * self.global_batch_size
         packs = self._epoch_order(epoch)[start : start + self.global_batch_size]
@@ -101,7 +102,7 @@ class GlobalLoader:
         return GlobalStep(step, epoch, tuple(int(pack) for pack in packs), digest.hexdigest())
 
     def state_at(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after global step ``step`` must know of the data to go on with the next."""
+        """Return the state that a checkpoint after global step ``step`` needs to resume with the next step."""
         epoch, index = divmod(step, self.steps_per_epoch)
         return {
             "epoch": epoch,
@@ -113,30 +114,30 @@ class GlobalLoader:
         }
 
     def step_of(self, state: dict[str, Any]) -> int:
-        """The global step that a state was taken after.
+        """Return the global step after which a state was saved.
 
         Raises:
-            DataError: when the state is of other data, another seed or another batch, naming each difference.
+            DataError: The state belongs to other data, another seed or another batch size; lists the differences.
         """
         mine = self.state_at(0)
         names = [name for name in ("seed", "global_batch_size") if state[name] != mine[name]]
-        changes = [f"{name}: {state[name]} then, {mine[name]} now" for name in names]
+        changes = [f"{name}: was {state[name]}, is {mine[name]}" for name in names]
         if state["fingerprint"] != self.prepared.fingerprint:
             old, new = state["inputs"], self.prepared.inputs
             keys = [key for key in new if old.get(key) != new[key]]
-            changes += [f"data.{key}: {old.get(key)} then, {new[key]} now" for key in keys]
+            changes += [f"data.{key}: was {old.get(key)}, is {new[key]}" for key in keys]
         if changes:
             shown = "\n".join(f"  {change}" for change in changes)
             raise DataError(
-                f"the run was saved with other data than it is resumed with:\n{shown}\n"
-                "Put them back, or start a new run in another output_dir."
+                f"the data differs from that of the checkpoint:\n{shown}\n"
+                "Restore the previous values, or start a new run in another output_dir."
             )
         return int(state["epoch"] * self.steps_per_epoch + state["position"] // self.global_batch_size)
 
     def totals(self, step: GlobalStep) -> StepTotals:
-        """What the packs of a step hold together."""
+        """Return the totals over the packs of a step."""
         prepared = self.prepared
-        counts = np.zeros(len(prepared.weights), dtype=np.int64)  # target tokens by the code of their weight
+        counts = np.zeros(len(prepared.weights), dtype=np.int64)  # target tokens by weight code
         num_tokens = num_pairs = 0
         for pack in step.packs:
             for member in prepared.members(self.split, pack):
@@ -148,10 +149,10 @@ class GlobalLoader:
         return StepTotals(num_tokens, int(counts[weights > 0].sum()), float(counts @ weights), num_pairs)
 
     def micro_batches(self, step: GlobalStep, rank: int, world_size: int, micro_batch_size: int) -> list[Batch]:
-        """A rank's share of a step; every rank gets as many micro-batches, empty ones where packs run out.
+        """Return a rank's micro-batches of a step; every rank gets the same number, empty ones if packs run out.
 
-        Packs are dealt in order of length, so that the packs of a micro-batch, and the micro-batches that ranks run at
-        one time, are of about one size.
+        Packs are distributed in order of length, so that the packs of a micro-batch, and the micro-batches that ranks
+        run at the same time, have about the same length.
         """
         rows = sorted(range(len(step.packs)), key=lambda row: (-self._pack_length(step.packs[row]), row))
         per_round = world_size * micro_batch_size
@@ -159,13 +160,13 @@ class GlobalLoader:
         for start in range(0, len(rows), per_round):
             mine = rows[start : start + per_round][rank::world_size]
             batches.append(self.collate({row: step.packs[row] for row in mine}))
-        self.prepared.let_go()
+        self.prepared.release_pages()
         return batches
 
     def collate(self, packs: dict[int, int]) -> Batch:
-        """The tensors of packs, keyed by their row in the global step; without packs, one row of padding.
+        """Return the tensors of packs, keyed by their row in the global step; without packs, one row of padding.
 
-        Packed rows are seq_len long, others as long as the longest of them, or seq_len by choice.
+        Packed rows have seq_len tokens; others as many as the longest of them, or seq_len with ``pad_to="seq_len"``.
         """
         is_packed = self.prepared.is_packed
         longest = max([2, *(self._pack_length(p) for p in packs.values())])
@@ -187,7 +188,7 @@ class GlobalLoader:
                 stop = at + len(ids)
                 tokens[i, at:stop] = ids
                 positions[i, at:stop] = np.arange(len(ids))
-                # A conversation's first token is nobody's target, so no label reaches over a boundary.
+                # The first token of a conversation is never a target, so no label crosses a boundary.
                 loss_weights[i, at : stop - 1] = weights[1:]
                 labels[i, at : stop - 1] = np.where(weights[1:] > 0, ids[1:], IGNORE)
                 lengths.append(len(ids))

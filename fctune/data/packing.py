@@ -1,4 +1,4 @@
-"""Whole conversations into rows of at most seq_len tokens."""
+"""Packing of conversations into rows of at most seq_len tokens."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from numpy.typing import NDArray
 
 
 def pack_best_fit(lengths: Sequence[int] | NDArray[np.int64], seq_len: int) -> list[list[int]]:
-    """Indices of the conversations of each pack, by best-fit decreasing (within 11/9 of the fewest: Johnson 1973).
+    """Pack conversations by best-fit decreasing (at most 11/9 of the optimal number of packs: Johnson 1973).
 
-    The longest conversation left goes where it leaves the least room. Packs, and conversations in a pack, come in the
-    order of their first conversation. Time grows with the number of conversations, not with its square: packs are kept
-    by the room they have left, and a bit set finds the smallest that is enough.
+    The longest remaining conversation goes into the pack where it leaves the least room. Conversations keep their order
+    within a pack, and packs are ordered by their first conversation. Time is linear in the number of conversations:
+    packs are indexed by their free room, and a bit set finds the smallest sufficient one.
 
     Args:
-        lengths: tokens of each conversation, each at most ``seq_len``.
-        seq_len: tokens of a pack.
+        lengths: Number of tokens of each conversation, at most ``seq_len``.
+        seq_len: Number of tokens of a pack.
+
+    Returns:
+        The indices of the conversations of each pack.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     packs: list[list[int]] = []

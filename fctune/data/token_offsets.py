@@ -1,4 +1,4 @@
-"""Token ids of a text and where in it each of them stands, at the least cost that is exact."""
+"""Tokenisation with exact offsets at the least cost."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from typing import AnyStr, Generic
 
 import tokenizers
 
-# The characters by which byte-level vocabularies name bytes: a printable one names itself, the others follow 255.
+# Byte-level vocabularies spell a printable byte as itself and the others with the characters after 255.
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTES = {chr(byte): byte for byte in _PRINTABLE}
 _BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))}
 
-_MAX_KEPT_CHARACTERS = 2**23  # of parts whose tokens are remembered: some 30 MB with them
-
 
 @dataclass(frozen=True, slots=True)
-class PlacedTokens(Generic[AnyStr]):
-    """Token i stands at ``starts[i]:ends[i]`` of ``text``, which is str, or the UTF-8 bytes of what was tokenised.
+class TokenOffsets(Generic[AnyStr]):
+    """Token ids with offsets: token i is at ``starts[i]:ends[i]`` of ``text``, a str or its UTF-8 bytes.
 
-    Neither starts nor ends ever fall. Of a str, the tokens of one character may all stand at that character.
+    Starts and ends never decrease. In a str, several tokens of one character all have the offsets of that character.
     """
 
     ids: list[int]
@@ -32,80 +30,85 @@ class PlacedTokens(Generic[AnyStr]):
     text: AnyStr
 
 
-class PlacingTokenizer:
-    """A fast tokenizer that tells where its tokens stand.
+class OffsetTokenizer:
+    """A fast tokenizer that returns token offsets.
 
-    Its own offsets cost about as much as its merges. Where the vocabulary is of bytes, tokens that join to the very
-    text stand where their lengths say, so they are only asked for where that does not hold.
+    The offsets of the tokenizers library cost about as much as the tokenisation itself. With a byte-level vocabulary,
+    offsets follow from the lengths of the tokens if their concatenation is the text, so the library's are only used
+    otherwise.
 
-    Special tokens cut a text before anything else does, and what lies between them is tokenised by itself. Much of that
-    conversations share, such as the tools of a system prompt, so the tokens of such parts are remembered.
+    A text is split at its special tokens first, and the parts are tokenised independently. Conversations share many
+    parts, such as the tools of a system prompt, so the tokens of parts are cached.
+
+    Args:
+        tokenizer: Fast tokenizer.
+        max_cached_characters: Characters of all cached parts; 2**23 take about 30 MB with their tokens.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer):
+    def __init__(self, tokenizer: tokenizers.Tokenizer, max_cached_characters: int = 2**23):
         self.tokenizer = tokenizer
+        self._max_cached = max_cached_characters
         self._pieces = _Pieces(tokenizer)
-        self._cut = _make_cut(tokenizer)
-        self._known: dict[str, tuple[array[int], array[int]]] = {}  # ids and bytes of each token, of a part
-        self._num_kept = 0
+        self._split = _make_splitter(tokenizer)
+        self._cache: dict[str, tuple[array[int], array[int]]] = {}  # ids and byte lengths of a part's tokens
+        self._num_cached = 0  # characters
 
-    def __reduce__(self) -> tuple[type[PlacingTokenizer], tuple[tokenizers.Tokenizer]]:
-        return PlacingTokenizer, (self.tokenizer,)
+    def __reduce__(self) -> tuple[type[OffsetTokenizer], tuple[tokenizers.Tokenizer]]:
+        return OffsetTokenizer, (self.tokenizer,)
 
     def ids(self, text: str) -> list[int]:
-        """Token ids; no special tokens are added."""
+        """Return token ids without added special tokens."""
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def place(self, text: str) -> PlacedTokens[bytes] | PlacedTokens[str]:
-        """Token ids with their places; no special tokens are added."""
-        parts = list(filter(None, self._cut(text)))
-        known = self._known
-        if new := [part for part in parts if part not in known]:
-            known = self._learn(new, parts)
-        if all(known[part][0] for part in parts):
+    def encode(self, text: str) -> TokenOffsets[bytes] | TokenOffsets[str]:
+        """Return token ids with offsets, without added special tokens."""
+        parts = list(filter(None, self._split(text)))
+        cache = self._cache
+        if new := [part for part in parts if part not in cache]:
+            self._add(new, parts)
+        if all(cache[part][0] for part in parts):
             ids, sizes = array("i"), array("i")
             for part in parts:
-                of_part = known[part]
-                ids += of_part[0]
-                sizes += of_part[1]
+                part_ids, part_sizes = cache[part]
+                ids += part_ids
+                sizes += part_sizes
             ends = list(accumulate(sizes))
-            return PlacedTokens(ids.tolist(), [0, *ends][:-1], ends, text.encode())
+            return TokenOffsets(ids.tolist(), [0, *ends][:-1], ends, text.encode())
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         offsets: list[tuple[int, int]] = encoding.offsets
-        return PlacedTokens(encoding.ids, [start for start, _ in offsets], [end for _, end in offsets], text)
+        return TokenOffsets(encoding.ids, [start for start, _ in offsets], [end for _, end in offsets], text)
 
-    def _learn(self, new: list[str], parts: list[str]) -> dict[str, tuple[array[int], array[int]]]:
-        """Tokenise new parts and remember them; of one whose tokens do not join to it, none are."""
-        self._num_kept += sum(map(len, new))
-        if self._num_kept > _MAX_KEPT_CHARACTERS:
-            self._known.clear()
-            new, self._num_kept = parts, sum(map(len, parts))
-        for part in new:  # one by one: a batch is spread over threads, which costs more than it saves here
+    def _add(self, new: list[str], parts: list[str]) -> None:
+        """Cache the tokens of new parts, or none for a part that is not the concatenation of its tokens."""
+        self._num_cached += sum(map(len, new))
+        if self._num_cached > self._max_cached:
+            self._cache.clear()
+            new, self._num_cached = parts, sum(map(len, parts))
+        for part in new:  # not as a batch, which is spread over threads at a higher cost than it saves here
             ids = self.ids(part)
             pieces = list(map(self._pieces.__getitem__, ids))
             is_exact = b"".join(pieces) == part.encode()
-            self._known[part] = (array("i", ids if is_exact else ()), array("i", map(len, pieces) if is_exact else ()))
-        return self._known
+            self._cache[part] = (array("i", ids if is_exact else ()), array("i", map(len, pieces) if is_exact else ()))
 
 
-def _make_cut(tokenizer: tokenizers.Tokenizer) -> Callable[[str], list[str]]:
-    """What cuts a text at its special tokens, these included, as the tokenizer does; into one part if that is not sure.
+def _make_splitter(tokenizer: tokenizers.Tokenizer) -> Callable[[str], list[str]]:
+    """Return a function that splits a text at its special tokens, these included, as the tokenizer does.
 
-    A special token that takes white space along, stands for whole words alone or is looked for in normalised text cuts
-    in another way.
+    It does not split if a special token strips white space, matches single words only, or is matched in normalised
+    text, since the tokenizer then splits differently.
     """
     special = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content]
     is_plain = all(not (t.lstrip or t.rstrip or t.single_word or t.normalized) for t in special)
     if not special or not is_plain:
         return lambda text: [text]
-    # The longest of those that begin at a place wins.
+    # Of several that start at the same position, the longest wins.
     contents = sorted((re.escape(token.content) for token in special), key=len, reverse=True)
     return re.compile(f"({'|'.join(contents)})").split
 
 
 class _Pieces(dict[int, bytes]):
-    """The bytes of each token, spelt as it is met; those of a token that is not spelt in bytes are none."""
+    """The bytes of each token, looked up on first use; empty for a token that is not spelled in bytes."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer):
         super().__init__({i: token.content.encode() for i, token in tokenizer.get_added_tokens_decoder().items()})

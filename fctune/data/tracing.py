@@ -1,7 +1,7 @@
-"""A chat template that tells which text it printed for which message.
+"""Chat templates that report which text they print for which message.
 
-Its Jinja tree is given a marker at the head of every loop over messages, so one rendering gives the text and its
-division; nothing is guessed from the strings a family of models happens to use.
+A marker is inserted into the Jinja tree at the head of every loop over messages, so one rendering gives the text and
+the spans of its messages without knowledge of the strings that a model family uses.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from fctune.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Text ``[start, stop)`` of a rendering that belongs to one message."""
+    """The text ``[start, stop)`` of a rendering that belongs to one message."""
 
     message: int
     start: int
     stop: int
 
 
-class _Tagged(dict[str, Any]):
-    """A message that knows its place; an attribute, so that a template which dumps the mapping does not see it."""
+class _IndexedMessage(dict[str, Any]):
+    """A message with its index, which is an attribute so that a template that dumps the mapping does not print it."""
 
-    def __init__(self, message: dict[str, Any], place: int):
+    def __init__(self, message: dict[str, Any], index: int):
         super().__init__(message)
-        self.place = place
+        self.index = index
 
 
 class TracedTemplate:
     """A chat template in Jinja, rendered as transformers renders it.
 
     Args:
-        source: the template.
-        variables: what it may use beside messages and tools, such as the special tokens.
+        source: The template's text.
+        variables: Variables in addition to messages and tools, such as the special tokens.
 
     Raises (at construction):
-        DataError: not valid Jinja.
+        DataError: The template is not valid Jinja.
     """
 
     def __init__(self, source: str, variables: dict[str, Any]):
@@ -61,15 +61,15 @@ class TracedTemplate:
     def render(
         self, conversation: Conversation, add_generation_prompt: bool = False, **variables: Any
     ) -> tuple[str, list[Span]]:
-        """The text of a conversation, and its spans: outer ones before those within them.
+        """Return the text of a conversation and the spans of its messages, outer spans before inner ones.
 
         Raises:
-            DataError: when the template refuses it, with the template's own words.
+            DataError: The template rejects the conversation; the error quotes the template's message.
         """
-        # Keys without a value are left out, as transformers leaves them out.
+        # transformers drops keys without a value too.
         messages = [
-            _Tagged({k: v for k, v in message.to_openai().items() if v is not None}, place)
-            for place, message in enumerate(conversation.messages)
+            _IndexedMessage({k: v for k, v in message.to_openai().items() if v is not None}, index)
+            for index, message in enumerate(conversation.messages)
         ]
         tools = [tool.to_openai() for tool in conversation.tools] or None
         try:
@@ -81,13 +81,13 @@ class TracedTemplate:
                 **{**self._variables, **variables, _OPENED: set()},
             )
         except jinja2.TemplateError as error:
-            raise DataError(f"the chat template refuses it: {error}") from None
+            raise DataError(f"the chat template rejects it: {error}") from None
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"the chat template fails on it: {type(error).__name__}: {error}") from None
         return self._take_markers(marked)
 
     def _instrument(self, source: str) -> jinja2.Template:
-        """The template with a marker wherever a loop turns to a message, and one where that loop ends."""
+        """Compile the template with a marker where a loop reaches a message and another where that loop ends."""
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         try:
@@ -105,17 +105,17 @@ class TracedTemplate:
         for number, (body, loop) in enumerate(loops):
             name = loop.target.name  # type: ignore[attr-defined]
             loop.body[:0] = environment.parse(f"{{{{ {name} | fctune_turn({number}) }}}}").body
-            place = next(i for i, statement in enumerate(body) if statement is loop)
-            body[place + 1 : place + 1] = environment.parse(f"{{{{ {number} | fctune_end }}}}").body
+            index = next(i for i, statement in enumerate(body) if statement is loop)
+            body[index + 1 : index + 1] = environment.parse(f"{{{{ {number} | fctune_end }}}}").body
         return environment.from_string(tree)
 
     @jinja2.pass_context
     def _mark_turn(self, context: jinja2.runtime.Context, item: Any, loop: int) -> str:
-        """What a loop prints as it turns to an item: nothing if that is no message, as macros trim and compare text."""
-        if type(item) is not _Tagged:
+        """Return a loop's marker for an item; empty unless it is a message, since macros trim and compare text."""
+        if type(item) is not _IndexedMessage:
             return ""
         context.parent[_OPENED].add(loop)
-        return f"[{self._nonce}:{loop}:{item.place}]"
+        return f"[{self._nonce}:{loop}:{item.index}]"
 
     @jinja2.pass_context
     def _mark_end(self, context: jinja2.runtime.Context, loop: int) -> str:
@@ -130,35 +130,35 @@ class TracedTemplate:
         plain = "".join(parts[::3])
         spans: list[Span] = []
         length = 0
-        # Loops over messages that we are in, outermost first: their number, the message they are at, where it began.
+        # Open loops over messages, outermost first: loop number, current message, start of its text.
         stack: list[tuple[str, int, int]] = []
 
         def close(message: int, start: int) -> None:
             if not plain[start:length].isspace() and length > start:
                 spans.append(Span(message, start, length))
 
-        for text, number, place in itertools.zip_longest(parts[::3], parts[1::3], parts[2::3]):
+        for text, number, index in itertools.zip_longest(parts[::3], parts[1::3], parts[2::3]):
             length += len(text)
             if number is None:
                 break
             if stack and stack[-1][0] == number:
                 close(*stack.pop()[1:])
-            if place:
-                stack.append((number, int(place), length))
+            if index:
+                stack.append((number, int(index), length))
         return plain, sorted(spans, key=lambda span: (span.start, -span.stop))
 
 
-_OPENED = "fctune_opened"  # the variable of a rendering that holds the loops which are at a message
-_NOT_KEYS = frozenset({*dir(dict), "place"})
+_OPENED = "fctune_opened"  # template variable: the loops that are at a message
+_NOT_KEYS = frozenset({*dir(dict), "index"})
 
 
-def _get_attribute(environment: jinja2.Environment, fall_back: Callable[[Any, str], Any], value: Any, name: str) -> Any:
-    """``value.name`` in a template; most are keys of a message or tool, for which the sandbox has no question."""
-    if type(value) in (dict, _Tagged) and name not in _NOT_KEYS:
+def _get_attribute(environment: jinja2.Environment, fallback: Callable[[Any, str], Any], value: Any, name: str) -> Any:
+    """Return ``value.name`` in a template; keys of messages and tools need no check by the sandbox."""
+    if type(value) in (dict, _IndexedMessage) and name not in _NOT_KEYS:
         return value[name] if name in value else environment.undefined(obj=value, name=name)
-    return fall_back(value, name)
+    return fallback(value, name)
 
 
 def _bodies(node: nodes.Node) -> list[list[nodes.Node]]:
-    """Every list of statements of a node of the Jinja tree."""
+    """Return the lists of statements of a node of the Jinja tree."""
     return [body for field in ("body", "else_") if isinstance(body := getattr(node, field, None), list)]

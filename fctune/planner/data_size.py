@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fctune.config.schema import RunConfig
+from fctune.data.fingerprint import FileDigests, fingerprint_inputs
 from fctune.data.loader import shuffled
-from fctune.data.prepared_set import PreparedSet, fingerprint_inputs, open_prepared, prepared_root
-from fctune.data.sources.fingerprint import FileDigests
+from fctune.data.prepared_set import PreparedSet, open_prepared, prepared_root
 from fctune.errors import ConfigError
 
 # Share of packed places that hold a token, and of tokens that are learnt, where nothing was counted. The first is what

@@ -81,7 +81,7 @@ def test_show_prints_the_row_and_how_much_of_it_is_learnt(
     assert main(["data", "show", rows, "--row", "2", "--tokenizer", str(tiny_base)]) == 0
     shown = capsys.readouterr().out
     assert "Hello.<|eot_id|>" in shown
-    assert "of them learnt" in shown
+    assert "of them supervised" in shown
 
 
 def test_prepare_writes_the_set_that_training_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +93,7 @@ def test_prepare_writes_the_set_that_training_opens(tmp_path: Path, capsys: pyte
     stamp = (prepared / "meta.json").stat().st_mtime_ns
     assert main([*arguments, *overrides]) == 0
     assert (prepared / "meta.json").stat().st_mtime_ns == stamp
-    assert "30 conversations of 30 rows" in capsys.readouterr().out
+    assert "30 conversations from 30 rows" in capsys.readouterr().out
 
 
 def test_synthetic_rows_and_cases_are_written_as_files(tmp_path: Path) -> None:

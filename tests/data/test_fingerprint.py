@@ -1,78 +1,145 @@
-"""A file's digest is that of its content, whatever was kept from an earlier start."""
+"""Fingerprints change with every input that matters, and cached digests of files are never stale."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fctune.data.sources import fingerprint
-from fctune.data.sources.fingerprint import FileDigests
+from fctune.config.schema import DataConfig, SourceConfig
+from fctune.data.fingerprint import IGNORED_KEYS, FileDigests, fingerprint_inputs, fingerprint_source
 
 
 def content_digest(path: Path) -> str:
     return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
 
 
-@pytest.fixture
-def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of this moment count as settled, so that tests need not wait."""
-    monkeypatch.setattr(fingerprint, "_SETTLED_NS", -(10**12))
+def open_cache(path: Path) -> FileDigests:
+    """Digests that are cached for files of any age, so that tests need not wait."""
+    return FileDigests(path, settled_ns=-(10**12))
 
 
-@pytest.mark.usefixtures("settled")
-def test_a_kept_digest_is_taken_without_reading(tmp_path: Path) -> None:
-    rows, kept = tmp_path / "rows.jsonl", tmp_path / "kept.json"
+def test_a_cached_digest_is_used_without_reading_the_file(tmp_path: Path) -> None:
+    rows, cache = tmp_path / "rows.jsonl", tmp_path / "cache.json"
     rows.write_text("one\n")
-    first = FileDigests(kept)
+    first = open_cache(cache)
     assert first.digest(rows) == content_digest(rows)
-    first.keep()
-    entries = json.loads(kept.read_text())
-    entries[str(rows)][-1] = "as kept"
-    kept.write_text(json.dumps(entries))
-    assert FileDigests(kept).digest(rows) == "as kept"
+    first.save()
+    entries = json.loads(cache.read_text())
+    entries[str(rows)][-1] = "as cached"
+    cache.write_text(json.dumps(entries))
+    assert open_cache(cache).digest(rows) == "as cached"
 
 
-@pytest.mark.usefixtures("settled")
-def test_a_change_that_hides_its_time_and_size_is_seen(tmp_path: Path) -> None:
-    rows, kept = tmp_path / "rows.jsonl", tmp_path / "kept.json"
+def test_a_change_that_restores_time_and_size_is_detected(tmp_path: Path) -> None:
+    rows, cache = tmp_path / "rows.jsonl", tmp_path / "cache.json"
     rows.write_text("one\n")
-    digests = FileDigests(kept)
+    digests = open_cache(cache)
     before, stamp = digests.digest(rows), rows.stat().st_mtime_ns
-    digests.keep()
+    digests.save()
     rows.write_text("two\n")
     os.utime(rows, ns=(stamp, stamp))
-    assert FileDigests(kept).digest(rows) == content_digest(rows) != before
+    assert open_cache(cache).digest(rows) == content_digest(rows) != before
 
 
-def test_a_file_of_this_moment_is_not_kept(tmp_path: Path) -> None:
-    rows, kept = tmp_path / "rows.jsonl", tmp_path / "kept.json"
+def test_the_digest_of_a_file_that_just_changed_is_not_cached(tmp_path: Path) -> None:
+    rows, cache = tmp_path / "rows.jsonl", tmp_path / "cache.json"
     rows.write_text("one\n")
-    digests = FileDigests(kept)
+    digests = FileDigests(cache)
     digests.digest(rows)
-    digests.keep()
-    assert not kept.exists()
+    digests.save()
+    assert not cache.exists()
 
 
-@pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b'{"a": []}', b"\xff\xfe"])
-def test_what_is_kept_may_be_damaged(content: bytes, tmp_path: Path) -> None:
-    rows, kept = tmp_path / "rows.jsonl", tmp_path / "kept.json"
+def test_a_damaged_cache_is_ignored(content: bytes, tmp_path: Path) -> None:
+    rows, cache = tmp_path / "rows.jsonl", tmp_path / "cache.json"
     rows.write_text("one\n")
-    kept.write_bytes(content)
-    digests = FileDigests(kept)
+    cache.write_bytes(content)
+    digests = open_cache(cache)
     assert digests.digest(rows) == content_digest(rows)
-    digests.keep()
-    assert FileDigests(kept).digest(rows) == content_digest(rows)
+    digests.save()
+    assert open_cache(cache).digest(rows) == content_digest(rows)
 
 
-@pytest.mark.usefixtures("settled")
-def test_a_place_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_ignored(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("one\n")
-    digests = FileDigests(tmp_path / "missing" / "kept.json")
+    digests = open_cache(tmp_path / "missing" / "cache.json")
     assert digests.digest(rows) == content_digest(rows)
-    digests.keep()
+    digests.save()
+
+
+# A different valid value for every data key. A key that is added to DataConfig needs one here.
+CHANGES: dict[str, Any] = {
+    "sources": [SourceConfig(path="synthetic:train:9:1")],
+    "validation_share": 0.5,
+    "max_samples": 3,
+    "seq_len": 256,
+    "packed": False,
+    "pad_to": "seq_len",
+    "train_on": "calls",
+    "call_weight": 2.0,
+    "on_invalid": "skip",
+    "overlong": "drop",
+    "parallel_calls": "split",
+    "prepared_dir": "elsewhere",
+}
+
+
+@pytest.mark.parametrize("key", [field.name for field in fields(DataConfig)])
+def test_every_data_key_changes_the_fingerprint_unless_it_is_listed_as_ignored(key: str, tiny_base: Path) -> None:
+    config = DataConfig(sources=[SourceConfig(path="synthetic:train:9:0")])
+    changed = replace(config, **{key: CHANGES[key]})
+    assert changed != config
+    is_same = fingerprint_inputs(changed, tiny_base) == fingerprint_inputs(config, tiny_base)
+    assert is_same is (key in IGNORED_KEYS)
+
+
+@pytest.mark.parametrize("change", [{"weight": 2.0}, {"format": "openai"}, {"path": "synthetic:train:9:1"}])
+def test_every_key_of_a_source_changes_the_fingerprint(change: dict[str, Any], tiny_base: Path) -> None:
+    assert {field.name for field in fields(SourceConfig)} == {"path", "format", "weight"}
+    source = SourceConfig(path="synthetic:train:9:0")
+    names = {fingerprint_inputs(DataConfig(sources=[one]), tiny_base)[0] for one in (source, replace(source, **change))}
+    assert len(names) == 2
+
+
+def test_a_key_added_to_the_data_config_counts_by_default(tiny_base: Path) -> None:
+    extended = make_dataclass("Extended", [("new_key", int, 1)], bases=(DataConfig,), kw_only=True)
+    sources = [SourceConfig(path="synthetic:train:9:0")]
+    names = {fingerprint_inputs(extended(sources=sources, new_key=value), tiny_base)[0] for value in (1, 2)}
+    assert len(names) == 2
+
+
+def test_the_contents_of_rows_and_tokenizer_change_the_fingerprint(tiny_base: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": []}\n')
+    config = DataConfig(sources=[SourceConfig(path=str(rows))])
+    names = {fingerprint_inputs(config, tiny_base)[0]}
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).write_text((tiny_base / name).read_text() + " ")
+        names.add(fingerprint_inputs(config, model)[0])
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    names.add(fingerprint_inputs(config, model)[0])
+    rows.write_text('{"messages": [1]}\n')
+    names.add(fingerprint_inputs(config, tiny_base)[0])
+    assert len(names) == 5
+
+
+def test_synthetic_rows_are_fingerprinted_with_the_code_and_data_that_generate_them() -> None:
+    read: list[str] = []
+
+    class RecordingDigests(FileDigests):
+        def digest(self, path: str | Path) -> str:
+            read.append(Path(path).name)
+            return super().digest(path)
+
+    fingerprint_source("synthetic:train:9:0", RecordingDigests())
+    assert {"cases.py", "words.py", "target_tools.yaml"} <= set(read)

@@ -17,7 +17,7 @@ from fctune.config.schema import DataConfig, SourceConfig
 from fctune.data.encoding import Counts, encode_sources
 from fctune.data.loader import IGNORE, GlobalLoader
 from fctune.data.packing import pack_best_fit
-from fctune.data.prepared_set import PreparedSet, fingerprint_inputs, is_validation, open_prepared, prepare
+from fctune.data.prepared_set import PreparedSet, is_validation, open_prepared, prepare
 from fctune.data.synthetic import iter_conversations
 from fctune.errors import DataError
 
@@ -142,34 +142,6 @@ def test_a_second_start_opens_the_same_set(tiny_base: Path, tmp_path: Path) -> N
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == [first.path.name]
 
 
-def test_any_input_changes_the_fingerprint(tiny_base: Path, make_model: Callable[..., Path], tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
-    rows.write_text(json.dumps(row) + "\n")
-    names = {fingerprint_inputs(data_config(str(rows)), tiny_base)[0]}
-    for changes in (
-        {"seq_len": 256},
-        {"packed": True},
-        {"train_on": "calls"},
-        {"call_weight": 2.0},
-        {"validation_share": 0.5},
-        {"overlong": "drop"},
-        {"on_invalid": "skip"},
-        {"max_samples": 3},
-        {"parallel_calls": "split"},
-        {"sources": [SourceConfig(path=str(rows), weight=2.0)]},
-    ):
-        names.add(fingerprint_inputs(data_config(str(rows), **changes), tiny_base)[0])
-    model = tmp_path / "model"
-    model.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (model / name).write_text((tiny_base / name).read_text() + " ")
-    names.add(fingerprint_inputs(data_config(str(rows)), model)[0])
-    rows.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
-    names.add(fingerprint_inputs(data_config(str(rows)), tiny_base)[0])
-    assert len(names) == 13
-
-
 def test_the_validation_split_holds_when_rows_are_added() -> None:
     digests = np.array([(i * 2654435761 % 2**32) << 32 for i in range(10_000)], dtype=np.uint64)
     assert abs(is_validation(digests, 0.1).mean() - 0.1) < 0.01
@@ -234,7 +206,7 @@ def test_rows_without_anything_to_learn_are_counted_and_dropped(
 ) -> None:
     rows = write_rows([{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}])
     with pytest.raises(
-        DataError, match=r"no row to train on: 1 read, 1 with nothing to learn under data\.train_on=calls"
+        DataError, match=r"no row to train on: 1 read, 1 without supervised tokens under data\.train_on=calls"
     ):
         prepare(data_config(str(rows), train_on="calls"), tiny_base, tmp_path)
 
@@ -284,10 +256,10 @@ def test_a_saved_state_tells_the_step_it_was_taken_after(prepared: PreparedSet, 
 def test_a_state_of_other_data_is_refused_with_what_changed(tiny_base: Path, tmp_path: Path) -> None:
     one = GlobalLoader(prepare(data_config(), tiny_base, tmp_path), "train", 4, 1)
     longer = prepare(data_config(seq_len=1024), tiny_base, tmp_path)
-    with pytest.raises(DataError, match=r"data\.seq_len: 512 then, 1024 now"):
+    with pytest.raises(DataError, match=r"data\.seq_len: was 512, is 1024"):
         GlobalLoader(longer, "train", 4, 1).step_of(one.state_at(3))
     other_seed = GlobalLoader(one.prepared, "train", 4, 2)
-    with pytest.raises(DataError, match="seed: 1 then, 2 now"):
+    with pytest.raises(DataError, match="seed: was 1, is 2"):
         other_seed.step_of(one.state_at(3))
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from fctune.data.supervision import Policy
+from fctune.data.supervision import SupervisionConfig
 from fctune.errors import DataError
 
 _spec = importlib.util.find_spec("trl")
@@ -166,7 +166,7 @@ def test_a_template_that_takes_one_call_a_turn_refuses_or_splits(name: str, tmp_
     if name == "llama3_1":
         with pytest.raises(DataError, match="single tool-calls"):
             ChatTemplate(model).encode(parallel)
-    split = ChatTemplate(model, Policy(parallel_calls="split")).encode(parallel)
+    split = ChatTemplate(model, SupervisionConfig(parallel_calls="split")).encode(parallel)
     text = ChatTemplate(model).tokenizer.decode(split.tokens)
     assert text.index("Bergen") < text.index("Oslo")
     assert json.dumps({"town": "Oslo"}) in text

@@ -12,7 +12,7 @@ import pytest
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.sources import Defect, read_source
-from fctune.data.supervision import Policy, split_parallel_calls
+from fctune.data.supervision import SupervisionConfig, split_parallel_calls
 from fctune.data.synthetic import iter_conversations
 from fctune.errors import ConfigError, DataError
 from tests.conftest import REAL_DATA
@@ -116,7 +116,7 @@ def test_train_on_chooses_turns(tiny_base: Path) -> None:
         (WEATHER,),
     )
     counts = {
-        name: len(supervised_text(ChatTemplate(tiny_base, Policy(train_on=name)), conversation))  # type: ignore[arg-type]
+        name: len(supervised_text(ChatTemplate(tiny_base, SupervisionConfig(train_on=name)), conversation))  # type: ignore[arg-type]
         for name in ("assistant", "last_assistant", "calls")
     }
     assert counts == {"assistant": 3, "last_assistant": 1, "calls": 1}
@@ -132,7 +132,7 @@ def test_message_weights_and_call_weights_scale_their_tokens(tiny_base: Path) ->
         ),
         (WEATHER,),
     )
-    template = ChatTemplate(tiny_base, Policy(call_weight=3.0))
+    template = ChatTemplate(tiny_base, SupervisionConfig(call_weight=3.0))
     encoded = template.encode(conversation)
     by_weight = {
         weight: template.tokenizer.decode(

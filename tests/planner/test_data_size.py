@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 
 from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
+from fctune.data.fingerprint import fingerprint_inputs
 from fctune.data.loader import GlobalLoader
-from fctune.data.prepared_set import fingerprint_inputs, prepare, prepared_root
+from fctune.data.prepared_set import prepare, prepared_root
 from fctune.errors import DataError
 from fctune.planner.data_size import measure_data
 from tests.conftest import ROOT, TINY_BASE
@@ -84,7 +86,8 @@ def test_a_damaged_set_is_said_and_not_taken_for_none(tmp_path: Path) -> None:
 
 
 def test_files_whose_digests_were_kept_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fctune.data.sources.fingerprint._SETTLED_NS", 0)
+    now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() + 10**10)  # digests of files this young are not cached
     config = tiny(tmp_path)
     prepare(config.data, TINY_BASE, prepared_root(config))
 

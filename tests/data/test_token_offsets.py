@@ -1,4 +1,4 @@
-"""Tokens stand where the tokenizer's own offsets say, whichever way their places were found."""
+"""Token offsets equal those of the tokenizers library, however they were computed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.synthetic import iter_conversations
-from fctune.data.token_offsets import PlacedTokens, PlacingTokenizer
+from fctune.data.token_offsets import OffsetTokenizer, TokenOffsets
 
 SPECIAL = ["<|eot_id|>", "<|start_header_id|>"]
 
 
 @pytest.fixture(scope="module")
-def byte_level(tiny_base: Path) -> PlacingTokenizer:
+def byte_level(tiny_base: Path) -> OffsetTokenizer:
     return ChatTemplate(tiny_base).encoder.tokenizer
 
 
-def train(pre: pre_tokenizers.PreTokenizer, normalizer: normalizers.Normalizer | None = None) -> PlacingTokenizer:
+def train(pre: pre_tokenizers.PreTokenizer, normalizer: normalizers.Normalizer | None = None) -> OffsetTokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre, decoders.ByteLevel()
     if normalizer is not None:
@@ -31,15 +31,20 @@ def train(pre: pre_tokenizers.PreTokenizer, normalizer: normalizers.Normalizer |
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(text, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet))
     tokenizer.add_special_tokens(SPECIAL)
-    return PlacingTokenizer(tokenizer)
+    return OffsetTokenizer(tokenizer)
 
 
-def to_characters(placed: PlacedTokens[bytes] | PlacedTokens[str], text: str) -> list[tuple[int, int]]:
-    """Places in characters: a token within a character stands at all of it."""
-    if isinstance(placed.text, str):
-        return list(zip(placed.starts, placed.ends, strict=True))
+@pytest.fixture(scope="module")
+def normalising() -> OffsetTokenizer:
+    return train(pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.NFC())
+
+
+def to_characters(encoded: TokenOffsets[bytes] | TokenOffsets[str], text: str) -> list[tuple[int, int]]:
+    """Convert offsets to characters; a token within a character has the offsets of that character."""
+    if isinstance(encoded.text, str):
+        return list(zip(encoded.starts, encoded.ends, strict=True))
     index = [i for i, character in enumerate(text) for _ in character.encode()]
-    return [(index[a], index[b - 1] + 1) for a, b in zip(placed.starts, placed.ends, strict=True)]
+    return [(index[a], index[b - 1] + 1) for a, b in zip(encoded.starts, encoded.ends, strict=True)]
 
 
 texts = st.lists(
@@ -50,43 +55,34 @@ texts = st.lists(
 
 @given(text=texts)
 @settings(max_examples=300, deadline=None)
-def test_places_are_those_of_the_tokenizer(text: str, byte_level: PlacingTokenizer) -> None:
+def test_offsets_equal_the_tokenizers(text: str, byte_level: OffsetTokenizer) -> None:
     text = text.encode("utf-8", "ignore").decode()
     encoding = byte_level.tokenizer.encode(text, add_special_tokens=False)
-    placed = byte_level.place(text)
-    assert isinstance(placed.text, bytes)
-    assert placed.ids == encoding.ids == byte_level.ids(text)
-    assert to_characters(placed, text) == encoding.offsets
+    encoded = byte_level.encode(text)
+    assert isinstance(encoded.text, bytes)
+    assert encoded.ids == encoding.ids == byte_level.ids(text)
+    assert to_characters(encoded, text) == encoding.offsets
 
 
 @given(text=texts)
 @settings(max_examples=150, deadline=None)
-def test_a_text_that_the_tokenizer_changes_is_placed_by_its_own_offsets(text: str) -> None:
+def test_text_that_the_tokenizer_normalises_has_the_tokenizers_offsets(text: str, normalising: OffsetTokenizer) -> None:
     text = text.encode("utf-8", "ignore").decode()
-    tokenizer = _normalising()
+    tokenizer = normalising
     encoding = tokenizer.tokenizer.encode(text, add_special_tokens=False)
-    placed = tokenizer.place(text)
-    assert placed.ids == encoding.ids
-    assert to_characters(placed, text) == encoding.offsets
+    encoded = tokenizer.encode(text)
+    assert encoded.ids == encoding.ids
+    assert to_characters(encoded, text) == encoding.offsets
     changed = tokenizer.tokenizer.normalizer.normalize_str(text) != text
-    assert isinstance(placed.text, str) or not changed
-
-
-_made: list[PlacingTokenizer] = []
-
-
-def _normalising() -> PlacingTokenizer:
-    if not _made:
-        _made.append(train(pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.NFC()))
-    return _made[0]
+    assert isinstance(encoded.text, str) or not changed
 
 
 @given(rows=st.lists(texts, min_size=2, max_size=6))
 @settings(max_examples=150, deadline=None)
-def test_parts_that_were_met_before_have_the_tokens_of_the_whole(rows: list[str], byte_level: PlacingTokenizer) -> None:
+def test_cached_parts_have_the_same_tokens_as_the_complete_text(rows: list[str], byte_level: OffsetTokenizer) -> None:
     for row in rows * 2:
         text = row.encode("utf-8", "ignore").decode()
-        assert byte_level.place(text).ids == byte_level.ids(text)
+        assert byte_level.encode(text).ids == byte_level.ids(text)
 
 
 @pytest.mark.parametrize(
@@ -99,29 +95,29 @@ def test_parts_that_were_met_before_have_the_tokens_of_the_whole(rows: list[str]
     ],
     ids=["left", "right", "word", "normalised"],
 )
-def test_a_special_token_that_takes_more_than_itself_cuts_as_the_tokenizer_does(token: tokenizers.AddedToken) -> None:
+def test_special_tokens_that_match_more_than_their_text_split_as_in_the_tokenizer(token: tokenizers.AddedToken) -> None:
     tokenizer = train(pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.NFC())
     tokenizer.tokenizer.add_tokens([token])
-    tokenizer = PlacingTokenizer(tokenizer.tokenizer)
+    tokenizer = OffsetTokenizer(tokenizer.tokenizer)
     for text in ("one <cut> two", "one<cut>two", "cut cutter cut.", "e\u0301 <cut> e\u0301"):
         encoding = tokenizer.tokenizer.encode(text, add_special_tokens=False)
         for _ in range(2):
-            placed = tokenizer.place(text)
-            assert (placed.ids, to_characters(placed, text)) == (encoding.ids, encoding.offsets)
+            encoded = tokenizer.encode(text)
+            assert (encoded.ids, to_characters(encoded, text)) == (encoding.ids, encoding.offsets)
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fctune.data.token_offsets._MAX_KEPT_CHARACTERS", 200)
-    tokenizer = train(pre_tokenizers.ByteLevel(add_prefix_space=False))
+def test_the_cache_is_bounded() -> None:
+    trained = train(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer = OffsetTokenizer(trained.tokenizer, max_cached_characters=200)
     for number in range(100):
         text = f"row {number}<|eot_id|> and more of it"
-        assert tokenizer.place(text).ids == tokenizer.ids(text)
-        assert sum(map(len, tokenizer._known)) <= 200 + len(text)
+        assert tokenizer.encode(text).ids == tokenizer.ids(text)
+        assert sum(map(len, tokenizer._cache)) <= 200 + len(text)
 
 
-def test_a_vocabulary_of_words_is_placed_by_its_own_offsets() -> None:
+def test_a_vocabulary_of_words_has_the_tokenizers_offsets() -> None:
     tokenizer = train(pre_tokenizers.Metaspace())
     for text in ("Hello there", "find_probe(é)", ""):
         encoding = tokenizer.tokenizer.encode(text, add_special_tokens=False)
-        placed = tokenizer.place(text)
-        assert (placed.ids, to_characters(placed, text)) == (encoding.ids, encoding.offsets)
+        encoded = tokenizer.encode(text)
+        assert (encoded.ids, to_characters(encoded, text)) == (encoding.ids, encoding.offsets)
