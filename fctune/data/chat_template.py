@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -143,14 +144,12 @@ def load_tokenizer(model_dir: Path) -> Any:
     Raises:
         ConfigError: The tokenizer is missing, broken, not a fast one, or has no chat template.
     """
-    from transformers import AutoTokenizer
-
     files = ("tokenizer.json", "tokenizer_config.json")
     missing = [name for name in files if not (model_dir / name).is_file()]
     if missing:
         raise ConfigError(f"{model_dir}: no {' or '.join(missing)} there; download the complete model directory.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
+        tokenizer = _load_tokenizer(model_dir)
     except Exception as error:  # broken files make the library raise exceptions of many types
         raise ConfigError(f"{model_dir}: its tokenizer cannot be loaded ({type(error).__name__}: {error}).") from None
     if not tokenizer.is_fast:
@@ -163,6 +162,26 @@ def load_tokenizer(model_dir: Path) -> Any:
             "template that renders tools as chat_template.jinja."
         )
     return tokenizer
+
+
+def _load_tokenizer(model_dir: Path) -> Any:
+    """Load a tokenizer as AutoTokenizer does, without importing its model's code.
+
+    AutoTokenizer loads the model's config class, which takes three seconds of imports. If the tokenizer's class is
+    declared, it only needs the model type, which a plain config has too.
+    """
+    from transformers import AutoTokenizer
+    from transformers.configuration_utils import PreTrainedConfig
+
+    declared = json.loads((model_dir / "tokenizer_config.json").read_text(encoding="utf-8"))
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    if declared.get("tokenizer_class") and "auto_map" not in declared and (model_dir / "config.json").is_file():
+        values = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+        config = options["config"] = PreTrainedConfig(name_or_path=str(model_dir))
+        for key in ("model_type", "model_name", "tokenizer_class"):
+            if key in values:
+                setattr(config, key, values[key])
+    return AutoTokenizer.from_pretrained(str(model_dir), **options)
 
 
 _PROBE_TOOL = Tool(

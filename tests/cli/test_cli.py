@@ -168,7 +168,7 @@ def test_the_command_can_be_run_as_a_module() -> None:
         (["data", "check", "pyproject.toml", "--seq-len", "5"], "needs --tokenizer"),
         (["data", "check", "configs", "--tokenizer", "no/such"], "no tokenizer.json"),
         (["data", "show", "synthetic:train:3:1", "--row", "9", "--tokenizer", "TINY"], "fewer than 9 rows"),
-        (["data", "show", "synthetic:train:3:1", "--row", "0", "--tokenizer", "TINY"], "rows count from 1"),
+        (["data", "show", "synthetic:train:3:1", "--row", "0", "--tokenizer", "TINY"], "rows are numbered from 1"),
         (["data", "prepare", "--config", "no/such.yaml"], "no such config file"),
         (["data", "synthetic", "train", "--rows", "0", "--out", "x"], "expected 1 or more"),
         (["data", "synthetic", "train", "--rows", "1", "--out", "/proc/nowhere/x"], "cannot be written"),

@@ -6,10 +6,12 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
-from fctune.data.chat_template import ChatTemplate
+from fctune.data.chat_template import ChatTemplate, load_tokenizer
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.sources import Defect, read_source
 from fctune.data.supervision import SupervisionConfig, split_parallel_calls
@@ -223,6 +225,39 @@ def test_a_template_that_cannot_be_trained_on_is_refused(
 ) -> None:
     with pytest.raises((ConfigError, DataError), match=words):
         ChatTemplate(broken(source))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "unheard_of"])
+@pytest.mark.parametrize(
+    "tokenizer_class", ["PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizerFast", "Qwen2Tokenizer", None]
+)
+def test_the_tokenizer_is_the_one_that_transformers_loads(
+    model_type: str, tokenizer_class: str | None, tiny_base: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(tiny_base, path)
+    for name, key, value in (
+        ("config.json", "model_type", model_type),
+        ("tokenizer_config.json", "tokenizer_class", tokenizer_class),
+    ):
+        content = json.loads((path / name).read_text()) | {key: value}
+        (path / name).write_text(json.dumps(content))
+
+    def describe(load: Callable[[], Any]) -> tuple[type, str, dict[str, Any], str] | type[Exception]:
+        try:
+            tokenizer = load()
+        except Exception as error:
+            return type(error)
+        return (
+            type(tokenizer),
+            tokenizer.backend_tokenizer.to_str(),
+            tokenizer.special_tokens_map,
+            tokenizer.get_chat_template(),
+        )
+
+    expected = describe(lambda: AutoTokenizer.from_pretrained(str(path), local_files_only=True))
+    found = describe(lambda: load_tokenizer(path))
+    assert found == (ConfigError if isinstance(expected, type) else expected)
 
 
 def test_a_broken_or_missing_tokenizer_is_named(tiny_base: Path, tmp_path: Path) -> None:

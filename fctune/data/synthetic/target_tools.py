@@ -98,8 +98,8 @@ def load_target_tools() -> TargetTools:
 def _make_tool(
     name: str, arguments: dict[str, dict[str, Any]], train: list[str], held_out: list[str], **more: Any
 ) -> TargetTool:
-    slots = {
-        argument: Slot(**{key: tuple(value) if isinstance(value, list) else value for key, value in slot.items()})
-        for argument, slot in arguments.items()
-    }
+    slots: dict[str, Slot] = {}
+    for argument, entry in arguments.items():
+        slot: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+        slots[argument] = Slot(**slot)
     return TargetTool(name, slots=slots, train=tuple(train), held_out=tuple(held_out), **more)
