@@ -84,9 +84,9 @@ def _check_data(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         write_file(arguments.json, "--json", lambda: json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
     if arguments.html is not None:
-        from fctune.report import write_html
+        from fctune.report.data_page import write_data_html
 
-        write_file(arguments.html, "--html", lambda: write_html(report, arguments.html))
+        write_file(arguments.html, "--html", lambda: write_data_html(report, arguments.html))
     return 0 if report.is_usable(arguments.on_invalid) else 1
 
 

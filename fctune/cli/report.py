@@ -1,4 +1,4 @@
-"""``fctune report``: runs as one page."""
+"""``fctune report``: write the page of one or more runs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ _STYLES = {"PASS": "green", "FAIL": "red"}
 
 
 def add_commands(commands: Any) -> None:
-    """Add ``fctune report`` to the command."""
-    report = commands.add_parser("report", help="runs: one page of what was trained, how it went, what it took")
-    report.add_argument(
-        "runs", nargs="+", metavar="RUN_DIR", help="output_dir of a run; several are laid over each other"
-    )
+    """Add ``fctune report`` to the command line."""
+    report = commands.add_parser("report", help="write an HTML page of one run, or a comparison of several")
+    report.add_argument("runs", nargs="+", metavar="RUN_DIR", help="output_dir of a run; several runs are compared")
     report.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
     report.add_argument(
-        "--after", metavar="FILE", help="results of eval.tool_calls; default: found by the run's exports"
+        "--after",
+        metavar="FILE",
+        help="evaluation results of the trained model; default: search for results of the run's exports",
     )
-    report.add_argument("--before", metavar="FILE", help="results of the base on the same cases")
+    report.add_argument("--before", metavar="FILE", help="evaluation results of the base model on the same cases")
     report.add_argument(
         "--price",
         type=float,
         metavar="X",
-        help="of a GPU-hour, in your currency; default: price_per_gpu_hour of each run's config",
+        help="price of a GPU-hour in any currency; default: price_per_gpu_hour of each run's config",
     )
-    report.add_argument("--strict", action="store_true", help="judge all runs; what was not measured is a failure, too")
+    report.add_argument(
+        "--strict", action="store_true", help="judge all runs and fail if a success criterion was not measured"
+    )
     report.set_defaults(run=_report)
 
 
@@ -42,9 +44,9 @@ def _report(arguments: argparse.Namespace) -> int:
     from fctune.runs.success import format_criteria, is_success, judge_run
 
     if (arguments.after or arguments.before) and len(arguments.runs) > 1:
-        raise ConfigError("--after, --before: are of one run; of several, results are found by their exports.")
+        raise ConfigError("--after, --before: only for a single run; several runs find their results by themselves.")
     if arguments.before and not arguments.after:
-        raise ConfigError("--before: needs --after, the results that it is compared with.")
+        raise ConfigError("--before: needs --after, the results to compare it with.")
     if arguments.price is not None and not 0 <= arguments.price < math.inf:
         raise ConfigError(f"--price {arguments.price}: expected 0 or more.")
     records = [read_run(path) for path in arguments.runs]
@@ -52,19 +54,19 @@ def _report(arguments: argparse.Namespace) -> int:
         accuracies = [[pair_results(arguments.after, arguments.before)]]
     else:
         accuracies = [find_accuracies(record) for record in records]
-    verdicts = [
+    criteria = [
         judge_run(record, None, found, records) if arguments.strict or record.config.get("success") is not None else []
         for record, found in zip(records, accuracies, strict=True)
     ]
     write_file(
-        arguments.out, "--out", lambda: write_run_html(records, arguments.out, accuracies, verdicts, arguments.price)
+        arguments.out, "--out", lambda: write_run_html(records, arguments.out, accuracies, criteria, arguments.price)
     )
     console = Terminal(soft_wrap=True, highlight=False, markup=False)
-    for record, judged in zip(records, verdicts, strict=True):
+    for record, judged in zip(records, criteria, strict=True):
         for note in record.notes():
             console.print(f"{record.path}: {note}", style="yellow")
         for line, criterion in zip(format_criteria(judged), judged, strict=True):
             console.print(f"{record.path}: {line}", style=_STYLES.get(criterion.status))
     num_steps = sum(len(record.metrics.steps) for record in records)
     console.print(f"{arguments.out}: {len(records)} {'run' if len(records) == 1 else 'runs'}, {num_steps:,} steps")
-    return 0 if all(is_success(judged, arguments.strict) for judged in verdicts) else 1
+    return 0 if all(is_success(judged, arguments.strict) for judged in criteria) else 1

@@ -1,4 +1,4 @@
-"""``fctune watch``: a run in the terminal, from its files, while it goes on and afterwards."""
+"""``fctune watch``: show a run in the terminal while it trains, or after it ended."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import argparse
 import time
 from typing import Any
 
-from rich.live import Live
-
 from fctune.errors import ConfigError
 from fctune.terminal import Terminal
 
 
 def add_commands(commands: Any) -> None:
-    """Add ``fctune watch`` to the command."""
-    watch = commands.add_parser("watch", help="a run: where it is, live in the terminal, from its files")
-    watch.add_argument("run_dir", metavar="RUN_DIR", help="output_dir of a run that goes on, or has ended")
-    watch.add_argument("--once", action="store_true", help="print it as it is now; so where the output is no terminal")
+    """Add ``fctune watch`` to the command line."""
+    watch = commands.add_parser("watch", help="show a run's progress, figures and alerts in the terminal")
+    watch.add_argument("run_dir", metavar="RUN_DIR", help="output_dir of a running or finished run")
+    watch.add_argument(
+        "--once", action="store_true", help="print the current state and exit; default if the output is not a terminal"
+    )
     watch.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="default: %(default)s")
     watch.set_defaults(run=_watch)
 
 
 def _watch(arguments: argparse.Namespace) -> int:
+    from rich.live import Live
+
     from fctune.report.run_terminal import render_run
     from fctune.runs.record import read_run
     from fctune.runs.results import find_accuracies

@@ -1,4 +1,4 @@
-"""The page of an acceptance run: the verdict, the strip of devices, curves by size, the map of pairs, every check."""
+"""Page of an acceptance run: verdict, devices, bandwidth curves, pairwise bandwidths and all checks."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from fctune.acceptance.table import tell_threshold
-from fctune.report.page import Chart, Page, Series, Tone, escape, make_table
+from fctune.report.page import Cell, Chart, Page, Series, Tone, escape, make_table
 
 _TONES: dict[str, Tone] = {"PASS": "good", "WARN": "warn", "FAIL": "bad", "SKIPPED": "", "INCOMPLETE": "warn"}
-_MESSAGES = "point_to_point"
+_POINT_TO_POINT = "point_to_point"
+_NO_WRAP = "white-space:nowrap"
 _SCOPES = {"node": "within each node", "all": "all nodes"}
 
 Document = Mapping[str, Any]
 
 
 def write_acceptance_html(document: Document, path: str | os.PathLike[str]) -> None:
-    """Writes the page of a result."""
+    """Write the page of an acceptance result."""
     footer = f"fctune acceptance, {document['started_at']}, {document['seconds']:.0f} s"
     make_acceptance_page(document).write(path, footer)
 
 
 def make_acceptance_page(document: Document) -> Page:
-    """The page: whether it is fit, who is not, and every figure."""
+    """Make the page of an acceptance result."""
     page = Page("Cluster acceptance", f"{document['verdict']}: {document['reason']}", _TONES[document["verdict"]])
     _add_tiles(page, document)
     _add_failures(page, document)
@@ -47,16 +48,16 @@ def _add_tiles(page: Page, document: Document) -> None:
             (f"{document['world_size']:,}", "ranks", ""),
             (f"{document['world_size'] // document['ranks_per_node']:,}", "nodes", ""),
             (f"{counts['PASS']:,}", "checks passed", "good" if counts["PASS"] else ""),
-            (f"{counts['FAIL']:,}", "failed", "bad" if counts["FAIL"] else ""),
-            (f"{counts['WARN']:,}", "with a warning", "warn" if counts["WARN"] else ""),
-            (f"{missing:,}", "required and not run", "warn" if missing else ""),
+            (f"{counts['FAIL']:,}", "checks failed", "bad" if counts["FAIL"] else ""),
+            (f"{counts['WARN']:,}", "checks with a warning", "warn" if counts["WARN"] else ""),
+            (f"{missing:,}", "required checks not run", "warn" if missing else ""),
         ]
     )
 
 
 def _add_failures(page: Page, document: Document) -> None:
     parts = [
-        f'<p class="warn">On purpose: {escape(fault["kind"])} on rank {fault["rank"]}</p>'
+        f'<p class="warn">Injected fault: {escape(fault["kind"])} on rank {fault["rank"]}</p>'
         for fault in document["config"]["faults"]
     ]
     for check in document["checks"]:
@@ -70,26 +71,26 @@ def _add_failures(page: Page, document: Document) -> None:
             + f'<p class="muted">Next: {escape(check["next"])}</p>'
         )
     if parts:
-        page.add_section("What is wrong", *parts)
+        page.add_section("Problems", *parts)
 
 
 def _add_devices(page: Page, document: Document) -> None:
-    """A cell a rank, in rows of nodes; red where a failure is laid to it."""
-    laid: dict[int, str] = {}
+    """Add a cell for each rank, in rows of nodes; red if a failure is attributed to it."""
+    blamed: dict[int, str] = {}
     for check in document["checks"]:
         for culprit in check["culprits"]:
             if culprit["kind"] != "unknown" and check["status"] in ("FAIL", "WARN"):
                 for rank in culprit["ranks"]:
-                    laid[rank] = "bad" if check["status"] == "FAIL" else laid.get(rank, "warn")
+                    blamed[rank] = "bad" if check["status"] == "FAIL" else blamed.get(rank, "warn")
     hellos = document["samples"].get("hello", {})
     rows = []
     for first in range(0, document["world_size"], document["ranks_per_node"]):
         ranks = range(first, first + document["ranks_per_node"])
-        host = next((hellos[str(rank)]["host"] for rank in ranks if str(rank) in hellos), "not there")
-        cells = "".join(_draw_device(document, rank, laid.get(rank, "good")) for rank in ranks)
+        host = next((hellos[str(rank)]["host"] for rank in ranks if str(rank) in hellos), "absent")
+        cells = "".join(_draw_device(document, rank, blamed.get(rank, "good")) for rank in ranks)
         grid = "display:grid;grid-template-columns:repeat(auto-fill,minmax(112px,1fr));gap:6px;margin:6px 0 10px"
         rows.append(f'<h3>{escape(host)}</h3><div style="{grid}">{cells}</div>')
-    lead = "A cell a rank: the rate of its products in TFLOP/s by format, and how hot it became; red is to blame."
+    lead = "One cell per rank: matrix product rate in TFLOP/s by dtype, and peak temperature; red ranks are to blame."
     page.add_section("Devices", *rows, lead=lead)
 
 
@@ -111,47 +112,42 @@ def _draw_device(document: Document, rank: int, tone: str) -> str:
 
 
 def _add_checks(page: Page, document: Document) -> None:
-    body = []
+    rows: list[list[object]] = []
     for check in document["checks"]:
-        named = f'<td style="white-space:nowrap">{escape(check["name"])}</td>'
-        tone = _TONES[check["status"]] or "muted"
-        named += f'<td class="{tone}" style="white-space:nowrap">{check["status"]}</td>'
-        required = "" if check["required"] else " (not required)"
+        status = Cell(check["status"], classes=_TONES[check["status"]] or "muted", style=_NO_WRAP)
+        names: list[object] = [Cell(check["name"], style=_NO_WRAP), status]
         for figure in check["figures"] or [None]:
             if figure is None:
-                cells = [f"{check['reason']}{required}", "", "", ""]
+                required = "" if check["required"] else " (not required)"
+                rows.append([*names, f"{check['reason']}{required}", "", "", ""])
             else:
                 value = f"{figure['value']:.4g} {figure['unit']}".strip()
+                threshold = Cell(tell_threshold(figure), style=_NO_WRAP)
                 source = (figure["threshold"] or {}).get("source", "")
-                cells = [f"{figure['name']}: {figure['says']}", value, tell_threshold(figure), source]
-            marks = ("", ' class="num"', ' style="white-space:nowrap"', "")
-            shown = "".join(f"<td{mark}>{escape(cell)}</td>" for mark, cell in zip(marks, cells, strict=True))
-            body.append(f"<tr>{named}{shown}</tr>")
-            named = "<td></td><td></td>"
-    heads = ("Check", "Result", "Figure", "Value", "Wanted", "Source")
-    head = "".join(f"<th{' class=num' if name == 'Value' else ''}>{name}</th>" for name in heads)
-    table = f'<table style="min-width:860px"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
-    page.add_section("Checks", f'<div class="scroll">{table}</div>')
+                rows.append([*names, f"{figure['name']}: {figure['says']}", value, threshold, source])
+            names = ["", ""]
+    columns = [(name, name == "Value") for name in ("Check", "Status", "Figure", "Value", "Threshold", "Source")]
+    page.add_section("Checks", make_table(columns, rows, style="min-width:860px"))
 
 
 def _add_curves(page: Page, document: Document) -> None:
-    """A chart of collectives a scope, and one of messages: more lines than five would share colours."""
+    """Add a chart of collectives for each scope and one of point-to-point messages; more lines would share colours."""
     curves: dict[tuple[str, str], dict[float, float]] = {}  # by scope and operation
     for row in document["bandwidths"]:
         curve = curves.setdefault((row["scope"], row["operation"]), {})
         power = round(math.log2(row["bytes"] / 2**20), 2)
         curve[power] = min(row["busbw_gb_s"], curve.get(power, row["busbw_gb_s"]))
-    note = "Bus bandwidth as nccl-tests counts it, mean of the repetitions and ranks, of the slowest node."
+    note = "Bus bandwidth of the slowest node as defined by nccl-tests, mean over repetitions and ranks."
     charts = []
     for scope, where in _SCOPES.items():
-        lines = {name: curve for (of, name), curve in curves.items() if of == scope and name != _MESSAGES}
+        lines = {name: curve for (of, name), curve in curves.items() if of == scope and name != _POINT_TO_POINT}
         if lines:
             chart = page.make_chart(_draw_lines(lines), f"Collectives {where}", note)
             charts.append(f"<div>{chart}{_list_bandwidths(document, scope)}</div>")
-    messages = {_SCOPES[scope]: curve for (scope, name), curve in curves.items() if name == _MESSAGES}
+    messages = {_SCOPES[scope]: curve for (scope, name), curve in curves.items() if name == _POINT_TO_POINT}
     if messages:
         title = "Point to point"
-        text = "Every rank to the next at once, within a node and over the ends of nodes."
+        text = "All ranks send to the next rank at the same time, within a node and across nodes."
         charts.append(f"<div>{page.make_chart(_draw_lines(messages), title, text)}</div>")
     if charts:
         page.add_section("Bandwidth by size", f'<div class="pair">{"".join(charts)}</div>')
@@ -164,7 +160,7 @@ def _draw_lines(curves: Mapping[str, Mapping[float, float]]) -> Chart:
 
 
 def _list_bandwidths(document: Document, scope: str) -> str:
-    """Every size with its percentiles, folded."""
+    """Return a folded table of all sizes with their percentiles."""
     rows: list[list[object]] = []
     for row in (row for row in document["bandwidths"] if row["scope"] == scope):
         size = f"{row['bytes'] / 2**20:g}" + (f" ({row['label']})" if row["label"] else "")
@@ -173,7 +169,7 @@ def _list_bandwidths(document: Document, scope: str) -> str:
         rows.append([row["operation"], *node, size, row["busbw_gb_s"], row["algbw_gb_s"], *times])
     heads = [("Collective", False), *([("Node", False)] if scope == "node" else []), ("MiB", False)]
     heads += [(name, True) for name in ("busbw, GB/s", "algbw, GB/s", "p50, us", "p99, us")]
-    return f"<details><summary>Every size, with percentiles</summary>{make_table(heads, rows)}</details>"
+    return f"<details><summary>All sizes, with percentiles</summary>{make_table(heads, rows)}</details>"
 
 
 def _add_pairs(page: Page, document: Document) -> None:
@@ -192,18 +188,18 @@ def _add_pairs(page: Page, document: Document) -> None:
         kind: max((rate for (a, b), rate in rates.items() if (a // size == b // size) == kind), default=0.0)
         for kind in (True, False)
     }
-    head = "<th>Rank</th>" + "".join(f'<th class="num">{rank}</th>' for rank in ranks)
-    body = []
+    rows: list[list[object]] = []
     for a in ranks:
-        cells = "".join(
-            "<td></td>"
-            if (rate := rates.get((a, b))) is None
-            else f'<td class="num heat" style="--heat: {1 - rate / best[a // size == b // size]:.3f}">{rate:.3g}</td>'
-            for b in ranks
-        )
-        body.append(f"<tr><td>{a}</td>{cells}</tr>")
-    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
-    lead = "GB/s each way between every two ranks, both at once, the best of the repetitions; red is slow for its kind."
+        cells: list[object] = []
+        for b in ranks:
+            if (rate := rates.get((a, b))) is None:
+                cells.append("")
+            else:
+                slowness = 1 - rate / best[a // size == b // size]
+                cells.append(Cell(f"{rate:.3g}", classes="heat", style=f"--heat: {slowness:.3f}"))
+        rows.append([a, *cells])
+    table = make_table([("Rank", False), *((str(rank), True) for rank in ranks)], rows)
+    lead = "GB/s in each direction between two ranks, both at once, best repetition; red is slow for its kind of link."
     page.add_section("Pairs", table, lead=lead)
 
 
@@ -211,4 +207,4 @@ def _add_environment(page: Page, document: Document) -> None:
     first = document["samples"].get("identity", {}).get("0", {})
     rows = [[key, value if isinstance(value, str | int | float) else json.dumps(value)] for key, value in first.items()]
     if rows:
-        page.add_section("Rank 0", make_table([("What", False), ("Value", False)], rows))
+        page.add_section("Rank 0", make_table([("Property", False), ("Value", False)], rows))

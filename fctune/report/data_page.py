@@ -1,4 +1,4 @@
-"""The page of ``fctune data check``."""
+"""Page of ``fctune data check``: defects, warnings, contents, tools, duplicates and overlaps of a dataset."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ from fctune.report.page import Chart, Page, Series, Tone, escape, make_table
 _NUM_TOOLS = 15
 
 
-def write_html(report: Report, path: str | os.PathLike[str]) -> None:
-    """Writes the report as a page."""
-    make_page(report).write(path, footer=f"fctune data check: {report.rows:,} rows in {report.seconds:.1f} s")
+def write_data_html(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write the page of a data check."""
+    make_data_page(report).write(path, footer=f"fctune data check: {report.rows:,} rows in {report.seconds:.1f} s")
 
 
-def make_page(report: Report) -> Page:
-    """The page: what can be trained on, what is wrong, and what is in it."""
-    page = Page("Data check", *_judge(report))
+def make_data_page(report: Report) -> Page:
+    """Make the page of a data check."""
+    page = Page("Data check", *_headline(report))
     _add_tiles(page, report)
     for error in report.errors:
-        page.add_section("Not read to the end", f'<p class="bad">{escape(error)}</p>')
+        page.add_section("Read error", f'<p class="bad">{escape(error)}</p>')
     if report.defect_kinds:
-        lead = "Rows that cannot be trained on. Each is listed with its first defect."
+        lead = "Rows that cannot be used for training, each listed with its first defect."
         page.add_section("Defects", *map(_make_finding, report.defect_kinds), lead=lead)
     if report.warning_kinds:
-        lead = "Rows that are kept, and what may be wrong with them."
+        lead = "Rows that are kept although something may be wrong with them."
         page.add_section("Warnings", *map(_make_finding, report.warning_kinds), lead=lead)
     _add_contents(page, report)
     if report.tool_use:
         _add_tools(page, report)
     if report.duplicates or report.near_duplicates:
-        _add_repeats(page, report)
+        _add_duplicates(page, report)
     for overlap in report.overlaps:
         name = "validation split" if overlap.purpose == "validation" else "eval suite"
-        lead = f"{overlap.num_found:,} of {overlap.num_items:,} items of {overlap.against} stand in "
+        lead = f"{overlap.num_found:,} of {overlap.num_items:,} items of {overlap.against} occur in "
         rows = [[e["item"], e["row"], f"{e['share']:.0%}"] for e in overlap.examples]
-        table = make_table([("Item", False), ("First row that holds it", False), ("Share", True)], rows)
+        table = make_table([("Item", False), ("First row that contains it", False), ("Share", True)], rows)
         page.add_section(f"Overlap with the {name}", table if rows else "", lead=f"{lead}{overlap.num_rows:,} rows.")
     if report.notes:
         rows = [[count, NOTE_KINDS[kind]] for kind, count in report.notes.items()]
-        page.add_section("Read in another way than as it stands", make_table([("Count", True), ("What", False)], rows))
-    columns = [("Source", False), ("Rows", True), ("Kept", True), ("Shape", False)]
+        page.add_section("Conversions while reading", make_table([("Count", True), ("Conversion", False)], rows))
+    columns = [("Source", False), ("Rows", True), ("Kept", True), ("Row format", False)]
     rows = [[s.path, s.rows, s.conversations, ", ".join(s.formats)] for s in report.sources]
     page.add_section("Sources", make_table(columns, rows))
     return page
 
 
-def _judge(report: Report) -> tuple[str, Tone]:
+def _headline(report: Report) -> tuple[str, Tone]:
     if report.errors:
-        return f"{len(report.errors):,} of {len(report.sources):,} sources could not be read to the end.", "bad"
+        return f"{len(report.errors):,} of {len(report.sources):,} sources could not be read completely.", "bad"
     if report.defects:
-        return f"{report.defects:,} of {report.rows:,} rows cannot be trained on.", "bad"
+        return f"{report.defects:,} of {report.rows:,} rows cannot be used for training.", "bad"
     if any(overlap.num_found for overlap in report.overlaps):
-        return "Every row can be trained on, but held-out items stand in the rows.", "warn"
+        return "Every row can be used for training, but held-out items occur in the training rows.", "warn"
     if report.warnings:
         noun = "warning" if report.warnings == 1 else "warnings"
-        return f"Every row can be trained on. {report.warnings:,} {noun}.", "warn"
-    return "Every row can be trained on.", "good"
+        return f"Every row can be used for training. {report.warnings:,} {noun}.", "warn"
+    return "Every row can be used for training.", "good"
 
 
 def _add_tiles(page: Page, report: Report) -> None:
@@ -76,10 +76,10 @@ def _add_tiles(page: Page, report: Report) -> None:
     if report.tokens is not None:
         tokens = report.tokens
         tiles.append((f"{tokens.total:,}", "tokens", ""))
-        tiles.append((f"{tokens.supervised_share:.1%}", "of them supervised", "" if tokens.supervised else "bad"))
+        tiles.append((f"{tokens.supervised_share:.1%}", "supervised tokens", "" if tokens.supervised else "bad"))
         if tokens.seq_len is not None:
             over = tokens.num_over_seq_len
-            tiles.append((f"{over:,}", f"over seq_len {tokens.seq_len:,}", "warn" if over else "good"))
+            tiles.append((f"{over:,}", f"longer than seq_len {tokens.seq_len:,}", "warn" if over else "good"))
     page.add_tiles(tiles)
 
 
@@ -101,12 +101,12 @@ def _add_contents(page: Page, report: Report) -> None:
     names = list(CLASSES)
     counts = [report.classes[name] for name in names]
     bars = Chart("bars", [CLASSES[name] for name in names], [Series("conversations", counts)])
-    parts = [page.make_chart(bars, "Conversations by the calls they teach")]
+    parts = [page.make_chart(bars, "Conversations by kind of call")]
     if report.tokens is not None and report.tokens.lengths.count:
-        parts.append(_make_lengths(page, report.tokens.lengths, "Tokens of a conversation", "tokens"))
-    parts.append(_make_lengths(page, report.num_characters, "Characters of a conversation", "characters"))
-    parts.append(_make_lengths(page, report.num_messages, "Messages of a conversation", "messages"))
-    page.add_section("What is in it", f'<div class="pair">{"".join(parts)}</div>')
+        parts.append(_make_lengths(page, report.tokens.lengths, "Tokens per conversation", "tokens"))
+    parts.append(_make_lengths(page, report.num_characters, "Characters per conversation", "characters"))
+    parts.append(_make_lengths(page, report.num_messages, "Messages per conversation", "messages"))
+    page.add_section("Contents", f'<div class="pair">{"".join(parts)}</div>')
 
 
 def _make_lengths(page: Page, lengths: Lengths, title: str, unit: str) -> str:
@@ -118,13 +118,13 @@ def _make_lengths(page: Page, lengths: Lengths, title: str, unit: str) -> str:
 
 def _add_tools(page: Page, report: Report) -> None:
     top = report.tool_use[:_NUM_TOOLS]
-    series = [Series("calls", [tool.calls for tool in top]), Series("on offer", [tool.declared for tool in top])]
+    series = [Series("calls", [tool.calls for tool in top]), Series("available", [tool.declared for tool in top])]
     chart = page.make_chart(Chart("bars", [tool.name for tool in top], series, "tool"))
-    lead = f"The {len(top):,} called most of {report.tools:,}: calls, and conversations in which they are on offer."
+    lead = f"The {len(top):,} most called of {report.tools:,} tools: calls, and conversations that list the tool."
     page.add_section("Tools", chart, lead=lead)
 
 
-def _add_repeats(page: Page, report: Report) -> None:
+def _add_duplicates(page: Page, report: Report) -> None:
     def rows(repeats: list[Repeat]) -> list[list[object]]:
         return [[repeat.row, _shorten(repeat), f"{repeat.similarity:.0%}"] for repeat in repeats]
 
@@ -132,15 +132,15 @@ def _add_repeats(page: Page, report: Report) -> None:
     parts = []
     if report.duplicates:
         same = make_table(columns, rows(report.duplicate_examples))
-        parts.append(f"<h3>{report.duplicates:,} say the same</h3>{same}")
+        parts.append(f"<h3>{report.duplicates:,} duplicates</h3>{same}")
     if report.near_duplicates:
         near = make_table(columns, rows(report.near_duplicate_examples))
-        parts.append(f"<h3>{report.near_duplicates:,} say nearly the same</h3>{near}")
-    lead = "Rows that say what an earlier row says. Similarity is estimated over runs of three words."
-    page.add_section("Repeats", *parts, lead=lead)
+        parts.append(f"<h3>{report.near_duplicates:,} near duplicates</h3>{near}")
+    lead = "Rows that repeat an earlier row. Similarity is estimated over sequences of three words."
+    page.add_section("Duplicates", *parts, lead=lead)
 
 
 def _shorten(repeat: Repeat) -> str:
-    """The earlier row, by its line alone where it stands in the same file."""
+    """Name the earlier row, by its line alone if it is in the same file."""
     file, _, line = repeat.earlier.rpartition(":")
     return f"line {line}" if repeat.row.rpartition(":")[0] == file else repeat.earlier

@@ -1,4 +1,4 @@
-"""The shell of every HTML page: one file with its style, its script and its data, light and dark, down to phone width.
+"""HTML page builder: one self-contained file with its style, scripts and data, light and dark, down to phone width.
 
 Charts are Chart.js (https://www.chartjs.org, MIT), 210 kB inlined; plotly's bundle is 4.7 MB. Every chart comes with
 its numbers as a table, for readers without a canvas.
@@ -19,16 +19,15 @@ from fctune.files import write_atomically
 
 _ASSETS = files("fctune.report") / "assets"
 _CHART_JS = "chart-4.6.1.umd.min.js"
-# No address is allowed at all: a page that reaches for the network fails in the browser, not only in the test.
+# No address is allowed: a page that tries to reach the network fails in the browser, not only in the test.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
-
 
 Tone = Literal["good", "warn", "bad", ""]
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One row of bars or one line of a chart; None leaves a gap, which the line of a sparse series runs over."""
+    """Values of one line or one set of bars; None is a gap, which the line of a sparse series spans."""
 
     name: str
     values: Sequence[float | None]
@@ -37,7 +36,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place on the axis of a chart of lines where something happened."""
+    """Event marked on the horizontal axis of a line chart."""
 
     at: float
     kind: Literal["restart", "checkpoint", "alert"]
@@ -45,7 +44,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart: ``bars`` lie one below the other, a ``histogram`` stands, ``lines`` go over numbers as labels."""
+    """Chart data: horizontal ``bars``, a ``histogram`` of vertical bars, or ``lines`` over numeric labels."""
 
     kind: Literal["bars", "histogram", "lines"]
     labels: Sequence[str | float]
@@ -53,11 +52,21 @@ class Chart:
     name_label: str = ""
     value_label: str = ""
     marks: Sequence[Mark] = ()
-    is_log: bool = False  # the axis of values, whose series are then over 0
+    is_log: bool = False  # logarithmic value axis; all values must be positive
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Table cell with markup, CSS classes or an inline style."""
+
+    content: object
+    classes: str = ""
+    style: str = ""
+    is_html: bool = False  # ``content`` is markup and is not escaped
 
 
 class Page:
-    """A page under construction: tiles and sections, in the order in which they are added."""
+    """Page under construction; tiles and sections appear in the order in which they are added."""
 
     def __init__(self, title: str, verdict: str = "", tone: Tone = "") -> None:
         self._title = title
@@ -67,17 +76,17 @@ class Page:
         self._num_charts = 0
 
     def add_tiles(self, tiles: Iterable[tuple[str, str, Tone]]) -> None:
-        """Adds the figures to be seen first: (figure, what it counts, tone)."""
+        """Add a row of headline figures as (figure, label, tone)."""
         made = (f'<div class="tile"><b class="{t}">{escape(n)}</b><span>{escape(s)}</span></div>' for n, s, t in tiles)
         self._parts.append(f'<div class="tiles">{"".join(made)}</div>')
 
     def add_section(self, title: str, *parts: str, lead: str = "") -> None:
-        """Adds a section of parts that are HTML already."""
+        """Add a section with a heading, an introductory sentence, and parts that are HTML already."""
         intro = f'<p class="muted">{escape(lead)}</p>' if lead else ""
         self._parts.append(f"<section><h2>{escape(title)}</h2>{intro}{''.join(parts)}</section>")
 
     def make_chart(self, chart: Chart, title: str = "", note: str = "") -> str:
-        """HTML of a chart with its numbers below, folded."""
+        """Return the HTML of a chart, followed by its numbers as a folded table."""
         self._num_charts += 1
         name = f"chart-{self._num_charts}"
         height = 60 + len(chart.labels) * (14 + 16 * len(chart.series)) if chart.kind == "bars" else 240
@@ -94,12 +103,12 @@ class Page:
         )
 
     def make_cases(self, cases: Sequence[Mapping[str, Any]], facets: Mapping[str, str]) -> str:
-        """HTML of a list that the reader narrows down by what stands in each case, and by a word in it.
+        """Return the HTML of a list of cases that can be filtered by facets and by a search word.
 
         Args:
-            cases: each with ``title``, ``tags`` (shown beside it), ``facets`` (what it is narrowed by) and ``parts``
-                as (heading, text, kind), where a kind is ``text``, ``code`` or ``list`` (a line an item).
-            facets: keys of the cases' own ``facets``, and what each is called.
+            cases: each with ``title``, ``tags`` (shown next to the title), ``facets`` (values to filter by) and
+                ``parts`` as (heading, text, kind), where kind is ``text``, ``code`` or ``list`` (one item per line).
+            facets: key in each case's ``facets`` -> label of its filter.
         """
         if "cases.js" not in self._scripts:
             self._scripts.append("cases.js")
@@ -115,10 +124,10 @@ class Page:
         )
 
     def render(self, footer: str = "") -> str:
-        """The whole page."""
+        """Return the complete HTML document."""
         css, chart_js, page_js = (_ASSETS.joinpath(n).read_text("utf-8") for n in ("page.css", _CHART_JS, "page.js"))
         scripts = "".join(_ASSETS.joinpath(name).read_text("utf-8") for name in self._scripts) + page_js
-        # An end tag inside a script would end it; no asset has one, and a new one must not bring it in unseen.
+        # An end tag inside a script would end it; no asset contains one, and a new asset must not introduce one.
         assert "</script" not in chart_js + scripts
         return (
             '<!doctype html>\n<html lang="en" data-theme="light">\n<head>\n<meta charset="utf-8">\n'
@@ -132,35 +141,69 @@ class Page:
         )
 
     def write(self, path: str | os.PathLike[str], footer: str = "") -> None:
-        """Writes the page in one step, so that a reader never sees half of it."""
-        file = Path(path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, self.render(footer))
+        """Write the page, creating its folder; an existing page is replaced in one step."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, self.render(footer))
 
 
 def escape(value: object) -> str:
-    """The value as text in HTML; numbers with thousands separators."""
+    """Format a value as HTML text; numbers get thousands separators, None is empty."""
     if isinstance(value, bool | None):
         return "" if value is None else str(value).lower()
     text = str(value)
     if isinstance(value, int | float):
         text = f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    # A half surrogate pair cannot be written as UTF-8; the page shows that something stood there.
+    # Half of a surrogate pair cannot be written as UTF-8; the page shows a question mark in its place.
     return html.escape(text.encode("utf-8", "replace").decode("utf-8"))
 
 
-def make_table(columns: Sequence[tuple[str, bool]], rows: Iterable[Sequence[object]]) -> str:
-    """HTML of a table; a column is (title, whether it holds numbers)."""
-    marks = [' class="num"' if is_number else "" for _, is_number in columns]
-    head = "".join(f"<th{mark}>{escape(title)}</th>" for (title, _), mark in zip(columns, marks, strict=True))
+def make_table(columns: Sequence[tuple[str, bool]], rows: Iterable[Sequence[object]], style: str = "") -> str:
+    """Return the HTML of a table; a column is (title, whether it holds numbers), a cell any value or a ``Cell``."""
+    head = "".join(f"<th{_attributes('num' * is_number, '')}>{escape(title)}</th>" for title, is_number in columns)
     body = "".join(
-        "<tr>" + "".join(f"<td{mark}>{escape(cell)}</td>" for cell, mark in zip(row, marks, strict=True)) + "</tr>"
+        f"<tr>{''.join(_make_cell(cell, is_number) for cell, (_, is_number) in zip(row, columns, strict=True))}</tr>"
         for row in rows
     )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return (
+        f'<div class="scroll"><table{_attributes("", style)}><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def draw_interval(rate: Mapping[str, Any], other: float | None, label: str, width_px: int = 200) -> str:
+    """Return an SVG of a rate (dot) with its interval (bar) from 0 to 100 %, and another rate (ring) if there is one.
+
+    Args:
+        rate: a rate with its interval, as ``fctune.calls.metrics.rate`` returns it.
+        other: rate to compare with, drawn as a ring.
+        label: text alternative.
+        width_px: width on the page.
+    """
+    low, high, middle = (f"{6 + 188 * rate[key]:.1f}" for key in ("low", "high", "rate"))
+    ring = "" if other is None else f'<circle class="other" cx="{6 + 188 * other:.1f}" cy="8" r="5"/>'
+    return (
+        f'<svg class="interval" style="width:{width_px}px" viewBox="0 0 200 16" role="img" '
+        f'aria-label="{escape(label)}">'
+        '<line class="track" x1="6" x2="194" y1="8" y2="8"/>'
+        f'<line class="range" x1="{low}" x2="{high}" y1="8" y2="8"/>{ring}'
+        f'<circle class="point" cx="{middle}" cy="8" r="3"/></svg>'
+    )
+
+
+def _make_cell(cell: object, is_number: bool) -> str:
+    if not isinstance(cell, Cell):
+        cell = Cell(cell)
+    classes = " ".join(filter(None, ("num" * is_number, cell.classes)))
+    content = str(cell.content) if cell.is_html else escape(cell.content)
+    return f"<td{_attributes(classes, cell.style)}>{content}</td>"
+
+
+def _attributes(classes: str, style: str) -> str:
+    return (f' class="{classes}"' if classes else "") + (f' style="{style}"' if style else "")
 
 
 def _to_script(value: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """Encode a value as JSON that cannot end the script element around it."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

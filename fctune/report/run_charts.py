@@ -1,78 +1,141 @@
-"""Charts of a run over its steps, or of several over each other; long runs thinned out without losing extremes."""
+"""Line charts over the steps of one or several runs, with long runs thinned out without losing extremes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fctune.report.page import Chart, Mark, Series
+from fctune.report.page import Chart, Mark, Page, Series
 from fctune.runs.metrics_file import Column
 from fctune.runs.record import RunRecord
 
 NUM_POINTS = 400
-_MAX_MARKS = 60  # of a kind; beyond it they would be a wall
+_MAX_MARKS = 60  # per kind; more would cover the curves
+
+# Charts as (title, unit, logarithmic axis, metric -> name). Comparisons of runs draw the first metric of each.
+_CURVES: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
+    ("Loss", "nats/token", True, {"loss": "training", "validation_loss": "validation"}),
+    (
+        "Tool-call accuracy while training",
+        "share",
+        False,
+        {
+            "eval_accuracy": "accuracy",
+            "eval_accuracy_low": "lower bound, 95 %",
+            "eval_accuracy_high": "upper bound, 95 %",
+        },
+    ),
+    ("Throughput", "tokens/s", False, {"tokens_per_s": "all ranks"}),
+    (
+        "Step time",
+        "s",
+        False,
+        {"step_time_s": "step", "data_time_s": "waiting for data", "save_wait_s": "waiting for saves"},
+    ),
+    (
+        "Memory",
+        "GiB",
+        False,
+        {
+            "peak_memory_gib": "peak, rank 0",
+            "peak_memory_max_gib": "peak, any rank",
+            "memory_reserved_gib": "reserved",
+            "memory_active_gib": "in use",
+        },
+    ),
+    ("GPU utilization", "share", False, {"gpu_utilization": "mean over ranks", "gpu_utilization_min": "lowest rank"}),
+    ("Model FLOPs utilization", "share of dense bf16", False, {"mfu": "MFU"}),
+    ("Hottest GPU", "degrees C", False, {"gpu_temperature_c": "temperature"}),
+    ("Power of all GPUs", "W", False, {"gpu_power_w": "power"}),
+    ("Gradient norm", "", True, {"grad_norm": "before clipping"}),
+    ("Learning rate", "", False, {"lr": "learning rate"}),
+    ("Slowest rank", "times the median", False, {"compute_skew": "compute time"}),
+)
+_VALIDATION = ("Validation loss", "nats/token", True, {"validation_loss": "validation"})
+_LEAD = "Long runs are thinned out: the lowest and the highest value of each range of steps are drawn."
+_MARKS_LEGEND = (
+    "A dashed line is a restart, a triangle at the top an alert, one at the bottom a checkpoint that still exists."
+)
+
+
+def add_run_charts(page: Page, names: Sequence[str], records: Sequence[RunRecord]) -> None:
+    """Add the charts of one run, or of several runs in comparison."""
+    charts = []
+    is_single = len(records) == 1
+    for title, unit, is_log, metrics in _CURVES if is_single else (_CURVES[0], _VALIDATION, *_CURVES[1:]):
+        curves: list[tuple[str, Sequence[int], Column]] = []
+        for name, record in zip(names, records, strict=True):
+            for metric, label in metrics.items() if is_single else list(metrics.items())[:1]:
+                if record.metrics.has(metric):
+                    curves.append((label if is_single else name, record.metrics.steps, record.metrics.column(metric)))
+        if curves:
+            marks = find_marks(records[0]) if is_single else ()
+            shown = title if is_single or len(curves) > 1 else f"{title} ({curves[0][0]} only)"
+            charts.append(page.make_chart(make_line_chart(curves, unit, marks, is_log), shown))
+    if charts:
+        lead = f"{_LEAD} {_MARKS_LEGEND}" if is_single else _LEAD
+        page.add_section("Charts", f'<div class="pair">{"".join(charts)}</div>', lead=lead)
 
 
 def thin(values: Sequence[float | None], num_points: int = NUM_POINTS) -> list[int]:
-    """Places of ``num_points`` values at most that draw the same line: of each stretch its least and its greatest.
+    """Return the indices of at most ``num_points`` values that draw the same line.
 
-    The first and the last value are among them. After the min-max decimation of plotting libraries.
+    Keeps the first and the last value and the lowest and the highest of each range, like the min-max decimation of
+    plotting libraries. Gaps are left out.
     """
-    places = [place for place, value in enumerate(values) if value is not None]
-    if len(places) <= num_points:
-        return places
-    num_stretches = num_points // 2 - 1
-    kept = {places[0], places[-1]}
-    for number in range(num_stretches):
-        stretch = places[number * len(places) // num_stretches : (number + 1) * len(places) // num_stretches]
-        kept.add(min(stretch, key=lambda place: values[place] or 0.0))
-        kept.add(max(stretch, key=lambda place: values[place] or 0.0))
+    indices = [index for index, value in enumerate(values) if value is not None]
+    if len(indices) <= num_points:
+        return indices
+    num_ranges = num_points // 2 - 1
+    kept = {indices[0], indices[-1]}
+    for number in range(num_ranges):
+        part = indices[number * len(indices) // num_ranges : (number + 1) * len(indices) // num_ranges]
+        kept.add(min(part, key=lambda index: values[index] or 0.0))
+        kept.add(max(part, key=lambda index: values[index] or 0.0))
     return sorted(kept)
 
 
-def make_lines(
+def make_line_chart(
     curves: Sequence[tuple[str, Sequence[int], Column]],
     value_label: str,
     marks: Sequence[Mark] = (),
     is_log: bool = False,
 ) -> Chart:
-    """A chart of (name, steps, values) over steps; ``is_log`` where all are over 0 and they span a decade or more.
+    """Make a chart of curves, each (name, steps, values).
 
-    Over less than a decade an axis of logarithms has hardly a round number to label.
+    ``is_log`` takes effect if all values are positive and span a decade: over less, a logarithmic axis has hardly a
+    round number to label.
     """
     num_points = max(100, min(NUM_POINTS, 3 * NUM_POINTS // len(curves)))
-    shown: list[dict[int, float | None]] = []
+    drawn: list[dict[int, float | None]] = []
     for _, steps, values in curves:
-        shown.append({steps[place]: values[place] for place in thin(values, num_points)})
-    labels = sorted(set().union(*shown))
+        drawn.append({steps[index]: values[index] for index in thin(values, num_points)})
+    labels = sorted(set().union(*drawn))
     series = []
-    for (name, steps, values), points in zip(curves, shown, strict=True):
-        # Where another curve has a point and this one has a value, the value is shown: both read off at one step.
+    for (name, steps, values), points in zip(curves, drawn, strict=True):
+        # Where another curve has a point, this one shows its value too, so that both can be read off at one step.
         own = dict(zip(steps, values, strict=True)) if len(labels) > len(points) else points
         row = [own.get(label) for label in labels]
         series.append(Series(name, row, is_sparse=_is_sparse(row)))
     known = [value for one in series for value in one.values if value is not None]
-    is_wide = bool(known) and 0 < 10 * min(known) <= max(known)
-    return Chart("lines", labels, series, "step", value_label, marks, is_log and is_wide)
-
-
-def _is_sparse(row: Column) -> bool:
-    """Whether there is a gap between the first value and the last, as none is where a run ended sooner than another.
-
-    So is a single value, which no line leads to.
-    """
-    places = [place for place, value in enumerate(row) if value is not None]
-    return len(places) == 1 or (bool(places) and places[-1] - places[0] >= len(places))
+    spans_decade = bool(known) and 0 < 10 * min(known) <= max(known)
+    return Chart("lines", labels, series, "step", value_label, marks, is_log and spans_decade)
 
 
 def find_marks(record: RunRecord) -> list[Mark]:
-    """Restarts, checkpoints that are still there, and alerts of a run, at their steps."""
-    restarts = [Mark(part.after_step, "restart") for part in record.segments[1:]]
-    saves = [Mark(step, "checkpoint") for step in sorted({state.step for state in record.checkpoints})]
+    """Return marks for the restarts, existing checkpoints and alerts of a run, thinned out to ``_MAX_MARKS`` a kind."""
+    restarts = [Mark(segment.after_step, "restart") for segment in record.segments[1:]]
+    saves = [Mark(step, "checkpoint") for step in sorted({checkpoint.step for checkpoint in record.checkpoints})]
     alerts = [Mark(step, "alert") for step in sorted({alert["step"] for alert in record.alerts})]
-    return [mark for kind in (restarts, saves, alerts) for mark in _spread(kind)]
+    return [mark for kind in (restarts, saves, alerts) for mark in _thin_marks(kind)]
 
 
-def _spread(marks: list[Mark]) -> list[Mark]:
+def _is_sparse(row: Column) -> bool:
+    """Return True for a row with a gap inside, or with a single value, which no line leads to."""
+    indices = [index for index, value in enumerate(row) if value is not None]
+    return len(indices) == 1 or (bool(indices) and indices[-1] - indices[0] >= len(indices))
+
+
+def _thin_marks(marks: list[Mark]) -> list[Mark]:
     if len(marks) <= _MAX_MARKS:
         return marks
     return [marks[number * (len(marks) - 1) // (_MAX_MARKS - 1)] for number in range(_MAX_MARKS)]

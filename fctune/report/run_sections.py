@@ -1,4 +1,4 @@
-"""Sections of a run's page: subject, data, success criteria and tool-call accuracy."""
+"""Sections of a run's page: success criteria, setup, events, time, evaluations and data."""
 
 from __future__ import annotations
 
@@ -9,29 +9,51 @@ from pathlib import Path
 from typing import Any
 
 from fctune.calls.metrics import rate
-from fctune.report.eval_page import make_case
-from fctune.report.page import Page, Tone, escape, make_table
+from fctune.report.eval_page import FACETS, format_bounds, make_case
+from fctune.report.page import Cell, Chart, Page, Series, Tone, draw_interval, escape, make_table
+from fctune.report.run_text import format_number, format_seconds, format_value
+from fctune.runs.figures import Figures
 from fctune.runs.record import RunRecord
 from fctune.runs.results import Accuracy
 from fctune.runs.success import Criterion, CriterionStatus
+from fctune.runs.time_use import PART_DESCRIPTIONS
+
+DATA_REPORT = "data_report.json"  # output of ``fctune data check --json``, if it was saved in the run directory
 
 _MAX_CASES = 300
+_MAX_EVENTS = 500
+_MAX_OPEN_EVENTS = 30
+_NO_WRAP = "white-space:nowrap"
 _TONES: dict[CriterionStatus, Tone] = {"PASS": "good", "FAIL": "bad", "not measured": "warn"}
-
-DATA_REPORT = "data_report.json"  # of ``fctune data check --json``, where someone put it into the run's directory
 _REPORTED = ("rows", "conversations", "calls", "tools", "defects", "warnings", "duplicates", "near_duplicates")
 _COUNTS = {
     "rows": "rows read",
-    "invalid": "rows skipped as invalid",
-    "overlong": "conversations dropped, too long",
-    "cut": "conversations cut",
-    "unsupervised": "conversations dropped, nothing to learn",
-    "supervised": "tokens that are learnt",
+    "invalid": "invalid rows, skipped",
+    "overlong": "conversations dropped as too long",
+    "cut": "conversations truncated",
+    "unsupervised": "conversations dropped, no supervised tokens",
+    "supervised": "supervised tokens",
 }
 
 
-def add_subject(page: Page, record: RunRecord, suffix: str = "") -> None:
-    """Adds what was trained on what, by which command and versions."""
+def add_success(page: Page, criteria: Sequence[Criterion], suffix: str = "", is_over: bool = True) -> None:
+    """Add the table of success criteria; for a run that is not over, with a note that they are provisional."""
+    rows = [
+        [
+            Cell(one.status, classes=_TONES[one.status], style=_NO_WRAP),
+            Cell(one.name, style="min-width:6em"),
+            Cell(one.threshold, style=_NO_WRAP),
+            Cell(one.detail, style="min-width:5em"),
+        ]
+        for one in criteria
+    ]
+    table = make_table([(title, False) for title in ("Status", "Criterion", "Threshold", "Result")], rows)
+    lead = "" if is_over else "Provisional: the run has not ended."
+    page.add_section(f"Success criteria{suffix}", table, lead=lead)
+
+
+def add_setup(page: Page, record: RunRecord, suffix: str = "") -> None:
+    """Add the model, data, command, machines and software versions of the run."""
     run, config = record.run, record.config
     data, versions = config.get("data", {}), run.get("versions", {})
     sources = [
@@ -42,32 +64,111 @@ def add_subject(page: Page, record: RunRecord, suffix: str = "") -> None:
         ["model", config.get("model", {}).get("path")],
         ["trained", _describe_method(config.get("adapter")) if config else None],
         ["data", ", ".join(sources)],
-        ["tokens a row", data.get("seq_len")],
-        ["rows a step", config.get("global_batch_size")],
+        ["sequence length", data.get("seq_len")],
+        ["global batch size", config.get("global_batch_size")],
         ["optimizer", format_value(config.get("optimizer")) if config else None],
-        ["command", _command(record)],
+        ["command", _format_command(record)],
         ["ranks", run.get("world_size")],
         ["device", run.get("device")],
         ["started", run.get("started_at")],
-        ["ended, or last written", record.ended_at.strftime("%Y-%m-%dT%H:%M:%SZ") if record.ended_at else None],
+        ["ended or last write", record.ended_at.strftime("%Y-%m-%dT%H:%M:%SZ") if record.ended_at else None],
         ["git revision", run.get("git_revision")],
         ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
         ["directory", str(record.path)],
-        ["profiles in it", _list(record.path, "profile/*.json.gz")],
-        ["memory when it was full", _list(record.path, "out-of-memory-*.pickle")],
+        ["profiles", _list_files(record.path, "profile/*.json.gz")],
+        ["out-of-memory snapshots", _list_files(record.path, "out-of-memory-*.pickle")],
     ]
-    said = [row for row in rows if row[1] not in (None, "")]
-    page.add_section(f"What was trained{suffix}", _make_facts(said))
+    page.add_section(f"Setup{suffix}", _make_facts([row for row in rows if row[1] not in (None, "")]))
+
+
+def add_events(page: Page, record: RunRecord, suffix: str) -> None:
+    """Add restarts, checkpoints, alerts, skipped updates and loss spikes, sorted by step."""
+    events: list[tuple[int, str, str]] = []
+    for segment in record.segments[1:]:
+        ranks = f", {segment.world_size} rank{'s' * (segment.world_size > 1)}" if segment.world_size else ""
+        at = f" at {segment.started_at:%Y-%m-%d %H:%M:%SZ}" if segment.started_at else ""
+        events.append((segment.after_step, "restart", f"from {Path(segment.checkpoint or '').name}{ranks}{at}"))
+    events += [(alert["step"], "alert", f"{alert['name']}: {alert.get('message', '')}") for alert in record.alerts]
+    events += [(saved.step, "checkpoint", f"{saved.kind}, {saved.name}") for saved in record.checkpoints]
+    losses = record.metrics.column("loss")
+    for metric, meaning in (("is_skipped", "update skipped: not finite"), ("is_spike", "loss spike")):
+        flags = record.metrics.column(metric)
+        for step, flag, loss in zip(record.metrics.steps, flags, losses, strict=True):
+            if flag:
+                events.append((step, "step", f"{meaning}{'' if loss is None else f', loss {loss:.4f}'}"))
+    if not events:
+        return
+    kept = events if len(events) <= _MAX_EVENTS else [e for e in events if e[1] != "step"][:_MAX_EVENTS]
+    rows = [list(event) for event in sorted(kept, key=lambda event: event[0])]
+    table = make_table([("Step", False), ("Event", False), ("Details", False)], rows)
+    table = f'<div class="events">{table}</div>'
+    if len(events) > _MAX_OPEN_EVENTS:
+        rest = "" if kept is events else f", {len(rows):,} shown"
+        table = f"<details><summary>{len(events):,} events{rest}</summary>{table}</details>"
+    page.add_section(f"Restarts, checkpoints and alerts{suffix}", table)
+
+
+def add_time(page: Page, figures: Figures, suffix: str) -> None:
+    """Add how the run's time was used, with GPU-hours and cost."""
+    time = figures.time
+    parts = {name: seconds for name, seconds in time.parts.items() if seconds > 0}
+    if not parts:
+        return
+    total = time.elapsed_s or sum(parts.values())
+    rows = [
+        [PART_DESCRIPTIONS[name], format_seconds(seconds), f"{seconds / total:.1%}"] for name, seconds in parts.items()
+    ]
+    table = make_table([("Use", False), ("Time", True), ("Share", True)], rows)
+    shares = [round(100 * seconds / total, 2) for seconds in parts.values()]
+    chart = Chart("bars", list(parts), [Series("share of the time, %", shares)])
+    if time.elapsed_s is None or time.goodput is None:
+        lead = "Shares of the measured step time; the start or the end of the run was not recorded."
+    else:
+        lead = f"{format_seconds(time.elapsed_s)} from the first start to the end, goodput {time.goodput:.1%}"
+        if time.gpu_hours is not None:
+            lead += f", {format_number(time.gpu_hours)} GPU-hours"
+            lead += "" if figures.cost is None else f" at {figures.price:g}: {figures.cost:,.2f}"
+        lead += ". Each rank counts as one GPU; goodput is the share of the time spent computing steps that count."
+    page.add_section(f"Time and cost{suffix}", page.make_chart(chart), table, lead=lead)
+
+
+def add_accuracy(page: Page, accuracy: Accuracy) -> None:
+    """Add the accuracy of one suite by category, compared with the base if it was evaluated, and the failures."""
+    compared = {row.category: row for row in accuracy.compare()}
+    heads = [("Category", False), ("n", True)]
+    heads += [("Before", True), ("95 % interval", True)] if compared else []
+    heads += [("After" if compared else "Correct", True), ("95 % interval", True), ("0 to 100 %", False)]
+    heads += [("Difference", True), ("95 % interval", True), ("p", True)] if compared else []
+    rows = []
+    for category, after in accuracy.rates():
+        cells: list[object] = [category, after["n"]]
+        before = None
+        if compared:
+            row = compared[category]
+            before = rate(row.num_right_before, row.n)
+            cells += [f"{before['rate']:.1%}", format_bounds(before)]
+        label = f"{after['rate']:.1%}, {format_bounds(after)}" + (f"; before {before['rate']:.1%}" if before else "")
+        drawing = draw_interval(after, before["rate"] if before else None, label, width_px=110)
+        cells += [f"{after['rate']:.1%}", format_bounds(after), Cell(drawing, is_html=True)]
+        if compared:
+            difference, low, high = row.difference
+            p_value = "< 0.0001" if row.p_value < 0.0001 else f"{row.p_value:.4f}"
+            cells += [f"{difference:+.1%}", f"{low:+.1%} to {high:+.1%}", p_value]
+        rows.append(cells)
+    lead = "Strict reading with Wilson intervals (dot and bar)."
+    if compared:
+        lead += " Before (ring) is the base on the same cases; differences are paired (Tango), p is McNemar's."
+    table = make_table(heads, rows)
+    page.add_section(f"Tool-call accuracy: {accuracy.suite}", table, *_make_failures(page, accuracy), lead=lead)
 
 
 def add_data(page: Page, record: RunRecord, suffix: str = "") -> None:
-    """Adds where the rows came from, and what became of them."""
+    """Add the sources of the prepared set and the number of rows kept, dropped and supervised."""
     prepared = record.run.get("data")
     if not isinstance(prepared, dict):
         return
     rows: list[list[object]] = [["fingerprint", prepared.get("fingerprint")], ["prepared in", prepared.get("path")]]
-    inputs = prepared.get("inputs", {})
-    for source in inputs.get("sources", ()):
+    for source in prepared.get("inputs", {}).get("sources", ()):
         rows.append(["source", f"{source.get('path')}, content {source.get('content', 'not hashed')}"])
     counts = _read_json(Path(str(prepared.get("path"))) / "meta.json").get("counts", {})
     rows += [[_COUNTS.get(name, name), count] for name, count in counts.items() if count]
@@ -76,14 +177,23 @@ def add_data(page: Page, record: RunRecord, suffix: str = "") -> None:
     page.add_section(f"Data{suffix}", _make_facts(rows))
 
 
-def format_value(value: Any) -> str:
-    """A value of a config to its last digit, as JSON where it is no text."""
-    return value if isinstance(value, str) else json.dumps(value)
+def _make_failures(page: Page, accuracy: Accuracy) -> list[str]:
+    failures = [row for row in accuracy.after.rows if row["verdict"] != "correct"]
+    if not failures:
+        return ["<h3>Failures</h3><p>None.</p>"]
+    name = escape(accuracy.after.path.name)
+    cut = f"<p>The first {_MAX_CASES:,} of {len(failures):,} are shown; {name} contains all of them.</p>"
+    try:
+        cases = page.make_cases([make_case(row) for row in failures[:_MAX_CASES]], FACETS)
+    except KeyError:  # results of an older version, whose rows have fewer fields
+        rows = [[row["id"], row["category"], row["verdict"]] for row in failures[:_MAX_CASES]]
+        cases = make_table([("Case", False), ("Category", False), ("Error", False)], rows)
+    return [f"<h3>Failures: {len(failures):,}</h3>", cut if len(failures) > _MAX_CASES else "", cases]
 
 
 def _make_facts(rows: list[list[object]]) -> str:
-    """HTML of a table of what there is to say, whose first column is of words that stay whole on a phone."""
-    return f'<div class="facts">{make_table([("What", False), ("Value", False)], rows)}</div>'
+    """Return the HTML of a table of names and values, whose names do not break inside a word on a phone."""
+    return f'<div class="facts">{make_table([("", False), ("Value", False)], rows)}</div>'
 
 
 def _describe_method(adapter: dict[str, Any] | None) -> str:
@@ -94,19 +204,20 @@ def _describe_method(adapter: dict[str, Any] | None) -> str:
     return f"LoRA, rank {adapter['rank']}, alpha {adapter['alpha']:g} ({', '.join(kinds)}){base}"
 
 
-def _list(folder: Path, pattern: str) -> str:
+def _list_files(folder: Path, pattern: str) -> str:
     return ", ".join(sorted(str(file.relative_to(folder)) for file in folder.glob(pattern)))
 
 
-def _command(record: RunRecord) -> str:
-    """As it was given; for runs that have not kept it, one that is as good, over the config below."""
+def _format_command(record: RunRecord) -> str:
+    """Return the command as it was given; where it was not recorded, an equivalent one."""
     if isinstance(argv := record.run.get("command"), list):
         return shlex.join(map(str, argv))
     if not record.config:
         return ""
     recipe = "lora_fc_distributed" if record.config.get("adapter") else "full_fc_distributed"
     ranks = record.run.get("world_size") or 1
-    return f"not kept; as good: tune run --nproc_per_node {ranks} recipes/{recipe} --config FILE, with the config here"
+    command = f"tune run --nproc_per_node {ranks} recipes/{recipe} --config FILE"
+    return f"not recorded; equivalent, with the config below as FILE: {command}"
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -115,77 +226,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def add_success(page: Page, judged: Sequence[Criterion], suffix: str = "", is_over: bool = True) -> None:
-    """Adds the table of verdicts; of a run that is not over, they are on what it is so far."""
-    body = "".join(
-        f'<tr><td class="{_TONES[one.status]}" style="white-space:nowrap">{one.status}</td>'
-        f'<td style="min-width:6em">{escape(one.name)}</td><td style="white-space:nowrap">{escape(one.wanted)}</td>'
-        f'<td style="min-width:5em">{escape(one.shown)}</td></tr>'
-        for one in judged
-    )
-    head = "<th>CriterionStatus</th><th>What</th><th>Wanted</th><th>Found</th>"
-    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    lead = "" if is_over else "Where it stands: the run has not said that it ended."
-    page.add_section(f"What it had to reach{suffix}", table, lead=lead)
-
-
-def add_accuracy(page: Page, accuracy: Accuracy) -> None:
-    """Adds the categories with their intervals, and the failures to look at."""
-    compared = {row.category: row for row in accuracy.compare()}
-    heads = [("Category", False), ("n", True)]
-    heads += [("Before", True), ("95 % interval", True)] if compared else []
-    heads += [("After" if compared else "Right", True), ("95 % interval", True), ("0 to 100 %", False)]
-    heads += [("Difference", True), ("95 % interval", True), ("p", True)] if compared else []
-    body = []
-    for category, after in accuracy.rates():
-        cells = [escape(category), escape(after["n"])]
-        before = None
-        if compared:
-            row = compared[category]
-            before = rate(row.num_right_before, row.n)
-            cells += [f"{before['rate']:.1%}", _bounds(before)]
-        cells += [f"{after['rate']:.1%}", _bounds(after), _draw(after, before)]
-        if compared:
-            difference, low, high = row.difference
-            p = "&lt; 0.0001" if row.p_value < 0.0001 else f"{row.p_value:.4f}"
-            cells += [f"{difference:+.1%}", f"{low:+.1%} to {high:+.1%}", p]
-        marks = [' class="num"' if is_number else "" for _, is_number in heads]
-        body.append("<tr>" + "".join(f"<td{m}>{c}</td>" for m, c in zip(marks, cells, strict=True)) + "</tr>")
-    head = "".join(f"<th{' class=num' if is_number else ''}>{escape(name)}</th>" for name, is_number in heads)
-    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
-    lead = "Strict reading, Wilson intervals (dot, bar)."
-    if compared:
-        lead += " Before (ring) is the base on the same cases; differences are paired (Tango), p is McNemar's."
-    page.add_section(f"Tool-call accuracy: {accuracy.suite}", table, *_make_failures(page, accuracy), lead=lead)
-
-
-def _make_failures(page: Page, accuracy: Accuracy) -> list[str]:
-    failures = [row for row in accuracy.after.rows if row["verdict"] != "correct"]
-    if not failures:
-        return ["<h3>Failures</h3><p>None.</p>"]
-    shown = f"<p>The first {_MAX_CASES:,} of {len(failures):,}; {escape(accuracy.after.path.name)} holds all.</p>"
-    facets = {"verdict": "Error class", "category": "Category", "tool": "Tool due"}
-    try:
-        cases = page.make_cases([make_case(row) for row in failures[:_MAX_CASES]], facets)
-    except KeyError:  # results of an earlier version, whose rows say less
-        rows = [[row["id"], row["category"], row["verdict"]] for row in failures[:_MAX_CASES]]
-        cases = make_table([("Case", False), ("Category", False), ("Error class", False)], rows)
-    return [f"<h3>Failures: {len(failures):,}</h3>", shown if len(failures) > _MAX_CASES else "", cases]
-
-
-def _draw(after: dict[str, Any], before: dict[str, Any] | None) -> str:
-    low, high, middle = (f"{6 + 188 * after[key]:.1f}" for key in ("low", "high", "rate"))
-    label = f"{after['rate']:.1%}, {_bounds(after)}" + ("" if before is None else f"; before {before['rate']:.1%}")
-    ring = "" if before is None else f'<circle class="other" cx="{6 + 188 * before["rate"]:.1f}" cy="8" r="5"/>'
-    return (
-        f'<svg class="interval" style="width:110px" viewBox="0 0 200 16" role="img" aria-label="{escape(label)}">'
-        '<line class="track" x1="6" x2="194" y1="8" y2="8"/>'
-        f'<line class="range" x1="{low}" x2="{high}" y1="8" y2="8"/>{ring}'
-        f'<circle class="point" cx="{middle}" cy="8" r="3"/></svg>'
-    )
-
-
-def _bounds(of: dict[str, Any]) -> str:
-    return f"{of['low']:.1%} - {of['high']:.1%}"

@@ -1,1 +1,1 @@
-"""A finished or running training run, read back from its directory. torch is not imported."""
+"""Records of training runs, read back from their directories. torch is not imported."""

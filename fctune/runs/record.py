@@ -1,6 +1,6 @@
-"""A run as its directory tells it: ``run.json``, ``metrics.jsonl``, ``alerts.jsonl``, ``exit.json``, checkpoints.
+"""Reader of a run directory: ``run.json``, ``metrics.jsonl``, ``alerts.jsonl``, ``exit.json`` and checkpoints.
 
-It is read while the run goes on, after it was killed, and by versions that wrote fewer metrics. torch is not imported.
+Works while the run is still writing, after it was killed, and on runs that recorded fewer metrics.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from fctune.errors import DataError
 from fctune.runs.metrics_file import MetricsFile
 
 _CHECKPOINT = re.compile(r"(elastic-)?checkpoint-(\d+)")
-_MARKS = {"sharded": "_SUCCESS", "elastic": "_ELASTIC_SUCCESS"}
+_MARKERS = {"sharded": "_SUCCESS", "elastic": "_ELASTIC_SUCCESS"}
 _NUM_NAMED = 5
 
-# What is read of these files; older versions have less, newer ones more.
+# Schemas of the parts that are read; other versions of the library may write less or more.
 _COUNT = {"type": "integer", "minimum": 0}
-_BEFORE = {
+_PREVIOUS = {
     "type": ["object", "null"],
     "properties": {"world_size": {"type": ["integer", "null"]}, "exit": {"type": ["object", "null"]}},
 }
-_PART = {
+_RESTART = {
     "type": "object",
     "required": ["step"],
     "properties": {
         "step": _COUNT,
         "world_size": _COUNT,
         "checkpoint": {"type": ["string", "null"]},
-        "before": _BEFORE,
+        "before": _PREVIOUS,
     },
 }
 _SOURCE = {"type": "object", "required": ["path"], "properties": {"weight": {"type": "number"}}}
@@ -65,7 +65,7 @@ _RUN_SCHEMA = {
         "device_memory_gib": {"type": ["number", "null"]},  # of one GPU
         "command": {"type": "array"},
         "versions": {"type": "object"},
-        "resumed": {"type": "array", "items": _PART},
+        "resumed": {"type": "array", "items": _RESTART},
         "closing": {"type": "object", "additionalProperties": {"type": "number"}},
         "data": {"type": "object", "properties": {"inputs": _INPUTS}},
         "hosts": {"type": "array"},
@@ -76,104 +76,104 @@ _EXIT_SCHEMA = {"type": "object", "required": ["code"], "properties": {"code": {
 
 @dataclass(frozen=True, slots=True)
 class RunSegment:
-    """A run from a start to its end or the next start: the first, or one after a restart."""
+    """One uninterrupted stretch of a run: from a start or restart to the next restart or the end."""
 
-    at: datetime | None  # when it was started
-    after_step: int  # the step that it went on from
+    started_at: datetime | None
+    after_step: int  # step of the checkpoint it resumed from; 0 for the first segment
     world_size: int | None
-    checkpoint: str | None = None  # what it went on from
-    until: datetime | None = None  # when it ended or wrote last, of a part that was gone on from
-    end: dict[str, Any] | None = None  # its exit.json's code and reason; None: it was killed, or goes on
+    checkpoint: str | None = None  # checkpoint it resumed from
+    ended_at: datetime | None = None  # last sign of life; only known for segments that a restart followed
+    exit: dict[str, Any] | None = None  # code and reason; None if it was killed or is still running
 
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint that is still there."""
+    """A complete checkpoint in the run directory."""
 
     step: int
-    kind: str  # sharded or elastic
+    kind: str  # "sharded" or "elastic"
     name: str
 
 
 @dataclass(slots=True)
 class RunRecord:
-    """A run directory as it is now; ``update`` reads on."""
+    """Contents of a run directory; ``update`` reads what was written since."""
 
     path: Path
     metrics: MetricsFile
     run: dict[str, Any] = field(default_factory=dict)
-    exit: dict[str, Any] | None = None  # None: it goes on, or it was killed
+    exit: dict[str, Any] | None = None  # None while it runs, and after a kill
     alerts: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[SavedCheckpoint] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """The directory's name, with its parent's where that alone says little."""
+        """Directory name, prefixed with the parent's if the directory is just called ``run``."""
         path = self.path.resolve()
         return f"{path.parent.name}/{path.name}" if path.name == "run" else path.name
 
     @property
     def config(self) -> dict[str, Any]:
-        """The run's config, as nested plain values; empty without run.json."""
+        """Config of the run as nested plain values; empty without ``run.json``."""
         config: dict[str, Any] = self.run.get("config", {})
         return config
 
     @property
     def num_steps(self) -> int | None:
-        """Steps that the run is to take; None before it knows."""
-        found: int | None = self.run.get("num_steps")
-        return found
+        """Total number of optimizer steps; None until the run has computed it."""
+        num_steps: int | None = self.run.get("num_steps")
+        return num_steps
 
     @property
     def segments(self) -> list[RunSegment]:
-        """Its starts, in order."""
-        resumed = self.run.get("resumed", [])
-        ends: list[dict[str, Any]] = [one.get("before") or {} for one in resumed] + [{}]
-        first_size = ends[0].get("world_size") if resumed else self.run.get("world_size")
+        """Segments in chronological order: the first start, then one for each restart."""
+        restarts = self.run.get("resumed", [])
+        ends: list[dict[str, Any]] = [restart.get("before") or {} for restart in restarts] + [{}]
+        first_size = ends[0].get("world_size") if restarts else self.run.get("world_size")
         starts: list[dict[str, Any]] = [
             {"at": self.run.get("started_at"), "step": 0, "world_size": first_size},
-            *resumed,
+            *restarts,
         ]
         return [
             RunSegment(
-                at=_read_time(start.get("at")),
+                started_at=_parse_time(start.get("at")),
                 after_step=start["step"],
                 world_size=start.get("world_size"),
                 checkpoint=start.get("checkpoint"),
-                until=_read_time(end.get("until")),
-                end=end.get("exit"),
+                ended_at=_parse_time(end.get("until")),
+                exit=end.get("exit"),
             )
             for start, end in zip(starts, ends, strict=True)
         ]
 
     def segment_indices(self) -> list[int]:
-        """The part that took each step of the metrics, by its place in ``parts``.
+        """Return, for each step of the metrics, the index into ``segments`` of the segment that took it.
 
-        It is the last that went on from before that step: what the parts before it had taken beyond was forgotten.
+        A restart discards the steps after its checkpoint, so a step belongs to the last segment that resumed before it.
         """
-        earliest = list(itertools.accumulate((part.after_step for part in reversed(self.segments)), min))[::-1]
+        earliest = list(itertools.accumulate((segment.after_step for segment in reversed(self.segments)), min))[::-1]
         return [max(0, bisect.bisect_left(earliest, step) - 1) for step in self.metrics.steps]
 
     def started_after(self, file: Path) -> bool:
-        """Whether a file is older than the run, so that what it says of this place is of an earlier run in it."""
-        begun = self.segments[0].at
-        return begun is not None and file.stat().st_mtime < begun.timestamp()
+        """Return True if ``file`` is older than this run, so that it describes an earlier run in this directory."""
+        started_at = self.segments[0].started_at
+        return started_at is not None and file.stat().st_mtime < started_at.timestamp()
 
     @property
     def ended_at(self) -> datetime | None:
-        """When it ended, or wrote last."""
-        if self.exit is not None and (said := _read_time(self.run.get("finished_at"))) is not None:
-            return said
+        """Time at which the run ended; of a running or killed run, its last write."""
+        if self.exit is not None and (finished_at := _parse_time(self.run.get("finished_at"))) is not None:
+            return finished_at
         for file in (self.path / "exit.json", self.metrics.path):
             if file.exists():
                 return datetime.fromtimestamp(file.stat().st_mtime, UTC)
         return None
 
     def update(self) -> bool:
-        """Read on; whether steps were added.
+        """Read what was written since the last call; return True if there were new metrics.
 
         Raises:
-            DataError: files that are not a run's.
+            DataError: a file is not one that a run writes.
         """
         self.run = _read_object(self.path / "run.json", _RUN_SCHEMA) or {}
         self.exit = _read_object(self.path / "exit.json", _EXIT_SCHEMA)
@@ -182,25 +182,23 @@ class RunRecord:
         return self.metrics.update()
 
     def notes(self) -> list[str]:
-        """What is odd about the files, a sentence each."""
+        """Describe missing, incomplete or inconsistent files, one sentence each."""
         metrics, notes = self.metrics, []
         if not self.run:
-            notes.append("run.json: not there; what was trained on what is not known.")
+            notes.append("run.json: missing, so the model, data and config of this run are unknown.")
         if not metrics.steps:
-            notes.append("metrics.jsonl: no step in it.")
+            notes.append("metrics.jsonl: contains no steps.")
         if metrics.is_torn:
             notes.append(
-                "metrics.jsonl: its last line is cut in half and left out: the run was killed as it wrote, or is "
-                "writing now."
+                "metrics.jsonl: the last line is incomplete and was ignored; the run was killed while writing it, or "
+                "is writing it now."
             )
         if metrics.num_unreadable:
-            lines = (
-                "1 line is no step" if metrics.num_unreadable == 1 else f"{metrics.num_unreadable:,} lines are no steps"
-            )
-            notes.append(f"metrics.jsonl: {lines} and left out.")
+            lines = "1 line that is" if metrics.num_unreadable == 1 else f"{metrics.num_unreadable:,} lines that are"
+            notes.append(f"metrics.jsonl: ignored {lines} not a training step.")
         if metrics.num_repeated:
-            notes.append(f"metrics.jsonl: {metrics.num_repeated:,} steps stand twice; the later lines count.")
-        if gaps := metrics.missing():
+            notes.append(f"metrics.jsonl: {metrics.num_repeated:,} steps appear twice; the later lines are used.")
+        if gaps := metrics.gaps():
             shown = ", ".join(str(a) if a == b else f"{a:,}-{b:,}" for a, b in gaps[:_NUM_NAMED])
             rest = f" and {len(gaps) - _NUM_NAMED:,} more gaps" if len(gaps) > _NUM_NAMED else ""
             is_one = len(gaps) == 1 and gaps[0][0] == gaps[0][1]
@@ -209,18 +207,18 @@ class RunRecord:
 
 
 def read_run(path: str | Path) -> RunRecord:
-    """The run of a directory.
+    """Read the record of the run in a directory.
 
     Raises:
-        DataError: there is none, or its files are not a run's.
+        DataError: the directory does not exist or is not a run's, or a file in it is not one that a run writes.
     """
     path = Path(path)
     if not path.is_dir():
         raise DataError(f"{path}: no such directory. Pass the output_dir of a run.")
     if not (path / "run.json").is_file() and not (path / "metrics.jsonl").is_file():
         below = sorted(str(file.parent) for file in path.glob("*/run.json"))
-        hint = f" Runs below it: {', '.join(below[:_NUM_NAMED])}." if below else " Pass the output_dir of a run."
-        raise DataError(f"{path}: holds neither run.json nor metrics.jsonl, so it is no run.{hint}")
+        hint = f" Runs inside it: {', '.join(below[:_NUM_NAMED])}." if below else " Pass the output_dir of a run."
+        raise DataError(f"{path}: not a run directory; it has neither run.json nor metrics.jsonl.{hint}")
     record = RunRecord(path, MetricsFile(path / "metrics.jsonl"))
     record.update()
     return record
@@ -228,52 +226,52 @@ def read_run(path: str | Path) -> RunRecord:
 
 def _read_object(path: Path, schema: dict[str, Any]) -> dict[str, Any] | None:
     try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"), parse_constant=_reject_constant)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read as JSON ({error}).") from None
     defect = best_match(Draft202012Validator(schema).iter_errors(value))
     if defect is not None:
-        raise DataError(f"{path}: {defect.json_path}: {defect.message[:200]}; it is not the file of a run.")
+        raise DataError(f"{path}: {defect.json_path}: {defect.message[:200]}; this file was not written by a run.")
     return value
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number")
+def _reject_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 def _read_alerts(path: Path) -> list[dict[str, Any]]:
-    """Alerts in order; a line that was cut in half is left out."""
+    """Read the alerts in order, skipping lines that are incomplete."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    found = []
+    alerts = []
     for line in lines:
         try:
             alert = json.loads(line)
-            found.append({**alert, "name": str(alert["name"]), "step": int(alert["step"])})
+            alerts.append({**alert, "name": str(alert["name"]), "step": int(alert["step"])})
         except (ValueError, KeyError, TypeError):
             continue
-    return found
+    return alerts
 
 
 def _find_checkpoints(root: Path) -> list[SavedCheckpoint]:
-    """The marked checkpoints, by step; ``fctune.checkpoint.store`` says when one is whole."""
+    """List the checkpoints that have a completion marker (see ``fctune.checkpoint.store``), sorted by step."""
     found = []
     for entry in root.glob("*checkpoint-*") if root.is_dir() else ():
         if match := _CHECKPOINT.fullmatch(entry.name):
             kind = "elastic" if match[1] else "sharded"
-            if (entry / _MARKS[kind]).is_file():
+            if (entry / _MARKERS[kind]).is_file():
                 found.append(SavedCheckpoint(int(match[2]), kind, entry.name))
-    return sorted(found, key=lambda state: (state.step, state.kind))
+    return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.kind))
 
 
-def _read_time(text: Any) -> datetime | None:
-    """A time of a record; one that names no zone is in UTC, as all that are written here."""
+def _parse_time(text: Any) -> datetime | None:
+    """Parse an ISO 8601 time, taken as UTC if it names no zone; None if it is not a time."""
     try:
-        read = datetime.fromisoformat(str(text))
+        parsed = datetime.fromisoformat(str(text))
     except ValueError:
         return None
-    return read if read.tzinfo else read.replace(tzinfo=UTC)
+    return parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)

@@ -1,4 +1,4 @@
-"""Tool-call accuracy of a run: results of its base and of what it left, found by the model they are of."""
+"""Evaluation and throughput results that belong to a run, found by the model that they measured."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fctune.evaluation.paired import Comparison, compare_rows
 from fctune.evaluation.results import Row, read_rows, read_settings
 from fctune.runs.record import RunRecord
 
-_PLACES = ("*.summary.json", "eval/*.summary.json", "eval/*/*.summary.json")
-_SPEED_PLACES = ("*throughput*.json", "eval/*throughput*.json", "eval/*/*throughput*.json")
+_EVALUATIONS = ("*.summary.json", "eval/*.summary.json", "eval/*/*.summary.json")
+_THROUGHPUTS = ("*throughput*.json", "eval/*throughput*.json", "eval/*/*throughput*.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """One evaluation on disk."""
+    """Results of one evaluation, read from its results file."""
 
-    path: Path  # results.jsonl
+    path: Path
     suite: str
     rows: list[Row]
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """A suite under what the run left, and under its base where that was measured on the same cases."""
+    """Results on one suite after training, and those of the base model on the same cases if there are any."""
 
     suite: str
     after: Results
@@ -37,148 +37,139 @@ class Accuracy:
 
     @property
     def has_total(self) -> bool:
-        """Whether categories may be taken together; a benchmark's may not."""
+        """True if the categories may be averaged; BFCL's may not."""
         return not any("bfcl" in row for row in self.after.rows)
 
     def rates(self) -> list[tuple[str, dict[str, Any]]]:
-        """The strict rate of each category after the run, with its interval."""
+        """Return the strict accuracy of each category after training, with its interval; the total comes last."""
         categories = sorted({row["category"] for row in self.after.rows} - {"all"})
         found = []
         for name in [*categories, *(["all"] if self.has_total or not categories else [])]:
-            held = [row["verdict"] == "correct" for row in self.after.rows if name in ("all", row["category"])]
-            found.append((name, rate(sum(held), len(held))))
+            correct = [row["verdict"] == "correct" for row in self.after.rows if name in ("all", row["category"])]
+            found.append((name, rate(sum(correct), len(correct))))
         return found
 
+    def total(self) -> dict[str, Any] | None:
+        """Return the accuracy over all categories with its interval; None if they may not be averaged."""
+        return self.rates()[-1][1] if self.has_total else None
+
     def compare(self) -> list[Comparison]:
-        """The categories before and after; none without results of the base."""
+        """Compare each category before and after training; empty without results of the base."""
         return compare_rows(self.before.rows, self.after.rows, self.has_total) if self.before else []
 
 
-def read_results(path: str | Path) -> Results:
-    """The results of a file that ``eval.tool_calls`` wrote.
-
-    Raises:
-        DataError: it is none, or holds none.
-    """
-    path = Path(path)
-    rows = read_rows(path, is_partial=False)
-    if not rows:
-        raise DataError(f"{path}: holds no results.")
-    return Results(path, str((read_settings(path) or {}).get("suite", path.stem)), rows)
-
-
-def find_accuracies(record: RunRecord) -> list[Accuracy]:
-    """Results in the run's directory, beside it, and in ``eval/`` of both, of its exports and of its base.
-
-    Of a suite that was run more than once the newest counts; the base must have been asked the same cases. Results that
-    are older than the run are of an earlier one, which was moved to make room.
-    """
-    after: dict[str, Path] = {}
-    before: list[Path] = []
-    base = record.config.get("model", {}).get("path")
-    for summary_path in sorted(_summaries(record.path), key=lambda path: path.stat().st_mtime):
-        try:
-            summary = json.loads(summary_path.read_text(encoding="utf-8"))
-            model, adapter, suite = Path(summary["model"]), summary.get("adapter"), str(summary["suite"])
-            places = [model, Path(adapter)] if adapter else [model]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue
-        rows = summary_path.with_name(summary_path.name.removesuffix(".summary.json") + ".jsonl")
-        if not rows.is_file():
-            continue
-        if any(_is_inside(place, record.path) for place in places):
-            if not record.started_after(summary_path):
-                after[suite] = rows
-        elif adapter is None and base is not None and _is_same(model, base):
-            before.append(rows)
-    found = []
-    for _, rows in sorted(after.items()):
-        base_rows = next((path for path in reversed(before) if _same_cases(path, rows)), None)
-        found.append(pair_results(rows, base_rows))
-    return found
-
-
-def pair_results(after: str | Path, before: str | Path | None) -> Accuracy:
-    """Two results files as one accuracy."""
-    results = read_results(after)
-    return Accuracy(results.suite, results, read_results(before) if before else None)
-
-
-def _summaries(run: Path) -> Iterator[Path]:
-    for folder in (run, run.resolve().parent):
-        for place in _PLACES:
-            yield from folder.glob(place)
-
-
-def _is_inside(place: Path, run: Path) -> bool:
-    return place.resolve().is_relative_to(run.resolve())
-
-
-def _is_same(model: Path, base: str) -> bool:
-    return model.resolve() == Path(base).resolve()
-
-
-def _same_cases(before: Path, after: Path) -> bool:
-    first, second = read_settings(before) or {}, read_settings(after) or {}
-    keys: Sequence[str] = ("suite", "cases_digest", "max_new_tokens")
-    if not first and not second:  # results without settings are compared by their cases alone
-        return {row["id"] for row in read_rows(before)} == {row["id"] for row in read_rows(after)}
-    return all(first.get(key) == second.get(key) for key in keys)
-
-
 @dataclass(frozen=True, slots=True)
-class AnswerSpeed:
-    """New tokens a second of all prompts together, ``width`` prompts at a time."""
+class Throughput:
+    """Generation speed of a model: new tokens per second over all prompts, ``width`` of which run at a time."""
 
     tokens_per_s: float
     width: int
     path: Path
 
 
-def find_speed(record: RunRecord) -> AnswerSpeed | None:
-    """The greatest over the widths, in the newest file of it in the run's directory or beside it; None without one.
+def read_results(path: str | Path) -> Results:
+    """Read a results file of ``fctune eval``.
 
-    Beside the run, rows count whose model lies in the run's directory; within it, those of a server, too. What is older
-    than the run is of an earlier one in its place.
+    Raises:
+        DataError: the file is not a results file or contains no results.
+    """
+    path = Path(path)
+    rows = read_rows(path, is_partial=False)
+    if not rows:
+        raise DataError(f"{path}: contains no results.")
+    return Results(path, str((read_settings(path) or {}).get("suite", path.stem)), rows)
+
+
+def pair_results(after: str | Path, before: str | Path | None) -> Accuracy:
+    """Pair the results file of a trained model with that of its base."""
+    results = read_results(after)
+    return Accuracy(results.suite, results, read_results(before) if before else None)
+
+
+def find_accuracies(record: RunRecord) -> list[Accuracy]:
+    """Find evaluation results of the run's exports and of its base model, one ``Accuracy`` for each suite.
+
+    Searches the run's directory and its parent, and ``eval/`` in both. The newest results of a suite are used; results
+    of the base must be on the same cases. Results older than the run belong to an earlier run in the same directory.
+    """
+    after: dict[str, Path] = {}
+    before: list[Path] = []
+    base = record.config.get("model", {}).get("path")
+    run = record.path.resolve()
+    for summary_path in sorted(_glob(run, _EVALUATIONS), key=lambda path: path.stat().st_mtime):
+        try:
+            summary = json.loads(summary_path.read_text(encoding="utf-8"))
+            model, adapter, suite = Path(summary["model"]), summary.get("adapter"), str(summary["suite"])
+            evaluated = [model, Path(adapter)] if adapter else [model]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+        rows = summary_path.with_name(summary_path.name.removesuffix(".summary.json") + ".jsonl")
+        if not rows.is_file():
+            continue
+        if any(path.resolve().is_relative_to(run) for path in evaluated):
+            if not record.started_after(summary_path):
+                after[suite] = rows
+        elif adapter is None and base is not None and model.resolve() == Path(base).resolve():
+            before.append(rows)
+    found = []
+    for _, rows in sorted(after.items()):
+        base_rows = next((path for path in reversed(before) if _has_same_cases(path, rows)), None)
+        found.append(pair_results(rows, base_rows))
+    return found
+
+
+def find_throughput(record: RunRecord) -> Throughput | None:
+    """Find the highest throughput in the newest throughput file of the run; None without one.
+
+    Searches the run's directory and its parent. Rows whose model is inside the run's directory count; files inside
+    the run's directory may also contain rows of a server. Files older than the run belong to an earlier run in the
+    same directory.
     """
     run = record.path.resolve()
-    for path in sorted(_speed_files(run), key=lambda path: path.stat().st_mtime, reverse=True):
+    for path in sorted(_glob(run, _THROUGHPUTS), key=lambda path: path.stat().st_mtime, reverse=True):
         if record.started_after(path):
             continue
-        is_within = path.resolve().is_relative_to(run)
+        accepts_servers = path.resolve().is_relative_to(run)
         speeds = [
-            AnswerSpeed(float(row["tokens_per_s"]), row["width"], path)
-            for row in _read_speed_rows(path)
-            if _is_of(row["model"], run, is_within)
+            Throughput(float(row["tokens_per_s"]), row["width"], path)
+            for row in _read_throughput_rows(path)
+            if _is_of_run(row["model"], run, accepts_servers)
         ]
         if speeds:
             return max(speeds, key=lambda speed: speed.tokens_per_s)
     return None
 
 
-def _speed_files(run: Path) -> Iterator[Path]:
+def _glob(run: Path, patterns: Sequence[str]) -> Iterator[Path]:
     for folder in (run, run.parent):
-        for place in _SPEED_PLACES:
-            yield from folder.glob(place)
+        for pattern in patterns:
+            yield from folder.glob(pattern)
 
 
-def _is_of(model: str, run: Path, is_within: bool) -> bool:
+def _has_same_cases(before: Path, after: Path) -> bool:
+    first, second = read_settings(before) or {}, read_settings(after) or {}
+    if not first and not second:  # results without settings are compared by their case ids
+        return {row["id"] for row in read_rows(before)} == {row["id"] for row in read_rows(after)}
+    return all(first.get(key) == second.get(key) for key in ("suite", "cases_digest", "max_new_tokens"))
+
+
+def _is_of_run(model: str, run: Path, accepts_servers: bool) -> bool:
     if model.startswith(("http://", "https://")):
-        return is_within
+        return accepts_servers
     return Path(model).resolve().is_relative_to(run)
 
 
-def _read_speed_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file of ``eval.throughput``; none of one that is something else."""
+def _read_throughput_rows(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a file of ``fctune throughput --json``; empty if it is something else."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    kinds = {"model": str, "width": int, "tokens_per_s": int | float}
+    types = {"model": str, "width": int, "tokens_per_s": int | float}
     if not isinstance(rows, list):
         return []
     return [
         row
         for row in rows
-        if isinstance(row, dict) and all(isinstance(row.get(key), kind) for key, kind in kinds.items())
+        if isinstance(row, dict) and all(isinstance(row.get(key), type_) for key, type_ in types.items())
     ]

@@ -82,7 +82,7 @@ def test_the_page_names_who_is_to_blame_and_what_to_try(page: Path) -> None:
     assert "rank 2 (b): matmul_bf16_tflops 500" in text
     assert "link of ranks 0 and 3" in text
     assert "Next: Compare the GPU's clocks" in text
-    assert "On purpose: slow_compute on rank 2" in text
+    assert "Injected fault: slow_compute on rank 2" in text
     assert text.count("onerror=alert(1)") >= 2
     assert ">= 600 (warns: 650)" in text
     opened = open_page(page, act='document.querySelectorAll("details").forEach((d) => { d.open = true; });')

@@ -16,7 +16,7 @@ def test_a_page_is_written_and_what_is_odd_is_said(tmp_path: Path, capsys: pytes
     out = tmp_path / "new" / "page.html"
     assert main(["report", str(tmp_path / "run"), "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "its last line is cut in half" in said
+    assert "the last line is incomplete" in said
     assert f"{out}: 1 run, 12 steps" in said
     assert out.read_text().startswith("<!doctype html>")
 
@@ -46,17 +46,17 @@ def test_the_exit_code_is_the_verdict(
     make_run(tmp_path / "run", 60, success=asked)
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html"), *options]) == code
     is_judged = asked is not None or bool(options)
-    assert ("tokens/s a GPU, median" in capsys.readouterr().out) == is_judged
-    assert ("What it had to reach" in (tmp_path / "page.html").read_text()) == is_judged
+    assert ("tokens/s per GPU, median" in capsys.readouterr().out) == is_judged
+    assert ("Success criteria" in (tmp_path / "page.html").read_text()) == is_judged
 
 
 @pytest.mark.parametrize(
     ("arguments", "due"),
     [
         (["{}/nothing"], "nothing: no such directory"),
-        (["{}/other"], "holds neither run.json nor metrics.jsonl"),
+        (["{}/other"], "it has neither run.json nor metrics.jsonl"),
         (["{}/run", "--before", "x.jsonl"], "--before: needs --after"),
-        (["{}/run", "{}/run", "--after", "x.jsonl"], "are of one run"),
+        (["{}/run", "{}/run", "--after", "x.jsonl"], "only for a single run"),
         (["{}/run", "--after", "x.jsonl"], "x.jsonl: cannot be read"),
         (["{}/run", "--price", "-1"], "--price -1.0: expected 0 or more"),
         (["{}/run", "--price", "inf"], "--price inf: expected 0 or more"),

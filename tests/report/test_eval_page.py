@@ -64,16 +64,16 @@ def test_every_failure_is_on_the_page_with_prompt_expected_got_and_what_differs(
     assert [failure["tags"][0] for failure in failures] == ["malformed", "wrong_arguments", "missed_call", "false_call"]
     assert failures[0]["tags"][1] == "lenient: correct"
     parts = {part["heading"]: part for part in failures[1]["parts"]}
-    assert "attendees: ['Eve', 'Luis'], expected ['Ana', 'Luis']" in parts["What differs"]["text"]
+    assert "attendees: ['Eve', 'Luis'], expected ['Ana', 'Luis']" in parts["Differences"]["text"]
     assert 'attendees: ["Ana", "Luis"]' in parts["Expected"]["text"] == parts["Got"]["other"]
     assert 'attendees: ["Eve", "Luis"]' in parts["Got"]["text"] == parts["Expected"]["other"]
     assert "user: Schedule a meeting" in parts["Prompt"]["text"]
-    assert "get_weather(city: string, unit?: string)" in parts["Tools on offer"]["text"]
+    assert "get_weather(city: string, unit?: string)" in parts["Available tools"]["text"]
 
 
 def test_rates_stand_with_their_intervals(page: Path) -> None:
     text = page.read_text("utf-8")
-    assert "0.0% of 4 cases right (95 % interval 0.0% - 49.0%)." in text
+    assert "0.0% of 4 cases correct (95 % interval 0.0% - 49.0%)." in text
     assert text.count('<svg class="interval"') == 5
     assert 'aria-label="0.0%, 0.0% - 79.3%; lenient 100.0%"' in text
 
@@ -156,7 +156,7 @@ def test_a_long_list_grows_as_it_is_asked_to(tmp_path: Path) -> None:
     suite = load_suite(ROOT / "eval" / "suites" / "synthetic.yaml", num_cases=60)
     path = tmp_path / "long.html"
     make_page(path, suite, ["<tool_call>{" + "x" * 6000] * 60)
-    assert "letters more" in failures_in(path)[0]["parts"][3]["text"]
+    assert "more characters" in failures_in(path)[0]["parts"][3]["text"]
     count = 'document.querySelector("main").prepend(`listed: ${document.querySelectorAll(".case").length}.`);'
     assert "listed: 25." in open_page(path, act=count).probe["text"]
     more = 'document.querySelector("button.more").click();'
@@ -179,7 +179,7 @@ def test_a_benchmarks_page_has_no_total_and_says_what_was_not_run(tmp_path: Path
     suite = suite.select(limit=3)
     make_page(tmp_path / "bfcl.html", suite, ["<tool_call>{", "No.", "Hello."])
     text = (tmp_path / "bfcl.html").read_text()
-    assert "3 of 3 cases went wrong; rates are by category." in text
+    assert "3 of 3 cases failed; rates are given by category." in text
     assert "multi_turn_base" in text
     assert "<td>all</td>" not in text
 

@@ -10,7 +10,8 @@ import pytest
 
 from fctune.data.check import Report, check_sources
 from fctune.data.conversation import Conversation
-from fctune.report import Chart, Page, Series, make_table, write_html
+from fctune.report.data_page import write_data_html
+from fctune.report.page import Chart, Page, Series, make_table
 from tests.report.browser import needs_chromium, open_page, take_screenshot
 
 DEFECTS = Path(__file__).parents[1] / "data" / "fixtures" / "defects.jsonl"
@@ -31,7 +32,7 @@ def report() -> Report:
 @pytest.fixture(scope="module")
 def data_page(report: Report, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "data.html"
-    write_html(report, path)
+    write_data_html(report, path)
     return path
 
 

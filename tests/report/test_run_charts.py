@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fctune.report.run_charts import make_lines, thin
+from fctune.report.run_charts import make_line_chart, thin
 
 values = st.lists(st.none() | st.floats(-1e6, 1e6), max_size=3000)
 
@@ -29,7 +29,7 @@ def test_one_step_that_stands_out_of_a_hundred_thousand_is_drawn() -> None:
     column: list[float | None] = [1.0] * 100_000
     column[77_777], column[33_333] = 50.0, -3.0
     steps = list(range(1, 100_001))
-    chart = make_lines([("loss", steps, column)], "")
+    chart = make_line_chart([("loss", steps, column)], "")
     assert len(chart.labels) <= 400
     drawn = dict(zip(chart.labels, chart.series[0].values, strict=True))
     assert (drawn[77_778], drawn[33_334]) == (50.0, -3.0)
@@ -38,7 +38,7 @@ def test_one_step_that_stands_out_of_a_hundred_thousand_is_drawn() -> None:
 def test_curves_of_other_steps_share_an_axis_and_keep_their_values() -> None:
     first = ("a", list(range(1, 2001)), [float(i) for i in range(1, 2001)])
     second = ("b", list(range(500, 3001, 100)), [float(-i) for i in range(500, 3001, 100)])
-    chart = make_lines([first, second], "")
+    chart = make_line_chart([first, second], "")
     a, b = (dict(zip(chart.labels, series.values, strict=True)) for series in chart.series)
     assert all(value is None or value == label for label, value in a.items())
     assert {label: value for label, value in b.items() if value is not None} == dict(zip(*second[1:], strict=True))
@@ -46,14 +46,14 @@ def test_curves_of_other_steps_share_an_axis_and_keep_their_values() -> None:
 
 
 def test_a_single_value_is_drawn_as_a_point() -> None:
-    chart = make_lines([("loss", [1, 2, 3], [3.0, 2.0, 1.0]), ("validation", [1, 2, 3], [None, 2.5, None])], "")
+    chart = make_line_chart([("loss", [1, 2, 3], [3.0, 2.0, 1.0]), ("validation", [1, 2, 3], [None, 2.5, None])], "")
     assert [series.is_sparse for series in chart.series] == [False, True]
-    assert make_lines([("loss", [1], [3.0])], "").series[0].is_sparse
+    assert make_line_chart([("loss", [1], [3.0])], "").series[0].is_sparse
 
 
 def test_a_logarithmic_axis_is_for_values_over_zero_that_span_a_decade() -> None:
-    assert make_lines([("loss", [1, 2, 3], [0.5, None, 0.05])], "", is_log=True).is_log
-    assert not make_lines([("loss", [1, 2], [0.5, 0.0])], "", is_log=True).is_log
-    assert not make_lines([("loss", [1, 2], [0.5, -0.1])], "", is_log=True).is_log
-    assert not make_lines([("loss", [1, 2], [0.9, 0.6])], "", is_log=True).is_log
-    assert not make_lines([("loss", [1, 2], [9.0, 0.6])], "").is_log
+    assert make_line_chart([("loss", [1, 2, 3], [0.5, None, 0.05])], "", is_log=True).is_log
+    assert not make_line_chart([("loss", [1, 2], [0.5, 0.0])], "", is_log=True).is_log
+    assert not make_line_chart([("loss", [1, 2], [0.5, -0.1])], "", is_log=True).is_log
+    assert not make_line_chart([("loss", [1, 2], [0.9, 0.6])], "", is_log=True).is_log
+    assert not make_line_chart([("loss", [1, 2], [9.0, 0.6])], "").is_log

@@ -129,11 +129,11 @@ def test_every_point_that_is_drawn_is_the_files(page: Path, run: Path) -> None:
     charts = charts_of(page.read_text("utf-8"))
     names = {
         "Loss": ("loss", "validation_loss"),
-        "Tokens a second": ("tokens_per_s",),
-        "Time of a step": ("step_time_s", "data_time_s", "save_wait_s"),
+        "Throughput": ("tokens_per_s",),
+        "Step time": ("step_time_s", "data_time_s", "save_wait_s"),
         "Memory": ("peak_memory_gib", "peak_memory_max_gib", "memory_reserved_gib", "memory_active_gib"),
-        "GPU utilisation": ("gpu_utilization", "gpu_utilization_min"),
-        "Model FLOPs utilisation": ("mfu",),
+        "GPU utilization": ("gpu_utilization", "gpu_utilization_min"),
+        "Model FLOPs utilization": ("mfu",),
         "Hottest GPU": ("gpu_temperature_c",),
         "Power of all GPUs": ("gpu_power_w",),
         "Gradient norm": ("grad_norm",),
@@ -158,11 +158,11 @@ def test_figures_are_the_files(page: Path, run: Path) -> None:
     for figure, what in (
         ("900", "steps"),
         (f"{statistics.fmean(line['loss'] for line in lines[-20:]):.4f}", "loss, mean of the last 20 steps"),
-        (f"{lines[899]['validation_loss']:.4f}", "validation loss, last"),
+        (f"{lines[899]['validation_loss']:.4f}", "validation loss, latest"),
         (f"{statistics.median(line['tokens_per_s'] for line in lines):,.0f}", "tokens/s, median"),
-        (f"{max(line['peak_memory_max_gib'] for line in lines if 'gpu_hours' in line):.2f} GiB", "memory, most held"),
-        (f"{statistics.fmean(x['gpu_utilization'] for x in lines if 'gpu_hours' in x):.1%}", "GPU utilisation, mean"),
-        ("75.0%", "right of 4 cases, smoke"),
+        (f"{max(line['peak_memory_max_gib'] for line in lines if 'gpu_hours' in line):.2f} GiB", "peak memory"),
+        (f"{statistics.fmean(x['gpu_utilization'] for x in lines if 'gpu_hours' in x):.1%}", "GPU utilization, mean"),
+        ("75.0%", "correct of 4 cases, smoke"),
     ):
         assert f'<b class="">{figure}</b><span>{what}</span>' in text
     assert "Completed after step 900 of 900." in text
@@ -227,14 +227,15 @@ def failures_in(text: str) -> list[dict[str, Any]]:
 
 def test_what_was_trained_by_which_command_and_versions_is_said(run: Path, tmp_path: Path) -> None:
     text = write_page([run], tmp_path / "a.html")
-    rows = dict(row[:2] for row in cells_of(text, "What was trained"))
+    rows = dict(row[:2] for row in cells_of(text, "Setup"))
     assert rows["model"] == "models/base"
     assert rows["trained"] == "LoRA, rank 8, alpha 16 (standard), base in bf16"
     assert rows["data"] == "synthetic:train:100:1"
     assert rows["ranks"] == "2"
     kept = json.loads((run / "run.json").read_text())
     assert all(f"{name} {version}" in rows["versions"] for name, version in kept["versions"].items())
-    assert rows["command"].startswith("not kept; as good: tune run --nproc_per_node 2 recipes/lora_fc_distributed")
+    assert rows["command"].startswith("not recorded; equivalent, with the config below as FILE: tune run ")
+    assert "--nproc_per_node 2 recipes/lora_fc_distributed --config FILE" in rows["command"]
 
 
 def test_what_was_recorded_beside_the_metrics_is_named(tmp_path: Path) -> None:
@@ -242,9 +243,9 @@ def test_what_was_recorded_beside_the_metrics_is_named(tmp_path: Path) -> None:
     for name in ("profile/rank-0.steps-2-3.trace.json.gz", "out-of-memory-rank-1.pickle"):
         (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "run" / name).write_bytes(b"")
-    rows = dict(row[:2] for row in cells_of(write_page([tmp_path / "run"], tmp_path / "a.html"), "What was trained"))
-    assert rows["profiles in it"] == "profile/rank-0.steps-2-3.trace.json.gz"
-    assert rows["memory when it was full"] == "out-of-memory-rank-1.pickle"
+    rows = dict(row[:2] for row in cells_of(write_page([tmp_path / "run"], tmp_path / "a.html"), "Setup"))
+    assert rows["profiles"] == "profile/rank-0.steps-2-3.trace.json.gz"
+    assert rows["out-of-memory snapshots"] == "out-of-memory-rank-1.pickle"
 
 
 def test_the_price_is_that_of_the_config_where_none_is_given(tmp_path: Path) -> None:
@@ -280,18 +281,18 @@ def test_several_runs_are_laid_over_each_other_with_what_differs(page_of_two: Pa
         assert {lines[step]["loss"] == value for step, value in known.items()} == {True}
         assert {min(known), max(known)} == {1, len(lines)}
         assert len(known) >= 200
-    differ = {row[0]: row[1:] for row in cells_of(text, "What differs in their configs")}
+    differ = {row[0]: row[1:] for row in cells_of(text, "Config differences")}
     assert differ == {"adapter.rank": ["8", "32"], "seed": ["42", "7"]}
-    side = {row[0]: row[1:] for row in cells_of(text, "Side by side")}
+    side = {row[0]: row[1:] for row in cells_of(text, "Comparison")}
     assert side["steps"] == ["900", "300"]
-    assert side["tool calls right, smoke"] == ["75.0% (30.1% - 95.4%)", ""]
+    assert side["tool-call accuracy, smoke"] == ["75.0% (30.1% - 95.4%)", ""]
 
 
 def test_values_of_a_config_are_shown_to_their_last_digit(tmp_path: Path) -> None:
     for name, lr in (("a", 0.00012345), ("b", 0.00012346)):
         make_run(tmp_path / name, 5, seed=20260101, optimizer={"lr": lr}, epochs=1000)
     text = write_page([tmp_path / "a", tmp_path / "b"], tmp_path / "two.html")
-    differ = {row[0]: row[1:] for row in cells_of(text, "What differs in their configs")}
+    differ = {row[0]: row[1:] for row in cells_of(text, "Config differences")}
     assert differ == {"optimizer.lr": ["0.00012345", "0.00012346"]}
     config = dict(cells_of(write_page([tmp_path / "a"], tmp_path / "one.html"), "Config"))
     assert (config["seed"], config["epochs"], config["optimizer.lr"]) == ("20260101", "1000", "0.00012345")
@@ -302,13 +303,13 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
         make_run(tmp_path / folder / "x", 5)
     text = write_page([tmp_path / "a" / "x", tmp_path / "b" / "x"], tmp_path / "out.html")
     assert f"2 runs: {tmp_path / 'a' / 'x'}, {tmp_path / 'b' / 'x'}" in text
-    assert "<p>Nothing but output_dir.</p>" in text
+    assert "<p>Only output_dir differs.</p>" in text
 
 
 @pytest.mark.parametrize(
     ("code", "due"),
     [
-        (None, "At step 5 of 5: running, or killed without a word."),
+        (None, "At step 5 of 5: still running, or killed."),
         (1, "Ended with code 1 after step 5 of 5: rank 0: ValueError: no"),
         (0, "Completed after step 5 of 5."),
     ],
@@ -322,8 +323,8 @@ def test_how_a_run_ended_is_the_first_thing_said(code: int | None, due: str, tmp
 def test_verdicts_on_a_run_that_goes_on_say_so(code: int | None, tmp_path: Path) -> None:
     make_run(tmp_path / "run", 5, code=code)
     text = write_page([tmp_path / "run"], tmp_path / "a.html")
-    assert "<h2>What it had to reach</h2>" in text
-    assert ("Where it stands: the run has not said that it ended." in text) is (code is None)
+    assert "<h2>Success criteria</h2>" in text
+    assert ("Provisional: the run has not ended." in text) is (code is None)
 
 
 def test_a_reason_of_many_lines_is_said_by_its_first_and_kept_whole(tmp_path: Path) -> None:
@@ -336,11 +337,11 @@ def test_a_reason_of_many_lines_is_said_by_its_first_and_kept_whole(tmp_path: Pa
 
 def test_runs_with_little_on_record_are_pages_too(tmp_path: Path) -> None:
     RunDirectory(tmp_path / "empty").start(make_config(tmp_path / "empty"), 1)
-    assert "no step in it" in write_page([tmp_path / "empty"], tmp_path / "a.html")
+    assert "contains no steps" in write_page([tmp_path / "empty"], tmp_path / "a.html")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.25}\n{"st')
     text = write_page([tmp_path / "old"], tmp_path / "b.html")
-    assert "its last line is cut in half" in text
+    assert "the last line is incomplete" in text
     assert charts_of(text).keys() >= {"Loss"}
     assert charts_of(text)["Loss"]["series"][0]["values"] == [2.5, 2.25]
     assert "2 runs" in write_page([tmp_path / "old", tmp_path / "empty"], tmp_path / "c.html")
@@ -353,8 +354,8 @@ def test_the_check_of_the_data_is_on_the_page_where_it_was_kept(tmp_path: Path) 
     (tmp_path / "set" / "meta.json").write_text('{"counts": {"rows": 123, "invalid": 4, "cut": 0}}')
     (tmp_path / "run" / "data_report.json").write_text('{"rows": 123, "defects": 4, "near_duplicates": 9}')
     rows = cells_of(write_page([tmp_path / "run"], tmp_path / "a.html"), "Data")
-    assert ["rows skipped as invalid", "4"] in rows
-    assert "conversations cut" not in {row[0] for row in rows}
+    assert ["invalid rows, skipped", "4"] in rows
+    assert "conversations truncated" not in {row[0] for row in rows}
     assert ["data_report.json: near duplicates", "9"] in rows
 
 

@@ -88,9 +88,9 @@ def test_a_run_that_goes_on_says_what_is_left_and_one_that_is_silent_that_it_may
     assert record.ended_at is not None
     text = show(record, now=record.ended_at + timedelta(seconds=3))
     assert "8.3 min left" in text or "8.4 min left" in text  # a thousand steps of half a second
-    assert "last written 3 s ago" in text
-    assert "may be gone" not in text
-    assert "the run may be gone" in show(record, now=record.ended_at + timedelta(hours=1))
+    assert "last write 3 s ago" in text
+    assert "may have died" not in text
+    assert "the run may have died" in show(record, now=record.ended_at + timedelta(hours=1))
 
 
 def test_alerts_torn_lines_and_verdicts_are_shown(tmp_path: Path) -> None:
@@ -100,12 +100,12 @@ def test_alerts_torn_lines_and_verdicts_are_shown(tmp_path: Path) -> None:
     for step in range(1, 8):
         watchman.alert(Alert("disk", step, 0.01, 0.05, f"[red]message {step}"))
     record = read_run(tmp_path / "run")
-    text = show(record, judged=judge_run(record))
+    text = show(record, criteria=judge_run(record))
     assert "alert at step 7: disk: [red]message 7" in text
     assert "message 2" not in text
-    assert "and 2 alerts before" in text
-    assert "its last line is cut in half" in text
-    assert re.search(r"FAIL +tokens/s a GPU, median +> 2,000 ", text)
+    assert "and 2 earlier alerts" in text
+    assert "the last line is incomplete" in text
+    assert re.search(r"FAIL +tokens/s per GPU, median +> 2,000 ", text)
 
 
 def test_a_run_without_a_step_or_with_older_metrics_is_shown(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_run_without_a_step_or_with_older_metrics_is_shown(tmp_path: Path) -> 
     assert "2.5000" in show(read_run(tmp_path / "old"))
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "run.json").write_text("{}")
-    assert "no step in it" in show(read_run(tmp_path / "new"))
+    assert "contains no steps" in show(read_run(tmp_path / "new"))
 
 
 def test_a_sparkline_goes_from_the_least_to_the_greatest() -> None:

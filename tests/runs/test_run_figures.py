@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fctune.config.schema import SuccessConfig
-from fctune.runs.figures import describe_run, quantile
+from fctune.runs.figures import describe_run
 from fctune.runs.metrics_file import MetricsFile
 from fctune.runs.record import RunRecord, read_run
 from fctune.runs.success import judge_run
@@ -26,7 +26,7 @@ def test_the_99th_percentile_is_the_nearest_rank_as_metrics_count_it(num_steps: 
     path.write_text("".join(json.dumps({"step": n, "step_time_s": t}) + "\n" for n, t in enumerate(times, 1)))
     metrics = MetricsFile(path)
     metrics.update()
-    assert quantile(metrics, "step_time_s", 0.99) == np.percentile(times, 99, method="inverted_cdf")
+    assert metrics.quantile("step_time_s", 0.99) == np.percentile(times, 99, method="inverted_cdf")
 
 
 def make_shrinking_run(path: Path, **told: float) -> RunRecord:
@@ -44,7 +44,7 @@ def test_the_speed_of_a_rank_is_over_the_ranks_that_each_step_had(tmp_path: Path
     record = make_shrinking_run(tmp_path / "run", tokens_per_s_per_device=1000.0)
     assert describe_run(record).tokens_per_s_per_rank == 1000
     judged = {one.name: one for one in judge_run(record, SuccessConfig(min_tokens_per_s_per_gpu=2000))}
-    assert judged["tokens/s a GPU, median"].status == "FAIL"
+    assert judged["tokens/s per GPU, median"].status == "FAIL"
 
 
 def test_the_speed_of_a_rank_is_not_made_up_where_their_number_changed(tmp_path: Path) -> None:

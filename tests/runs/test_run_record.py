@@ -38,7 +38,7 @@ def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
     tear(make_run(tmp_path / "run", 10, code=None))
     record = read_run(tmp_path / "run")
     assert record.metrics.steps == list(range(1, 11))
-    assert [note for note in record.notes() if "its last line is cut in half" in note]
+    assert [note for note in record.notes() if "the last line is incomplete" in note]
 
 
 def test_a_line_that_lacks_its_end_alone_counts(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_steps_that_were_written_twice_count_once_as_they_were_last(tmp_path: Pa
     record = read_run(tmp_path / "run")
     assert record.metrics.steps == list(range(1, 21))
     assert record.metrics.column("loss")[10] == next(make_steps(11, 11, 2.0))["loss"]
-    assert record.notes() == ["metrics.jsonl: 5 steps stand twice; the later lines count."]
+    assert record.notes() == ["metrics.jsonl: 5 steps appear twice; the later lines are used."]
 
 
 def test_gaps_and_lines_that_are_no_steps_are_said(tmp_path: Path) -> None:
@@ -113,7 +113,10 @@ def test_gaps_and_lines_that_are_no_steps_are_said(tmp_path: Path) -> None:
         file.write('[1]\n{"loss": 1.0}\n{"step": "x"}\n\n')
     write_steps(directory, 14, 16)
     notes = read_run(tmp_path / "run").notes()
-    assert notes == ["metrics.jsonl: 3 lines are no steps and left out.", "metrics.jsonl: steps 11-13 are missing."]
+    assert notes == [
+        "metrics.jsonl: ignored 3 lines that are not a training step.",
+        "metrics.jsonl: steps 11-13 are missing.",
+    ]
 
 
 def test_numbers_that_are_none_are_gaps(tmp_path: Path) -> None:
@@ -133,7 +136,7 @@ def test_metrics_of_an_older_version_lack_columns_and_nothing_else(tmp_path: Pat
     record = read_run(path)
     assert not record.metrics.has("peak_memory_gib")
     assert record.metrics.column("peak_memory_gib") == [None] * 10
-    assert record.notes() == ["run.json: not there; what was trained on what is not known."]
+    assert record.notes() == ["run.json: missing, so the model, data and config of this run are unknown."]
 
 
 def write(path: Path, files: dict[str, str]) -> Path:
@@ -146,8 +149,8 @@ def write(path: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     ("files", "due"),
     [
-        ({}, "holds neither run.json nor metrics.jsonl"),
-        ({"notes.txt": "x"}, "holds neither run.json nor metrics.jsonl"),
+        ({}, "it has neither run.json nor metrics.jsonl"),
+        ({"notes.txt": "x"}, "it has neither run.json nor metrics.jsonl"),
         ({"run.json": "{"}, "run.json: cannot be read as JSON"),
         ({"run.json": "[]"}, r"run.json: \$: \[\] is not of type 'object'"),
         ({"run.json": '{"config": {"model": "x"}}'}, r"run.json: \$.config.model: 'x' is not of type 'object'"),
@@ -155,13 +158,13 @@ def write(path: Path, files: dict[str, str]) -> Path:
         ({"run.json": '{"config": {"success": {"min_accuracy": "x"}}}'}, r"min_accuracy: 'x' is not of type 'number'"),
         (
             {"run.json": '{"closing": {"save_s": Infinity}}'},
-            r"run.json: cannot be read as JSON \(Infinity is no number",
+            r"run.json: cannot be read as JSON \(Infinity is not valid JSON",
         ),
         ({"run.json": '{"hosts": 8}'}, r"run.json: \$.hosts: 8 is not of type 'array'"),
         ({"run.json": '{"data": {"inputs": []}}'}, r"\$.data.inputs: \[\] is not of type 'object'"),
         ({"run.json": '{"resumed": [{}]}'}, "'step' is a required property"),
         ({"run.json": "{}", "exit.json": "{}"}, "exit.json: .*'code' is a required property"),
-        ({"metrics.jsonl": '{"iteration": 1}\n{"iteration": 2}\n'}, "none of its 2 lines is a step of a run"),
+        ({"metrics.jsonl": '{"iteration": 1}\n{"iteration": 2}\n'}, "none of its 2 lines is a training step"),
     ],
 )
 def test_a_directory_of_something_else_is_an_error_of_one_line(files: dict[str, str], due: str, tmp_path: Path) -> None:
@@ -174,13 +177,13 @@ def test_what_is_no_directory_and_where_runs_are_below_is_said(tmp_path: Path) -
     with pytest.raises(DataError, match="no such directory"):
         read_run(tmp_path / "nowhere")
     make_run(tmp_path / "mine", 1)
-    with pytest.raises(DataError, match=f"Runs below it: {tmp_path / 'mine'}"):
+    with pytest.raises(DataError, match=f"Runs inside it: {tmp_path / 'mine'}"):
         read_run(tmp_path)
 
 
 def test_a_run_without_a_step_is_a_run(tmp_path: Path) -> None:
     RunDirectory(tmp_path / "run").start(make_config(tmp_path / "run"), 1)
-    assert read_run(tmp_path / "run").notes() == ["metrics.jsonl: no step in it."]
+    assert read_run(tmp_path / "run").notes() == ["metrics.jsonl: contains no steps."]
 
 
 def test_checkpoints_are_those_of_the_store(tmp_path: Path) -> None:
@@ -231,7 +234,7 @@ def test_a_run_that_makes_room_for_another_leaves_nothing_of_it_to_whoever_watch
     again = RunDirectory(tmp_path / "run")
     again.start(make_config(tmp_path / "run"), 2)
     assert watching.update()
-    assert (watching.metrics.steps, watching.notes()) == ([], ["metrics.jsonl: no step in it."])
+    assert (watching.metrics.steps, watching.notes()) == ([], ["metrics.jsonl: contains no steps."])
     assert not watching.update()
     write_steps(again, 1, 3)
     assert watching.update()

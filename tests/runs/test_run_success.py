@@ -16,7 +16,7 @@ from tests.runs.sample_runs import change_run, make_run, make_steps, write_steps
 
 
 def verdicts(path: Path, asked: SuccessConfig | None = None, **more: Any) -> dict[str, Criterion]:
-    return {f"{one.name} {one.wanted}".strip(): one for one in judge_run(read_run(path), asked, **more)}
+    return {f"{one.name} {one.threshold}".strip(): one for one in judge_run(read_run(path), asked, **more)}
 
 
 def test_figures_of_the_files_are_held_to_the_thresholds(tmp_path: Path) -> None:
@@ -25,14 +25,14 @@ def test_figures_of_the_files_are_held_to_the_thresholds(tmp_path: Path) -> None
     directory.finish(0, "completed", 101)
     judged = verdicts(tmp_path / "run")
     accuracy = judged["tool-call accuracy while training, step 101 >= 85.0%"]
-    assert (accuracy.status, accuracy.value, accuracy.shown) == ("PASS", 0.86, "86.0%")
+    assert (accuracy.status, accuracy.value, accuracy.detail) == ("PASS", 0.86, "86.0%")
     assert judged["loss, mean of the last 20 steps < 1.5"].status == "PASS"
-    speed = judged["tokens/s a GPU, median > 2,000"]
+    speed = judged["tokens/s per GPU, median > 2,000"]
     assert speed.value is not None
     assert (speed.status, 900 < speed.value < 1200) == ("FAIL", True)
     assert judged["no out-of-memory"].status == "PASS"
     busy = [one["gpu_utilization"] for one in make_steps(1, 100) if "gpu_utilization" in one]
-    utilisation = judged["GPU utilisation >= 85.0%"]
+    utilisation = judged["GPU utilization >= 85.0%"]
     assert (utilisation.status, utilisation.value) == ("PASS", pytest.approx(sum(busy) / len(busy)))
     for name in ("scaling >= 90.0%", "inference tokens/s >= 100"):
         assert (judged[name].status, judged[name].value) == ("not measured", None)
@@ -49,8 +49,8 @@ def test_thresholds_are_those_of_the_config_and_null_asks_nothing(tmp_path: Path
     asked = SuccessConfig(min_tokens_per_s_per_gpu=500, min_memory_share=None, max_memory_share=None, min_scaling=None)
     make_run(tmp_path / "run", 50, success=asked)
     judged = verdicts(tmp_path / "run")
-    assert judged["tokens/s a GPU, median > 500"].status == "PASS"
-    assert not [name for name in judged if "memory, most held" in name or "scaling" in name]
+    assert judged["tokens/s per GPU, median > 500"].status == "PASS"
+    assert not [name for name in judged if "peak memory" in name or "scaling" in name]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_memory_is_held_to_a_range_of_the_gpus(tmp_path: Path) -> None:
     for whole, low, high in ((1.5, "PASS", "PASS"), (2.0, "FAIL", "PASS"), (1.2, "PASS", "FAIL")):
         change_run(directory, device_memory_gib=whole)
         judged = verdicts(tmp_path / "run")
-        found = [judged[f"GPU memory, most held {wanted}"] for wanted in (">= 70.0%", "<= 80.0%")]
+        found = [judged[f"peak GPU memory {wanted}"] for wanted in (">= 70.0%", "<= 80.0%")]
         assert [one.status for one in found] == [low, high]
         assert found[0].value == pytest.approx(1.11 / whole)
 

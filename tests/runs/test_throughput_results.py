@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fctune.runs.record import read_run
-from fctune.runs.results import find_speed
+from fctune.runs.results import find_throughput
 from fctune.runs.success import judge_run
 from tests.runs.sample_runs import change_run, make_run
 
@@ -23,7 +23,7 @@ def write(path: Path, *rows: tuple[str, int, float], age_s: float = 0.0) -> None
 
 
 def speed_of(run: Path) -> tuple[float, int] | None:
-    found = find_speed(read_run(run))
+    found = find_throughput(read_run(run))
     return None if found is None else (found.tokens_per_s, found.width)
 
 
@@ -75,5 +75,5 @@ def test_what_the_command_writes_is_what_is_read(tmp_path: Path, tiny_base: Path
     assert found is not None
     assert found[0] == max(row["tokens_per_s"] for row in rows)
     judged = {one.name: one for one in judge_run(read_run(tmp_path / "run"))}
-    criterion = judged[f"inference tokens/s, {found[1]} at a time"]
+    criterion = judged[f"inference tokens/s, {found[1]} prompts at a time"]
     assert (criterion.value, criterion.status) == (found[0], "PASS" if found[0] >= 100 else "FAIL")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fctune.runs.record import RunRecord, read_run
-from fctune.runs.time_use import MEANINGS, account_for_time
+from fctune.runs.time_use import PART_DESCRIPTIONS, account_for_time
 
 START = "2026-01-01T00:00:00Z"
 
@@ -40,7 +40,7 @@ def test_every_second_is_in_one_part(tmp_path: Path) -> None:
     assert sum(time.parts.values()) == pytest.approx(120)
     assert time.goodput == pytest.approx(28.5 / 120)
     assert time.gpu_hours == pytest.approx(4 * 120 / 3600)
-    assert time.parts.keys() == MEANINGS.keys()
+    assert time.parts.keys() == PART_DESCRIPTIONS.keys()
 
 
 def test_a_restart_costs_all_but_the_steps_that_were_kept(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_a_run_that_falls_short_is_completed_and_says_so_in_its_record_and_on_th
     described = json.loads((ended["path"] / "run.json").read_text())
     verdicts = {one["name"]: one["status"] for one in described["success"]}
     assert verdicts["loss, mean of the last 20 steps"] == "FAIL"
-    assert verdicts["tokens/s a GPU, median"] == "PASS"
+    assert verdicts["tokens/s per GPU, median"] == "PASS"
     assert verdicts["tool-call accuracy"] == "not measured"
     assert re.search(r"success: FAIL +loss, mean of the last 20 steps +< 0\.001 +\d", ended["out"])
     assert main(["report", str(ended["path"]), "--out", str(ended["path"].parent / "page.html")]) == 1

@@ -56,7 +56,7 @@ def test_how_a_part_ended_outlives_its_restart(tmp_path: Path) -> None:
     directory.finish(1, "rank 3: OutOfMemoryError: CUDA out of memory.", 10)
     go_on(tmp_path / "run", 5, world_size=8).finish(0, "completed", 5)
     record = read_run(tmp_path / "run")
-    assert record.segments[0].end == {"code": 1, "reason": "rank 3: OutOfMemoryError: CUDA out of memory."}
+    assert record.segments[0].exit == {"code": 1, "reason": "rank 3: OutOfMemoryError: CUDA out of memory."}
     judged = {one.name: one for one in judge_run(record)}
     assert judged["no out-of-memory"].status == "FAIL"
     assert "rank 3" in judged["no out-of-memory"].shown
