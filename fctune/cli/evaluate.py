@@ -25,7 +25,8 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from fctune.calls.formats.registry import FORMATS, CallFormat, detect_format, get_format
+from fctune.calls.formats.base import CallFormat
+from fctune.calls.formats.registry import FORMATS, detect_format, get_format
 from fctune.cli.tables import make_console, make_score_table
 from fctune.config.loading import read_environment
 from fctune.distributed import World, init_distributed, run_on_all_ranks, shutdown_distributed

@@ -16,13 +16,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fctune.calls.formats.base import SERVERS, CallFormat
 from fctune.calls.formats.registry import detect_format, get_format
 from fctune.cli import evaluate
 from fctune.cli.tables import format_rate, make_console, make_table
 from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError, DataError
 from fctune.evaluation.results import Row, read_rows
-from fctune.evaluation.serving import PARSERS, SERVERS, Served, parse_as_served
+from fctune.evaluation.serving import Served, parse_as_served
 from fctune.evaluation.suites import Suite
 from fctune.generation.model_files import find_model
 
@@ -31,8 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table; 0 done, 1 no server's parser could be run."""
     suite, rows = _answers(arguments)
     files = find_model(arguments.model)
-    name = (get_format(arguments.format) if arguments.format else _format_of(files.model_dir)).name
-    served, reasons = _serve(arguments, suite, rows, files.model_dir, name)
+    call_format = get_format(arguments.format) if arguments.format else _detect_format(files.model_dir)
+    served, reasons = _serve(arguments, suite, rows, files.model_dir, call_format)
     if arguments.json is not None:
         _write_json(arguments.json, rows, served)
     console = make_console()
@@ -57,18 +58,18 @@ def _answers(arguments: argparse.Namespace) -> tuple[Suite, list[Row]]:
     return suite, [found[case.id] for case in suite.cases]
 
 
-def _format_of(model_dir: Path) -> Any:
+def _detect_format(model_dir: Path) -> CallFormat:
     return detect_format(ChatTemplate(model_dir).source)
 
 
 def _serve(
-    arguments: argparse.Namespace, suite: Suite, rows: list[Row], model_dir: Path, format_name: str
+    arguments: argparse.Namespace, suite: Suite, rows: list[Row], model_dir: Path, call_format: CallFormat
 ) -> tuple[list[Served], list[str]]:
     served, reasons = [], []
     for server in SERVERS:
-        parser = getattr(arguments, f"{server}_parser") or PARSERS[server].get(format_name)
+        parser = getattr(arguments, f"{server}_parser") or call_format.get_server_parser(server)
         if parser is None:
-            reasons.append(f"{server}: it has no parser for {format_name}; name one with --{server}-parser")
+            reasons.append(f"{server}: it has no parser for {call_format.name}; name one with --{server}-parser")
             continue
         try:
             python = getattr(arguments, f"{server}_python")

@@ -12,46 +12,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from fctune.calls.formats.base import Server
 from fctune.calls.metrics import Outcome, judge_failure
 from fctune.errors import ConfigError
 from fctune.evaluation.judging import Row, read_answer
 from fctune.evaluation.suites import Suite
 from fctune.generation.engine import Answer
-
-Server = Literal["vllm", "sglang"]
-SERVERS: tuple[Server, ...] = ("vllm", "sglang")
-
-# The parser of each server that is made for a wire format, by the name that its --tool-call-parser takes.
-PARSERS: dict[Server, dict[str, str]] = {
-    "vllm": {
-        "hermes": "hermes",
-        "llama3_json": "llama3_json",
-        "pythonic": "pythonic",
-        **dict.fromkeys(("mistral_v3", "mistral_v7", "mistral_v11", "mistral_v13"), "mistral"),
-        "xlam": "xlam",
-        "qwen3_coder": "qwen3_coder",
-        "deepseek_v3": "deepseek_v3",
-        "deepseek_v31": "deepseek_v31",
-        "granite3": "granite",
-        "glm45": "glm45",
-        "gpt_oss": "openai",
-        "lfm": "lfm2",
-    },
-    "sglang": {
-        "hermes": "hermes",
-        "llama3_json": "llama3",
-        "pythonic": "pythonic",
-        **dict.fromkeys(("mistral_v3", "mistral_v7", "mistral_v11", "mistral_v13"), "mistral"),
-        "qwen3_coder": "qwen3_coder",
-        "deepseek_v3": "deepseekv3",
-        "deepseek_v31": "deepseekv31",
-        "glm45": "glm45",
-        "gpt_oss": "gpt-oss",
-        "lfm": "lfm2",
-    },
-}
 
 
 @dataclass(frozen=True, slots=True)

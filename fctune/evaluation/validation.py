@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fctune.calls.formats.registry import CallFormat, detect_format, get_format
+from fctune.calls.formats.base import CallFormat
+from fctune.calls.formats.registry import detect_format, get_format
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
 from fctune.errors import CheckpointError, ConfigError, DataError

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fctune.calls.formats.registry import detect_format
+from fctune.calls.formats.registry import FORMATS, detect_format
 from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError
-from fctune.evaluation.serving import PARSERS
 from fctune.generation.model_files import find_model
 
 
@@ -28,9 +27,9 @@ def server_options(model: str, name: str | None = None) -> list[str]:
     if files.adapter_dir is not None:
         raise ConfigError(f"{model}: contains only an adapter. Serve the run's merged model in export/merged instead.")
     call_format = detect_format(ChatTemplate(files.model_dir).source)
-    parser = PARSERS["vllm"].get(call_format.name)
+    parser = call_format.vllm_parser
     if parser is None:
-        known = ", ".join(sorted(PARSERS["vllm"]))
+        known = ", ".join(name for name, other in FORMATS.items() if other.vllm_parser)
         raise ConfigError(f"{files.model_dir}: vLLM has no tool parser for {call_format.name}; it supports {known}.")
     served = name or Path(model).resolve().name
     return [

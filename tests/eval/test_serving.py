@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from eval import serving
+from fctune.calls.formats.base import SERVERS, Server
 from fctune.calls.formats.registry import FORMATS
 from fctune.errors import ConfigError
 from fctune.evaluation.judging import judge_answer
 from fctune.evaluation.results import ResultsFile
-from fctune.evaluation.serving import PARSERS, SERVERS, Server, parse_as_served
+from fctune.evaluation.serving import parse_as_served
 from fctune.evaluation.suites import Suite, load_suite
 from fctune.generation.engine import Answer
 from tests.conftest import ROOT
@@ -51,11 +52,6 @@ def rows_of(suite: Suite, texts: list[str], format_name: str = "hermes") -> list
     answers = [Answer(i, text) for i, text in enumerate(texts)]
     reader = FORMATS[format_name]
     return [judge_answer(suite, case, answer, reader) for case, answer in zip(suite.cases, answers, strict=True)]
-
-
-def test_every_parser_is_of_a_format_that_there_is() -> None:
-    for server in SERVERS:
-        assert PARSERS[server].keys() <= FORMATS.keys()
 
 
 @pytest.mark.parametrize("server", SERVERS)

@@ -12,15 +12,14 @@ import pytest
 from fctune.calls.formats.registry import detect_format
 from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError
-from fctune.evaluation.serving import PARSERS
 from fctune.launch.serving import server_options
 from tests.conftest import ROOT
 
 
 def test_the_parser_matches_the_call_format_of_the_chat_template(tiny_base: Path) -> None:
     options = server_options(str(tiny_base))
-    written = detect_format(ChatTemplate(tiny_base).source).name
-    assert options[options.index("--tool-call-parser") + 1] == PARSERS["vllm"][written]
+    call_format = detect_format(ChatTemplate(tiny_base).source)
+    assert options[options.index("--tool-call-parser") + 1] == call_format.vllm_parser
     assert "--enable-auto-tool-choice" in options
     assert options[options.index("--served-model-name") + 1] == "tiny_base"
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from fctune.calls.formats.base import Page
+from fctune.parsing.forward_search import ForwardSearch
 
 JAVA_TYPES: dict[str, type] = {
     **dict.fromkeys(("byte", "short", "integer", "long"), int),
@@ -101,10 +101,10 @@ def read_javascript(text: str, type_name: str, item_name: str | None = None) -> 
 def _read_array_list(text: str, item_name: str | None) -> Any:
     for inside in _enclosed(text, _AS_LIST, "))", min_length=1):
         return [_read_java_item(item.strip(), item_name) for item in inside.split(",")]
-    page = _page(text)
+    search = ForwardSearch(text)
     for block in _LIST_BLOCK.finditer(text):
         start = _skip_space(text, block.end())
-        end = page.find("}}", start + 1)
+        end = search.find("}}", start + 1)
         if end >= 0:
             adds = _enclosed(text[start:end], re.compile(r"add\("), ")", min_length=1)
             return [_read_java_item(item.strip(), item_name) for item in adds]
@@ -134,35 +134,35 @@ def _read_hash_map(text: str) -> Any:
         if (end := text.find("}", block.end())) >= 0:
             return {key: _read_untyped_java(value.strip()) for key, value in _puts(text[block.end() : end])}
         break
-    page = _page(text)
+    search = ForwardSearch(text)
     ended = _MAP_END.search(text, begun.end())
     for begun in _MAP.finditer(text):
         if ended is not None and ended.start() < begun.end():
             ended = _MAP_END.search(text, begun.end())
         if ended is None:
             break
-        if not 0 <= page.find("\n", begun.end()) < ended.start():
+        if not 0 <= search.find("\n", begun.end()) < ended.start():
             return {}
     return text
 
 
 def _puts(text: str) -> Iterator[tuple[str, str]]:
     """Key and value of each ``put("key", value)``; a key stays on its line, as does a value."""
-    page = _page(text)
+    search = ForwardSearch(text)
     position = 0
     while (put := text.find('put("', position)) >= 0:
-        line_end = page.find("\n", put)
+        line_end = search.find("\n", put)
         line_end = len(text) if line_end < 0 else line_end
         position = line_end
-        key_end = page.find('",', put + 5)
+        key_end = search.find('",', put + 5)
         while 0 <= key_end < line_end:
             value = _skip_space(text, key_end + 2)
-            closed, broken = page.find(")", value), page.find("\n", value)
+            closed, broken = search.find(")", value), search.find("\n", value)
             if closed >= 0 and (broken < 0 or closed < broken):
                 yield text[put + 5 : key_end], text[value:closed]
                 position = closed + 1
                 break
-            key_end = page.find('",', key_end + 1)
+            key_end = search.find('",', key_end + 1)
 
 
 def _read_untyped_java(text: str) -> Any:
@@ -258,29 +258,29 @@ def _read_javascript_object(text: str) -> Any:
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
     """Key and value of each ``key: value``; a comma ends a value if a colon comes before the next comma."""
-    page = _page(text)
+    search = ForwardSearch(text)
     position = 0
-    while (colon := page.find(":", position)) >= 0:
+    while (colon := search.find(":", position)) >= 0:
         if colon == position:
             position += 1
             continue
         key = text[position:colon].strip().strip("'\"")
         start = _skip_space(text, colon + 1)
-        end, position = _value_end(page, start)
+        end, position = _value_end(search, start)
         yield key, text[start:end].strip()
 
 
-def _value_end(page: Page, start: int) -> tuple[int, int]:
+def _value_end(search: ForwardSearch, start: int) -> tuple[int, int]:
     """Where a value of an object ends, and where the next key begins."""
-    text = page.text
-    comma = page.find(",", start)
+    text = search.text
+    comma = search.find(",", start)
     while comma >= 0:
-        following = page.find(",", comma + 1)
+        following = search.find(",", comma + 1)
         limit = len(text) if following < 0 else following
-        if 0 <= page.find(":", comma + 2) < limit:
+        if 0 <= search.find(":", comma + 2) < limit:
             begun = _skip_space(text, comma + 1)
             # The key has at least one letter, if only a space before its colon.
-            return comma, begun if 0 <= page.find(":", begun + 1) < limit else begun - 1
+            return comma, begun if 0 <= search.find(":", begun + 1) < limit else begun - 1
         comma = following
     return len(text), len(text)
 
@@ -307,21 +307,17 @@ def _is_quoted(text: str) -> bool:
 
 def _enclosed(text: str, opening: re.Pattern[str], closing: str, min_length: int = 0) -> Iterator[str]:
     """What stands between each opening and the next closing on the same line, from left to right."""
-    page = _page(text)
+    search = ForwardSearch(text)
     position = 0
     while (opened := opening.search(text, position)) is not None:
-        closed = page.find(closing, opened.end() + min_length)
+        closed = search.find(closing, opened.end() + min_length)
         if closed < 0:
             return
-        if 0 <= page.find("\n", opened.end()) < closed:
+        if 0 <= search.find("\n", opened.end()) < closed:
             position = opened.start() + 1
             continue
         yield text[opened.end() : closed]
         position = closed + len(closing)
-
-
-def _page(text: str) -> Page:
-    return Page(text, 0, len(text))
 
 
 def _skip_space(text: str, position: int) -> int:

@@ -1,11 +1,11 @@
-"""Calls as JSON objects between tags: Hermes 2 Pro and 3, Qwen 2.5 and 3, Granite 4."""
+"""Hermes 2 Pro and 3, Qwen 2.5 and 3, Granite 4: calls as JSON objects between tags."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fctune.calls.formats.base import CallFormat, Page, to_call
-from fctune.calls.formats.json_formats import call_object, dump_json
+from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
+from fctune.calls.formats.json_calls import dump_json, to_call, to_object
 from fctune.data.conversation import Call, Tool
 from fctune.parsing.json_reader import ParseError, decode_json, read_json, skip_space
 from fctune.parsing.python_reader import PythonReader
@@ -20,41 +20,48 @@ class Hermes(CallFormat):
     """
 
     name = "hermes"
+    aliases = ("qwen2.5", "qwen3", "granite4")
+    # Templates of several other formats contain these strings too.
+    template_signatures = (TemplateSignature((_OPEN, "arguments"), priority=-1),)
+    vllm_parser = "hermes"
+    sglang_parser = "hermes"
 
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
-        """The blocks, one under another."""
-        return "\n".join(f"{_OPEN}\n{dump_json(call_object(call), call.name)}\n{_CLOSE}" for call in calls)
+        """Return the blocks, one under another."""
+        return "\n".join(f"{_OPEN}\n{dump_json(to_object(call), call.name)}\n{_CLOSE}" for call in calls)
 
-    def _read(self, page: Page, start: int, tools: Sequence[Tool], lenient: bool) -> None:
+    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
         position = start
-        while (opened := page.find(_OPEN, position)) >= 0:
-            position = self._read_block(page, opened, lenient)
+        while (opened := state.find(_OPEN, position)) >= 0:
+            position = self._read_block(state, opened, lenient)
 
-    def _read_block(self, page: Page, opened: int, lenient: bool) -> int:
-        """Read the block that opens there; the position behind it."""
-        text, body = page.text, opened + len(_OPEN)
-        closed, reopened = page.find(_CLOSE, body), page.find(_OPEN, body)
-        is_whole = closed >= 0 and (reopened < 0 or closed < reopened)
-        end = closed + len(_CLOSE) if is_whole else (reopened if reopened >= 0 else page.end)
+    def _read_block(self, state: ParseState, opened: int, lenient: bool) -> int:
+        """Add the call or malformed span of the block that opens at a position, and return the position after it."""
+        text, body = state.text, opened + len(_OPEN)
+        closed, reopened = state.find(_CLOSE, body), state.find(_OPEN, body)
+        is_closed = closed >= 0 and (reopened < 0 or closed < reopened)
+        end = closed + len(_CLOSE) if is_closed else (reopened if reopened >= 0 else state.end)
         call: Call | str
         try:
-            if is_whole:
+            if is_closed:
                 call = to_call(decode_json(text[body:closed], lenient), "arguments", lenient)
             else:
-                call = "not closed by </tool_call>"
+                call = f"not closed by {_CLOSE}"
         except ParseError as error:
             call = error.reason
         if isinstance(call, str):
-            call, end = self._read_past(page, body, lenient, is_whole) or (call, end)
+            call, end = self._read_past_tags(state, body, lenient, is_closed) or (call, end)
         if isinstance(call, str):
-            page.put_malformed(opened, end, call)
+            state.add_malformed(opened, end, call)
         else:
-            page.put_calls([call], opened, end)
+            state.add_calls([call], opened, end)
         return end
 
-    def _read_past(self, page: Page, body: int, lenient: bool, is_whole: bool) -> tuple[Call | str, int] | None:
-        """The call from the text itself, since a tag may stand inside a string; and where it ends."""
-        text, start = page.text, skip_space(page.text, body)
+    def _read_past_tags(
+        self, state: ParseState, body: int, lenient: bool, is_closed: bool
+    ) -> tuple[Call | str, int] | None:
+        """Return the call read without regard to the tags, which may be inside a string, and the position after it."""
+        text, start = state.text, skip_space(state.text, body)
         try:
             value, stop = read_json(text, start, lenient)
         except ParseError:
@@ -67,4 +74,4 @@ class Hermes(CallFormat):
         stop = skip_space(text, stop)
         if text.startswith(_CLOSE, stop):
             return to_call(value, "arguments", lenient), stop + len(_CLOSE)
-        return (to_call(value, "arguments", lenient), stop) if lenient and not is_whole else None
+        return (to_call(value, "arguments", lenient), stop) if lenient and not is_closed else None

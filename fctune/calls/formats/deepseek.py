@@ -1,0 +1,107 @@
+"""DeepSeek V3, R1 and V3.1: names and JSON arguments between the model's own marks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from fctune.calls.formats.base import CallFormat, Malformed, ParseState, TemplateSignature
+from fctune.calls.formats.json_calls import dump_json, require_name
+from fctune.data.conversation import Call, Tool
+from fctune.parsing.json_reader import ParseError, read_json, skip_space
+
+_OPEN, _CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_NAME = re.compile(r"[^\s<>{`]([^\n<>{`]*[^\s<>{`])?")
+_NAME_GROUP = r"([^\s<>{`][^\n<>{`]*+)"
+# Models and prompts mix the two versions. Serving engines read the one of their template, most deployments either.
+_ANY_HEAD = re.compile(
+    rf"\s*+(?:function<｜tool▁sep｜>)?+{_NAME_GROUP}\s*+(?:<｜tool▁sep｜>)?+\s*+(?:```json)?+\s*+(?=\{{)"
+)
+_ANY_TAIL = re.compile(r"\s*(?:```)?\s*(?:<｜tool▁call▁end｜>)?")
+
+
+class DeepSeekV31(CallFormat):
+    """``<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>``, all calls between one pair of marks.
+
+    The chat template of DeepSeek-V3.1.
+    """
+
+    name = "deepseek_v31"
+    template_signatures = (TemplateSignature((_OPEN,)),)
+    vllm_parser = "deepseek_v31"
+    sglang_parser = "deepseekv31"
+    _separator = ""
+    _head = re.compile(rf"\s*+{_NAME_GROUP}<｜tool▁sep｜>")
+    _tail = re.compile(r"\s*<｜tool▁call▁end｜>")
+
+    def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
+        """Return all calls between one pair of marks."""
+        return _OPEN + self._separator.join(map(self._render_call, calls)) + _CLOSE if calls else ""
+
+    def _render_call(self, call: Call) -> str:
+        name, arguments = require_name(call.name, _NAME), dump_json(call.arguments, call.name)
+        return f"{_CALL}{name}{_SEPARATOR}{arguments}{_CALL_END}"
+
+    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
+        position = start
+        is_open = False
+        outer = -1
+        while (opened := state.find(_CALL, position)) >= 0:
+            begun = state.find(_OPEN, position)
+            if 0 <= begun < opened:
+                state.skip(begun, begun + len(_OPEN))
+                outer, is_open = begun, True
+            following = state.find(_CALL, opened + len(_CALL))
+            try:
+                call, end = self._read_call(state.text, opened + len(_CALL), lenient)
+                if not is_open and not lenient:
+                    raise ParseError(f"not opened by {_OPEN}", opened)
+                state.add_calls([call], opened, end)
+            except ParseError as error:
+                closed = state.find(_CALL_END, max(error.position, opened))
+                end = following if following >= 0 else state.end
+                end = closed + len(_CALL_END) if 0 <= closed < end else end
+                state.add_malformed(opened, end, error.reason)
+            position = end
+            closing = skip_space(state.text, end)
+            if state.text.startswith(_CLOSE, closing):
+                position, is_open = closing + len(_CLOSE), False
+                state.skip(closing, position)
+        if (begun := state.find(_OPEN, position)) >= 0:
+            state.add_malformed(begun, state.end, "no call after the mark")
+        if is_open and not lenient:
+            # The span is that of the mark, because the calls after it are recorded already.
+            state.malformed.append(Malformed(outer, outer + len(_OPEN), f"not closed by {_CLOSE}"))
+
+    def _read_call(self, text: str, start: int, lenient: bool) -> tuple[Call, int]:
+        head = (_ANY_HEAD if lenient else self._head).match(text, start)
+        if head is None:
+            raise ParseError("expected the name of a function", start)
+        arguments, end = read_json(text, skip_space(text, head.end()), lenient)
+        tail = (_ANY_TAIL if lenient else self._tail).match(text, end)
+        if not isinstance(arguments, dict):
+            raise ParseError("the arguments are not an object", head.end())
+        if tail is None:
+            raise ParseError(f"not closed by {_CALL_END}", end)
+        return Call(head[1].strip(), arguments), tail.end()
+
+
+class DeepSeekV3(DeepSeekV31):
+    """As V3.1, with a type before the name and a code fence around the arguments. V3 and R1.
+
+    The chat template of DeepSeek-V3.
+    """
+
+    name = "deepseek_v3"
+    aliases = ("deepseek_r1",)
+    template_signatures = (TemplateSignature((_OPEN, "```json"), priority=1),)
+    vllm_parser = "deepseek_v3"
+    sglang_parser = "deepseekv3"
+    _separator = "\n"
+    _head = re.compile(rf"function<｜tool▁sep｜>{_NAME_GROUP}\n```json\n")
+    _tail = re.compile(r"\s*```\s*<｜tool▁call▁end｜>")
+
+    def _render_call(self, call: Call) -> str:
+        name, arguments = require_name(call.name, _NAME), dump_json(call.arguments, call.name)
+        return f"{_CALL}function{_SEPARATOR}{name}\n```json\n{arguments}\n```{_CALL_END}"

@@ -1,0 +1,101 @@
+"""The gpt-oss models: calls as messages of the harmony format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
+from fctune.calls.formats.json_calls import dump_json, require_name
+from fctune.data.conversation import Call, Tool
+from fctune.parsing.json_reader import ParseError, read_json, skip_space
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_ENDS = ("<|call|>", "<|end|>", "<|return|>")
+_RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
+_NAME = re.compile(r"[^\s<]+")
+_HEADER = re.compile(r"(?:<\|start\|>)?[\w.\-]*\s*(?:<\|channel\|>\s*\w+\s*)?(?:<\|constrain\|>\s*\w+\s*)?")
+
+
+class GptOss(CallFormat):
+    """A call is a message to ``functions.name`` whose content is the arguments as JSON.
+
+    https://github.com/openai/harmony. A model's own text begins after ``<|start|>assistant``.
+    """
+
+    name = "gpt_oss"
+    template_signatures = (TemplateSignature((_CHANNEL, "functions.")),)
+    vllm_parser = "openai"
+    sglang_parser = "gpt-oss"
+
+    def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
+        """Return one message a call; the official template writes only the first call."""
+        return "".join(map(self._render_call, calls))
+
+    def _render_call(self, call: Call) -> str:
+        name, arguments = require_name(call.name, _NAME), dump_json(call.arguments, call.name)
+        return f"{_START}assistant to=functions.{name}{_CHANNEL}commentary json{_MESSAGE}{arguments}<|call|>"
+
+    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
+        position = start
+        while (marked := state.find(_MESSAGE, position)) >= 0:
+            header = self._find_header(state, position, marked)
+            recipient = _RECIPIENT.search(state.text, header, marked)
+            body = marked + len(_MESSAGE)
+            if recipient is None:
+                is_header = _HEADER.fullmatch(state.text, header, marked)
+                state.skip(header if is_header else marked, body)
+                position = self._skip_message(state, body)
+                continue
+            try:
+                call, end = self._read_arguments(state, recipient[1], body, lenient)
+            except ParseError as error:
+                end = self._find_message_end(state, body)
+                state.add_malformed(header, end, error.reason)
+            else:
+                state.add_calls([call], header, end)
+            position = end
+        self._read_rest(state, position)
+
+    def _find_header(self, state: ParseState, position: int, marked: int) -> int:
+        """Return the start of the header before a message mark, or of what remains of a header that was cut off."""
+        if (begun := state.text.rfind(_START, position, marked)) >= 0:
+            return begun
+        channel = state.text.rfind(_CHANNEL, position, marked)
+        recipient = _RECIPIENT.search(state.text, position, marked)
+        starts = [channel, recipient.start() if recipient else -1]
+        return min((start for start in starts if start >= 0), default=marked)
+
+    def _read_arguments(self, state: ParseState, name: str, body: int, lenient: bool) -> tuple[Call, int]:
+        arguments, end = read_json(state.text, skip_space(state.text, body), lenient)
+        if not isinstance(arguments, dict):
+            raise ParseError("the arguments are not an object", body)
+        end = skip_space(state.text, end)
+        mark = next((mark for mark in _ENDS if state.text.startswith(mark, end)), "")
+        # Generation stops at the mark, so the last one may be missing.
+        if not mark and end < state.end and not (lenient and state.text.startswith(_START, end)):
+            raise ParseError("not closed by <|call|>", end)
+        return Call(name, arguments), end + len(mark)
+
+    def _find_message_end(self, state: ParseState, body: int) -> int:
+        ends = [(position, mark) for mark in _ENDS if (position := state.find(mark, body)) >= 0]
+        reopened = state.find(_START, body)
+        if not ends or 0 <= reopened < min(ends)[0]:
+            return reopened if reopened >= 0 else state.end
+        position, mark = min(ends)
+        return position + len(mark)
+
+    def _skip_message(self, state: ParseState, body: int) -> int:
+        """Keep the mark after a message that is no call out of the prose, and return the position after it."""
+        end = self._find_message_end(state, body)
+        mark = next((mark for mark in _ENDS if state.text.endswith(mark, body, end)), "")
+        state.skip(end - len(mark), end)
+        return end
+
+    def _read_rest(self, state: ParseState, position: int) -> None:
+        """Add a header that names a function and has no message as malformed."""
+        recipient = _RECIPIENT.search(state.text, position, state.end)
+        if recipient is not None and position != 0:
+            state.add_malformed(recipient.start(), state.end, f"no {_MESSAGE} after the recipient")
+        elif recipient is not None and state.text.lstrip().startswith(("to=", _START, _CHANNEL)):
+            state.add_malformed(position, state.end, f"no {_MESSAGE} after the recipient")

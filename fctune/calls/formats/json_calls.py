@@ -1,0 +1,194 @@
+"""Calls as JSON objects: what formats that write them share, in both directions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fctune.calls.formats.base import CallFormat, ParseState
+from fctune.data.conversation import Call, Tool
+from fctune.errors import DataError
+from fctune.parsing.json_reader import ParseError, decode_json, read_json, skip_space
+from fctune.parsing.python_reader import PythonReader
+
+CALL_START = re.compile(r"""\{\s*["'](?:name|type|function|id|arguments|parameters)["']\s*:""")
+
+
+def dump_json(value: Any, name: str) -> str:
+    """Write JSON as chat templates do: a space after comma and colon, non-ASCII letters as they are.
+
+    Args:
+        value: What to write.
+        name: The call that the value belongs to, for the error.
+
+    Raises:
+        DataError: JSON has no such value.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{name}: its arguments cannot be written as JSON ({error}). "
+            "Expected finite numbers, text, lists and objects."
+        ) from None
+
+
+def require_name(name: str, pattern: re.Pattern[str]) -> str:
+    """Return the name if a format that writes it without quotes can read it back.
+
+    Raises:
+        DataError: It cannot.
+    """
+    if not pattern.fullmatch(name):
+        raise DataError(f"{name[:80]!r}: not a name that this call format can write. Use letters, digits and _ - .")
+    return name
+
+
+def to_object(call: Call, key: str = "arguments", has_id: bool = False) -> dict[str, Any]:
+    """Return a call as most formats write it: ``{"name": ..., "arguments": ...}``, with its id if requested."""
+    written: dict[str, Any] = {"name": call.name, key: call.arguments}
+    if has_id and call.id is not None:
+        written["id"] = call.id
+    return written
+
+
+def to_call(value: Any, key: str, lenient: bool = False) -> Call | str:
+    """Return the call that a decoded object describes, or the reason why it describes none.
+
+    Args:
+        value: The decoded object.
+        key: The format's key for the arguments: ``arguments`` or ``parameters``.
+        lenient: Accept either key, arguments as a string of JSON, missing arguments, and unknown keys.
+    """
+    if not isinstance(value, dict):
+        return f"expected an object, got {type(value).__name__}"
+    if lenient:
+        function = value.get("function")
+        value = {**value, **function} if isinstance(function, dict) else value
+        arguments = value.get(key, value.get("parameters" if key == "arguments" else "arguments"))
+        if isinstance(arguments, str):
+            try:
+                arguments = decode_json(arguments, lenient=True)
+            except ParseError as error:
+                return f"{key} are a string that is not JSON: {error.reason}"
+        arguments = {} if arguments is None else arguments
+    else:
+        unknown = value.keys() - {"name", key, "type", "id"}
+        if unknown:
+            return f"unknown key {min(unknown)[:40]!r}"
+        if key not in value:
+            return f"missing {key!r}"
+        arguments = value[key]
+    name, call_id = value.get("name"), value.get("id")
+    if not isinstance(name, str) or not name:
+        return "missing name"
+    if not isinstance(arguments, dict):
+        return f"{key}: expected an object, got {type(arguments).__name__}"
+    return Call(name, arguments, call_id if isinstance(call_id, str) else None)
+
+
+def read_objects(state: ParseState, start: int, key: str, mark: str = "") -> None:
+    """Add all objects that look like calls in ``text[start:]``, wherever they are.
+
+    Serving engines read like this: they take calls out of prose, lists and code fences.
+
+    Args:
+        state: The text, and where to add the calls.
+        start: Where to begin.
+        key: The format's key for the arguments.
+        mark: The mark that the format writes before its calls; if it occurs without a call, the rest is malformed.
+    """
+    position = start
+    opened = find_mark(state, mark, start, CALL_START, lambda at: read_json(state.text, at, lenient=True)[1])
+    if opened >= 0:
+        position = opened + len(mark)
+        state.skip(opened, position)
+    while (found := CALL_START.search(state.text, position, state.end)) is not None:
+        call: Call | str
+        try:
+            value, position = read_json(state.text, found.start(), lenient=True)
+            call = to_call(value, key, lenient=True)
+        except ParseError as error:
+            try:
+                reader = PythonReader(state.text, has_json_constants=True)
+                value, position = reader.read_value(found.start())
+                call = to_call(value, key, lenient=True)
+            except ParseError as python_error:
+                # Both readers failed after reading this far; starting again before would take quadratic time.
+                call, position = error.reason, max(error.position, python_error.position, found.end())
+        if isinstance(call, str):
+            state.add_malformed(found.start(), position, call)
+        else:
+            state.add_list_item(call, found.start(), position)
+    state.require_call(mark, start)
+
+
+def find_mark(state: ParseState, mark: str, start: int, call_start: re.Pattern[str], read: Callable[[int], int]) -> int:
+    """Return the position of the mark before the calls, or -1; a mark within a string of a call does not count.
+
+    Args:
+        state: The text.
+        mark: The mark; empty if the format has none.
+        start: Where to begin.
+        call_start: Matches the beginning of a call.
+        read: Reads the call at a position and returns the position after it, or raises ``ParseError``.
+    """
+    opened = state.find(mark, start) if mark else -1
+    position = start
+    while position < opened and (found := call_start.search(state.text, position, opened)) is not None:
+        try:
+            position = read(found.start())
+        except ParseError as error:
+            position = max(error.position, found.end())
+        else:
+            if position > opened:
+                return -1
+    return opened
+
+
+def read_list(state: ParseState, opened: int, start: int, key: str = "arguments") -> int:
+    """Add the list of calls at ``start``, and return the position after it.
+
+    One error makes the complete list malformed, because nobody can know which calls were meant.
+
+    Args:
+        state: The text, and where to add the calls.
+        opened: Position of the mark before the list.
+        start: Where the list should begin.
+        key: The format's key for the arguments.
+    """
+    start = skip_space(state.text, start)
+    try:
+        value, end = read_json(state.text, start)
+    except ParseError as error:
+        state.add_malformed(opened, state.end, error.reason)
+        return state.end
+    calls = [to_call(item, key) for item in value] if isinstance(value, list) else ["expected a list of calls"]
+    errors = [call for call in calls if isinstance(call, str)]
+    if errors:
+        state.add_malformed(opened, end, errors[0])
+    else:
+        state.add_calls([call for call in calls if isinstance(call, Call)], opened, end)
+    return end
+
+
+class MarkedListFormat(CallFormat):
+    """Base of formats that write a mark and after it one JSON list of all calls, up to the end of the turn."""
+
+    _mark: str
+    _has_id: bool
+
+    def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
+        """Return the mark and one list of all calls."""
+        objects = [to_object(call, has_id=self._has_id) for call in calls]
+        return self._mark + dump_json(objects, calls[0].name) if calls else ""
+
+    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
+        if lenient:
+            read_objects(state, start, "arguments", self._mark)
+        elif (opened := state.find(self._mark, start)) >= 0:
+            end = read_list(state, opened, opened + len(self._mark))
+            if (again := state.find(self._mark, end)) >= 0:
+                state.add_malformed(again, state.end, "a second list of calls")

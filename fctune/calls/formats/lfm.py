@@ -1,0 +1,53 @@
+"""LFM2 and LFM2.5: calls in Python's syntax between marks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
+from fctune.calls.formats.pythonic import read_python_calls, render_python_call
+from fctune.data.conversation import Call, Tool
+from fctune.parsing.json_reader import ParseError
+from fctune.parsing.python_reader import PythonReader
+
+_OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
+
+
+class Lfm(CallFormat):
+    """``<|tool_call_start|>[f(a='x', b=1), g()]<|tool_call_end|>``; values may use JSON's constants.
+
+    The chat templates of LFM2 and LFM2.5.
+    """
+
+    name = "lfm"
+    template_signatures = (TemplateSignature((_OPEN,)),)
+    vllm_parser = "lfm2"
+    sglang_parser = "lfm2"
+
+    def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
+        """Return one list of all calls between the marks."""
+        return f"{_OPEN}[{', '.join(map(render_python_call, calls))}]{_CLOSE}" if calls else ""
+
+    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
+        reader = PythonReader(state.text[: state.end], has_json_constants=True, lenient=lenient)
+        position = start
+        while (opened := state.find(_OPEN, position)) >= 0:
+            body = opened + len(_OPEN)
+            following, closed = state.find(_OPEN, body), state.find(_CLOSE, body)
+            position = following if following >= 0 else state.end
+            if 0 <= closed < position:
+                position = closed + len(_CLOSE)
+            try:
+                calls, end = reader.read_calls(reader.skip_space(body))
+                end = reader.skip_space(end)
+                if state.text.startswith(_CLOSE, end):
+                    position = end + len(_CLOSE)
+                elif lenient:
+                    position = end
+                else:
+                    raise ParseError(f"not closed by {_CLOSE}", end)
+                state.add_calls([Call(*call) for call in calls], opened, position)
+            except ParseError as error:
+                state.add_malformed(opened, position, error.reason)
+        if lenient and not state.calls and not state.malformed:
+            read_python_calls(state, start)
