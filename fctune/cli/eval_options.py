@@ -17,7 +17,9 @@ from typing import Any
 import yaml
 
 from fctune.config.loading import read_environment
+from fctune.config.shipped import resolve_shipped_path, shipped_dir
 from fctune.errors import CheckpointError, ConfigError, DataError
+from fctune.generation.model_files import find_model
 
 _SERVERS = ("vllm", "sglang")
 
@@ -40,7 +42,8 @@ def run_module(name: str, prog: str, argv: Sequence[str] | None = None) -> int:
         arguments = apply_options_file(parser, parser.parse_args(argv), argv)
         return _runner(name)(arguments)
     except (ConfigError, DataError, CheckpointError) as error:
-        print(error, file=sys.stderr)
+        if read_environment().get("RANK", "0") == "0":  # every rank of torchrun raises it
+            print(error, file=sys.stderr)
         return 2
 
 
@@ -66,11 +69,39 @@ def apply_options_file(
     return parser.parse_args(argv)
 
 
+def find_suite(name: str) -> Path:
+    """Find an evaluation suite by the name of one that comes with fctune, or by its path.
+
+    Raises:
+        ConfigError: there is no such suite.
+    """
+    built_in = {path.stem: path for path in (shipped_dir("eval") / "suites").glob("*.yaml")}
+    path = built_in.get(name, Path(name))
+    if not path.exists():
+        known = ", ".join(sorted(built_in))
+        raise ConfigError(f"--suite {name}: no such file, and no suite of that name; known: {known}.")
+    return path
+
+
+def _check_inputs(name: str, arguments: argparse.Namespace) -> None:
+    """Check paths before the imports of the command that uses them, which take seconds."""
+    if name == "compare":
+        return
+    for model in arguments.model if isinstance(arguments.model, list) else [arguments.model]:
+        if name == "validate":  # which reports what an incomplete directory lacks
+            if not Path(model).is_dir():
+                raise ConfigError(f"{model}: no such directory.")
+        elif not model.startswith(("http://", "https://", "hf:")):
+            find_model(model, getattr(arguments, "adapter", None))
+    find_suite(arguments.suite)
+
+
 def _runner(name: str) -> Callable[[argparse.Namespace], int]:
     def run(arguments: argparse.Namespace) -> int:
         for option in ("model", "suite") if name == "eval" else ():
             if getattr(arguments, option) is None:
                 arguments.options_parser.error(f"the following arguments are required: --{option}")
+        _check_inputs(name, arguments)
         code: int = import_module(_COMMANDS[name][2]).run(arguments)
         return code
 
@@ -81,7 +112,9 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", dest="options_file", metavar="FILE", help="YAML of these options; the command line wins"
     )
-    parser.add_argument("--model", help="directory, run, adapter, hf:NAME or http(s)://HOST:PORT")
+    parser.add_argument(
+        "--model", type=resolve_shipped_path, help="directory, run, adapter, hf:NAME or http(s)://HOST:PORT"
+    )
     suite = parser.add_argument_group("cases")
     suite.add_argument(
         "--suite", "--cases", dest="suite", help="smoke, synthetic, bfcl, or a file: YAML, or JSONL cases"
@@ -126,7 +159,9 @@ def _add_compare_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_validate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="DIR", help="model directory, or a run's output directory")
+    parser.add_argument(
+        "model", type=resolve_shipped_path, metavar="DIR", help="model directory, or a run's output directory"
+    )
     parser.add_argument("--like", metavar="MODEL", help="model whose logits the export must reproduce")
     parser.add_argument("--like-adapter", metavar="DIR", help="adapter to load on top of --like")
     parser.add_argument("--max-kl", type=float, help="largest KL divergence; default: 1e-6 in fp32, 5e-3 in bf16")
@@ -141,7 +176,13 @@ def _add_validate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_throughput_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", action="append", required=True, help="as for eval.tool_calls; repeatable")
+    parser.add_argument(
+        "--model",
+        type=resolve_shipped_path,
+        action="append",
+        required=True,
+        help="directory, run, hf:NAME or http(s)://HOST:PORT; repeatable",
+    )
     parser.add_argument(
         "--widths", type=_to_widths, default=[1, 8, 32], help="concurrent prompts, comma-separated; default: 1,8,32"
     )
@@ -154,7 +195,9 @@ def _add_throughput_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_served_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="DIR", help="model directory, or a run's output directory")
+    parser.add_argument(
+        "model", type=resolve_shipped_path, metavar="DIR", help="model directory, or a run's output directory"
+    )
     parser.add_argument("--results", metavar="FILE", help="results of eval.tool_calls for DIR; default: query DIR now")
     _add_eval_options_of_served(parser)
     for server in _SERVERS:

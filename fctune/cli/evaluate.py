@@ -27,6 +27,7 @@ from rich.progress import Progress, TaskID
 
 from fctune.calls.formats.base import CallFormat
 from fctune.calls.formats.registry import FORMATS, detect_format, get_format
+from fctune.cli.eval_options import find_suite
 from fctune.cli.tables import make_console, make_score_table
 from fctune.config.loading import read_environment
 from fctune.distributed import World, init_distributed, run_on_all_ranks, shutdown_distributed
@@ -43,8 +44,6 @@ from fctune.generation.in_process import InProcessEngine
 from fctune.generation.model_files import find_model
 
 T = TypeVar("T")
-
-SUITES = Path(__file__).parents[2] / "eval" / "suites"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -113,14 +112,9 @@ def _is_server(arguments: argparse.Namespace) -> bool:
 
 
 def open_suite(arguments: argparse.Namespace, has_multi_turn: bool = False) -> Suite:
-    """The suite that is named, by its name among those beside this file or by its path."""
-    built_in = {path.stem: path for path in SUITES.glob("*.yaml")}
-    path = built_in.get(arguments.suite, Path(arguments.suite))
-    if not path.suffix and not path.exists():
-        known = ", ".join(sorted(built_in))
-        raise ConfigError(f"--suite {arguments.suite}: no such file, and no suite of that name; there are {known}.")
+    """The suite that is named, by the name of one that comes with fctune or by its path."""
     suite = load_suite(
-        path,
+        find_suite(arguments.suite),
         seed=arguments.seed,
         num_cases=arguments.num_cases,
         categories=arguments.categories,

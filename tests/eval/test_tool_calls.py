@@ -104,7 +104,7 @@ def test_an_answer_in_place_of_expected_calls_is_what_is_expected(tmp_path: Path
         (["--model", "no/such"], "not a model directory"),
         (["--model", "http://127.0.0.1:9"], "Is the server up"),
         (["--cases", "no/such.jsonl"], "no such file"),
-        (["--suite", "smok"], "there are bfcl, smoke, synthetic"),
+        (["--suite", "smok"], "known: bfcl, smoke, synthetic"),
         (["--suite", "smoke", "--categories", "singel"], "it has choice, no_call, parallel, single"),
         (["--format", "hermess"], "did you mean hermes?"),
         (["--adapter", "no/such"], "cannot be loaded"),
