@@ -1,23 +1,23 @@
-"""The acceptance run's figures beside independent ones, taken by turns in one run.
+"""Compare the acceptance run's figures with independent measurements, taken alternately in one run.
 
     python -m benchmarks.acceptance --ranks 4 --out benchmarks/results/all_reduce.json
     python -m benchmarks.acceptance --compute --size 8192 --copy-mib 4096 --out benchmarks/results/compute.json
     python -m benchmarks.acceptance --machine [--toy] --out benchmarks/results/machine.json
 
-Without a flag, all_reduce is measured ``--rounds`` times at each size by each side, which goes first by turns. Ours is
-``measure_collective`` of ``fctune/acceptance``, which times every repetition and checks the data; the other a loop of
-``dist.all_reduce`` with one clock around it and a barrier before. On CUDA devices it runs over NCCL, else over gloo.
-``--nccl-tests FOLDER`` names where all_reduce_perf was built, which is then measured too.
+Without a mode flag, both sides measure all_reduce ``--rounds`` times at each size and alternate in going first. Ours is
+``measure_collective`` of ``fctune/acceptance``, which times every repetition and verifies the data; theirs is a loop of
+``dist.all_reduce`` after a barrier, timed as one piece. It runs over NCCL on CUDA devices, otherwise over gloo.
+``--nccl-tests FOLDER`` names the build directory of all_reduce_perf, to measure that too.
 
-``--compute`` measures one device: products and copies beside ``torch.utils.benchmark``, by turns as well, each time on
-tensors that were made for it, since where memory came to lie makes copies faster or slower; and checksums beside plain
-products.
+``--compute`` measures one device: products and copies compared with ``torch.utils.benchmark``, also alternately, each
+time on new tensors because their position in memory affects the speed of copies; and checksums compared with those of
+plain products.
 
-``difference`` is the median over rounds of our rate over the other's, less 1; ``spread`` how far the quartiles of the
-other's own rates lie apart, as a share of their median: on a machine that is shared it shows how much of a difference
-is the machine's.
+``difference`` is the median over rounds of our rate divided by theirs, minus 1. ``spread`` is the interquartile range
+of their rates relative to the median, which shows how much of a difference comes from a shared machine.
 
-``--machine`` runs all that this machine has devices for, and an acceptance run without thresholds; ``--toy`` small.
+``--machine`` runs everything that this machine has devices for, and an acceptance run without thresholds; ``--toy``
+uses small sizes.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ import xxhash
 from torch.utils.benchmark import Timer
 
 from fctune.acceptance.collectives import measure_collective
-from fctune.acceptance.compute import checksum_products, measure_copies, measure_products
 from fctune.acceptance.config import CollectivesConfig, ComputeConfig, LimitsConfig
-from fctune.acceptance.fault_injection import Faults
-from fctune.acceptance.metrics import CHECKS
+from fctune.acceptance.devices import compute_checksums, measure_copies, measure_products
+from fctune.acceptance.fault_injection import FaultInjector
+from fctune.acceptance.metrics import CHECKS, compute_bandwidth
 from fctune.acceptance.session import Session
-from fctune.acceptance.statistics import bandwidth
 from fctune.distributed import read_launcher_environment
 
 ROOT = Path(__file__).parents[1]
@@ -54,7 +53,7 @@ LIMITS = LimitsConfig(total_s=86_400.0)
 
 
 def plain_loop(num_bytes: int, repetitions: int, device: torch.device) -> float:
-    """Seconds of an all_reduce, by one clock around a loop; the mean over ranks."""
+    """Time an all_reduce with one clock around a loop; return the mean in seconds over repetitions and ranks."""
     tensor = torch.ones(num_bytes // 4, device=device)
     for _ in range(5):
         dist.all_reduce(tensor)
@@ -72,20 +71,20 @@ def plain_loop(num_bytes: int, repetitions: int, device: torch.device) -> float:
 
 
 def read_nccl_tests(text: str) -> dict[int, float]:
-    """Busbw in GB/s by bytes, in place, of what all_reduce_perf prints."""
+    """Parse the output of all_reduce_perf into in-place busbw in GB/s, by bytes."""
     lines = [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     return {int(fields[0]): float(fields[11]) for fields in lines if len(fields) == 13}
 
 
 def run_nccl_tests(folder: Path, num_bytes: int, num_gpus: int) -> float:
-    """Busbw of one size, on the GPUs of this machine."""
+    """Run all_reduce_perf on this machine's GPUs and return the busbw of one size in GB/s."""
     command = [str(folder / "all_reduce_perf"), "-b", str(num_bytes), "-e", str(num_bytes), "-g", str(num_gpus)]
     done = subprocess.run([*command, "-w", "5", "-n", "20"], capture_output=True, text=True, check=True)
     return read_nccl_tests(done.stdout)[num_bytes]
 
 
 def measure_all_reduce(rank: int, arguments: argparse.Namespace, port: int) -> None:
-    """One rank's part; rank 0 writes."""
+    """Measure both sides on one rank; rank 0 writes the result."""
     size = arguments.ranks
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -93,10 +92,10 @@ def measure_all_reduce(rank: int, arguments: argparse.Namespace, port: int) -> N
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    session = Session(read_launcher_environment(), LIMITS, arguments.out.parent, lambda ending: print(ending))
+    session = Session(read_launcher_environment(), LIMITS, arguments.out.parent, print)
     session.arrive()
-    world = session.join("all", range(size), device)
-    faults = Faults([], rank)
+    world = session.join_group("all", range(size), device)
+    faults = FaultInjector([], rank)
     rows: list[dict[str, Any]] = []
     for mib in arguments.mib:
         num_bytes = int(mib * 2**20)
@@ -110,18 +109,18 @@ def measure_all_reduce(rank: int, arguments: argparse.Namespace, port: int) -> N
                     loops.append(plain_loop(num_bytes, arguments.repetitions, device))
                     continue
                 found = measure_collective(session, config, "all_reduce", num_bytes, world, faults)
-                session.put("found", found)
-                session.meet("found")
+                session.publish("found", found)
+                session.barrier("found")
                 samples = [json.loads(text) for text in session.read("found").values()]
-                session.meet("read")
+                session.barrier("read")
                 ours.append(statistics.fmean(s for sample in samples for s in sample["seconds"]))
-                wrong += sum(sample["wrong"] for sample in samples)
-        rates = [[bandwidth("all_reduce", num_bytes, size, s)[1] for s in side] for side in (ours, loops)]
+                wrong += sum(sample["wrong_elements"] for sample in samples)
+        rates = [[compute_bandwidth("all_reduce", num_bytes, size, s)[1] for s in side] for side in (ours, loops)]
         row = {"mib": mib, "unit": "GB/s busbw", **compare(*rates), "wrong_elements": wrong}
         if arguments.nccl_tests is not None and rank == 0:
             other = run_nccl_tests(arguments.nccl_tests, num_bytes, size)
             row |= {"nccl_tests": other, "difference_from_nccl_tests": round(row["ours"] / other - 1, 4)}
-        session.meet("the next size", LIMITS.build_s)
+        session.barrier("the next size", LIMITS.build_s)
         rows.append(row)
         if rank == 0:
             print(json.dumps(row), flush=True)
@@ -135,7 +134,7 @@ def measure_all_reduce(rank: int, arguments: argparse.Namespace, port: int) -> N
 
 
 def compare(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Rates of two sides by round, each round's beside the other's."""
+    """Compare the rates of two sides round by round."""
     low, middle, high = statistics.quantiles(theirs, n=4)
     return {
         "ours": round(statistics.median(ours), 4),
@@ -146,21 +145,21 @@ def compare(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
 
 
 def measure_compute(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Products and copies of one device beside ``torch.utils.benchmark``, and checksums beside plain products."""
+    """Compare one device's products and copies with ``torch.utils.benchmark``, and checksums with plain products."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = "bf16" if device.type == "cuda" else "fp32"
-    lasts_s = arguments.slice_s
-    config = ComputeConfig(dtypes=[dtype], size=arguments.size, sustain_s=lasts_s, copy_mib=arguments.copy_mib)
+    duration_s = arguments.slice_s
+    config = ComputeConfig(dtypes=[dtype], size=arguments.size, sustain_s=duration_s, copy_mib=arguments.copy_mib)
     config.checksum_size = min(arguments.size, config.checksum_size)
-    session = Session(read_launcher_environment(), LIMITS, arguments.out.parent, lambda ending: print(ending))
+    session = Session(read_launcher_environment(), LIMITS, arguments.out.parent, print)
     session.arrive()
-    faults = Faults([], 0)
-    format = torch.bfloat16 if dtype == "bf16" else torch.float32
+    faults = FaultInjector([], 0)
+    torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
     ours: dict[str, list[float]] = {"tflops": [], "memory_gb_s": []}
     theirs: dict[str, list[float]] = {"tflops": [], "memory_gb_s": []}
     source = torch.randn(arguments.copy_mib * 2**18, device=device)
-    seconds = time_statement("b.copy_(a)", {"a": source, "b": torch.empty_like(source)}, lasts_s)
-    config.copy_repetitions = max(config.copy_repetitions, round(lasts_s / seconds))  # as long as the other side
+    seconds = time_statement("b.copy_(a)", {"a": source, "b": torch.empty_like(source)}, duration_s)
+    config.copy_repetitions = max(config.copy_repetitions, round(duration_s / seconds))  # for as long as the other side
     for number in range(arguments.rounds):
         for is_ours in (number % 2 == 0, number % 2 == 1):
             if is_ours:
@@ -171,31 +170,31 @@ def measure_compute(arguments: argparse.Namespace) -> dict[str, Any]:
                 measure_copies(session, config, device, faults, copies)
                 ours["memory_gb_s"].append(copies["memory"]["gb_s"])
                 continue
-            matrices = [torch.randn(arguments.size, arguments.size, device=device, dtype=format) for _ in range(2)]
-            seconds = time_statement("a @ b", dict(zip("ab", matrices, strict=True)), lasts_s)
+            matrices = [torch.randn(arguments.size, arguments.size, device=device, dtype=torch_dtype) for _ in range(2)]
+            seconds = time_statement("a @ b", dict(zip("ab", matrices, strict=True)), duration_s)
             theirs["tflops"].append(2 * arguments.size**3 / seconds / 1e12)
             source = torch.randn(arguments.copy_mib * 2**18, device=device)
-            seconds = time_statement("b.copy_(a)", {"a": source, "b": torch.empty_like(source)}, lasts_s)
+            seconds = time_statement("b.copy_(a)", {"a": source, "b": torch.empty_like(source)}, duration_s)
             theirs["memory_gb_s"].append(2 * source.numel() * 4 / seconds / 1e9)
             del matrices, source
-    checksums = [checksum_products(config, [dtype], device, faults)[dtype] for _ in range(2)]
+    checksums = [compute_checksums(config, device, faults)[dtype] for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
     plain = [torch.randn(config.checksum_size, config.checksum_size, generator=generator) for _ in range(2)]
-    result = torch.mm(*(matrix.to(device).to(format) for matrix in plain)).contiguous()
+    result = torch.mm(*(matrix.to(device).to(torch_dtype) for matrix in plain)).contiguous()
     expected = xxhash.xxh3_64_hexdigest(result.view(torch.uint8).cpu().numpy().tobytes())
     session.close()
     figures = {name: compare(values, theirs[name]) for name, values in ours.items()}
     return {"dtype": dtype, "size": arguments.size, "checksums_equal": {*checksums} == {expected}, "figures": figures}
 
 
-def time_statement(statement: str, tensors: dict[str, torch.Tensor], lasts_s: float) -> float:
-    """Median seconds of a statement, by torch's own benchmark."""
+def time_statement(statement: str, tensors: dict[str, torch.Tensor], duration_s: float) -> float:
+    """Return the median seconds of a statement, measured by ``torch.utils.benchmark``."""
     timer = Timer(statement, globals=tensors, num_threads=torch.get_num_threads())
-    return float(timer.blocked_autorange(min_run_time=lasts_s).median)
+    return float(timer.blocked_autorange(min_run_time=duration_s).median)
 
 
 def measure_machine(is_toy: bool) -> dict[str, Any]:
-    """All that this machine has devices for; ``ok`` where all of it ran and every check of an acceptance run passed."""
+    """Run everything this machine has devices for; ``ok`` if it all ran and every check of an acceptance run passed."""
     num_devices = torch.cuda.device_count() or 2
     small = ["--size", "256", "--copy-mib", "16", "--rounds", "4", "--slice-s", "0.1"]
     large = ["--size", "8192", "--copy-mib", "4096", "--rounds", "6", "--slice-s", "2"]
@@ -212,7 +211,11 @@ def measure_machine(is_toy: bool) -> dict[str, Any]:
             found["ok"] &= done.returncode == 0
             found[part] = json.loads(out.read_text()) if out.exists() else None
         launch = [str(Path(sys.executable).with_name("tune")), "run", "--nproc_per_node", str(num_devices)]
-        command = [*launch, "recipes/cluster_acceptance", *list_overrides(folder, num_devices, is_toy)]
+        command = [
+            *launch,
+            "recipes/cluster_acceptance",
+            *list_overrides(folder, num_devices, is_toy, torch.cuda.is_available()),
+        ]
         code = subprocess.run(command, cwd=ROOT).returncode
         document = json.loads((folder / "run" / "acceptance.json").read_text())
     found["ok"] &= code == 0
@@ -222,9 +225,8 @@ def measure_machine(is_toy: bool) -> dict[str, Any]:
     return found
 
 
-def list_overrides(folder: Path, num_devices: int, is_toy: bool) -> list[str]:
-    """The acceptance run of one node of so many devices, short, of every figure and without thresholds."""
-    on_gpus = torch.cuda.is_available()
+def list_overrides(folder: Path, num_devices: int, is_toy: bool, on_gpus: bool) -> list[str]:
+    """Return the arguments of a short acceptance run on one node that measures every figure without thresholds."""
     absent = {"collectives_all", "training_all"}
     absent |= set() if on_gpus else {"transfer", "health"}
     absent |= {"links", "collectives_node", "collective_data"} if num_devices == 1 else set()
@@ -241,7 +243,7 @@ def list_overrides(folder: Path, num_devices: int, is_toy: bool) -> list[str]:
 
 
 def write(out: Path, flags: str, device: torch.device, found: dict[str, Any]) -> None:
-    """A result, with what it is of."""
+    """Write a result with its command, date, device and load."""
     is_cuda = device.type == "cuda"
     made = {
         "command": f"python -m benchmarks.acceptance {flags}",
@@ -255,19 +257,19 @@ def write(out: Path, flags: str, device: torch.device, found: dict[str, Any]) ->
 
 
 def main() -> None:
-    """Start what was asked for on this machine."""
+    """Run the benchmark that the command line selects."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mib", type=float, nargs="+", default=[0.25, 1.0, 4.0, 16.0])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--port", type=int, default=29517)
-    parser.add_argument("--nccl-tests", type=Path, metavar="FOLDER", help="where all_reduce_perf was built")
-    parser.add_argument("--compute", action="store_true", help="one device, beside torch.utils.benchmark")
-    parser.add_argument("--size", type=int, default=8192, help="of the matrices")
+    parser.add_argument("--nccl-tests", type=Path, metavar="FOLDER", help="build directory of all_reduce_perf")
+    parser.add_argument("--compute", action="store_true", help="compare one device with torch.utils.benchmark")
+    parser.add_argument("--size", type=int, default=8192, help="rows and columns of the matrices")
     parser.add_argument("--copy-mib", type=int, default=4096)
-    parser.add_argument("--slice-s", type=float, default=1.0, help="seconds of a side in each round")
-    parser.add_argument("--machine", action="store_true", help="all that this machine has devices for")
+    parser.add_argument("--slice-s", type=float, default=1.0, help="seconds per side in each round")
+    parser.add_argument("--machine", action="store_true", help="everything this machine has devices for")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

@@ -1,1 +1,1 @@
-"""Whether GPUs, links and disks are fit to train on, and which one is not."""
+"""Cluster acceptance: measure GPUs, links, disks and training steps, compare with thresholds, name what is at fault."""

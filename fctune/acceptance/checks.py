@@ -1,267 +1,302 @@
-"""What each check asks of the samples of its phase."""
+"""The checks of each phase: arrival, devices, storage, training and checkpoints."""
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fctune.acceptance.compute import THROTTLED
 from fctune.acceptance.config import AcceptanceConfig
-from fctune.acceptance.disks import judge_storage
-from fctune.acceptance.ending import Ending
-from fctune.acceptance.identity import SAME
-from fctune.acceptance.judge import Check, Culprit, Jury, Samples
-from fctune.acceptance.statistics import excess, minority
-from fctune.acceptance.traffic import judge_collectives, judge_data, judge_pairs
+from fctune.acceptance.devices import THROTTLED, UNIFORM
+from fctune.acceptance.judge import Check, Culprit, Judge, Samples
+from fctune.acceptance.link_checks import judge_collectives, judge_data, judge_pairs
+from fctune.acceptance.metrics import DISKS, compute_slowdowns, find_outliers, percentile
+from fctune.acceptance.storage import WORKLOADS
+from fctune.acceptance.watch import EarlyEnd
 
 Ranks = Mapping[int, Any]
 
+_MIN_DISK_S = 0.02  # denominator of disk slowdowns: differences below it are cache misses
+_END_WORDS = {"absent": "did not start", "silent": "died", "stuck": "hangs", "crashed": "failed", "lost": "was lost"}
 
-def judge(
+
+def judge_run(
     config: AcceptanceConfig,
     samples: Samples,
     hosts: Mapping[int, str],
     ranks_per_node: int,
     world_size: int,
-    ending: Ending | None = None,
+    end: EarlyEnd | None = None,
     skipped: Mapping[str, str] | None = None,
 ) -> list[Check]:
-    """Every check of a run, in order.
+    """Judge all checks of a run, in order.
 
     Args:
         config: of the run.
-        samples: ``samples[phase][rank]``, as far as the run came.
-        hosts: of the ranks that arrived.
+        samples: ``samples[phase][rank]``, possibly incomplete.
+        hosts: host names of the ranks that arrived.
         ranks_per_node: as launched.
         world_size: as launched.
-        ending: why the run ended early, where it did.
+        end: why the run ended early, if it did.
         skipped: phase -> why it was not run.
     """
-    jury = Jury(config, hosts, ranks_per_node)
-    _judge_arrival(jury, world_size, ending)
-    _judge_devices(jury, samples.get("hello", {}))
+    judge = Judge(config, hosts, ranks_per_node)
+    _judge_arrival(judge, samples.get("hello", {}), world_size, end)
     for phase, (names, function) in _PHASES.items():
-        found = samples.get(phase, {})
-        reason = (skipped or {}).get(phase) or next((s["skipped"] for s in found.values() if "skipped" in s), None)
+        of_phase = samples.get(phase, {})
+        reason = (skipped or {}).get(phase) or next((s["skipped"] for s in of_phase.values() if "skipped" in s), None)
+        if reason is None and len(of_phase) == world_size:
+            function(judge, of_phase)
+            for cut in {sample["cut_short"] for sample in of_phase.values() if "cut_short" in sample}:
+                for name in names:
+                    judge.checks[name].mark_partial(f"cut short: {cut}")
+            continue
+        if reason is None and end is not None:
+            kinds = {"interrupted": "interrupted", "out_of_time": "cut short"}
+            reason = f"{kinds.get(end.kind, 'the run ended before')} ({end.reason})"
         if reason is not None:
             for name in names:
-                jury.skip(name, reason)
-        elif len(found) == world_size:
-            function(jury, found)
-            for cut in {sample["cut"] for sample in found.values() if "cut" in sample}:
-                for name in names:
-                    jury.checks[name].omit(f"cut short: {cut}")
-        elif ending is not None:
-            why = {"asked": "interrupted", "late": "cut short"}.get(ending.kind, "the run ended before")
-            for name in names:
-                jury.skip(name, f"{why} ({ending.says})")
-    judge_data(jury, samples)
-    return list(jury.checks.values())
+                judge.skip(name, reason)
+    judge_data(judge, samples)
+    return list(judge.checks.values())
 
 
-def _judge_arrival(jury: Jury, world_size: int, ending: Ending | None) -> None:
-    config, check = jury.config, jury.open("arrival")
-    num_nodes = world_size // jury.ranks_per_node
-    for wanted, found, what in (
-        (config.nodes, num_nodes, "nodes"),
-        (config.ranks_per_node, jury.ranks_per_node, "ranks a node"),
+def _judge_arrival(judge: Judge, hellos: Ranks, world_size: int, end: EarlyEnd | None) -> None:
+    config, check = judge.config, judge.start("arrival")
+    for key, expected, launched in (
+        ("nodes", config.nodes, world_size // judge.ranks_per_node),
+        ("ranks_per_node", config.ranks_per_node, judge.ranks_per_node),
     ):
-        if wanted is not None and found != wanted:
-            check.worsen("FAIL", f"{found} {what} launched, {wanted} wanted ({what.replace(' a ', '_per_')}={wanted})")
-    if ending is not None and ending.is_failure:
-        check.worsen("FAIL", ending.says)
-        known = {rank: jury.hosts.get(rank, "host unknown") for rank in range(world_size)}
-        everyone = len(ending.ranks) == world_size and world_size > 1
-        for rank in ending.ranks if not everyone else ():
-            check.culprits.append(_culprit(rank, known[rank], ending))
-        if everyone:
-            jury.accuse(check, "unknown", list(ending.ranks), f"all ranks alike: {ending.says}")
+        if expected is not None and launched != expected:
+            check.worsen("FAIL", f"launched with {key}={launched}, expected {expected}")
+    if end is not None and end.is_failure:
+        check.worsen("FAIL", end.reason)
+        if len(end.ranks) == world_size and world_size > 1:
+            judge.add_culprit(check, "unknown", list(end.ranks), f"all ranks alike: {end.reason}")
+        else:
+            for rank in end.ranks:
+                host = judge.hosts.get(rank, "host unknown")
+                reason = f"{_END_WORDS[end.kind]}: {end.reason}"
+                check.culprits.append(Culprit("rank", (rank,), (host,), reason))
+    without = sorted(rank for rank, hello in hellos.items() if not hello["gpus"])
+    if config.device == "cuda" and without:
+        check.worsen("FAIL", "device=cuda, but ranks see no CUDA device; on CPUs, use configs/acceptance_cpu.yaml")
+        judge.blame(check, without, "sees no CUDA device")
 
 
-def _culprit(rank: int, host: str, ending: Ending) -> Culprit:
-    words = {"absent": "never arrived", "silent": "died", "stuck": "hangs", "crashed": "failed", "lost": "is gone"}
-    return Culprit("rank", (rank,), (host,), f"{words[ending.kind]}: {ending.says}")
-
-
-def _judge_devices(jury: Jury, found: Ranks) -> None:
-    """Ranks without the device that the config wants; before anything is measured."""
-    check = jury.checks["arrival"]
-    without = sorted(rank for rank, hello in found.items() if not hello["gpus"])
-    if jury.config.device == "cuda" and without:
-        check.worsen("FAIL", "no CUDA device where device=cuda wants one; a machine without has acceptance_cpu.yaml")
-        jury.blame(check, without, "sees no CUDA device")
-
-
-def _judge_identity(jury: Jury, found: Ranks) -> None:
-    check = jury.open("identity")
-    for name in SAME:
-        values = {rank: json.dumps(sample[name], sort_keys=True) for rank, sample in found.items()}
-        odd = minority(values)
-        if odd is None:
-            check.worsen("FAIL", f"{name} differs, and no value is that of most ranks")
-            jury.accuse(check, "unknown", sorted(values), ", ".join(sorted(set(values.values())))[:300])
-        elif odd:
-            common = next(value for rank, value in values.items() if rank not in odd)
+def _judge_identity(judge: Judge, samples: Ranks) -> None:
+    check = judge.start("identity")
+    for name in UNIFORM:
+        values = {rank: json.dumps(sample[name], sort_keys=True) for rank, sample in samples.items()}
+        outliers = find_outliers(values)
+        if outliers is None:
+            check.worsen("FAIL", f"{name} differs, and no value has a majority")
+            judge.add_culprit(check, "unknown", sorted(values), ", ".join(sorted(set(values.values())))[:300])
+        elif outliers:
+            common = next(value for rank, value in values.items() if rank not in outliers)
             check.worsen("FAIL", f"{name} differs")
-            jury.blame(check, odd, f"{name} {_difference(values[odd[0]], common)}")
-    if jury.config.gpu is not None:
-        other = [rank for rank, sample in found.items() if jury.config.gpu not in sample["device"]]
+            judge.blame(check, outliers, f"{name} {_format_difference(values[outliers[0]], common)}")
+    gpu = judge.config.gpu
+    if gpu is not None:
+        other = [rank for rank, sample in samples.items() if gpu not in sample["device"]]
         if other:
-            check.worsen("FAIL", f"gpu={jury.config.gpu} wanted")
-            jury.blame(check, other, f"is {found[other[0]]['device']}")
-    if jury.config.distinct_hosts:
-        names = [found[ranks[0]]["host"] for ranks in jury.nodes.values()]
+            check.worsen("FAIL", f"expected gpu={gpu}")
+            judge.blame(check, other, f"is {samples[other[0]]['device']}")
+    if judge.config.distinct_hosts:
+        names = [samples[ranks[0]]["host"] for ranks in judge.nodes.values()]
         if len(set(names)) < len(names):
             check.worsen("FAIL", f"{len(names)} nodes on {len(set(names))} hosts ({', '.join(sorted(set(names)))})")
-    jury.open("clocks")
-    jury.add("clock_offset_s", {rank: abs(sample["clock_offset_s"]) for rank, sample in found.items()})
+    judge.start("clocks")
+    judge.add_figure("clock_offset_s", {rank: abs(sample["clock_offset_s"]) for rank, sample in samples.items()})
 
 
-def _difference(mine: str, common: str) -> str:
-    """Two values in JSON, of mappings the keys that differ."""
+def _format_difference(mine: str, common: str) -> str:
+    """Format how two JSON values differ; for mappings, by key."""
     a, b = json.loads(mine), json.loads(common)
     if isinstance(a, dict):
         keys = [key for key in a if a[key] != b.get(key)]
-        return "; ".join(f"{key} {a[key]}, most ranks {b.get(key)}" for key in keys[:5])
-    return f"is {a}, of most ranks {b}"
+        return "; ".join(f"{key} is {a[key]}, on most ranks {b.get(key)}" for key in keys[:5])
+    return f"is {a}, on most ranks {b}"
 
 
-def _judge_compute(jury: Jury, found: Ranks) -> None:
-    check = jury.open("compute")
-    for dtype in jury.config.compute.dtypes:
-        results = {rank: sample.get("products", {}).get(dtype, {}) for rank, sample in found.items()}
+def _judge_compute(judge: Judge, samples: Ranks) -> None:
+    check = judge.start("compute")
+    for dtype in judge.config.compute.dtypes:
+        results = {rank: sample.get("products", {}).get(dtype, {}) for rank, sample in samples.items()}
         reason = next((r["skipped"] for r in results.values() if "skipped" in r), None)
         if reason is not None:
-            check.omit(f"{dtype}: {reason}")
+            check.mark_partial(f"{dtype}: {reason}")
             continue
         rates = _pick(results, "tflops")
-        jury.add(f"matmul_{dtype}_tflops", rates)
-        jury.add(f"matmul_{dtype}_spread", _spread(rates))
-    copies = {rank: sample.get("copies", {}) for rank, sample in found.items()}
-    jury.open("memory")
+        judge.add_figure(f"matmul_{dtype}_tflops", rates)
+        judge.add_figure(f"matmul_{dtype}_spread", _slowdowns_of_rates(rates))
+    copies = {rank: sample.get("copies", {}) for rank, sample in samples.items()}
+    judge.start("memory")
     memory = _pick({rank: copy.get("memory", {}) for rank, copy in copies.items()}, "gb_s")
-    jury.add("memory_gb_s", memory)
-    jury.add("memory_spread", _spread(memory))
-    jury.open("transfer")
-    if jury.config.device == "cpu":
-        jury.skip("transfer", "no GPU: the device is the host")
-    over = dict.fromkeys(found, 0.0)
-    for way in ("host_to_device", "device_to_host"):
-        rates = _pick({rank: copy.get(way, {}) for rank, copy in copies.items()}, "gb_s")
-        jury.add(f"{way}_gb_s", rates)
-        for rank, value in _spread(rates).items():
-            over[rank] = max(over[rank], value)
-    if jury.checks["transfer"].figures:
-        jury.add("transfer_spread", over)
-    _judge_checksums(jury, found)
-    _judge_health(jury, found)
+    judge.add_figure("memory_gb_s", memory)
+    judge.add_figure("memory_spread", _slowdowns_of_rates(memory))
+    judge.start("transfer")
+    if judge.config.device == "cpu":
+        judge.skip("transfer", "no GPU: the device is the host")
+    slowdowns = dict.fromkeys(samples, 0.0)
+    for direction in ("host_to_device", "device_to_host"):
+        rates = _pick({rank: copy.get(direction, {}) for rank, copy in copies.items()}, "gb_s")
+        judge.add_figure(f"{direction}_gb_s", rates)
+        slowdowns |= {rank: max(slowdowns[rank], value) for rank, value in _slowdowns_of_rates(rates).items()}
+    if judge.checks["transfer"].figures:
+        judge.add_figure("transfer_spread", slowdowns)
+    _judge_checksums(judge, samples)
+    _judge_health(judge, samples)
 
 
 def _pick(results: Mapping[int, Mapping[str, float]], name: str) -> dict[int, float]:
-    """A figure of each rank, where the run came as far on all."""
+    """Return a value of every rank; nothing if a rank has none, because its phase was cut short."""
     return {rank: result[name] for rank, result in results.items()} if all(name in r for r in results.values()) else {}
 
 
-def _spread(rates: Mapping[int, float]) -> dict[int, float]:
-    return excess({rank: 1 / rate for rank, rate in rates.items()})
+def _slowdowns_of_rates(rates: Mapping[int, float]) -> dict[int, float]:
+    return compute_slowdowns({rank: 1 / rate for rank, rate in rates.items()})
 
 
-def _judge_checksums(jury: Jury, found: Ranks) -> None:
-    check = jury.open("corruption")
-    if not all(sample.get("checksums") for sample in found.values()):
+def _judge_checksums(judge: Judge, samples: Ranks) -> None:
+    check = judge.start("corruption")
+    if not all(sample.get("checksums") for sample in samples.values()):
         return
-    unsteady = [rank for rank, s in found.items() if len({json.dumps(c, sort_keys=True) for c in s["checksums"]}) > 1]
-    steady = {r: json.dumps(s["checksums"][0], sort_keys=True) for r, s in found.items() if r not in unsteady}
-    odd = minority(steady) if steady else []
-    jury.add("checksum_mismatches", {None: float(len(unsteady) + len(steady if odd is None else odd))})
-    if unsteady:
-        check.worsen("FAIL", "the same product came out differently the second time")
-        jury.blame(check, unsteady, "does not compute the same twice")
-    if odd is None:
-        check.worsen("FAIL", "products differ, and no result is that of most ranks")
-        jury.accuse(check, "unknown", sorted(steady), "one of these computes wrongly, or their hardware differs")
-    elif odd:
+    checksums = {rank: [json.dumps(c, sort_keys=True) for c in s["checksums"]] for rank, s in samples.items()}
+    unstable = [rank for rank, mine in checksums.items() if len(set(mine)) > 1]
+    stable = {rank: mine[0] for rank, mine in checksums.items() if rank not in unstable}
+    outliers = find_outliers(stable) if stable else []
+    mismatches = len(unstable) + len(stable if outliers is None else outliers)
+    judge.add_figure("checksum_mismatches", {None: float(mismatches)})
+    if unstable:
+        check.worsen("FAIL", "the same product gave different results")
+        judge.blame(check, unstable, "computes different results for the same product")
+    if outliers is None:
+        check.worsen("FAIL", "products differ between ranks, and no result has a majority")
+        reason = "one of these computes wrong results, or their hardware differs"
+        judge.add_culprit(check, "unknown", sorted(stable), reason)
+    elif outliers:
         check.worsen("FAIL", "the same product differs between ranks")
-        jury.blame(check, odd, "computes another result than most ranks, and does so every time")
+        judge.blame(check, outliers, "always computes a result that differs from most ranks'")
 
 
-def _judge_health(jury: Jury, found: Ranks) -> None:
+def _judge_health(judge: Judge, samples: Ranks) -> None:
     readings = {
         rank: [r for product in sample.get("products", {}).values() for r in product.get("readings", ())]
-        for rank, sample in found.items()
+        for rank, sample in samples.items()
     }
-    xids = {rank: float(sample["xids"]) for rank, sample in found.items() if sample.get("xids") is not None}
     if not any(readings.values()):
-        jury.skip("health", "no readings: no GPU, or no NVML (nvidia-ml-py) to ask")
+        judge.skip("health", "no readings: no GPU, or no NVML (nvidia-ml-py)")
         return
-    check = jury.open("health")
-    for name, key in (("temperature_c", "temperature_c"), ("ecc_errors", "ecc_errors")):
-        known = {r: [x[key] for x in mine if x[key] is not None] for r, mine in readings.items()}
-        jury.add(name, {rank: float(max(values)) for rank, values in known.items() if values})
-    masks = {
-        r: [x["throttle_reasons"] for x in mine if x["throttle_reasons"] is not None] for r, mine in readings.items()
-    }
-    jury.add(
-        "throttled_share", {r: statistics.fmean(bool(m & THROTTLED) for m in mine) for r, mine in masks.items() if mine}
-    )
+    check = judge.start("health")
+
+    def read(name: str) -> dict[int, list[Any]]:
+        known = {rank: [r[name] for r in mine if r[name] is not None] for rank, mine in readings.items()}
+        return {rank: values for rank, values in known.items() if values}
+
+    for name in ("temperature_c", "ecc_errors"):
+        judge.add_figure(name, {rank: float(max(values)) for rank, values in read(name).items()})
+    masks = read("throttle_reasons")
+    judge.add_figure("throttled_share", {r: statistics.fmean(bool(m & THROTTLED) for m in v) for r, v in masks.items()})
+    xids = {rank: float(sample["xids"]) for rank, sample in samples.items() if sample.get("xids") is not None}
     if xids:
-        jury.add("xids", xids)
+        judge.add_figure("xids", xids)
     else:
-        check.worsen("PASS", "Xids not known: this process may not read the kernel's log")
+        check.worsen("PASS", "Xids unknown: this process may not read the kernel log")
 
 
-def _judge_training(scope: str) -> Callable[[Jury, Ranks], None]:
-    def judge_scope(jury: Jury, found: Ranks) -> None:
-        jury.open(f"training_{scope}")
-        if not all(sample.get("seconds") for sample in found.values()):
-            return
-        groups = list(jury.nodes.values()) if scope == "node" else [sorted(found)]
-        seconds = {tuple(g): max(statistics.median(found[r]["seconds"]) for r in g) for g in groups}
-        sample, is_several = found[0], len(groups) > 1
-        rates = {(g if is_several else None): sample["tokens"] / s for g, s in seconds.items()}
-        jury.add(f"training_{scope}_tokens_per_s", rates)
-        jury.add(f"training_{scope}_memory_gib", {rank: s["peak_memory_gib"] for rank, s in found.items()})
-        training = jury.config.training
-        if training is not None and training.peak_tflops is not None:
-            mfu = {
-                key: rate / sample["tokens"] * sample["flops"] / training.peak_tflops / 1e12
-                for key, rate in rates.items()
-            }
-            jury.add(f"training_{scope}_mfu", mfu)
-        if scope == "node" and is_several:
-            jury.add("training_spread", excess(seconds))
-        if scope == "all":
-            one = [f.value for f in jury.checks["training_node"].figures if f.name == "training_node_tokens_per_s"]
-            jury.add("training_kept", {None: rates[None] / one[0]} if one else {})
+def _judge_storage(judge: Judge, samples: Ranks) -> None:
+    for disk in DISKS:
+        name = f"storage_{disk}"
+        results = {rank: sample.get(disk, {}) for rank, sample in samples.items()}
+        reason = next((r["skipped"] for r in results.values() if "skipped" in r), None)
+        if reason is not None:
+            judge.skip(name, reason)
+            continue
+        check = judge.start(name)
+        for group, infix in (("one_rank", "_one_rank"), ("one_node", "_one_node"), ("all", "")):
+            times = {rank: result[group] for rank, result in results.items() if any(result.get(group, {}).values())}
+            _add_disk_rates(judge, f"{name}{infix}", times)
+        together = {rank: result.get("all", {}) for rank, result in results.items()}
+        flushes = {rank: times["flush"] for rank, times in together.items() if times.get("flush")}
+        judge.add_figure(f"{name}_fsync_s", {rank: percentile(seconds, 0.99) for rank, seconds in flushes.items()})
+        # The best time of each workload: a short disturbance is not the disk's fault.
+        slowdowns: dict[int, float] = {}
+        for workload in WORKLOADS:
+            best = {rank: min(times[workload]) for rank, times in together.items() if times.get(workload)}
+            for rank, value in compute_slowdowns(best, _MIN_DISK_S).items():
+                slowdowns[rank] = max(slowdowns.get(rank, 0.0), value)
+        judge.add_figure(f"{name}_spread", slowdowns)
+        for rank, result in results.items():
+            if "error" in result:
+                check.worsen("FAIL", result["error"])
+                judge.add_culprit(check, "rank", [rank], result["error"])
+        blind = [rank for rank, sample in samples.items() if disk == "shared" and sample.get("sees_shared") is False]
+        if blind:
+            check.worsen("FAIL", "not shared: some ranks do not see rank 0's files")
+            judge.blame(check, blind, "does not see rank 0's files")
 
-    return judge_scope
+
+def _add_disk_rates(judge: Judge, name: str, times: Mapping[int, Mapping[str, list[float]]]) -> None:
+    """Add the total rates at which a group of ranks writes and reads, and the slowest rank's rate of small files."""
+    config = judge.config.storage
+    for direction in ("write", "read"):
+        rounds = list(zip(*(mine[direction] for mine in times.values()), strict=False))  # those that all completed
+        if rounds:
+            size = len(times) * config.mib * 2**20 / 1e9
+            rate = statistics.median(size / max(seconds) for seconds in rounds)
+            judge.add_figure(f"{name}_{direction}_gb_s", {None: rate})
+    files = {rank: config.num_small_files / min(mine["files"]) for rank, mine in times.items() if mine["files"]}
+    judge.add_figure(f"{name}_files_per_s", files)
 
 
-def _judge_checkpoint(jury: Jury, found: Ranks) -> None:
-    jury.open("checkpoint")
+def _judge_training(judge: Judge, samples: Ranks, scope: str) -> None:
+    judge.start(f"training_{scope}")
+    if not all(sample.get("seconds") for sample in samples.values()):
+        return
+    groups = list(judge.nodes.values()) if scope == "node" else [sorted(samples)]
+    seconds = {tuple(g): max(statistics.median(samples[r]["seconds"]) for r in g) for g in groups}
+    sample, is_several = samples[0], len(groups) > 1
+    rates = {(group if is_several else None): sample["tokens"] / s for group, s in seconds.items()}
+    judge.add_figure(f"training_{scope}_tokens_per_s", rates)
+    judge.add_figure(f"training_{scope}_memory_gib", {rank: s["peak_memory_gib"] for rank, s in samples.items()})
+    training = judge.config.training
+    if training is not None and training.peak_tflops is not None:
+        mfu_of_rate = sample["flops"] / sample["tokens"] / training.peak_tflops / 1e12
+        judge.add_figure(f"training_{scope}_mfu", {group: rate * mfu_of_rate for group, rate in rates.items()})
+    if scope == "node" and is_several:
+        judge.add_figure("training_spread", compute_slowdowns(seconds))
+    if scope == "all":
+        figures = judge.checks["training_node"].figures
+        one = [figure.value for figure in figures if figure.name == "training_node_tokens_per_s"]
+        judge.add_figure("training_scaling", {None: rates[None] / one[0]} if one else {})
+
+
+def _judge_checkpoint(judge: Judge, samples: Ranks) -> None:
+    judge.start("checkpoint")
     for name in ("save_s", "load_s"):
-        if all(name in sample for sample in found.values()):
-            jury.add(f"checkpoint_{name}", {None: max(sample[name] for sample in found.values())})
+        if all(name in sample for sample in samples.values()):
+            judge.add_figure(f"checkpoint_{name}", {None: max(sample[name] for sample in samples.values())})
 
 
-# Phase -> the checks that its samples answer, and who asks; in the order of a run.
-_PHASES: dict[str, tuple[tuple[str, ...], Callable[[Jury, Ranks], None]]] = {
+# Phase -> the checks that its samples answer, and the function that judges them; in the order of a run.
+_PHASES: dict[str, tuple[tuple[str, ...], Callable[[Judge, Ranks], None]]] = {
     "identity": (("identity", "clocks"), _judge_identity),
     "compute": (("compute", "corruption", "memory", "transfer", "health"), _judge_compute),
     "pairs": (("links",), judge_pairs),
-    "collectives_node": (("collectives_node",), judge_collectives("node")),
-    "collectives_all": (("collectives_all",), judge_collectives("all")),
-    "storage": (("storage_node", "storage_shared"), judge_storage),
-    "training_node": (("training_node",), _judge_training("node")),
-    "training_all": (("training_all",), _judge_training("all")),
+    "collectives_node": (("collectives_node",), functools.partial(judge_collectives, scope="node")),
+    "collectives_all": (("collectives_all",), functools.partial(judge_collectives, scope="all")),
+    "storage": (("storage_node", "storage_shared"), _judge_storage),
+    "training_node": (("training_node",), functools.partial(_judge_training, scope="node")),
+    "training_all": (("training_all",), functools.partial(_judge_training, scope="all")),
     "checkpoint": (("checkpoint",), _judge_checkpoint),
 }
 PHASES = tuple(_PHASES)
 
-# Phase -> the checks of it that compare ranks by their speed.
-NAMED_BY_SPEED = {
+# Phase -> its checks that compare the speed of ranks.
+SPEED_CHECKS = {
     "compute": ("compute", "memory", "transfer"),
     "pairs": ("links",),
     "storage": ("storage_node", "storage_shared"),

@@ -1,4 +1,4 @@
-"""From samples to a verdict: what is wrong, which rank, host or link it is laid to, and what to try next.
+"""From samples to a status: compare metrics with thresholds, blame ranks, hosts or links, and suggest the next step.
 
 Pure functions of the config and the samples, which are plain JSON: ``samples[phase][rank]``.
 """
@@ -12,104 +12,107 @@ from typing import Any, Literal
 from fctune.acceptance.config import AcceptanceConfig, ThresholdConfig
 from fctune.acceptance.metrics import CHECKS, METRICS
 
-Status = Literal["PASS", "WARN", "FAIL", "SKIPPED"]
-Verdict = Literal["PASS", "FAIL", "INCOMPLETE"]
+CheckStatus = Literal["PASS", "WARN", "FAIL", "SKIPPED"]
+AcceptanceStatus = Literal["PASS", "FAIL", "INCOMPLETE"]
+CulpritKind = Literal["rank", "host", "link", "unknown"]
 Samples = Mapping[str, Mapping[int, Any]]
 
-_ORDER: dict[Status, int] = {"PASS": 0, "SKIPPED": 1, "WARN": 2, "FAIL": 3}
+_SEVERITY: dict[CheckStatus, int] = {"PASS": 0, "SKIPPED": 1, "WARN": 2, "FAIL": 3}
 
-_NEXT = {
-    "arrival": "Read the log of the rank that is named and the state of its pod and node; start again without it.",
-    "identity": "Give every node the same image, driver and kind of GPU, or leave out those that are named.",
-    "clocks": "Start NTP (chrony) on the host that is named.",
-    "compute": "Compare the GPU's clocks, power limit and temperature with its neighbours' (nvidia-smi -q -d "
+_NEXT_STEPS = {
+    "arrival": "Read the log of the rank and check the state of its pod and node; run again without that node.",
+    "identity": "Give every node the same image, driver and GPU model, or exclude the ones listed.",
+    "clocks": "Start NTP (chrony) on the host.",
+    "compute": "Compare the GPU's clocks, power limit and temperature with its neighbors' (nvidia-smi -q -d "
     "CLOCK,POWER,TEMPERATURE); if they agree and it is still slow, drain the node.",
-    "corruption": "Take the GPU out of service: it computes wrongly without an error. dcgmi diag -r 3 may confirm it.",
-    "memory": "Look for remapped rows and ECC errors (nvidia-smi -q -d ROW_REMAPPER,ECC); with any, drain the node.",
-    "transfer": "Look at the PCIe link's width and generation (nvidia-smi -q -d PCI) and at NUMA pinning.",
-    "health": "Look at cooling and power of the node; with uncorrected ECC errors or Xids, drain it.",
-    "links": "Within a node: nvidia-smi nvlink -s and nvidia-smi topo -m. Across: ibstat and the error counters of the "
-    "adapter that the rank uses; then this run again without that node.",
-    "collectives_node": "NCCL_DEBUG=INFO shows whether NVLink and NVLS are used, nvidia-smi nvlink -s links down.",
-    "collectives_all": "NCCL_DEBUG=INFO must say NET/IB with GPUDirect, not NET/Socket; check NCCL_IB_HCA and that the "
-    "pods may lock memory (IPC_LOCK).",
-    "collective_data": "Take the rank that is named out. Where none is, run again with NCCL_NVLS_ENABLE=0 and "
-    "NCCL_ALGO=Ring: a fault that goes away is in the switch's reduction.",
-    "storage_node": "Look at the disk of the host that is named (dmesg, smartctl), and at who else writes to it.",
-    "storage_shared": "Look at the mount options and the quota of the shared disk, and at who else uses it.",
-    "training_node": "If compute and collectives pass, profile a step; else fix those first.",
-    "training_all": "If collectives_all passes, compare the layout with parallel.mode=hsdp; else fix that first.",
-    "checkpoint": "Compare with storage_shared; where that is fast, look at the number of ranks that write.",
+    "corruption": "Take the GPU out of service: it computes wrong results without reporting errors. dcgmi diag -r 3 "
+    "may confirm it.",
+    "memory": "Check for remapped rows and ECC errors (nvidia-smi -q -d ROW_REMAPPER,ECC); if there are any, drain the "
+    "node.",
+    "transfer": "Check the width and generation of the PCIe link (nvidia-smi -q -d PCI), and NUMA pinning.",
+    "health": "Check the node's cooling and power supply; if there are uncorrected ECC errors or Xids, drain it.",
+    "links": "Within a node: nvidia-smi nvlink -s and nvidia-smi topo -m. Across nodes: ibstat and the error counters "
+    "of the rank's adapter; then run again without that node.",
+    "collectives_node": "Set NCCL_DEBUG=INFO to see whether NVLink and NVLS are used; nvidia-smi nvlink -s lists "
+    "links that are down.",
+    "collectives_all": "NCCL_DEBUG=INFO must show NET/IB with GPUDirect, not NET/Socket; check NCCL_IB_HCA and that "
+    "the pods may lock memory (IPC_LOCK).",
+    "collective_data": "Take the rank out of service. If none is listed, run again with NCCL_NVLS_ENABLE=0 and "
+    "NCCL_ALGO=Ring: if the errors disappear, the reduction in the NVLink switch is faulty.",
+    "storage_node": "Check the host's disk (dmesg, smartctl) and what else writes to it.",
+    "storage_shared": "Check the shared disk's mount options and quota, and what else uses it.",
+    "training_node": "If compute and collectives pass, profile a step; otherwise fix those first.",
+    "training_all": "If collectives_all passes, compare with parallel.mode=hsdp; otherwise fix that first.",
+    "checkpoint": "Compare with storage_shared; if that is fast, check the number of ranks that write.",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """What a failure is laid to; a link has two ranks."""
+    """A rank, host or link (two ranks) to blame for a failure."""
 
-    kind: Literal["rank", "host", "link", "unknown"]
+    kind: CulpritKind
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
-    says: str
+    reason: str
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
-        where = ", ".join(self.hosts)
+        hosts = ", ".join(self.hosts)
         name = {
-            "rank": f"rank {ranks} ({where})",
-            "host": f"{where} (ranks {ranks})",
-            "link": f"link of ranks {' and '.join(map(str, self.ranks))} ({where})",
-            "unknown": "no one rank",
+            "rank": f"rank {ranks} ({hosts})",
+            "host": f"{hosts} (ranks {ranks})",
+            "link": f"link between ranks {' and '.join(map(str, self.ranks))} ({hosts})",
+            "unknown": "no single rank",
         }[self.kind]
-        return f"{name}: {self.says}" if self.says else name
+        return f"{name}: {self.reason}" if self.reason else name
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number, and how it stands to its threshold where it has one."""
+    """A metric's measured value, compared with its threshold if it has one."""
 
     name: str
     value: float
-    status: Status
+    status: CheckStatus
     threshold: ThresholdConfig | None
 
 
 @dataclass(slots=True)
 class Check:
-    """One question and its answer."""
+    """The result of one check."""
 
     name: str
     required: bool
-    status: Status = "PASS"
+    status: CheckStatus = "PASS"
     reason: str = ""
     figures: list[Figure] = field(default_factory=list)
     culprits: list[Culprit] = field(default_factory=list)
 
     @property
     def next_step(self) -> str:
-        """What to try, where something is wrong."""
-        return _NEXT[self.name] if self.status in ("FAIL", "WARN") else ""
+        """What to do about a failure or warning; empty otherwise."""
+        return _NEXT_STEPS[self.name] if self.status in ("FAIL", "WARN") else ""
 
-    def omit(self, reason: str) -> None:
-        """A part of it was not measured: what was can still fail it, and no more."""
+    def mark_partial(self, reason: str) -> None:
+        """Mark the check as partly measured: it can no longer pass, but can still fail."""
         if self.status != "FAIL":
             self.status = "SKIPPED"
         self.reason = f"{self.reason}; {reason}" if self.reason else reason
 
-    def worsen(self, status: Status, reason: str = "") -> None:
-        """Take a status that is worse, and its reason."""
-        if _ORDER[status] > _ORDER[self.status]:
+    def worsen(self, status: CheckStatus, reason: str) -> None:
+        """Append a reason, and take its status if that is worse."""
+        if _SEVERITY[status] > _SEVERITY[self.status]:
             self.status = status
-        if reason:
-            self.reason = f"{self.reason}; {reason}" if self.reason else reason
+        self.reason = f"{self.reason}; {reason}" if self.reason else reason
 
 
-class Jury:
-    """Builds checks of one run.
+class Judge:
+    """Builds the checks of one run.
 
     Args:
-        config: thresholds and what is required.
-        hosts: the host of each rank.
+        config: thresholds and required checks.
+        hosts: host name of each rank.
         ranks_per_node: as launched.
     """
 
@@ -119,27 +122,27 @@ class Jury:
 
     @property
     def nodes(self) -> dict[int, list[int]]:
-        """The ranks of each node, by its number."""
-        found: dict[int, list[int]] = {}
+        """Ranks of each node, by node number."""
+        nodes: dict[int, list[int]] = {}
         for rank in sorted(self.hosts):
-            found.setdefault(rank // self.ranks_per_node, []).append(rank)
-        return found
+            nodes.setdefault(rank // self.ranks_per_node, []).append(rank)
+        return nodes
 
-    def open(self, name: str) -> Check:
-        """Begin a check whose samples are there."""
+    def start(self, name: str) -> Check:
+        """Start a check that has samples; it passes unless something worsens it."""
         self.checks[name] = Check(name, name in self.config.required)
         return self.checks[name]
 
     def skip(self, name: str, reason: str) -> None:
-        """Say why a check has no answer."""
+        """Mark a check as skipped."""
         self.checks[name].status, self.checks[name].reason = "SKIPPED", reason
 
-    def add(self, name: str, values: Mapping[Any, float]) -> None:
-        """Judge a figure by its worst value; the ones beyond the threshold are laid to their keys.
+    def add_figure(self, name: str, values: Mapping[Any, float]) -> None:
+        """Add a metric's worst value to its check, which must be started, and blame everyone beyond its threshold.
 
         Args:
-            name: in ``METRICS``, whose check must be open.
-            values: by rank, by a tuple of ranks, or by None for one of all.
+            name: a key of ``METRICS``.
+            values: by rank, by a tuple of ranks, or by None for a value of the whole cluster.
         """
         metric, threshold = METRICS[name], self.config.thresholds.get(name)
         if not values:
@@ -147,75 +150,71 @@ class Jury:
         check = self.checks[metric.check]
         is_better = metric.better == "higher"
         worst = min(values.values()) if is_better else max(values.values())
-        status: Status = "PASS"
+        status: CheckStatus = "PASS"
         if threshold is not None:
-            for level in ("warn", "fail"):
-                limit = getattr(threshold, level)
-                if limit is not None and _is_beyond(worst, limit, is_better):
-                    status = "FAIL" if level == "fail" else "WARN"
+            if threshold.warn is not None and _is_beyond(worst, threshold.warn, is_better):
+                status = "WARN"
+            if _is_beyond(worst, threshold.fail, is_better):
+                status = "FAIL"
         check.figures.append(Figure(name, worst, status, threshold))
         if status == "PASS":
             return
         assert threshold is not None
         limit = threshold.fail if status == "FAIL" else threshold.warn
         assert limit is not None
-        check.worsen(status, f"{name} {worst:.4g}, {'at least' if is_better else 'at most'} {limit:g} wanted")
+        check.worsen(status, f"{name} is {worst:.4g}, expected {'at least' if is_better else 'at most'} {limit:g}")
         beyond = {key: value for key, value in values.items() if _is_beyond(value, limit, is_better)}
         by_rank = {key: value for key, value in beyond.items() if isinstance(key, int)}
-        if by_rank:
-            self.blame(check, list(by_rank), _tell(name, by_rank.values()))
+        self.blame(check, list(by_rank), _format_values(name, by_rank.values()))
         for key, value in beyond.items():
             if isinstance(key, tuple):
-                kind: Any = "link" if len(key) == 2 and metric.check == "links" else "host"
-                self.accuse(check, kind, key, _tell(name, [value]))
+                kind: CulpritKind = "link" if len(key) == 2 and metric.check == "links" else "host"
+                self.add_culprit(check, kind, key, _format_values(name, [value]))
 
-    def blame(self, check: Check, ranks: Sequence[int], says: str) -> None:
-        """Lay something to ranks; to a host where they are all of its, and to none where they are all there are."""
-        left = set(ranks)
-        if not left:
-            return
-        if left == set(self.hosts) and len(left) > 1:
-            self.accuse(check, "unknown", sorted(left), f"all {len(left)} ranks alike: {says}")
+    def blame(self, check: Check, ranks: Sequence[int], reason: str) -> None:
+        """Blame the ranks, their host if all of its ranks are affected, or nobody if every rank is."""
+        remaining = set(ranks)
+        if remaining == set(self.hosts) and len(remaining) > 1:
+            self.add_culprit(check, "unknown", sorted(remaining), f"all {len(remaining)} ranks alike: {reason}")
             return
         for members in self.nodes.values():
-            if len(members) > 1 and left >= set(members) and len(self.nodes) > 1:
-                self.accuse(check, "host", members, says)
-                left -= set(members)
-        for rank in sorted(left):
-            self.accuse(check, "rank", [rank], says)
+            if len(members) > 1 and remaining >= set(members) and len(self.nodes) > 1:
+                self.add_culprit(check, "host", members, reason)
+                remaining -= set(members)
+        for rank in sorted(remaining):
+            self.add_culprit(check, "rank", [rank], reason)
 
-    def accuse(
-        self, check: Check, kind: Literal["rank", "host", "link", "unknown"], ranks: Sequence[int], says: str
-    ) -> None:
-        """Name a culprit, once, with all that is said of it."""
+    def add_culprit(self, check: Check, kind: CulpritKind, ranks: Sequence[int], reason: str) -> None:
+        """Add a culprit, or a further reason to one that is already listed."""
         hosts = tuple(dict.fromkeys(self.hosts.get(rank, "host unknown") for rank in ranks))
         for number, known in enumerate(check.culprits):
             if known.kind == kind and known.ranks == tuple(ranks):
-                check.culprits[number] = replace(known, says=f"{known.says}; {says}")
+                check.culprits[number] = replace(known, reason=f"{known.reason}; {reason}")
                 return
-        check.culprits.append(Culprit(kind, tuple(ranks), hosts, says))
+        check.culprits.append(Culprit(kind, tuple(ranks), hosts, reason))
 
 
-def decide(checks: Sequence[Check]) -> tuple[Verdict, str]:
-    """PASS only where every required check ran and passed; the reason in a line."""
+def decide(checks: Sequence[Check]) -> tuple[AcceptanceStatus, str]:
+    """Return the run's status with a one-line reason; PASS requires every required check to have run and passed."""
     failed = [check for check in checks if check.status == "FAIL"]
     if failed:
         names = dict.fromkeys(str(c).partition(":")[0] for check in failed for c in check.culprits)
-        laid = f", laid to {'; '.join(names)}" if names else ""
-        return "FAIL", f"{', '.join(check.name for check in failed)} failed{laid}"
+        culprits = f" because of {'; '.join(names)}" if names else ""
+        return "FAIL", f"{', '.join(check.name for check in failed)} failed{culprits}"
     missing = [check for check in checks if check.required and check.status == "SKIPPED"]
     if missing:
-        return "INCOMPLETE", f"required and not run: {', '.join(c.name for c in missing)} ({missing[0].reason})"
+        return "INCOMPLETE", f"required but not run: {', '.join(c.name for c in missing)} ({missing[0].reason})"
     warned = [check.name for check in checks if check.status == "WARN"]
-    return "PASS", "all required checks passed" + (f"; look at {', '.join(warned)}" if warned else "")
+    return "PASS", "all required checks passed" + (f", with warnings in {', '.join(warned)}" if warned else "")
 
 
 def _is_beyond(value: float, limit: float, is_better: bool) -> bool:
     return value < limit if is_better else value > limit
 
 
-def _tell(name: str, values: Collection[float]) -> str:
-    """Values of a figure in words."""
+def _format_values(name: str, values: Collection[float]) -> str:
+    if not values:
+        return ""
     is_spread = name.endswith("_spread")
     low, high = (f"{value + is_spread:.4g}" for value in (min(values), max(values)))
     shown = low if low == high else f"{low} to {high}"

@@ -1,98 +1,192 @@
-"""Every figure that a threshold can be set on: its unit, which way is better, and the check that judges it."""
+"""Metrics that thresholds can be set on, the checks that they belong to, and the statistics behind them."""
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "point_to_point")
 DTYPES = ("fp32", "bf16", "fp8")
-SCOPES = ("node", "all")  # each node by itself, all nodes together
+SCOPES = ("node", "all")  # each node separately, all nodes together
 DISKS = ("node", "shared")
 
-Better = Literal["higher", "lower"]
+# In the order in which they are judged and shown.
+CHECKS = {
+    "arrival": "all ranks start, on the requested nodes and devices, and stay until the end",
+    "identity": "the same hardware and software everywhere",
+    "clocks": "clocks agree",
+    "compute": "matrix products on all devices at once",
+    "corruption": "products are the same on every rank, and twice in a row",
+    "memory": "memory bandwidth",
+    "transfer": "bandwidth between host and device",
+    "health": "temperature, throttling, ECC errors, Xids",
+    "links": "messages between every pair of ranks",
+    "collectives_node": "collectives within each node",
+    "collectives_all": "collectives of all nodes",
+    "collective_data": "results of collectives are correct",
+    "storage_node": "the node's disk",
+    "storage_shared": "the shared disk",
+    "training_node": "training steps on each node separately",
+    "training_all": "training steps on all nodes",
+    "checkpoint": "saving and loading a checkpoint",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A figure of the cluster: of its worst rank, pair or node."""
+    """A number that describes the cluster by its worst rank, pair or node."""
 
     check: str
     unit: str
-    better: Better
-    says: str
+    better: Literal["higher", "lower"]
+    description: str
 
 
 def _list_metrics() -> dict[str, Metric]:
-    slower = "how much longer the slowest takes than the median of the others, as a share"
-    found = {
+    slowdown = "relative slowdown of the slowest against the median of the others"
+    metrics = {
         "clock_offset_s": Metric("clocks", "s", "lower", "largest offset of a rank's clock from rank 0's"),
         "checksum_mismatches": Metric("corruption", "ranks", "lower", "ranks whose products differ"),
-        "memory_gb_s": Metric("memory", "GB/s", "higher", "copy on the device, reading and writing counted"),
-        "memory_spread": Metric("memory", "", "lower", slower),
+        "memory_gb_s": Metric("memory", "GB/s", "higher", "copies on the device, reads and writes counted"),
+        "memory_spread": Metric("memory", "", "lower", slowdown),
         "host_to_device_gb_s": Metric("transfer", "GB/s", "higher", "from pinned memory"),
         "device_to_host_gb_s": Metric("transfer", "GB/s", "higher", "to pinned memory"),
-        "transfer_spread": Metric("transfer", "", "lower", slower),
+        "transfer_spread": Metric("transfer", "", "lower", slowdown),
         "temperature_c": Metric("health", "C", "lower", "hottest GPU under load"),
-        "throttled_share": Metric("health", "", "lower", "of readings under load, by heat, power brake or hardware"),
-        "ecc_errors": Metric("health", "errors", "lower", "uncorrected, of all GPUs"),
-        "xids": Metric("health", "errors", "lower", "of the driver, in the kernel's log"),
-        "pair_gb_s": Metric("links", "GB/s", "higher", "slowest pair, each way, both at once"),
-        "pair_spread": Metric("links", "", "lower", slower),
-        "wrong_elements": Metric("collective_data", "elements", "lower", "of all results of collectives"),
-        "all_reduce_kept": Metric("collectives_all", "", "higher", "share of one node's busbw that all nodes keep"),
-        "checkpoint_save_s": Metric("checkpoint", "s", "lower", "what trains and its optimizer, from the devices"),
-        "checkpoint_load_s": Metric("checkpoint", "s", "lower", "the same, read back"),
-        "training_kept": Metric(
-            "training_all", "", "higher", "share of one node's tokens/s a rank that all nodes keep"
+        "throttled_share": Metric(
+            "health", "", "lower", "share of readings under load throttled by heat, power brake or hardware"
         ),
-        "training_spread": Metric("training_node", "", "lower", "of nodes: " + slower),
+        "ecc_errors": Metric("health", "errors", "lower", "uncorrected errors of all GPUs"),
+        "xids": Metric("health", "errors", "lower", "driver errors in the kernel log"),
+        "pair_gb_s": Metric("links", "GB/s", "higher", "slowest pair, per direction, both directions at once"),
+        "pair_spread": Metric("links", "", "lower", slowdown),
+        "wrong_elements": Metric("collective_data", "elements", "lower", "in all results of collectives"),
+        "all_reduce_scaling": Metric("collectives_all", "", "higher", "busbw of all nodes relative to one node's"),
+        "checkpoint_save_s": Metric("checkpoint", "s", "lower", "trained weights and optimizer, from device to disk"),
+        "checkpoint_load_s": Metric("checkpoint", "s", "lower", "the same, from disk"),
+        "training_scaling": Metric("training_all", "", "higher", "tokens/s per rank of all nodes relative to one's"),
+        "training_spread": Metric("training_node", "", "lower", f"{slowdown}, by node"),
     }
     for dtype in DTYPES:
-        found[f"matmul_{dtype}_tflops"] = Metric("compute", "TFLOP/s", "higher", f"{dtype} products, slowest rank")
-        found[f"matmul_{dtype}_spread"] = Metric("compute", "", "lower", slower)
+        metrics[f"matmul_{dtype}_tflops"] = Metric("compute", "TFLOP/s", "higher", f"{dtype} products, slowest rank")
+        metrics[f"matmul_{dtype}_spread"] = Metric("compute", "", "lower", slowdown)
     for scope in SCOPES:
         for operation in OPERATIONS:
-            says = f"busbw of {operation} at the judged size"
-            found[f"{operation}_{scope}_gb_s"] = Metric(f"collectives_{scope}", "GB/s", "higher", says)
+            description = f"busbw of {operation} at collectives.judged_mib"
+            metrics[f"{operation}_{scope}_gb_s"] = Metric(f"collectives_{scope}", "GB/s", "higher", description)
         check = f"training_{scope}"
-        found[f"training_{scope}_tokens_per_s"] = Metric(check, "tokens/s", "higher", "a rank, padding included")
-        found[f"training_{scope}_mfu"] = Metric(check, "", "higher", "model FLOPs over the peak that the config names")
-        found[f"training_{scope}_memory_gib"] = Metric(check, "GiB", "lower", "peak of a rank")
+        metrics[f"{check}_tokens_per_s"] = Metric(check, "tokens/s", "higher", "per rank, padding included")
+        metrics[f"{check}_mfu"] = Metric(check, "", "higher", "model FLOP/s relative to training.peak_tflops")
+        metrics[f"{check}_memory_gib"] = Metric(check, "GiB", "lower", "peak memory of a rank")
     for disk in DISKS:
         check = f"storage_{disk}"
-        found[f"{check}_write_gb_s"] = Metric(check, "GB/s", "higher", "all ranks at once, summed, flushed")
-        found[f"{check}_read_gb_s"] = Metric(check, "GB/s", "higher", "all ranks at once, summed")
-        found[f"{check}_files_per_s"] = Metric(check, "files/s", "higher", "small ones, written and read, slowest rank")
-        for group, who in (("one_rank", "rank 0 alone"), ("one_node", "the ranks of one node at once, summed")):
-            found[f"{check}_{group}_write_gb_s"] = Metric(check, "GB/s", "higher", f"{who}, flushed")
-            found[f"{check}_{group}_read_gb_s"] = Metric(check, "GB/s", "higher", who)
-            says = "small ones, written and read, " + ("rank 0 alone" if group == "one_rank" else "slowest of one node")
-            found[f"{check}_{group}_files_per_s"] = Metric(check, "files/s", "higher", says)
-        found[f"{check}_fsync_s"] = Metric(check, "s", "lower", "99th percentile of flushing 4 kB, slowest rank")
-        found[f"{check}_spread"] = Metric(check, "", "lower", slower)
-    return found
+        for prefix, who, files_who in (
+            (check, "sum of all ranks at once", "slowest rank"),
+            (f"{check}_one_rank", "rank 0 alone", "rank 0 alone"),
+            (f"{check}_one_node", "sum of one node's ranks at once", "slowest rank of one node"),
+        ):
+            metrics[f"{prefix}_write_gb_s"] = Metric(check, "GB/s", "higher", f"{who}, flushed")
+            metrics[f"{prefix}_read_gb_s"] = Metric(check, "GB/s", "higher", who)
+            metrics[f"{prefix}_files_per_s"] = Metric(
+                check, "files/s", "higher", f"small files written and read, {files_who}"
+            )
+        metrics[f"{check}_fsync_s"] = Metric(
+            check, "s", "lower", "99th percentile of the time to flush 4 kB, slowest rank"
+        )
+        metrics[f"{check}_spread"] = Metric(check, "", "lower", slowdown)
+    return metrics
 
 
 METRICS = _list_metrics()
 
-# In the order in which they are judged and shown; those after the first need all ranks to be there.
-CHECKS = {
-    "arrival": "every rank comes, on as many nodes and with such devices as asked, and stays to the end",
-    "identity": "the same hardware and software everywhere",
-    "clocks": "clocks agree",
-    "compute": "matrix products, all at once",
-    "corruption": "the same products everywhere, twice",
-    "memory": "memory bandwidth",
-    "transfer": "between host and device",
-    "health": "temperature, throttling, ECC, Xid",
-    "links": "every pair of ranks",
-    "collectives_node": "collectives within each node",
-    "collectives_all": "collectives of all nodes",
-    "collective_data": "results of collectives are right",
-    "storage_node": "the node's disk",
-    "storage_shared": "the shared disk",
-    "training_node": "training steps, each node by itself",
-    "training_all": "training steps, all nodes",
-    "checkpoint": "a checkpoint, saved and loaded",
-}
+Name = TypeVar("Name", bound="int | str | tuple[int, ...]")
+
+
+def compute_bandwidth(operation: str, num_bytes: int, num_ranks: int, seconds: float) -> tuple[float, float]:
+    """Compute algbw and busbw in GB/s (10^9 bytes).
+
+    Busbw scales algbw by a factor of the operation, so that it can be compared with the hardware's bandwidth. Source:
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, where a message to the next rank is sendrecv,
+    with factor 1.
+
+    Args:
+        operation: a name in ``OPERATIONS``.
+        num_bytes: size of the larger buffer of one rank, as nccl-tests counts it.
+        num_ranks: number of participants.
+        seconds: duration of one operation.
+    """
+    factor = 1.0
+    if operation == "all_reduce":
+        factor = 2 * (num_ranks - 1) / num_ranks
+    elif operation in ("all_gather", "reduce_scatter", "all_to_all"):
+        factor = (num_ranks - 1) / num_ranks
+    algbw = num_bytes / seconds / 1e9
+    return algbw, algbw * factor
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the smallest of ``values`` that at least ``share`` of them do not exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def summarize_times(seconds: Sequence[float]) -> dict[str, float]:
+    """Return mean, median, 99th percentile and minimum of durations."""
+    return {
+        "mean_s": statistics.fmean(seconds),
+        "p50_s": percentile(seconds, 0.5),
+        "p99_s": percentile(seconds, 0.99),
+        "best_s": min(seconds),
+    }
+
+
+def compute_slowdowns(seconds: Mapping[Name, float], floor_s: float = 0.0) -> dict[Name, float]:
+    """Compute how much longer each participant takes than the median of the others, relative to it.
+
+    Args:
+        seconds: duration for each participant; a single participant has a slowdown of 0.
+        floor_s: the smallest denominator, where differences below it are explained by a clock or a cache.
+    """
+    slowdowns = {}
+    for name, mine in seconds.items():
+        others = [value for other, value in seconds.items() if other != name]
+        median = statistics.median_low(others) if others else mine
+        slowdowns[name] = (mine - median) / max(median, floor_s)
+    return slowdowns
+
+
+def isolate_slow_pairs(
+    seconds: Mapping[tuple[int, int], float], max_slowdown: float
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Split slow pairs into slow ranks, and slow links between ranks that are not slow.
+
+    A rank is slow if it has several pairs and even its fastest is slow: one healthy partner clears it. Links are
+    compared among the pairs of the remaining ranks.
+
+    Args:
+        seconds: duration of a message in each direction, by pair; all pairs use the same kind of link.
+        max_slowdown: ``compute_slowdowns`` up to which a rank or a link is not slow.
+    """
+    best: dict[int, float] = {}
+    counts: dict[int, int] = {}
+    for pair, value in seconds.items():
+        for rank in pair:
+            best[rank] = min(value, best.get(rank, math.inf))
+            counts[rank] = counts.get(rank, 0) + 1
+    slow = [rank for rank, s in sorted(compute_slowdowns(best).items()) if s > max_slowdown and counts[rank] > 1]
+    rest = {pair: value for pair, value in seconds.items() if not set(pair) & set(slow)}
+    return slow, [pair for pair, s in sorted(compute_slowdowns(rest).items()) if s > max_slowdown]
+
+
+def find_outliers(values: Mapping[int, Any]) -> list[int] | None:
+    """List the ranks whose value differs from the majority's; None if no value has a majority."""
+    counts: dict[Any, int] = {}
+    for value in values.values():
+        counts[value] = counts.get(value, 0) + 1
+    common, most = max(counts.items(), key=lambda item: item[1])
+    if len(counts) > 1 and 2 * most <= len(values):
+        return None
+    return sorted(rank for rank, value in values.items() if value != common)

@@ -1,7 +1,6 @@
-"""Ranks that know of one another whatever state their collectives are in: meeting points, samples, and the time left.
+"""Coordination of the ranks independent of the collectives being measured: barriers, shared values, deadlines.
 
-All of it goes through a key-value store over TCP, beside the process groups that are measured; ``watch`` sees over the
-same store how the others are.
+Everything goes through a key-value store over TCP, which ``watch`` also uses to detect dead and stuck ranks.
 """
 
 from __future__ import annotations
@@ -23,181 +22,180 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from fctune.acceptance.config import LimitsConfig
-from fctune.acceptance.ending import Ending, Position
-from fctune.acceptance.watch import Watch, Writer
+from fctune.acceptance.watch import EarlyEnd, Position, ResultWriter, Watch
 from fctune.distributed import LauncherEnvironment, World
 
 
 class OutOfTime(Exception):
-    """The run's time is over: raised on every rank at the same point."""
-
-
-def clone(store: Any) -> Store:
-    """A connection of its own to the same store: one that waits holds up what else goes over it."""
-    cloned: Store = store.clone()
-    return cloned
+    """The run's time is over; raised on all ranks at the same point."""
 
 
 class Session:
-    """This rank among all.
+    """One rank's connection to the others.
 
     Args:
-        launch: what the launcher says of this process.
-        limits: seconds after which a rank is given up.
-        folder: of the result, where ranks that lost the store find out which of them writes it.
-        on_end: writes the result of a run that ended early; called in a thread, on one rank.
+        launch: this process's launch.
+        limits: timeouts of the run.
+        folder: the result's, where ranks that lost the store elect the one that writes it.
+        write_early: writes the result of a run that ended early; called on one rank, in a thread.
 
     Raises:
-        ConnectionError: rank 0, where the ranks meet, was not there in time; ``on_end`` has been called.
+        ConnectionError: rank 0's store was not reachable in time; ``write_early`` has been called.
     """
 
     def __init__(
-        self, launch: LauncherEnvironment, limits: LimitsConfig, folder: Path, on_end: Callable[[Ending], None]
+        self, launch: LauncherEnvironment, limits: LimitsConfig, folder: Path, write_early: Callable[[EarlyEnd], None]
     ):
         self.launch, self.limits = launch, limits
-        self._files: set[Path] = set()
+        self._temporary: set[Path] = set()
         self._position = Position()
-        mine = {"host": socket.gethostname(), "pid": os.getpid(), "gpus": torch.cuda.device_count()}
-        self.hellos: dict[int, dict[str, Any]] = {launch.rank: mine}  # of every rank, once all have arrived
+        hello = {"host": socket.gethostname(), "pid": os.getpid(), "gpus": torch.cuda.device_count()}
+        self.hellos: dict[int, dict[str, Any]] = {launch.rank: hello}  # of all ranks, once they have arrived
         self._started, self._over_at = time.monotonic(), float("inf")
-        writer = Writer(launch, folder, on_end, limits.arrive_s)
+        writer = ResultWriter(launch, folder, write_early, limits.arrive_s)
         self._store = _connect(launch, limits, writer)
-        self._watch_store = clone(self._store)
-        self._watch = Watch(launch, limits, self._watch_store, self._position, writer, self.clean)
+        self._watch_store = _clone(self._store)
+        self._watch = Watch(launch, limits, self._watch_store, self._position, writer, self.clean_up)
 
     def arrive(self) -> None:
-        """Say hello, and wait until every rank has; the watch ends the run where one does not in time."""
-        self.put("hello", self.hellos[self.launch.rank])
+        """Announce this rank and wait until every rank has; the watch ends the run if one does not in time."""
+        self.publish("hello", self.hellos[self.launch.rank])
         self._watch.start()
         hellos = [f"hello/{rank}" for rank in range(self.launch.world_size)]
         while not self._store.check(hellos):
             time.sleep(0.05)
-        self._watch.see_all_arrive()
+        self._watch.confirm_arrival()
         self.hellos = {rank: json.loads(text) for rank, text in self.read("hello").items()}
-        gone = self.share("the time that is over", lambda: time.monotonic() - self._started)
-        self._over_at = time.monotonic() + self.limits.total_s - gone
-        self._watch.over_at = self._over_at + self.limits.cut_s
+        elapsed_s = self.broadcast("the time elapsed", lambda: time.monotonic() - self._started)
+        self._over_at = time.monotonic() + self.limits.total_s - elapsed_s
+        self._watch.over_at = self._over_at + self.limits.grace_s
 
-    def enter(self, what: str, limit_s: float | None = None) -> None:
-        """This rank begins a measurement, which must end within its limit."""
-        self._position.enter(what, self.limits.step_s if limit_s is None else limit_s)
+    def enter(self, activity: str, limit_s: float | None = None) -> None:
+        """Start an activity of this rank that must end within its limit, by default ``step_s``."""
+        self._position.enter(activity, self.limits.step_s if limit_s is None else limit_s)
 
-    def meet(self, name: str, limit_s: float | None = None) -> None:
-        """Wait until every rank has come to this point, over the store."""
+    def barrier(self, name: str, limit_s: float | None = None) -> None:
+        """Wait until every rank has reached this point, without collectives."""
         limit_s = self.limits.step_s if limit_s is None else limit_s
         self._position.reach(f"waiting for the others at {name}", limit_s)
-        number = self._position.points
-        self._store.set(f"meet/{number}/{self.launch.rank}", "")
-        keys = [f"meet/{number}/{rank}" for rank in range(self.launch.world_size)]
+        number = self._position.sync_points
+        self._store.set(f"barrier/{number}/{self.launch.rank}", "")
+        keys = [f"barrier/{number}/{rank}" for rank in range(self.launch.world_size)]
         wait = 0.002
         while not self._store.check(keys):
             time.sleep(wait)
             wait = min(2 * wait, 0.1)
-        self._position.pass_on()
+        self._position.leave()
 
-    def put(self, name: str, value: Any) -> None:
-        """Leave a value for whoever reads it; a later one of the same name takes its place."""
+    def publish(self, name: str, value: Any) -> None:
+        """Publish a JSON-serializable value of this rank, replacing an earlier one of the same name."""
         self._store.set(f"{name}/{self.launch.rank}", json.dumps(value))
 
     def read(self, name: str) -> dict[int, str]:
-        """The JSON of each rank that has left one of this name."""
-        store = self._watch_store if self._watch.is_here() else self._store
+        """Return the JSON that ranks have published under a name, by rank."""
+        store = self._watch_store if self._watch.is_current_thread() else self._store
         ranks = range(self.launch.world_size)
         return {r: store.get(f"{name}/{r}").decode() for r in ranks if store.check([f"{name}/{r}"])}
 
-    def share(self, name: str, make: Callable[[], Any]) -> Any:
-        """What rank 0 makes of it, on every rank; small, and plain JSON."""
-        self._position.reach(f"waiting for rank 0 to say: {name}", self.limits.build_s)
-        key = f"shared/{self._position.points}"
+    def broadcast(self, name: str, make: Callable[[], Any]) -> Any:
+        """Call ``make`` on rank 0 and return its result (small, JSON-serializable) on every rank."""
+        self._position.reach(f"waiting for rank 0: {name}", self.limits.build_s)
+        key = f"broadcast/{self._position.sync_points}"
         if self.launch.rank == 0:
             value = make()
-            self._position.pass_on()
+            self._position.leave()
             self._store.set(key, json.dumps(value))
             return value
         while not self._store.check([key]):
             time.sleep(0.005)
-        self._position.pass_on()
+        self._position.leave()
         return json.loads(self._store.get(key))
 
     def time_left(self) -> float:
-        """Seconds of the run's time that are left, by rank 0's clock; the same on every rank.
+        """Return the seconds left of the run's time by rank 0's clock, the same on every rank.
 
-        What lasts is measured in pieces, and every rank asks before each.
+        Every rank calls this before each piece of a long measurement.
 
         Raises:
-            OutOfTime: none are.
+            OutOfTime: no time is left.
         """
-        left = float(self.share("the time that is left", lambda: self._over_at - time.monotonic()))
+        left = float(self.broadcast("the time left", lambda: self._over_at - time.monotonic()))
         if left <= 0:
-            raise OutOfTime(f"out of time: limits.total_s={self.limits.total_s:g} over")
+            raise OutOfTime(f"out of time: limits.total_s={self.limits.total_s:g} exceeded")
         return left
 
     @property
     def is_out_of_time(self) -> bool:
-        """The same by this rank's own clock; to be shared before it is acted on."""
+        """True if the run's time is over by this rank's clock; broadcast it before acting on it."""
         return time.monotonic() >= self._over_at
 
-    def end_of_time(self) -> None:
-        """All is measured: what remains takes the time it takes."""
+    def lift_time_limit(self) -> None:
+        """Stop enforcing the run's time, once everything is measured."""
         self._watch.over_at = float("inf")
 
-    def join(self, name: str, ranks: Sequence[int], device: torch.device) -> World:
-        """Be one of a process group of these ranks, in place of the one before."""
+    def join_group(self, name: str, ranks: Sequence[int], device: torch.device) -> World:
+        """Leave the current process group and join one of ``ranks``."""
         self.leave_group()
         self._position.reach(f"joining the group {name}", self.limits.build_s)
         group_rank, size = list(ranks).index(self.launch.rank), len(ranks)
-        store = PrefixStore(f"group/{name}/{ranks[0]}", clone(self._store))
+        store = PrefixStore(f"group/{name}/{ranks[0]}", _clone(self._store))
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        timeout = datetime.timedelta(seconds=self.limits.total_s + self.limits.build_s)  # the watch is sooner
+        timeout = datetime.timedelta(seconds=self.limits.total_s + self.limits.build_s)  # the watch acts earlier
         dist.init_process_group(backend, store=store, rank=group_rank, world_size=size, timeout=timeout)
-        dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects at the first collective, which all must be in
+        dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects in the first collective, which needs all ranks
         return World(group_rank, size, self.launch.local_rank, device, min(size, self.launch.ranks_per_node))
 
     def leave_group(self) -> None:
-        """Leave the process group, where there is one; the barrier keeps gloo from aborting at exit now and then."""
+        """Leave the process group, if there is one; without the barrier, gloo sometimes aborts at exit."""
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
 
-    def keep_clean(self, path: Path) -> None:
-        """Remove a path however the run ends."""
-        self._files.add(path)
+    def remove_at_exit(self, path: Path) -> None:
+        """Register a path for removal, whichever way the run ends."""
+        self._temporary.add(path)
 
-    def clean(self) -> None:
-        """Remove what was to be removed."""
-        for path in self._files:
+    def clean_up(self) -> None:
+        """Remove the registered paths."""
+        for path in self._temporary:
             shutil.rmtree(path, ignore_errors=True)
 
     def fail(self, error: BaseException) -> None:
-        """This rank met an error: it says so, stays so that the others are not torn along, and leaves with them."""
-        self._watch.trace = "".join(traceback.format_exception(error))
-        with contextlib.suppress(Exception):  # of a store that is gone, which the watch finds too
+        """Report this rank's error and wait for the watch to end the process, together with the other ranks."""
+        self._watch.traceback = "".join(traceback.format_exception(error))
+        with contextlib.suppress(Exception):  # a lost store, which the watch notices too
             text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-            self._watch.say("crashed", text, self._store)
+            self._watch.report("crashed", text, self._store)
         self._watch.wait()
 
     def close(self) -> None:
-        """Leave after all have: rank 0 last, since the store may be its own."""
+        """Leave after a complete run; rank 0 leaves last, because it may host the store."""
         self._watch.stop()
-        self.clean()
+        self.clean_up()
         ranks = range(self.launch.world_size)
-        self._store.set(f"gone/{self.launch.rank}", "")
+        self._store.set(f"closed/{self.launch.rank}", "")
         deadline = time.monotonic() + self.limits.silence_s
         if self.launch.rank == 0:
-            while not self._store.check([f"gone/{r}" for r in ranks]) and time.monotonic() < deadline:
+            while not self._store.check([f"closed/{r}" for r in ranks]) and time.monotonic() < deadline:
                 time.sleep(0.01)
 
 
-def _connect(launch: LauncherEnvironment, limits: LimitsConfig, writer: Writer) -> Store:
+def _connect(launch: LauncherEnvironment, limits: LimitsConfig, writer: ResultWriter) -> Store:
     timeout = datetime.timedelta(seconds=limits.arrive_s)
-    keeps = launch.rank == 0 and not launch.has_agent
+    hosts_store = launch.rank == 0 and not launch.has_agent
     try:
         store: Any = TCPStore(
-            launch.address, launch.port, None, keeps, timeout, wait_for_workers=False, multi_tenant=True
+            launch.address, launch.port, None, hosts_store, timeout, wait_for_workers=False, multi_tenant=True
         )
     except Exception as error:  # torch raises several kinds
-        says = f"not at {launch.address}:{launch.port}, where the ranks meet, within {limits.arrive_s:g} s"
-        writer.write_first(Ending("absent", (0,), says))
-        raise ConnectionError(f"rank 0: {says} ({' '.join(str(error).split())[:200]})") from None
-    found: Store = PrefixStore(f"acceptance-{launch.restart}", store)
-    return found
+        reason = f"not reachable at {launch.address}:{launch.port} within {limits.arrive_s:g} s"
+        writer.write_once(EarlyEnd("absent", (0,), reason))
+        raise ConnectionError(f"rank 0: {reason} ({' '.join(str(error).split())[:200]})") from None
+    prefixed: Store = PrefixStore(f"acceptance-{launch.restart}", store)
+    return prefixed
+
+
+def _clone(store: Any) -> Store:
+    """Open another connection to a store: a waiting call blocks everything else on its connection."""
+    cloned: Store = store.clone()
+    return cloned

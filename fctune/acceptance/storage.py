@@ -1,4 +1,4 @@
-"""Disks: how fast they write, flush and read, for one rank, one node and all, within a bound and cleaned up."""
+"""Disk measurements: writing, reading, flushing and small files, for one rank, one node and all ranks."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from fctune.acceptance.config import StorageConfig
-from fctune.acceptance.fault_injection import Faults
+from fctune.acceptance.fault_injection import FaultInjector
 from fctune.acceptance.session import Session
 
-KINDS = ("write", "read", "files", "flush")
+WORKLOADS = ("write", "read", "files", "flush")
 
 _MIB = 2**20
 _BLOCK = 4 * _MIB
 
 
-def folder_in(directory: str | Path, run: str) -> Path:
-    """Where a run writes in a directory; its name says what may remove it."""
-    return Path(directory) / f".fctune-acceptance-{run}"
+def work_dir(directory: str | Path, run_id: str) -> Path:
+    """Return the directory that a run writes to and removes; its name identifies the run."""
+    return Path(directory) / f".fctune-acceptance-{run_id}"
 
 
 def find_obstacle(config: StorageConfig, directory: str, ranks: int) -> str | None:
-    """Why a disk cannot be measured without harm; None where it can. ``ranks`` write to it at the same time."""
+    """Return why ``ranks`` ranks cannot safely measure a disk at the same time; None if they can."""
     path = Path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -37,14 +37,14 @@ def find_obstacle(config: StorageConfig, directory: str, ranks: int) -> str | No
     needed = ranks * (config.mib * _MIB + config.num_small_files * config.small_kib * 1024)
     if needed > config.max_share_of_free * free:
         return (
-            f"{directory}: {free / _MIB:,.0f} MiB free, and the test would take {needed / _MIB:,.0f} MiB, over "
-            f"{config.max_share_of_free:.0%} of it; free space, or lower storage.mib"
+            f"{directory}: {free / _MIB:,.0f} MiB free, but the test needs {needed / _MIB:,.0f} MiB, over "
+            f"{config.max_share_of_free:.0%} of it; free some space, or lower storage.mib"
         )
     return None
 
 
 def list_groups(disk: str, ranks_per_node: int, world_size: int) -> dict[str, range]:
-    """The ranks that use a disk at once, one group after the other; ``all`` comes last."""
+    """List the groups of ranks that use a disk at once, one group after the other, ending with ``all``."""
     groups = {"one_rank": range(1)}
     if disk == "shared" and world_size > ranks_per_node:
         groups["one_node"] = range(ranks_per_node)
@@ -57,51 +57,53 @@ def measure_disk(
     folder: Path,
     disk: str,
     groups: Mapping[str, Sequence[int]],
-    faults: Faults,
-    found: dict[str, Any],
+    faults: FaultInjector,
+    sample: dict[str, Any],
 ) -> None:
-    """Add to ``found`` what this rank sees of a disk, by group: seconds of each kind of use; and what went wrong.
+    """Add to ``sample`` the seconds of each workload by group, and ``error`` if a workload failed on this rank.
 
-    A rank stops within a round when the run's time is over. It heard of the time left after rank 0 did, so at the
-    round's end rank 0 finds that there is none, and all stop.
+    When the run's time is over, a rank stops within a round. Its deadline is later than rank 0's, which therefore
+    finds at the end of that round that no time is left, and all ranks stop.
 
     Args:
         session: of the run.
-        config: how much.
-        folder: on the disk; this rank's part is removed at the end.
-        disk: its name, ``node`` or ``shared``.
-        groups: of ``list_groups``.
-        faults: of this rank.
-        found: filled here, in place.
+        config: file sizes and counts.
+        folder: on the disk; this rank's part of it is removed at the end.
+        disk: ``node`` or ``shared``.
+        groups: as ``list_groups`` returns them.
+        faults: this rank's.
+        sample: updated in place.
     """
     rank, limit_s = session.launch.rank, session.limits.build_s
     mine = folder / f"rank-{rank}"
-    session.keep_clean(folder)
+    session.remove_at_exit(folder)
     mine.mkdir(parents=True, exist_ok=True)
     try:
         for group, ranks in groups.items():
-            times = found.setdefault(group, {kind: [] for kind in KINDS})
-            who = f"{disk} disk, {group.replace('_', ' ')}"
+            times = sample.setdefault(group, {workload: [] for workload in WORKLOADS})
+            label = f"{disk} disk, {group.replace('_', ' ')}"
             for _ in range(config.repetitions):
                 until = time.monotonic() + session.time_left()
-                for kind in KINDS:
-                    session.meet(f"{who}: {kind}", limit_s)
-                    if rank not in ranks or found.get("error"):
+                for workload in WORKLOADS:
+                    session.barrier(f"{label}: {workload}", limit_s)
+                    if rank not in ranks or sample.get("error"):
                         continue
-                    session.enter(f"{who}: {kind}", limit_s)
+                    session.enter(f"{label}: {workload}", limit_s)
                     try:
-                        times[kind] += _use(kind, mine, config, until, faults)
-                    except OSError as error:  # a quota, or a disk that fails: an answer to what is asked here
-                        found["error"] = f"{who}, {kind}: {error.strerror}"
+                        times[workload] += run_workload(workload, mine, config, until, faults)
+                    except OSError as error:  # a quota or a failing disk is a finding, not a crash
+                        sample["error"] = f"{label}, {workload}: {error.strerror}"
     finally:
         shutil.rmtree(mine, ignore_errors=True)
 
 
-def _use(kind: str, folder: Path, config: StorageConfig, until: float, faults: Faults) -> list[float]:
-    """Seconds of one kind of use of a disk, none where its time was over."""
-    if kind == "flush":
+def run_workload(
+    workload: str, folder: Path, config: StorageConfig, until: float, faults: FaultInjector
+) -> list[float]:
+    """Run a workload and return its durations in seconds; empty if ``until`` (monotonic) passed before its end."""
+    if workload == "flush":
         return _flush(folder, max(1, config.num_flushes // config.repetitions), until, faults)
-    steps = {"write": _write, "read": _read, "files": _write_and_read_small}[kind](folder, config)
+    steps = {"write": _write, "read": _read, "files": _write_and_read_small}[workload](folder, config)
     next(steps)
     started = time.perf_counter()
     faults.delay("slow_disk")
@@ -112,19 +114,19 @@ def _use(kind: str, folder: Path, config: StorageConfig, until: float, faults: F
 
 
 def _write(folder: Path, config: StorageConfig) -> Iterator[None]:
-    """A large file, written and flushed."""
-    block = os.urandom(_BLOCK)  # not compressible
+    """Write and flush a large file."""
+    block = os.urandom(_BLOCK)  # incompressible
     with open(folder / "large", "wb", buffering=0) as file:
         yield
-        left = config.mib * _MIB
-        while left > 0:
-            left -= file.write(block[: min(left, _BLOCK)])
+        remaining = config.mib * _MIB
+        while remaining > 0:
+            remaining -= file.write(block[: min(remaining, _BLOCK)])
             yield
         os.fsync(file.fileno())
 
 
 def _read(folder: Path, config: StorageConfig) -> Iterator[None]:
-    """The same file, from the disk as far as the system lets go of what it keeps in memory."""
+    """Read the large file, after dropping it from the page cache as far as the system allows."""
     path = folder / "large"
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -137,7 +139,7 @@ def _read(folder: Path, config: StorageConfig) -> Iterator[None]:
 
 
 def _write_and_read_small(folder: Path, config: StorageConfig) -> Iterator[None]:
-    """Many small files, new ones."""
+    """Create and read many small files."""
     content = os.urandom(config.small_kib * 1024)
     paths = [folder / f"small-{number}" for number in range(config.num_small_files)]
     for path in paths:
@@ -151,8 +153,8 @@ def _write_and_read_small(folder: Path, config: StorageConfig) -> Iterator[None]
         yield
 
 
-def _flush(folder: Path, count: int, until: float, faults: Faults) -> list[float]:
-    """Seconds of each flush of 4 kB."""
+def _flush(folder: Path, count: int, until: float, faults: FaultInjector) -> list[float]:
+    """Time flushes of 4 kB each."""
     seconds = []
     with open(folder / "flushed", "wb", buffering=0) as file:
         for _ in range(count):

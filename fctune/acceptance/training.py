@@ -1,4 +1,4 @@
-"""Steps of a run's own config through the library's own step, with random weights and random tokens."""
+"""Training steps and a checkpoint of a run's config, with random weights and random tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fctune import distributed
 from fctune.acceptance.config import TrainingConfig
-from fctune.acceptance.fault_injection import Faults
+from fctune.acceptance.fault_injection import FaultInjector
 from fctune.acceptance.session import Session
 from fctune.checkpoint.sharded import read_shards_, write_shards
 from fctune.checkpoint.snapshot import collect_tensors
@@ -36,11 +37,12 @@ from fctune.training.step import train_step
 
 
 def load_run(config: TrainingConfig, folder: Path) -> tuple[RunConfig, Path]:
-    """The run that is measured, and the directory of its model's config.json, which is in ``folder`` where the
-    acceptance config has one of its own.
+    """Load the run's config and return it with the directory of its model's config.json.
+
+    If the acceptance config specifies an architecture, its config.json is written to ``folder``.
 
     Raises:
-        ConfigError: a run's config that does not hold, or an architecture without a builder.
+        ConfigError: the run's config is invalid, or its architecture is not supported.
     """
     overrides = list(config.overrides)
     if config.architecture:
@@ -54,7 +56,7 @@ def load_run(config: TrainingConfig, folder: Path) -> tuple[RunConfig, Path]:
 
 
 def build_state(run: RunConfig, model_dir: Path, world: World) -> TrainState:
-    """The run's model with random weights on the ranks of the current group, and its optimizer."""
+    """Build the run's model with random weights, sharded over the current process group, and its optimizer."""
     model = build_base(run, model_dir, world)
     if run.adapter is not None:
         apply_lora_(model, run.adapter)
@@ -63,15 +65,15 @@ def build_state(run: RunConfig, model_dir: Path, world: World) -> TrainState:
     hardware = Hardware(world.device.type, world.world_size, world.ranks_per_node, memory)
     shard_(model, model.layout, run.parallel, model.precision, hardware)
     materialize_(model, world.device, run.parallel.cpu_offload)
-    draw_weights_(model, run.seed)
+    init_random_weights_(model, run.seed)
     if run.adapter is not None:
         init_adapters_(model, run.seed)
     model.train()
     return start_state(model, run, num_steps=1_000)
 
 
-def draw_weights_(model: CausalLM, seed: int) -> None:
-    """Fill the base with small random numbers on the device, norms with ones, in place; a tensor at a time."""
+def init_random_weights_(model: CausalLM, seed: int) -> None:
+    """Fill the base's weights with small random numbers and its norms with ones, in place, a tensor at a time."""
     device = next(parameter.device for parameter in model.parameters())
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in list(model.named_parameters()):
@@ -80,8 +82,8 @@ def draw_weights_(model: CausalLM, seed: int) -> None:
         rows = rows_of_shard(parameter)
         shape = (rows.stop - rows.start, *parameter.shape[1:])
         is_norm = len(shape) == 1 and not name.endswith("bias")
-        drawn = torch.ones(shape, device=device)
-        copy_rows_(model, name, drawn if is_norm else drawn.normal_(std=0.02, generator=generator))
+        values = torch.ones(shape, device=device)
+        copy_rows_(model, name, values if is_norm else values.normal_(std=0.02, generator=generator))
 
 
 def measure_steps(
@@ -90,10 +92,10 @@ def measure_steps(
     run: RunConfig,
     model_dir: Path,
     world: World,
-    faults: Faults,
-    found: dict[str, Any],
+    faults: FaultInjector,
+    sample: dict[str, Any],
 ) -> TrainState:
-    """Fill ``found`` with the seconds of each step after the warm-up, one micro-batch a rank; the state trained."""
+    """Time each step after the warmup, with one micro-batch per rank, into ``sample``; return the trained state."""
     session.time_left()
     session.enter("building the model", session.limits.build_s)
     if world.device.type == "cuda":
@@ -102,7 +104,7 @@ def measure_steps(
     data = _make_step(run, state.model, world)
     tokens = data.totals.num_tokens // world.world_size
     flops: FlopCounter = count_flops(state.model)
-    found |= {
+    sample |= {
         "seconds": [],
         "losses": [],
         "tokens": tokens,
@@ -117,28 +119,29 @@ def measure_steps(
         started = time.perf_counter()
         faults.delay("slow_compute")
         result = train_step(state.model, state.optimizer, data, world, clip_grad_norm=run.clip_grad_norm)
-        found["losses"].append(result.loss if math.isfinite(result.loss) else None)
+        sample["losses"].append(result.loss if math.isfinite(result.loss) else None)
         if step >= config.warmup:
-            found["seconds"].append(float(f"{time.perf_counter() - started:.5g}"))
-        found["peak_memory_gib"] = peak_memory_gib(world.device)
+            sample["seconds"].append(float(f"{time.perf_counter() - started:.5g}"))
+        sample["peak_memory_gib"] = peak_memory_gib(world.device)
     return state
 
 
 def measure_checkpoint(
-    session: Session, state: TrainState, folder: Path, max_bytes: int, found: dict[str, Any]
+    session: Session, state: TrainState, folder: Path, max_bytes: int, sample: dict[str, Any]
 ) -> None:
-    """Fill ``found`` with the seconds to save what trains and its optimizer in shards, and to read it.
+    """Time saving trained weights and optimizer as shards, from device to flushed disk, and loading them.
 
-    From the devices to a flushed disk; ``max_bytes`` bounds what all ranks write.
+    The results go to ``sample``; nothing is written if all ranks together would need more than ``max_bytes``.
     """
     group = distributed.new_cpu_group()
-    session.keep_clean(folder)
+    session.remove_at_exit(folder)
     live = collect_tensors(state.model, state.optimizer)
-    held = sum(_local(t).numel() * _local(t).element_size() for t in live.values())
-    found["bytes"] = total = int(sum(distributed.all_gather_objects(held, group)))
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in live.values()]
+    mine = sum(t.numel() * t.element_size() for t in local)
+    sample["bytes"] = total = int(sum(distributed.all_gather_objects(mine, group)))
     if total > max_bytes:
-        found["skipped"] = (
-            f"it would take {total / 2**30:.1f} GiB of the shared disk, of which {max_bytes / 2**30:.1f} may be used "
+        sample["skipped"] = (
+            f"needs {total / 2**30:.1f} GiB of the shared disk, but only {max_bytes / 2**30:.1f} GiB may be used "
             "(storage.max_share_of_free)"
         )
         return
@@ -149,17 +152,17 @@ def measure_checkpoint(
     started = time.perf_counter()
     copies = {name: tensor.cpu() for name, tensor in live.items()}
     write_shards(folder, copies, group)
-    found["save_s"] = time.perf_counter() - started
+    sample["save_s"] = time.perf_counter() - started
     session.time_left()
     session.enter("loading a checkpoint", session.limits.build_s)
     distributed.barrier()
     started = time.perf_counter()
     read_shards_(folder, copies)
-    found["load_s"] = time.perf_counter() - started
+    sample["load_s"] = time.perf_counter() - started
 
 
-def sizes_of_shards(run: RunConfig, model_dir: Path, world: World) -> dict[str, int]:
-    """Bytes of the collectives that sharding makes of the run's model: gathering a block and the rest of it."""
+def list_shard_sizes(run: RunConfig, model_dir: Path, world: World) -> dict[str, int]:
+    """Return the bytes that sharding gathers for one block of the run's model and for the rest of it."""
     model = build_base(run, model_dir, world)
     if run.adapter is not None:
         apply_lora_(model, run.adapter)
@@ -167,11 +170,11 @@ def sizes_of_shards(run: RunConfig, model_dir: Path, world: World) -> dict[str, 
     block = sum(p.numel() for p in next(iter(model.blocks)).parameters()) * width
     blocks = sum(p.numel() for part in model.blocks for p in part.parameters()) * width
     rest = sum(p.numel() for p in model.parameters()) * width - blocks
-    return {"a block of the model": block, "the rest of the model": rest}
+    return {"one block of the model": block, "rest of the model": rest}
 
 
 def _make_step(run: RunConfig, model: CausalLM, world: World) -> StepData:
-    """One micro-batch of random tokens a rank, every one of them supervised but the first of each row."""
+    """Build one micro-batch of random tokens per rank, all supervised except the first of each row."""
     rows, length = run.micro_batch_size, run.data.seq_len
     generator = torch.Generator().manual_seed(run.seed + world.rank)
     tokens = torch.randint(model.architecture.vocab_size, (rows, length), generator=generator)
@@ -195,8 +198,3 @@ def _make_step(run: RunConfig, model: CausalLM, world: World) -> StepData:
     totals = StepTotals(n * batch.num_tokens, n * batch.num_supervised, n * batch.weight_sum, pairs)
     inputs = make_inputs(batch, model.kernel, seed=run.seed, step=1, pins=world.device.type == "cuda")
     return StepData(GlobalStep(1, 0, tuple(range(n * rows)), "random"), totals, [inputs])
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local

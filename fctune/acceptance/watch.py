@@ -1,7 +1,7 @@
-"""A thread of each rank that gives its sign of life, hears signals, and sees when a rank is gone or stuck.
+"""Liveness of the ranks: heartbeats, signals, and the decision to end a run early and whom to blame.
 
-One rank then writes the result, and all leave at once, since their main threads may be waiting in a collective for
-ever.
+A thread of each rank does this, because main threads may wait in a collective forever. When the run ends early, one
+rank writes the result and all leave at once.
 """
 
 from __future__ import annotations
@@ -13,82 +13,191 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from torch._C._distributed_c10d import Store
 
 from fctune.acceptance.config import LimitsConfig
-from fctune.acceptance.ending import GRACE_S, Ending, Peer, Position, Word, find_culprits, read_words
 from fctune.distributed import LauncherEnvironment
 
 logger = logging.getLogger("fctune")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-_BEAT_S = 0.25
+GRACE_S = 3.0  # after the first final report, for the others': errors caused by a death come before it is noticed
+_DEAD_S = 2.5  # without a heartbeat within the grace period: this rank died, and the others' errors are consequences
+_HEARTBEAT_S = 0.25
+
+EndKind = Literal["absent", "silent", "stuck", "crashed", "interrupted", "out_of_time", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyEnd:
+    """Why a run ended early, and the ranks to blame; none if it was interrupted or ran out of time."""
+
+    kind: EndKind
+    ranks: tuple[int, ...]
+    reason: str
+
+    @property
+    def is_failure(self) -> bool:
+        """True if a rank is to blame."""
+        return self.kind not in ("interrupted", "out_of_time")
+
+
+@dataclass(slots=True)
+class Position:
+    """How far a rank has come: set by its main thread, published by its watch."""
+
+    sync_points: int = 0  # passed by every rank in the same order
+    activities: int = 0  # started since the last sync point
+    activity: str = "starting"
+    deadline: float = float("inf")
+
+    def enter(self, activity: str, limit_s: float) -> None:
+        """Start an activity of this rank that must end within ``limit_s``."""
+        self.activities += activity != self.activity
+        self.activity = activity
+        self.deadline = time.monotonic() + limit_s
+
+    def reach(self, activity: str, limit_s: float) -> None:
+        """Reach a sync point, where this rank waits for others for at most ``limit_s``."""
+        self.sync_points += 1
+        self.activities = 0
+        self.enter(activity, limit_s)
+
+    def leave(self) -> None:
+        """End the current activity."""
+        self.deadline = float("inf")
+
+
+@dataclass(slots=True)
+class Peer:
+    """State of a rank according to its last heartbeat; times are this rank's ``time.monotonic``."""
+
+    heartbeat: bytes = b""
+    seen: float = field(default_factory=time.monotonic)
+    progress: list[int] = field(default_factory=list)  # sync points, and activities since
+    moved: float = field(default_factory=time.monotonic)  # last change of progress
+    overdue: bool = False
+    activity: str = "starting"
+
+
+class FinalReport(NamedTuple):
+    """A rank's final report before it stops; ``order`` is its position among the reports of all ranks."""
+
+    order: int
+    kind: str
+    text: str
+
+
+def find_early_end(peers: Mapping[int, Peer], limits: LimitsConfig, now: float, over_s: float) -> EarlyEnd | None:
+    """Find ranks that are silent or hold up the others; None if the run can continue.
+
+    Args:
+        peers: all ranks, which have all arrived.
+        limits: of the run.
+        now: ``time.monotonic``.
+        over_s: seconds since the run's time and grace period ended; negative before.
+    """
+    silent = tuple(rank for rank, peer in peers.items() if now - peer.seen > limits.silence_s)
+    if silent:
+        activity = peers[silent[0]].activity
+        return EarlyEnd("silent", silent, f"no heartbeat for {limits.silence_s:g} s, last in: {activity}")
+    least = min(peer.progress for peer in peers.values())
+    behind = tuple(rank for rank, peer in peers.items() if peer.progress == least)
+    activity = peers[behind[0]].activity
+    if any(peer.overdue for peer in peers.values()):
+        return EarlyEnd("stuck", behind, f"did not end in time: {activity}")
+    if over_s < 0:
+        return None
+    limit = f"limits.total_s={limits.total_s:g} and limits.grace_s={limits.grace_s:g} exceeded"
+    if len(behind) < len(peers):
+        if all(now - peers[rank].moved > GRACE_S for rank in behind):
+            return EarlyEnd("stuck", behind, f"held up the others, {limit}: {activity}")
+        if over_s < GRACE_S:  # by then it is clear whether the ranks behind are still moving
+            return None
+    return EarlyEnd("out_of_time", (), f"out of time: {limit}, in: {activity}")
+
+
+def explain_reports(
+    reports: Mapping[int, FinalReport], peers: Mapping[int, Peer], now: float, has_arrived: bool
+) -> EarlyEnd:
+    """Find the cause behind the final reports: a rank that died without one explains the errors of the others."""
+    dead = tuple(r for r, peer in peers.items() if r not in reports and now - peer.seen > _DEAD_S)
+    if dead and has_arrived:
+        return EarlyEnd("silent", dead, f"its process is gone, last in: {peers[dead[0]].activity}")
+    crashed = sorted((report.order, rank) for rank, report in reports.items() if report.kind == "crashed")
+    if crashed:
+        rank = crashed[0][1]
+        return EarlyEnd("crashed", (rank,), f"{reports[rank].text} (in: {peers[rank].activity})")
+    return EarlyEnd("interrupted", (), next(iter(reports.values())).text)
 
 
 class Signals:
-    """The signals that ask a run to end, heard by a thread while the main one may be in C code for long."""
+    """Catches signals that ask the run to end, readable by a thread while the main thread is in C code."""
 
     def __init__(self) -> None:
-        self._ends = os.pipe()
-        for end in self._ends:
+        self._pipe = os.pipe()
+        for end in self._pipe:
             os.set_blocking(end, False)
         self._old: dict[int, Any] = {}
         self._old_wakeup = -1
         if threading.current_thread() is threading.main_thread():
             self._old = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-            self._old_wakeup = signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
+            self._old_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
 
-    def hear(self) -> Iterator[str]:
-        """The names of those that came since."""
+    def read(self) -> Iterator[str]:
+        """Yield the names of signals received since the last call."""
         with contextlib.suppress(BlockingIOError):
-            for number in os.read(self._ends[0], 64):
+            for number in os.read(self._pipe[0], 64):
                 if number in SIGNALS:
                     yield signal.Signals(number).name
 
     def close(self) -> None:
-        """Leave them to whoever heard them before."""
+        """Restore the previous handlers."""
         if self._old:
             signal.set_wakeup_fd(self._old_wakeup)
             for number, handler in self._old.items():
                 signal.signal(number, handler)
-        for end in self._ends:
+        for end in self._pipe:
             os.close(end)
 
 
-class Writer:
-    """Writes the result of a run that ends early; of ranks that cannot ask one another, the first of a file system.
+class ResultWriter:
+    """Writes the result of a run that ends early; ranks that lost the store elect the writer with a lock file.
 
     Args:
-        launch: what the launcher says of this process.
-        folder: of the result.
-        on_end: writes it.
-        stale_s: age from which on the mark of the first is of another run.
+        launch: this process's launch.
+        folder: the result's.
+        write_result: writes the result.
+        stale_s: age above which a lock file belongs to an earlier run.
     """
 
-    def __init__(self, launch: LauncherEnvironment, folder: Path, on_end: Callable[[Ending], None], stale_s: float):
-        self._folder, self._on_end = folder, on_end
+    def __init__(
+        self, launch: LauncherEnvironment, folder: Path, write_result: Callable[[EarlyEnd], None], stale_s: float
+    ):
+        self._folder, self._write_result = folder, write_result
         self._lock = folder / f".writer-{launch.restart}-{launch.port}"
-        with contextlib.suppress(OSError):  # of an earlier run
+        with contextlib.suppress(OSError):
             if time.time() - self._lock.stat().st_mtime > stale_s:
                 self._lock.unlink()
 
-    def write(self, ending: Ending) -> None:
-        """Write, whoever else has."""
+    def write(self, end: EarlyEnd) -> None:
+        """Write the result, even if another rank has."""
         self._claim()
         try:
-            self._on_end(ending)
-        except Exception:  # a disk that is full, or a defect: the others must be let go all the same
-            logger.exception("the result of a run that ended early (%s) cannot be written", ending.says)
+            self._write_result(end)
+        except Exception:  # a full disk or a defect: the other ranks must still be released
+            logger.exception("cannot write the result of a run that ended early (%s)", end.reason)
 
-    def write_first(self, ending: Ending) -> None:
-        """Write, unless another has."""
+    def write_once(self, end: EarlyEnd) -> None:
+        """Write the result unless another rank has."""
         if self._claim():
-            self._on_end(ending)
+            self._write_result(end)
 
     def _claim(self) -> bool:
         try:
@@ -96,21 +205,21 @@ class Writer:
             os.close(os.open(self._lock, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
-        except OSError:  # a disk that is full or not there: the attempt to write says so
+        except OSError:  # a full or missing disk, which writing the result will report
             return True
         return True
 
 
 class Watch:
-    """Of this rank, over all.
+    """The watch thread of one rank.
 
     Args:
-        launch: what the launcher says of this process.
-        limits: seconds after which a rank is given up.
-        store: a connection of its own.
-        position: of this rank.
+        launch: this process's launch.
+        limits: of the run.
+        store: a connection that no other thread uses.
+        position: this rank's.
         writer: of the result.
-        clean: removes what the run leaves on disks.
+        clean_up: removes the run's files from the measured disks.
     """
 
     def __init__(
@@ -119,63 +228,63 @@ class Watch:
         limits: LimitsConfig,
         store: Store,
         position: Position,
-        writer: Writer,
-        clean: Callable[[], None],
+        writer: ResultWriter,
+        clean_up: Callable[[], None],
     ):
         self._launch, self._limits, self._store = launch, limits, store
-        self._position, self._writer, self._clean = position, writer, clean
+        self._position, self._writer, self._clean_up = position, writer, clean_up
         self._peers = {rank: Peer() for rank in range(launch.world_size)}
-        self._words: dict[int, Word] = {}
-        self._first_word: float | None = None
+        self._reports: dict[int, FinalReport] = {}
+        self._first_report: float | None = None
         self._has_arrived = False
         self._started, self._ended = time.monotonic(), 0.0
         self._signals = Signals()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self.trace = ""  # of this rank's error
-        self.over_at = float("inf")  # when what is being measured is cut
+        self.traceback = ""  # of this rank's error
+        self.over_at = float("inf")  # when the grace period ends
 
     def start(self) -> None:
-        """Give the first sign of life, and go on."""
-        self._beat()
+        """Publish the first heartbeat and start the thread."""
+        self._publish_heartbeat()
         self._thread.start()
 
-    def see_all_arrive(self) -> None:
-        """Every rank has said hello: from now on silence counts."""
+    def confirm_arrival(self) -> None:
+        """Start counting silence: every rank has arrived."""
         for peer in self._peers.values():
             peer.seen = time.monotonic()
         self._has_arrived = True
 
-    def say(self, kind: str, text: str, store: Store | None = None) -> None:
-        """This rank's last word; the store, another thread's where it calls this, numbers them."""
+    def report(self, kind: str, text: str, store: Store | None = None) -> None:
+        """Publish this rank's final report; a caller in another thread passes its own store connection."""
         store = store or self._store
-        order = store.add("words", 1)
-        store.set(f"word/{self._launch.rank}", json.dumps([order, kind, text]))
+        order = store.add("reports", 1)
+        store.set(f"report/{self._launch.rank}", json.dumps([order, kind, text]))
 
     def wait(self) -> None:
-        """For the end, which this thread makes."""
+        """Wait for the thread, which ends this process."""
         self._thread.join()
 
     def stop(self) -> None:
-        """The run has come to its own end."""
+        """Stop the thread after a complete run."""
         self._stop.set()
         self._thread.join()
         self._signals.close()
 
-    def is_here(self) -> bool:
-        """Whether this is the thread that asks."""
+    def is_current_thread(self) -> bool:
+        """Return True if the caller runs in the watch's thread."""
         return threading.current_thread() is self._thread
 
     def _run(self) -> None:
         lost_since: float | None = None
-        while not self._stop.wait(_BEAT_S):
-            ending = None
+        while not self._stop.wait(_HEARTBEAT_S):
+            end = None
             try:
-                self._beat()
-                self._hear()
-                ending = self._find_ending()
-                if ending is not None and ending.kind == "crashed" and self._launch.rank in ending.ranks:
-                    logger.error("rank %d:\n%s", self._launch.rank, self.trace)
+                self._publish_heartbeat()
+                self._read_reports()
+                end = self._find_end()
+                if end is not None and end.kind == "crashed" and self._launch.rank in end.ranks:
+                    logger.error("rank %d:\n%s", self._launch.rank, self.traceback)
                 if self._store.check(["end"]):
                     self._leave()
                 lost_since = None
@@ -183,73 +292,74 @@ class Watch:
                 lost_since = lost_since or time.monotonic()
                 if time.monotonic() - lost_since < 1 or self._stop.is_set():
                     continue
-                says = f"the ranks' meeting point is gone ({' '.join(str(error).split())[:200]})"
-                with contextlib.suppress(Exception):  # whatever the disk does, this process must not stay
-                    self._writer.write_first(Ending("lost", (0,), says))
+                reason = f"lost the connection to the store ({' '.join(str(error).split())[:200]})"
+                with contextlib.suppress(Exception):  # this process must end even if the disk fails
+                    self._writer.write_once(EarlyEnd("lost", (0,), reason))
                 self._leave()
-            if ending is not None:
-                self._end(ending)
+            if end is not None:
+                self._finish(end)
 
-    def _beat(self) -> None:
+    def _publish_heartbeat(self) -> None:
         position = self._position
         overdue = time.monotonic() > position.deadline
-        beat = json.dumps([time.monotonic(), [position.points, position.within], overdue, position.what])
-        self._store.set(f"beat/{self._launch.rank}", beat)
+        progress = [position.sync_points, position.activities]
+        heartbeat = json.dumps([time.monotonic(), progress, overdue, position.activity])
+        self._store.set(f"heartbeat/{self._launch.rank}", heartbeat)
         if not self._has_arrived:
             return
-        keys = [f"beat/{rank}" for rank in self._peers]
+        keys = [f"heartbeat/{rank}" for rank in self._peers]
         if not self._store.check(keys):
-            return  # a rank that has said hello and not begun
+            return  # a rank has arrived, but not started its watch yet
         now = time.monotonic()
         for rank, value in zip(self._peers, self._store.multi_get(keys), strict=True):
             peer = self._peers[rank]
-            if value != peer.beat:
-                before, peer.beat, peer.seen = peer.progress, value, now
-                _, peer.progress, peer.overdue, peer.what = json.loads(value)
+            if value != peer.heartbeat:
+                before, peer.heartbeat, peer.seen = peer.progress, value, now
+                _, peer.progress, peer.overdue, peer.activity = json.loads(value)
                 if peer.progress != before:
                     peer.moved = now
 
-    def _hear(self) -> None:
-        for name in self._signals.hear():
-            if self._launch.rank not in self._words:
-                self.say("asked", name)
+    def _read_reports(self) -> None:
+        for name in self._signals.read():
+            if self._launch.rank not in self._reports:
+                self.report("interrupted", name)
         for rank in self._peers:
-            if rank not in self._words and self._store.check([f"word/{rank}"]):
-                self._words[rank] = Word(*json.loads(self._store.get(f"word/{rank}")))
-        if self._words and self._first_word is None:
-            self._first_word = time.monotonic()
+            if rank not in self._reports and self._store.check([f"report/{rank}"]):
+                self._reports[rank] = FinalReport(*json.loads(self._store.get(f"report/{rank}")))
+        if self._reports and self._first_report is None:
+            self._first_report = time.monotonic()
 
-    def _find_ending(self) -> Ending | None:
+    def _find_end(self) -> EarlyEnd | None:
         now = time.monotonic()
-        if self._first_word is not None:
-            if now - self._first_word < GRACE_S and len(self._words) < len(self._peers):
+        if self._first_report is not None:
+            if now - self._first_report < GRACE_S and len(self._reports) < len(self._peers):
                 return None
-            return read_words(self._words, self._peers, now, self._has_arrived)
+            return explain_reports(self._reports, self._peers, now, self._has_arrived)
         if self._has_arrived:
-            if now - self._peers[self._launch.rank].seen > 4 * _BEAT_S:
-                return None  # this rank stood still, or the store did: it saw nobody, whoever moved
-            return find_culprits(self._peers, self._limits, now, now - self.over_at)
+            if now - self._peers[self._launch.rank].seen > 4 * _HEARTBEAT_S:
+                return None  # this rank or the store was suspended, so what it knows of the others is out of date
+            return find_early_end(self._peers, self._limits, now, now - self.over_at)
         if now - self._started < self._limits.arrive_s:
             return None
         missing = tuple(r for r in self._peers if not self._store.check([f"hello/{r}"]))
-        says = f"not there within {self._limits.arrive_s:g} s"
-        return Ending("absent", missing, says) if missing else None
+        reason = f"did not start within {self._limits.arrive_s:g} s"
+        return EarlyEnd("absent", missing, reason) if missing else None
 
-    def _end(self, ending: Ending) -> None:
-        """The lowest rank that lives writes; the others wait for its word, and not for ever."""
-        alive = [r for r in self._peers if r not in ending.ranks or ending.kind in ("stuck", "crashed")]
+    def _finish(self, end: EarlyEnd) -> None:
+        """Write the result on the lowest live rank; the others wait for it, for a limited time."""
+        alive = [r for r in self._peers if r not in end.ranks or end.kind in ("stuck", "crashed")]
         if not self._has_arrived:
             alive = [rank for rank in alive if self._store.check([f"hello/{rank}"])]
         self._ended = self._ended or time.monotonic()
         if self._launch.rank == min(alive, default=self._launch.rank):
-            self._writer.write(ending)
+            self._writer.write(end)
             self._store.set("end", "")
             if self._launch.rank == 0 and not self._launch.has_agent:
-                time.sleep(4 * _BEAT_S)  # the store is this process's: the others must read the word first
+                time.sleep(4 * _HEARTBEAT_S)  # this process hosts the store, from which the others must read "end"
             self._leave()
         elif time.monotonic() - self._ended > 4 * GRACE_S:
             self._leave()
 
     def _leave(self) -> None:
-        self._clean()
+        self._clean_up()
         os._exit(1)

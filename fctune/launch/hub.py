@@ -101,7 +101,7 @@ def download(config: RunConfig, folder: Path) -> list[str]:
         ConfigError: the model cannot be downloaded.
         DataError: a dataset cannot be downloaded.
     """
-    from huggingface_hub.utils import WeakFileLock
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
     overrides: list[str] = []
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from fctune.acceptance.table import tell_threshold
+from fctune.acceptance.table import format_threshold
 from fctune.report.page import Cell, Chart, Page, Series, Tone, escape, make_table
 
 _TONES: dict[str, Tone] = {"PASS": "good", "WARN": "warn", "FAIL": "bad", "SKIPPED": "", "INCOMPLETE": "warn"}
@@ -68,7 +68,7 @@ def _add_failures(page: Page, document: Document) -> None:
             f'<h3><span class="{_TONES[check["status"]]}">{check["status"]}</span> {escape(check["name"])}</h3>'
             f"<p>{escape(check['reason'])}</p>"
             + (f'<ul class="examples">{culprits}</ul>' if culprits else "")
-            + f'<p class="muted">Next: {escape(check["next"])}</p>'
+            + f'<p class="muted">Next: {escape(check["next_step"])}</p>'
         )
     if parts:
         page.add_section("Problems", *parts)
@@ -122,9 +122,9 @@ def _add_checks(page: Page, document: Document) -> None:
                 rows.append([*names, f"{check['reason']}{required}", "", "", ""])
             else:
                 value = f"{figure['value']:.4g} {figure['unit']}".strip()
-                threshold = Cell(tell_threshold(figure), style=_NO_WRAP)
+                threshold = Cell(format_threshold(figure), style=_NO_WRAP)
                 source = (figure["threshold"] or {}).get("source", "")
-                rows.append([*names, f"{figure['name']}: {figure['says']}", value, threshold, source])
+                rows.append([*names, f"{figure['name']}: {figure['description']}", value, threshold, source])
             names = ["", ""]
     columns = [(name, name == "Value") for name in ("Check", "Status", "Figure", "Value", "Threshold", "Source")]
     page.add_section("Checks", make_table(columns, rows, style="min-width:860px"))

@@ -1,4 +1,4 @@
-"""Acceptance runs on gloo ranks of this machine, as their launcher starts them."""
+"""Acceptance runs on local gloo ranks, started the way a launcher starts them."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from tests.conftest import ROOT
 CONFIG = ROOT / "configs" / "acceptance_cpu.yaml"
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torchtune.modules", "fctune.acceptance.entry"])
+_context.set_forkserver_preload(["torch", "torchtune.modules", "fctune.acceptance.run"])
 
-# What makes a run short; the sizes stay those of the config.
+# Overrides for a short run.
 SHORT = ("~training", "compute.sustain_s=0.2", "collectives.repetitions=3", "collectives.sizes_mib=[0.015625, 4.0]")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that ended: its document, None where none was written, each rank's exit code, and how long it took."""
+    """A completed run: its result (None if none was written), each rank's exit code, and its duration."""
 
-    document: dict[str, Any] | None
+    result: dict[str, Any] | None
     codes: list[int | None]
     seconds: float
 
     @property
     def checks(self) -> dict[str, dict[str, Any]]:
-        assert self.document is not None
-        return {check["name"]: check for check in self.document["checks"]}
+        assert self.result is not None
+        return {check["name"]: check for check in self.result["checks"]}
 
     @property
-    def named(self) -> list[int]:
-        """Every rank that a failure is laid to."""
+    def blamed(self) -> list[int]:
+        """All ranks that a check blames."""
         culprits = [c for check in self.checks.values() for c in check["culprits"] if c["kind"] != "unknown"]
         return sorted({rank for culprit in culprits for rank in culprit["ranks"]})
 
@@ -59,7 +59,7 @@ def run(
     meanwhile: Callable[[list[Any]], None] = lambda _: None,
     limit_s: float = 90,
 ) -> Run:
-    """Start every rank but the absent ones, do something ``meanwhile`` with their processes, wait for all."""
+    """Start all ranks except the absent ones, call ``meanwhile`` with their processes, and wait for all."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -77,22 +77,22 @@ def run(
         process.join()
     assert not stuck, f"{len(stuck)} ranks did not end within {limit_s:g} s"
     file = folder / "out" / "acceptance.json"
-    document = json.loads(file.read_text()) if file.exists() else None
-    return Run(document, [process.exitcode for process in processes], time.monotonic() - started)
+    result = json.loads(file.read_text()) if file.exists() else None
+    return Run(result, [process.exitcode for process in processes], time.monotonic() - started)
 
 
 def left_behind(folder: Path) -> list[str]:
-    """What a run left on the disks that it measured."""
+    """List the files that a run left on the disks it measured."""
     return [str(p.relative_to(folder)) for disk in ("node", "shared") for p in (folder / disk).rglob("*")]
 
 
 def interrupt_in(phase: str, folder: Path, number: signal.Signals, ranks: Sequence[int]) -> Callable[[list[Any]], None]:
-    """Sends a signal to ranks when a file of the phase appears, as storage's do."""
+    """Return a function that signals ranks once the phase has created a file, as storage does."""
 
     def act(processes: list[Any]) -> None:
         deadline = time.monotonic() + 60
         while not left_behind(folder):
-            assert time.monotonic() < deadline, f"{phase} never began"
+            assert time.monotonic() < deadline, f"{phase} never started"
             time.sleep(0.01)
         for rank in ranks:
             os.kill(processes[rank].pid, number)
@@ -112,7 +112,7 @@ def _start(rank: int, ranks: int, ranks_per_node: int, port: int, argv: list[str
     os.chdir(ROOT)
     import torch
 
-    from fctune.acceptance.entry import run_acceptance
+    from recipes.cluster_acceptance import run_acceptance
 
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115

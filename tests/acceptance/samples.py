@@ -1,4 +1,4 @@
-"""Samples of a healthy run of 2 nodes of 2 ranks, made by hand."""
+"""Hand-written samples of a healthy run on 2 nodes with 2 ranks each."""
 
 from __future__ import annotations
 
@@ -31,8 +31,14 @@ def compute(**changes: Any) -> dict[str, Any]:
 
 
 def collectives(seconds: float, wrong: int = 0, sources: dict[str, int] | None = None) -> dict[str, Any]:
-    result = {"operation": "all_reduce", "asked": 2**20, "bytes": 2**20, "label": "", "seconds": [seconds, seconds]}
-    return {"results": [result | {"wrong": wrong, "sources": sources or {}}]}
+    result = {
+        "operation": "all_reduce",
+        "requested_bytes": 2**20,
+        "bytes": 2**20,
+        "label": "",
+        "seconds": [seconds, seconds],
+    }
+    return {"results": [result | {"wrong_elements": wrong, "sources": sources or {}}]}
 
 
 def all_pairs(slow: dict[tuple[int, int], float] | None = None) -> dict[int, Any]:
@@ -40,7 +46,7 @@ def all_pairs(slow: dict[tuple[int, int], float] | None = None) -> dict[int, Any
     return {
         rank: {
             "seconds": {str(sum(p) - rank): [s, s * 1.1] for p, s in seconds.items() if rank in p},
-            "wrong": {},
+            "wrong_elements": {},
             "bytes": 10**6,
         }
         for rank in range(4)
@@ -53,7 +59,7 @@ def disk(**changes: list[float]) -> dict[str, Any]:
 
 
 def healthy() -> dict[str, Any]:
-    """Of every phase."""
+    """Return samples of every phase."""
     step = {"seconds": [1.0, 1.0], "tokens": 4096, "flops": 4e14, "peak_memory_gib": 60.0, "layout": "DDP"}
     return {
         "hello": {rank: {"host": host, "pid": 1, "gpus": 2} for rank, host in HOSTS.items()},

@@ -1,4 +1,4 @@
-"""The page, the table and the comparison of acceptance results."""
+"""The HTML page, the table and the comparison of acceptance results."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from fctune.acceptance.checks import judge
+from fctune.acceptance.checks import judge_run
 from fctune.acceptance.config import AcceptanceConfig, FaultConfig, ThresholdConfig
-from fctune.acceptance.ending import Ending
 from fctune.acceptance.metrics import CHECKS
-from fctune.acceptance.result import make_document, read_document, read_schema, write_document
+from fctune.acceptance.result import make_result, read_result, read_schema, write_result
+from fctune.acceptance.watch import EarlyEnd
 from fctune.cli import main
 from fctune.errors import ConfigError
 from fctune.report.acceptance_page import write_acceptance_html
@@ -23,7 +23,7 @@ from tests.report.browser import needs_chromium, open_page, take_screenshot
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
 
-def make(samples: dict[str, Any], ending: Ending | None = None, **changes: Any) -> dict[str, Any]:
+def make(samples: dict[str, Any], ending: EarlyEnd | None = None, **changes: Any) -> dict[str, Any]:
     config = AcceptanceConfig(output_dir="x", device="cuda", required=list(CHECKS))
     config.collectives.judged_mib = 1.0
     config.thresholds = {
@@ -33,8 +33,8 @@ def make(samples: dict[str, Any], ending: Ending | None = None, **changes: Any) 
     for key, value in changes.items():
         setattr(config, key, value)
     hosts = {rank: hello["host"] for rank, hello in samples.get("hello", {}).items()}
-    checks = judge(config, samples, hosts, 2, 4, ending)
-    made = make_document(config, checks, samples, world_size=4, ranks_per_node=2, started_at=0.0, seconds=100.0)
+    checks = judge_run(config, samples, hosts, 2, 4, ending)
+    made = make_result(config, checks, samples, world_size=4, ranks_per_node=2, started_at=0.0, seconds=100.0)
     jsonschema.validate(made, read_schema())
     return json.loads(json.dumps(made))
 
@@ -54,7 +54,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_healthy_document_passes_and_is_the_same_whatever_the_order_of_its_ranks() -> None:
+def test_a_healthy_result_passes_and_does_not_depend_on_the_order_of_ranks() -> None:
     samples = healthy()
     shuffled = {phase: dict(reversed(list(by_rank.items()))) for phase, by_rank in samples.items()}
     assert make(samples)["verdict"] == "PASS"
@@ -64,7 +64,7 @@ def test_a_healthy_document_passes_and_is_the_same_whatever_the_order_of_its_ran
 @needs_chromium
 @pytest.mark.parametrize("width", [1100, 390])
 @pytest.mark.parametrize("dark", [False, True])
-def test_the_page_fits_in_light_and_dark_down_to_a_phone_and_reaches_for_nothing(
+def test_the_page_fits_desktop_and_phone_in_light_and_dark_without_external_resources(
     page: Path, width: int, dark: bool
 ) -> None:
     state = open_page(page, width, dark)
@@ -77,10 +77,10 @@ def test_the_page_fits_in_light_and_dark_down_to_a_phone_and_reaches_for_nothing
 
 
 @needs_chromium
-def test_the_page_names_who_is_to_blame_and_what_to_try(page: Path) -> None:
+def test_the_page_lists_culprits_and_next_steps(page: Path) -> None:
     text = open_page(page).probe["text"]
     assert "rank 2 (b): matmul_bf16_tflops 500" in text
-    assert "link of ranks 0 and 3" in text
+    assert "link between ranks 0 and 3" in text
     assert "Next: Compare the GPU's clocks" in text
     assert "Injected fault: slow_compute on rank 2" in text
     assert text.count("onerror=alert(1)") >= 2
@@ -90,7 +90,7 @@ def test_the_page_names_who_is_to_blame_and_what_to_try(page: Path) -> None:
 
 
 @needs_chromium
-def test_devices_of_culprits_and_slow_pairs_are_marked(page: Path) -> None:
+def test_blamed_devices_and_slow_pairs_are_marked(page: Path) -> None:
     act = """
     const cells = [...document.querySelectorAll("b.bad, b.good")].filter((b) => !b.closest(".tile"));
     const red = cells.filter((b) => b.classList.contains("bad")).map((b) => b.textContent);
@@ -102,41 +102,41 @@ def test_devices_of_culprits_and_slow_pairs_are_marked(page: Path) -> None:
 
 
 @needs_chromium
-def test_a_run_that_ended_early_is_a_page_too(tmp_path: Path) -> None:
+def test_a_run_that_ended_early_has_a_page(tmp_path: Path) -> None:
     samples = {"hello": {rank: {"host": host, "pid": 1, "gpus": 2} for rank, host in HOSTS.items() if rank != 3}}
-    document = make(samples, Ending("absent", (3,), "not there within 60 s"))
-    write_acceptance_html(document, tmp_path / "early.html")
+    result = make(samples, EarlyEnd("absent", (3,), "did not start within 60 s"))
+    write_acceptance_html(result, tmp_path / "early.html")
     state = open_page(tmp_path / "early.html")
     assert state.console == []
-    assert "rank 3 (host unknown): never arrived" in state.probe["text"]
+    assert "rank 3 (host unknown): did not start" in state.probe["text"]
     assert "absent" in state.probe["text"]
     take_screenshot(tmp_path / "early.html", tmp_path / "early.png")
     assert (tmp_path / "early.png").stat().st_size > 10_000
 
 
-def write(folder: Path, name: str, document: dict[str, Any]) -> str:
-    write_document(document, folder / name)
+def write(folder: Path, name: str, result: dict[str, Any]) -> str:
+    write_result(result, folder / name)
     return str(folder / name)
 
 
-def test_report_prints_the_table_and_exits_by_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_prints_the_table_and_exits_with_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = write(tmp_path, "good", make(healthy())), write(tmp_path, "bad", make(broken()))
     assert main(["acceptance", "report", good]) == 0
     assert "PASS: all required checks passed" in capsys.readouterr().out
     assert main(["acceptance", "report", f"{bad}/acceptance.json", "--html", str(tmp_path / "x.html")]) == 1
     out = capsys.readouterr().out
-    assert "FAIL: compute, links failed, laid to rank 2 (b); link of ranks 0 and 3" in out
+    assert "FAIL: compute, links failed because of rank 2 (b); link between ranks 0 and 3" in out
     assert "next: Compare the GPU's clocks" in out
     assert "<h1>Cluster acceptance</h1>" in (tmp_path / "x.html").read_text()
 
 
-def test_compare_finds_what_has_become_slower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_lists_what_has_become_slower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     later = healthy()
     later["collectives_all"] = {rank: collectives(0.0033) for rank in HOSTS}
     later["compute"][1]["products"]["bf16"]["tflops"] = 690.0
     old, new = write(tmp_path, "old", make(healthy())), write(tmp_path, "new", make(later))
     assert main(["acceptance", "compare", old, old]) == 0
-    assert "nothing of" in capsys.readouterr().out
+    assert "none of" in capsys.readouterr().out
     assert main(["acceptance", "compare", old, new]) == 1
     out = capsys.readouterr().out
     assert "all_reduce_all_gb_s" in out
@@ -147,18 +147,18 @@ def test_compare_finds_what_has_become_slower(tmp_path: Path, capsys: pytest.Cap
     assert main(["acceptance", "compare", new, old]) == 0
 
 
-def test_compare_looks_at_every_size_of_the_slowest_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    documents = []
+def test_compare_covers_every_size_of_the_slowest_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = []
     for slow in (1.0, 1.2):
         samples = healthy()
         for rank in HOSTS:
             (result,) = collectives(0.01)["results"]
             seconds = [0.01 * (slow if rank >= 2 else 1.0)] * 2
             samples["collectives_node"][rank]["results"].append(
-                result | {"asked": 2**24, "bytes": 2**24, "seconds": seconds}
+                result | {"requested_bytes": 2**24, "bytes": 2**24, "seconds": seconds}
             )
-        documents.append(make(samples))
-    old, new = (write(tmp_path, name, document) for name, document in zip(("old", "new"), documents, strict=True))
+        results.append(make(samples))
+    old, new = (write(tmp_path, name, result) for name, result in zip(("old", "new"), results, strict=True))
     assert main(["acceptance", "compare", old, new]) == 1
     out = capsys.readouterr().out
     assert "all_reduce_node_gb_s at 16 MiB" in out
@@ -166,7 +166,7 @@ def test_compare_looks_at_every_size_of_the_slowest_node(tmp_path: Path, capsys:
     assert out.count("GB/s") == 2
 
 
-def test_compare_says_what_fails_now_and_what_is_not_the_same(
+def test_compare_lists_new_failures_and_differences_in_setup(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     later = healthy()
@@ -177,31 +177,31 @@ def test_compare_says_what_fails_now_and_what_is_not_the_same(
     old, new = write(tmp_path, "old", make(healthy())), write(tmp_path, "new", make(later))
     assert main(["acceptance", "compare", old, new]) == 1
     out = capsys.readouterr().out
-    assert 'driver: "580" then, "590" now' in out
-    assert "corruption: PASS then, FAIL now" in out
+    assert 'driver: "580" before, "590" now' in out
+    assert "corruption: PASS before, FAIL now" in out
     assert "checkpoint_load_s, checkpoint_save_s" in out
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("{", "not JSON"),
-        ("[]", "the document: "),
-        ('{"version": 2}', "version 2 of the document; this fctune reads version 1"),
-        ('{"version": 1, "verdict": "FINE"}', "acceptance.json"),
+        ("[]", "top level: "),
+        ('{"version": 1}', "result version 1 is not supported; this fctune reads version 2"),
+        ('{"version": 2, "verdict": "FINE"}', "acceptance.json"),
     ],
 )
-def test_a_file_that_is_no_result_is_an_error(text: str, says: str, tmp_path: Path) -> None:
+def test_an_invalid_result_file_is_rejected(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "acceptance.json").write_text(text)
     with pytest.raises(ConfigError) as error:
-        read_document(tmp_path)
-    assert says in str(error.value)
+        read_result(tmp_path)
+    assert message in str(error.value)
     assert main(["acceptance", "report", str(tmp_path)]) == 2
     assert main(["acceptance", "report", str(tmp_path / "none")]) == 2
 
 
-def test_a_document_of_another_form_is_told_by_the_schema() -> None:
-    document = make(healthy())
+def test_the_schema_rejects_malformed_results() -> None:
+    result = make(healthy())
     for change in (
         lambda d: d.pop("samples"),
         lambda d: d["checks"][0].update(status="MAYBE"),
@@ -210,7 +210,7 @@ def test_a_document_of_another_form_is_told_by_the_schema() -> None:
         lambda d: d["samples"]["compute"].update(first={}),
         lambda d: d.update(more=1),
     ):
-        changed = json.loads(json.dumps(document))
+        changed = json.loads(json.dumps(result))
         change(changed)
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(changed, read_schema())

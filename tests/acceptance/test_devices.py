@@ -1,4 +1,4 @@
-"""One device by itself, on the CPU: what is multiplied, how it is timed, and what its checksum sees."""
+"""Measurements of one device, on the CPU: products, timing, checksums and injected faults."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import time
 import pytest
 import torch
 
-from fctune.acceptance.compute import checksum_products, make_product, time_calls
-from fctune.acceptance.config import ComputeConfig, FaultConfig
-from fctune.acceptance.fault_injection import Faults
+from fctune.acceptance.config import ComputeConfig
+from fctune.acceptance.devices import compute_checksums, make_product, time_calls
+from fctune.acceptance.fault_injection import FaultConfig, FaultInjector
 
 CPU = torch.device("cpu")
-HEALTHY = Faults([], 0)
+HEALTHY = FaultInjector([], 0)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("bf16", 0.05), ("fp8", 0.6)])
-def test_a_product_is_that_of_the_seeded_matrices_in_its_format(dtype: str, tolerance: float) -> None:
+def test_a_product_multiplies_the_seeded_matrices_in_its_dtype(dtype: str, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(64, 64, generator=generator) for _ in range(2))
     found = make_product(dtype, 64, CPU)().float()
@@ -25,32 +25,34 @@ def test_a_product_is_that_of_the_seeded_matrices_in_its_format(dtype: str, tole
     assert torch.equal(found, make_product(dtype, 64, CPU)().float())
 
 
-def test_calls_are_timed_one_by_one() -> None:
+def test_each_call_is_timed_separately() -> None:
     waits = iter([0.0, 0.02, 0.0])
     seconds = time_calls(lambda: time.sleep(next(waits)), 3, CPU)
     assert len(seconds) == 3
     assert seconds[1] >= 0.02 > max(seconds[0], seconds[2])
 
 
-def test_one_flipped_bit_changes_every_checksum_and_nothing_else_does() -> None:
+def test_one_flipped_bit_changes_every_checksum() -> None:
     config = ComputeConfig(dtypes=["fp32", "bf16"], checksum_size=64)
-    healthy = checksum_products(config, config.dtypes, CPU, HEALTHY)
-    assert checksum_products(config, config.dtypes, CPU, HEALTHY) == healthy
+    healthy = compute_checksums(config, CPU, HEALTHY)
+    assert compute_checksums(config, CPU, HEALTHY) == healthy
     assert set(healthy) == {"fp32", "bf16", "attention"}
-    broken = Faults([FaultConfig(kind="corrupt_compute", rank=1)], 1)
-    corrupt = checksum_products(config, config.dtypes, CPU, broken)
+    broken = FaultInjector([FaultConfig(kind="corrupt_compute", rank=1)], 1)
+    corrupt = compute_checksums(config, CPU, broken)
     assert all(corrupt[name] != healthy[name] for name in healthy)
 
 
-def test_faults_are_of_their_rank_and_kind_alone() -> None:
-    faults = Faults([FaultConfig(kind="slow_disk", rank=1, seconds=5), FaultConfig(kind="corrupt_send", rank=0)], 0)
+def test_faults_affect_only_their_rank_and_kind() -> None:
+    faults = FaultInjector(
+        [FaultConfig(kind="slow_disk", rank=1, seconds=5), FaultConfig(kind="corrupt_send", rank=0)], 0
+    )
     started = time.monotonic()
     faults.delay("slow_disk")
     faults.delay("slow_compute")
-    faults.end("compute")
+    faults.interrupt("compute")
     assert time.monotonic() - started < 1
-    for format in (torch.float32, torch.bfloat16):
-        tensor = torch.full((5,), 3.0, dtype=format)
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor = torch.full((5,), 3.0, dtype=dtype)
         faults.corrupt_("corrupt_receive", tensor)
         assert (tensor == 3).all()
         faults.corrupt_("corrupt_send", tensor)
