@@ -54,8 +54,8 @@ def run(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The pairs of one way, in this process."""
     from fctune.checkpoint.saver import Saver
     from fctune.checkpoint.sharded import read_shards_, write_shards
-    from fctune.checkpoint.snapshot import collect_tensors
     from fctune.checkpoint.store import CheckpointStore
+    from fctune.checkpoint.tensors import collect_tensors
     from fctune.distributed import init_distributed, shutdown_distributed
 
     world = init_distributed()

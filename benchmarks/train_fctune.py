@@ -41,13 +41,12 @@ def fctune_config(job: Job, out: Path) -> dict[str, Any]:
 
 
 def train(job: Job, recorder: Recorder) -> None:
-    """The recipe's own setup and loop; what it writes at a run's end is left out."""
+    """Run the recipe's setup and loop, without the final save and exports."""
     from fctune import distributed
     from fctune.config.loading import parse_config
     from fctune.config.schema import RunConfig
     from fctune.telemetry.sinks import JsonlSink, SinkGroup
-    from fctune.training.preemption import StopRequest
-    from fctune.training.run import open_run
+    from fctune.training.entry import open_run
     from recipes.full_fc_distributed import FullFunctionCallingRecipe
     from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 
@@ -58,7 +57,7 @@ def train(job: Job, recorder: Recorder) -> None:
     assert not problems, problems
     config: RunConfig = parsed  # type: ignore[assignment]
     world = distributed.init_distributed()
-    run = open_run(config, world, lambda _: StopRequest(None, lambda _: None))
+    run = open_run(config, world)
     recipe = (LoRAFunctionCallingRecipe if job.adapter else FullFunctionCallingRecipe)(config, world, run)
     recipe.setup()
     profiler = _Profiler(job)
@@ -81,13 +80,14 @@ def train(job: Job, recorder: Recorder) -> None:
     recorder.begin()
     recipe.train()
     layout, kernel = recipe.model.layout, recipe.model.kernel
-    recorder.extra |= {"layout": str(layout), "attention": kernel, "stall_s": recipe.keeper.cost.stall_s}
-    recorder.extra |= {"num_saves": recipe.keeper.cost.num_saves}
-    if not world.is_main:  # the main rank's counts are of all ranks
+    costs = recipe.checkpoint.costs
+    recorder.extra |= {"layout": str(layout), "attention": kernel, "stall_s": costs.wait_s + costs.start_s}
+    recorder.extra |= {"num_saves": costs.num_saves}
+    if not world.is_main:  # the main rank's counts cover all ranks
         recorder.ends = [0.0] * job.steps
         recorder.counts, recorder.counts_at = [(0, 0, 0, 0)] * job.steps, list(range(1, job.steps + 1))
     if job.save_every:
-        last = recipe.keeper.saver.finish()
+        last = recipe.checkpoint.saver.finish()
         recorder.extra["save"] = None if last is None else {"bytes": last.num_bytes, "seconds": last.seconds}
         if last is not None and last.error is not None:
             raise RuntimeError(last.error)
@@ -96,12 +96,11 @@ def train(job: Job, recorder: Recorder) -> None:
 
 
 def _draw_weights_of_fctune() -> None:
-    """Put random weights where a checkpoint would be read; a block's tensor at a time, rounded as the run holds it."""
+    """Replace loading the base by random weights, drawn tensor by tensor and rounded to the run's dtype."""
     from fctune.models.frozen_linear import copy_rows_, is_scale, rows_of_shard
     from fctune.models.lora import is_adapter
     from fctune.models.torchtune.build import CausalLM
-    from fctune.training import run
-    from fctune.training import setup as state
+    from fctune.training import recipe, setup
 
     def draw_base_(model: CausalLM, model_dir: object) -> None:
         device = next(p.device for p in model.parameters() if p.device.type != "meta")
@@ -114,18 +113,18 @@ def _draw_weights_of_fctune() -> None:
             drawn = torch.ones(shape, device=device) if is_norm else torch.randn(shape, device=device) * 0.02
             copy_rows_(model, name, drawn)
 
-    state.load_base_ = draw_base_
-    run.digest_model = lambda *_: "random"
+    setup.load_base_ = draw_base_
+    recipe.digest_model = lambda *_: "random"
 
 
 class _Profiler:
-    """Profiles the last step of a run, where one is asked for."""
+    """Profiles the last step of a run, if the job requests it."""
 
     def __init__(self, job: Job):
         self._job, self._profiler = job, None
 
     def after(self, step: int) -> None:
-        """A step ended."""
+        """Start or stop the profiler after a step."""
         from torch.profiler import ProfilerActivity, profile
 
         if self._job.profile_to is None:
@@ -143,4 +142,4 @@ class _Profiler:
             self._profiler = None
 
     def close(self) -> None:
-        """The run is over."""
+        """Do nothing: the profile is written after the last step."""

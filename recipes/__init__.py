@@ -1,3 +1,3 @@
-"""The recipes that `tune run` starts. This file makes the folder win over torchtune's own `recipes` package."""
+"""Recipes for `tune run`. This file gives the directory precedence over torchtune's own `recipes` package."""
 
-import fctune  # noqa: F401  (before torchtune, whose imports it quietens)
+import fctune  # noqa: F401  (before torchtune, to silence warnings of its imports)

@@ -2,9 +2,8 @@
 
     tune run --nproc_per_node 2 recipes/lora_fc_distributed --config configs/tiny_lora.yaml [key=value ...]
 
-What this recipe decides: adapters alone train, they start as noise and zero so that the model starts as its base, the
-base's weights must all be there, and what is kept is the merged model and the adapter. The order of a run is in
-``fctune/training/recipe.py``.
+This recipe decides that only adapters train, starting from a model equal to its base, and that the adapter and the
+merged model are exported. The order of a run is in ``fctune/training/recipe.py``.
 """
 
 import sys
@@ -12,19 +11,18 @@ from collections.abc import Callable
 
 from torchtune.recipe_interfaces import FTRecipeInterface
 
-from fctune.checkpoint.portable import PortableAdapter
+from fctune.checkpoint.hf_checkpoint import HFAdapterWeights
 from fctune.config.schema import RunConfig
 from fctune.distributed import World
 from fctune.errors import ConfigError
 from fctune.models.export import export_adapter, export_merged
 from fctune.models.lora import apply_lora_, init_adapters_
-from fctune.training.entry import run_recipe
+from fctune.training.entry import Run, run_recipe
 from fctune.training.recipe import FineTuning
-from fctune.training.run import Run
 
 
 class LoRAFunctionCallingRecipe(FineTuning, FTRecipeInterface):
-    """Adapters over the ranks; the loop and the step are the library's."""
+    """Trains LoRA adapters on a frozen base."""
 
     def __init__(self, config: RunConfig, world: World, run: Run):
         if config.adapter is None:
@@ -33,19 +31,19 @@ class LoRAFunctionCallingRecipe(FineTuning, FTRecipeInterface):
         self.adapter = config.adapter
 
     def select_trainable_(self) -> None:
-        """The base is frozen, and adapters stand beside its linears."""
+        """Freeze the base and add an adapter to each selected linear."""
         apply_lora_(self.model, self.adapter)
 
     def init_trainable_(self) -> None:
-        """Adapters equal at any world size."""
+        """Initialize the adapters from the seed, equally at any world size."""
         init_adapters_(self.model, self.config.seed)
 
-    def portable(self) -> PortableAdapter:
-        """The adapter, as PEFT has it."""
-        return PortableAdapter(self.model.architecture, self.adapter, self.config.model.path, self.model_dir)
+    def hf_weights(self) -> HFAdapterWeights:
+        """Return the form of elastic checkpoints: a PEFT adapter."""
+        return HFAdapterWeights(self.model.architecture, self.adapter, self.config.model.path, self.model_dir)
 
     def exports(self) -> list[Callable[[], None]]:
-        """The merged model for whoever serves it, the adapter for whoever has the base."""
+        """Return the exports: the merged model, and the adapter to use with the base."""
         writes, out, base = self.world.is_main, self.run.directory.export, self.config.model.path
         return [
             lambda: export_merged(self.model, self.model_dir, out / "merged", writes),

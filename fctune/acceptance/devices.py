@@ -27,7 +27,7 @@ from fctune.acceptance.fault_injection import FaultInjector
 from fctune.acceptance.session import Session
 from fctune.distributed import World
 from fctune.telemetry.device import compute_capability, read_device, total_memory
-from fctune.training.run_directory import versions
+from fctune.training.run_directory import installed_versions
 
 # Properties that must be equal on all ranks, so that they run the same program at the same speed.
 UNIFORM = ("device", "memory_gib", "capability", "driver", "cuda", "nccl", "torch", "python", "packages", "cores")
@@ -64,7 +64,7 @@ def describe_rank(world: World, rank: int) -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if is_cuda else None,  # type: ignore[no-untyped-call]
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "packages": versions(),
+        "packages": installed_versions(),
         "pci": None,
         "sm_clock_mhz": None,
     }

@@ -28,8 +28,8 @@ from fctune.acceptance.metrics import DISKS, compute_bandwidth
 from fctune.acceptance.session import OutOfTime, Session
 from fctune.acceptance.storage import find_obstacle, list_groups, measure_disk, work_dir
 from fctune.acceptance.training import list_shard_sizes, load_run, measure_checkpoint, measure_steps
+from fctune.checkpoint.state import TrainState
 from fctune.distributed import World
-from fctune.training.loop import TrainState
 
 Sample = dict[str, Any]
 

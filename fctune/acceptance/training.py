@@ -16,7 +16,8 @@ from fctune.acceptance.config import TrainingConfig
 from fctune.acceptance.fault_injection import FaultInjector
 from fctune.acceptance.session import Session
 from fctune.checkpoint.sharded import read_shards_, write_shards
-from fctune.checkpoint.snapshot import collect_tensors
+from fctune.checkpoint.state import TrainState
+from fctune.checkpoint.tensors import collect_tensors
 from fctune.config.schema import RunConfig
 from fctune.data.loader import Batch, GlobalStep, StepTotals
 from fctune.distributed import World
@@ -29,7 +30,6 @@ from fctune.models.torchtune.build import CausalLM, materialize_
 from fctune.parallel.sharding import Hardware, shard_
 from fctune.telemetry.device import total_memory
 from fctune.telemetry.metrics import FlopCounter, peak_memory_gib
-from fctune.training.loop import TrainState
 from fctune.training.meter import count_flops
 from fctune.training.prefetch import StepData, make_inputs
 from fctune.training.setup import build_base, plan_parallelism, start_state
@@ -196,5 +196,5 @@ def _make_step(run: RunConfig, model: CausalLM, world: World) -> StepData:
     n = world.world_size
     pairs = n * rows * length * (length + 1) // 2
     totals = StepTotals(n * batch.num_tokens, n * batch.num_supervised, n * batch.weight_sum, pairs)
-    inputs = make_inputs(batch, model.kernel, seed=run.seed, step=1, pins=world.device.type == "cuda")
+    inputs = make_inputs(batch, model.kernel, seed=run.seed, step=1, is_pinned=world.device.type == "cuda")
     return StepData(GlobalStep(1, 0, tuple(range(n * rows)), "random"), totals, [inputs])

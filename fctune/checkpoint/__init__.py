@@ -1,1 +1,1 @@
-"""Checkpoints: what is saved, how it is published, and how a run goes on from it."""
+"""Checkpoints: the state of a run, its formats on disk, asynchronous saving, and choosing one to resume from."""

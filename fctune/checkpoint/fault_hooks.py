@@ -1,4 +1,4 @@
-"""The moments of a run that can be cut, told to whoever listens: tests cut it at one of them."""
+"""Hooks at the phases of a step and of a checkpoint, through which fault tests interrupt a run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ PHASES = ("step", "update", "stage", "write", "publish", "mark", "prune", "sweep
 _listeners: list[Callable[[str, str], None]] = []
 
 
-def listen(listener: Callable[[str, str], None]) -> None:
-    """Call ``listener(phase, name)`` when a phase of a step or checkpoint begins, in the thread that begins it."""
+def listen(listener: Callable[[str, str], None]) -> Callable[[], None]:
+    """Call ``listener(phase, name)`` whenever a phase begins, in the thread that begins it.
+
+    Returns:
+        Function that removes the listener.
+    """
     _listeners.append(listener)
+    return lambda: _listeners.remove(listener)
 
 
-def reached(phase: str, name: str) -> None:
-    """Tell the listeners that a phase begins."""
+def fire(phase: str, name: str) -> None:
+    """Notify the listeners that a phase begins; ``name`` is the step or checkpoint it belongs to."""
     for listener in _listeners:
         listener(phase, name)

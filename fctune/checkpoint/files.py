@@ -1,73 +1,64 @@
-"""Files that are on the disk, whole, before anything says so: flushed and hashed."""
+"""Checkpoint files: written, flushed to disk, and recorded with their size and checksum."""
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import xxhash
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-_CHUNK_BYTES = 16 * 1024 * 1024
+from fctune.files import checksum, flush
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
-    """Write tensors of the CPU to one safetensors file and flush it to the disk; its checksum.
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Manifest entry of a file; ``name`` is relative to the checkpoint, ``checksum`` is XXH3-128."""
+
+    name: str
+    num_bytes: int
+    checksum: str
+
+
+def record_file(path: Path) -> FileRecord:
+    """Flush a written file to disk and return its manifest entry.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    flush(path)
+    return FileRecord(path.name, path.stat().st_size, checksum(path))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileRecord:
+    """Write CPU tensors to one safetensors file and flush it to disk.
 
     Raises:
         OSError: the disk is full, gone or read-only.
     """
     try:
         save_file(dict(tensors), path, metadata=dict(metadata or {}) or None)
-    except SafetensorError as error:  # what the library makes of an error of the disk
+    except SafetensorError as error:  # safetensors wraps the disk's error
         raise OSError(None, f"{path.name} cannot be written ({error})") from None
-    return flush(path)
+    return record_file(path)
 
 
-def write_text(path: Path, text: str) -> str:
-    """Write a small file and flush it to the disk; its checksum.
+def write_json(path: Path, value: Any) -> FileRecord:
+    """Write a JSON file and flush it to disk.
 
     Raises:
         OSError: the disk is full, gone or read-only.
     """
-    path.write_text(text, encoding="utf-8")
-    return flush(path)
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    return record_file(path)
 
 
-def flush(path: Path) -> str:
-    """Flush a written file to the disk; its checksum.
-
-    Raises:
-        OSError: the disk refuses.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return checksum(path)
-
-
-def checksum(path: Path) -> str:
-    """The checksum of a file's bytes (XXH3, 128 bits).
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def flush_directory(path: Path) -> None:
-    """Flush a directory's names to the disk, so that a rename in it survives a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def read_tensor(path: Path, name: str) -> Tensor:
+    """Read one tensor of a safetensors file onto the CPU."""
+    with safe_open(path, framework="pt") as tensors:
+        tensor: Tensor = tensors.get_tensor(name)
+    return tensor

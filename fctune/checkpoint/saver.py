@@ -1,4 +1,4 @@
-"""Saves that training does not wait for: it waits until the state is copied, and a thread does the rest."""
+"""Asynchronous saves: training waits until its state is copied to the CPU; a thread writes and publishes it."""
 
 from __future__ import annotations
 
@@ -20,44 +20,50 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from fctune import distributed
-from fctune.checkpoint.fault_hooks import reached
-from fctune.checkpoint.store import Checkpoint, CheckpointStore, FileRecord, Kind
+from fctune.checkpoint.fault_hooks import fire
+from fctune.checkpoint.files import FileRecord
+from fctune.checkpoint.store import Checkpoint, CheckpointStore, Kind
 from fctune.distributed import World
 
 logger = logging.getLogger("fctune")
 
-# Writes this rank's files of a checkpoint: (folder, tensors on the CPU, state, group) -> its files.
-Write = Callable[[Path, dict[str, Tensor], dict[str, Any], dist.ProcessGroup], list[FileRecord]]
+# Writes this rank's files: (folder, tensors on the CPU, JSON description, group) -> their records.
+WriteFiles = Callable[[Path, dict[str, Tensor], dict[str, Any], dist.ProcessGroup], list[FileRecord]]
 
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """How a save ended, equal on all ranks; ``checkpoint`` is None where it failed, and ``error`` says why."""
+    """Outcome of a save, equal on all ranks; if it failed, ``checkpoint`` is None and ``error`` says why."""
 
     kind: Kind
     step: int
     checkpoint: Checkpoint | None
     error: str | None
-    num_bytes: int
+    num_bytes: int  # over all ranks
     seconds: float
 
 
 class Saver:
-    """Copies a snapshot to the CPU, writes and publishes it, one at a time, in a thread and over a group of its own.
+    """Copies tensors to the CPU, writes and publishes them, one save at a time, in a thread with its own process group.
 
-    Every rank calls every method at the same step. A save that still runs delays the next one, not the step.
+    Every rank calls every method at the same step. A running save delays the next save, not the next step.
+
+    Args:
+        store: where checkpoints are published.
+        world: this rank.
+        is_async: save in a thread; otherwise ``start`` returns when the save is complete.
     """
 
     def __init__(self, store: CheckpointStore, world: World, is_async: bool):
         self.store = store
         self.world = world
         self.is_async = is_async
-        self.last: SaveResult | None = None  # the newest that ended
+        self.last: SaveResult | None = None  # the newest to end
         self.last_good: Checkpoint | None = None
-        self.failure: SaveResult | None = None  # the newest that failed
+        self.failure: SaveResult | None = None  # the newest to fail
         self._group = distributed.new_cpu_group()
         pinned = torch.cuda.is_available()
-        # One stager for the run: it keeps its buffers.
+        # One stager for the run, because it reuses its buffers.
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
@@ -67,11 +73,21 @@ class Saver:
         self._staged = threading.Event()
         self._crash: BaseException | None = None
 
-    def start(self, kind: Kind, step: int, tensors: dict[str, Tensor], state: dict[str, Any], write: Write) -> None:
-        """Begin a save of live tensors; they must not change before ``wait_staged`` returns."""
+    def start(
+        self, kind: Kind, step: int, tensors: dict[str, Tensor], description: dict[str, Any], write: WriteFiles
+    ) -> None:
+        """Start saving live tensors, which must not change before ``wait_staged`` returns.
+
+        Args:
+            kind: sharded or elastic.
+            step: optimizer steps taken.
+            tensors: to copy and save.
+            description: JSON part of the checkpoint.
+            write: writes this rank's files.
+        """
         self.finish()
         self._staged.clear()
-        arguments = (kind, step, tensors, state, write)
+        arguments = (kind, step, tensors, description, write)
         if self.is_async:
             self._thread = threading.Thread(target=self._run, args=arguments, name="save", daemon=True)
             self._thread.start()
@@ -80,12 +96,12 @@ class Saver:
             self._raise_crash()
 
     def wait_staged(self) -> None:
-        """Return when the tensors of a running save are copied and may change."""
+        """Wait until the tensors of a running save are copied and may change."""
         if self._thread is not None:
             self._staged.wait()
 
     def finish(self) -> SaveResult | None:
-        """Wait for the running save, if there is one; how the last one ended."""
+        """Wait for a running save; returns the outcome of the last one, None if there was none."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -93,7 +109,7 @@ class Saver:
         return self.last
 
     def close(self) -> None:
-        """Wait for the last save and let go of the buffers."""
+        """Wait for a running save and free the buffers."""
         self.finish()
         self._stager.close()
 
@@ -101,15 +117,17 @@ class Saver:
         if self._crash is not None:
             raise self._crash
 
-    def _run(self, kind: Kind, step: int, tensors: dict[str, Tensor], state: dict[str, Any], write: Write) -> None:
+    def _run(
+        self, kind: Kind, step: int, tensors: dict[str, Tensor], description: dict[str, Any], write: WriteFiles
+    ) -> None:
         started = time.perf_counter()
         try:
             try:
-                reached("stage", f"{kind}-{step}")
+                fire("stage", f"{kind}-{step}")
                 staged: Any = self._stager.stage(tensors)
             finally:
                 self._staged.set()
-            num_bytes, error, checkpoint = self._write(kind, step, staged, state, write)
+            num_bytes, error, checkpoint = self._write(kind, step, staged, description, write)
             self.last = SaveResult(kind, step, checkpoint, error, num_bytes, time.perf_counter() - started)
             if checkpoint is not None:
                 self.last_good = checkpoint
@@ -117,31 +135,31 @@ class Saver:
                 self.failure = self.last
             if self.world.is_main:
                 _report(self.last)
-        except BaseException as crash:  # a defect: raised where training next meets the saver
+        except BaseException as crash:  # a bug: raised at training's next call of the saver
             self._crash = crash
 
     def _write(
-        self, kind: Kind, step: int, staged: dict[str, Tensor], state: dict[str, Any], write: Write
+        self, kind: Kind, step: int, staged: dict[str, Tensor], description: dict[str, Any], write: WriteFiles
     ) -> tuple[int, str | None, Checkpoint | None]:
-        """Bytes over all ranks, why it failed, what was published; equal on all ranks."""
+        """Write and publish; returns bytes over all ranks, the error and the checkpoint, equal on all ranks."""
         num_bytes = sum(distributed.all_gather_objects(self._count_bytes(staged), self._group))
-        folder = self.store.hidden(kind, step)
+        folder = self.store.partial_path(kind, step)
         records: list[FileRecord] = []
 
         def find_folder() -> None:
             if not folder.is_dir():
-                raise OSError(None, f"{folder} is not seen by rank {self.world.rank}: output_dir is not shared")
-            reached("write", folder.name)
+                raise OSError(None, f"{folder} is not visible on rank {self.world.rank}: output_dir is not shared")
+            fire("write", folder.name)
 
-        def write_mine() -> None:
-            records.extend(write(folder, staged, state, self._group))
+        def write_own() -> None:
+            records.extend(write(folder, staged, description, self._group))
 
         def publish() -> None:
             self.store.publish(kind, step, [record for of_rank in all_records for record in of_rank])
 
         error = self._agree(lambda: self._start(kind, step, num_bytes) if self.world.is_main else None)
         error = error or self._agree(find_folder)
-        error = error or self._agree(write_mine)
+        error = error or self._agree(write_own)
         if not error:
             all_records = distributed.all_gather_objects(records, self._group)
             error = self._agree(lambda: publish() if self.world.is_main else None)
@@ -151,7 +169,7 @@ class Saver:
         return num_bytes, error, None if error else Checkpoint(self.store.path(kind, step), kind, step)
 
     def _count_bytes(self, tensors: dict[str, Tensor]) -> int:
-        """This rank's part of what is written: whole tensors are one rank's, and of replicas one is."""
+        """Bytes this rank writes; replicated tensors are counted once over all ranks."""
         num_bytes = 0
         for tensor in tensors.values():
             if isinstance(tensor, DTensor):
@@ -167,12 +185,10 @@ class Saver:
         self.store.start(kind, step)
         free = shutil.disk_usage(self.store.root).free
         if free < num_bytes:
-            raise OSError(
-                None, f"{num_bytes:,} bytes are needed and {free:,} are free on the disk of {self.store.root}"
-            )
+            raise OSError(None, f"{num_bytes:,} bytes are needed, {free:,} are free on the disk of {self.store.root}")
 
     def _agree(self, action: Callable[[], None]) -> str | None:
-        """Run ``action``; what the disk said against it on the first rank where it did, on every rank."""
+        """Run ``action`` and return the first rank's disk error on every rank; None if no rank has one."""
         error: str | None = None
         try:
             action()
@@ -183,7 +199,7 @@ class Saver:
 
 def _report(result: SaveResult) -> None:
     if result.checkpoint is None:
-        logger.warning("checkpoint of step %d FAILED: %s. The last good one stands.", result.step, result.error)
+        logger.warning("checkpoint of step %d FAILED: %s. Earlier checkpoints are intact.", result.step, result.error)
     else:
         logger.info(
             "checkpoint: %s (%.1f MB in %.1f s)", result.checkpoint.path, result.num_bytes / 1e6, result.seconds

@@ -1,7 +1,7 @@
-"""Sharded tensors on the disk: every rank writes its own part, any number of ranks reads what it needs.
+"""Sharded tensors on disk: every rank writes its own shards; any number of ranks reads the parts it needs.
 
-``torch.distributed.checkpoint`` plans who writes and reads what. The files are safetensors with its sharding header, so
-nothing is ever unpickled.
+``torch.distributed.checkpoint`` plans the writes and reads. Files are safetensors with its sharding header, so nothing
+is ever unpickled.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fctune.checkpoint.files import write_tensors
-from fctune.checkpoint.store import FileRecord
+from fctune.checkpoint.files import FileRecord, write_tensors
 from fctune.errors import CheckpointError
 
 
 class _ShardWriter(HuggingFaceStorageWriter):
-    """One file a rank, written without a second copy in memory, hashed and flushed."""
+    """Writes one file per rank, without a second copy in memory, and records it."""
 
     def __init__(self, folder: Path):
         super().__init__(str(folder), save_distributed=True)
@@ -50,21 +49,23 @@ class _ShardWriter(HuggingFaceStorageWriter):
             results.append(WriteResult(item.index, tensor.numel() * tensor.element_size(), storage_data=name))
         if tensors:
             header = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-            digest = write_tensors(self.folder / name, tensors, header)
-            self.written.append(FileRecord(name, (self.folder / name).stat().st_size, digest))
+            self.written.append(write_tensors(self.folder / name, tensors, header))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """All that a reader needs is in the headers."""
+        """Write no index: readers take everything from the files' headers."""
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> list[FileRecord]:
-    """Write this rank's part of tensors on the CPU; its files. Every rank of the group calls it.
+    """Write this rank's shards of CPU tensors. Every rank of the group calls it.
+
+    Returns:
+        Records of the files that this rank wrote.
 
     Raises:
-        OSError: a disk that is full, gone or read-only, on any rank.
+        OSError: the disk of any rank is full, gone or read-only.
     """
     writer = _ShardWriter(folder)
     try:
@@ -75,10 +76,10 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
 
 
 def read_shards_(folder: Path, tensors: dict[str, Any]) -> None:
-    """Fill tensors, which may be sharded in any way, from a folder of shards, in place. Every rank calls it.
+    """Fill tensors, sharded in any way, from a folder of shards, in place. Every rank calls it.
 
     Raises:
-        CheckpointError: a tensor is missing or of another shape.
+        CheckpointError: a tensor is missing or has another shape.
     """
     try:
         load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
@@ -86,8 +87,8 @@ def read_shards_(folder: Path, tensors: dict[str, Any]) -> None:
         raise CheckpointError(f"{folder}: cannot be loaded: {_first_cause(error)}.") from None
 
 
-def names_in(folder: Path) -> set[str]:
-    """The names of all tensors in a folder of shards."""
+def list_tensors(folder: Path) -> set[str]:
+    """Return the names of all tensors in a folder of shards."""
     return set(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
 
 

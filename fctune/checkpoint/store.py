@@ -1,13 +1,13 @@
-"""The directory of a run's checkpoints: what is complete, what is damaged, what is kept.
+"""The checkpoint directory of a run: publishing, listing, verifying and pruning checkpoints.
 
-    checkpoints/checkpoint-500/           sharded: fast, for this run to go on
-    checkpoints/elastic-checkpoint-1000/  portable: for any number of ranks, and for other tools
+    checkpoints/checkpoint-500/           sharded: fast to write, for this run to resume from
+    checkpoints/elastic-checkpoint-1000/  Hugging Face form: for any number of ranks, and for other tools
     checkpoints/final -> elastic-checkpoint-1500     and ``best``, of the best accuracy while training
-    checkpoints/.checkpoint-600.partial/  being written, or left by a run that was killed
+    checkpoints/.checkpoint-600.partial/  being written, or left by a killed run
 
-A checkpoint is written under its hidden name. ``manifest.json`` then lists each file with its size and checksum, the
-directory is renamed, and last the mark is put into it, which holds the manifest's checksum. Whatever lacks its mark is
-never read.
+A checkpoint is written under its hidden name. Then ``manifest.json`` lists each file with its size and checksum, the
+directory is renamed, and finally the marker, which holds the manifest's checksum, is put into it. A directory without
+its marker is never read.
 """
 
 from __future__ import annotations
@@ -21,38 +21,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fctune.checkpoint.fault_hooks import reached
-from fctune.checkpoint.files import checksum, flush_directory, write_text
+from fctune.checkpoint.fault_hooks import fire
+from fctune.checkpoint.files import FileRecord, record_file
 from fctune.errors import CheckpointError
+from fctune.files import checksum, flush, write_atomically
 
 Kind = Literal["sharded", "elastic"]
 
 MANIFEST = "manifest.json"
 _PREFIXES: dict[Kind, str] = {"sharded": "checkpoint", "elastic": "elastic-checkpoint"}
-_MARKS: dict[Kind, str] = {"sharded": "_SUCCESS", "elastic": "_ELASTIC_SUCCESS"}
+_MARKERS: dict[Kind, str] = {"sharded": "_SUCCESS", "elastic": "_ELASTIC_SUCCESS"}
 _NAME = re.compile(r"(elastic-)?checkpoint-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A published checkpoint, taken after ``step`` optimizer steps."""
+    """A published checkpoint, saved after ``step`` optimizer steps."""
 
     path: Path
     kind: Kind
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """What the manifest says of a file; ``name`` is relative to the checkpoint."""
-
-    name: str
-    num_bytes: int
-    checksum: str
-
-
 class CheckpointStore:
-    """Publishes, finds, verifies and prunes. Rank 0 alone changes the directory; any rank may read it."""
+    """Publishes, lists and prunes a run's checkpoints. Only rank 0 changes the directory; any rank may read it.
+
+    Args:
+        root: the checkpoint directory.
+        keep_last: number of newest checkpoints of each kind that ``prune`` keeps.
+        keep_every_n_steps: ``prune`` also keeps checkpoints whose step is a multiple of this.
+    """
 
     def __init__(self, root: Path, keep_last: int = 3, keep_every_n_steps: int | None = None):
         self.root = root
@@ -60,68 +58,66 @@ class CheckpointStore:
         self.keep_every_n_steps = keep_every_n_steps
 
     def path(self, kind: Kind, step: int) -> Path:
-        """Where a published checkpoint stands."""
+        """Return the directory of a published checkpoint."""
         return self.root / f"{_PREFIXES[kind]}-{step}"
 
-    def hidden(self, kind: Kind, step: int) -> Path:
-        """Where it is written before."""
+    def partial_path(self, kind: Kind, step: int) -> Path:
+        """Return the hidden directory in which a checkpoint is written before it is published."""
         return self.root / f".{_PREFIXES[kind]}-{step}.partial"
 
     def start(self, kind: Kind, step: int) -> None:
-        """Make the hidden directory that a checkpoint is written to."""
-        hidden = self.hidden(kind, step)
-        shutil.rmtree(hidden, ignore_errors=True)
-        hidden.mkdir(parents=True)
+        """Create the hidden directory of a new checkpoint, replacing one that a killed run left."""
+        partial = self.partial_path(kind, step)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
 
     def publish(self, kind: Kind, step: int, files: Iterable[FileRecord]) -> Checkpoint:
-        """Name and mark a checkpoint whose files are all written and flushed.
+        """Write the manifest, rename and mark a checkpoint whose files are all written and flushed.
 
         Raises:
-            OSError: the disk is full, gone or read-only; what was there before stands.
+            OSError: the disk is full, gone or read-only; earlier checkpoints are unaffected.
         """
-        hidden, final = self.hidden(kind, step), self.path(kind, step)
+        partial, final = self.partial_path(kind, step), self.path(kind, step)
         listed = {file.name: {"bytes": file.num_bytes, "xxh3_128": file.checksum} for file in files}
         manifest = json.dumps({"version": 1, "kind": kind, "step": step, "files": listed}, indent=1, sort_keys=True)
-        manifest_checksum = write_text(hidden / MANIFEST, manifest + "\n")
-        for folder in {(hidden / file).parent for file in listed} | {hidden}:
-            flush_directory(folder)
-        reached("publish", final.name)
-        doomed = self._doomed(final)
-        if final.exists():  # the same step once more, after a resume from before it
-            final.rename(doomed)
-        hidden.rename(final)
-        flush_directory(self.root)
-        reached("mark", final.name)
-        partial_mark = final / f".{_MARKS[kind]}.partial"
-        write_text(partial_mark, manifest_checksum)
-        partial_mark.rename(final / _MARKS[kind])
-        flush_directory(final)
-        shutil.rmtree(doomed, ignore_errors=True)
+        (partial / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
+        manifest_checksum = record_file(partial / MANIFEST).checksum
+        for folder in {(partial / file).parent for file in listed} | {partial}:
+            flush(folder)
+        fire("publish", final.name)
+        removed = self._removal_path(final)
+        if final.exists():  # the same step again, after resuming from an earlier one
+            final.rename(removed)
+        partial.rename(final)
+        flush(self.root)
+        fire("mark", final.name)
+        write_atomically(final / _MARKERS[kind], manifest_checksum, is_durable=True)
+        shutil.rmtree(removed, ignore_errors=True)
         return Checkpoint(final, kind, step)
 
     def discard(self, kind: Kind, step: int) -> None:
-        """Take away what was written of a checkpoint that failed."""
-        shutil.rmtree(self.hidden(kind, step), ignore_errors=True)
+        """Delete the files of a checkpoint that could not be saved."""
+        shutil.rmtree(self.partial_path(kind, step), ignore_errors=True)
 
-    def point_to(self, checkpoint: Checkpoint, name: Literal["final", "best"]) -> None:
-        """Make ``name`` a link to a checkpoint, replacing an older one in one stroke; its target is never pruned."""
+    def link(self, checkpoint: Checkpoint, name: Literal["final", "best"]) -> None:
+        """Make ``name`` a symbolic link to a checkpoint, atomically; ``prune`` never deletes its target."""
         link = self.root / f".{name}.partial"
         link.unlink(missing_ok=True)
         link.symlink_to(checkpoint.path.name)
         os.replace(link, self.root / name)
 
-    def complete(self) -> list[Checkpoint]:
-        """The marked checkpoints, newest first; of one step, the sharded one first."""
-        found = [c for entry in self._entries() if (c := read_name(entry)) and (entry / _MARKS[c.kind]).is_file()]
+    def list_complete(self) -> list[Checkpoint]:
+        """Return the marked checkpoints, newest first; of the same step, the sharded one first."""
+        found = [c for entry in self._entries() if (c := _parse_name(entry)) and (entry / _MARKERS[c.kind]).is_file()]
         return sorted(found, key=lambda c: (-c.step, c.kind != "sharded"))
 
     def sweep(self) -> list[str]:
-        """Remove what runs that were killed left behind: hidden and unmarked directories. Their names."""
-        reached("sweep", self.root.name)
+        """Delete hidden and unmarked directories that killed runs left; returns their names."""
+        fire("sweep", self.root.name)
         swept: list[str] = []
         for entry in self._entries():
-            checkpoint = read_name(entry)
-            is_left = entry.name.startswith(".") or (checkpoint and not (entry / _MARKS[checkpoint.kind]).is_file())
+            checkpoint = _parse_name(entry)
+            is_left = entry.name.startswith(".") or (checkpoint and not (entry / _MARKERS[checkpoint.kind]).is_file())
             if is_left and entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
                 swept.append(entry.name)
@@ -130,70 +126,64 @@ class CheckpointStore:
         return swept
 
     def prune(self) -> list[str]:
-        """Remove old checkpoints of each kind beyond the newest ``keep_last`` and every nth; names of what went.
+        """Delete checkpoints that are no longer kept; returns their names.
 
-        The targets of ``final`` and ``best`` stay, and so does the newest of each kind whatever is asked for.
+        Of each kind the newest ``keep_last`` are kept, and at least one; so are multiples of ``keep_every_n_steps`` and
+        the targets of ``final`` and ``best``.
         """
         linked = [(self.root / name).resolve() for name in ("final", "best")]
-        removed: list[str] = []
+        pruned: list[str] = []
         for kind in _PREFIXES:
-            mine = [c for c in self.complete() if c.kind == kind]
-            for checkpoint in mine[max(1, self.keep_last) :]:
-                is_nth = self.keep_every_n_steps and checkpoint.step % self.keep_every_n_steps == 0
-                if is_nth or checkpoint.path.resolve() in linked:
+            of_kind = [c for c in self.list_complete() if c.kind == kind]
+            for checkpoint in of_kind[max(1, self.keep_last) :]:
+                is_multiple = self.keep_every_n_steps and checkpoint.step % self.keep_every_n_steps == 0
+                if is_multiple or checkpoint.path.resolve() in linked:
                     continue
-                reached("prune", checkpoint.path.name)
-                doomed = self._doomed(checkpoint.path)
-                checkpoint.path.rename(doomed)  # so that a kill half-way leaves nothing that looks complete
-                shutil.rmtree(doomed, ignore_errors=True)
-                removed.append(checkpoint.path.name)
-        return removed
+                fire("prune", checkpoint.path.name)
+                removed = self._removal_path(checkpoint.path)
+                checkpoint.path.rename(removed)  # a kill during deletion leaves nothing that looks complete
+                shutil.rmtree(removed, ignore_errors=True)
+                pruned.append(checkpoint.path.name)
+        return pruned
 
     def _entries(self) -> list[Path]:
         return sorted(self.root.iterdir()) if self.root.is_dir() else []
 
-    def _doomed(self, path: Path) -> Path:
-        doomed = path.with_name(f".{path.name}.removed")
-        shutil.rmtree(doomed, ignore_errors=True)
-        return doomed
-
-
-def read_name(path: Path) -> Checkpoint | None:
-    """The checkpoint that a directory's name speaks of; None where it is no checkpoint's."""
-    match = _NAME.fullmatch(path.name)
-    if match is None or not path.is_dir():
-        return None
-    return Checkpoint(path, "elastic" if match[1] else "sharded", int(match[2]))
+    def _removal_path(self, path: Path) -> Path:
+        removed = path.with_name(f".{path.name}.removed")
+        shutil.rmtree(removed, ignore_errors=True)
+        return removed
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The published checkpoint in a directory that a user named; ``final`` and other links are followed.
+    """Return the published checkpoint in a directory that a user named; links such as ``final`` are followed.
 
     Raises:
-        CheckpointError: none is there, or it is not complete.
+        CheckpointError: the directory is missing, is not a checkpoint, or is incomplete.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory. Name a checkpoint, such as RUN/checkpoints/checkpoint-500.")
-    checkpoint = read_name(path.resolve())
+    checkpoint = _parse_name(path.resolve())
     if checkpoint is None:
         raise CheckpointError(f"{path}: not a checkpoint. Name one, such as RUN/checkpoints/checkpoint-500.")
-    if not (checkpoint.path / _MARKS[checkpoint.kind]).is_file():
+    if not (checkpoint.path / _MARKERS[checkpoint.kind]).is_file():
         raise CheckpointError(
-            f"{path}: lacks {_MARKS[checkpoint.kind]}, so it was not written to its end. Use an older one."
+            f"{path}: incomplete: {_MARKERS[checkpoint.kind]}, which is written last, is missing. "
+            "Use an older checkpoint."
         )
     return checkpoint
 
 
 def read_manifest(checkpoint: Checkpoint) -> Mapping[str, FileRecord]:
-    """The files of a checkpoint by name.
+    """Return the manifest entries of a checkpoint by file name.
 
     Raises:
         CheckpointError: the manifest is missing, damaged, or names files outside of the checkpoint.
     """
-    file, mark = checkpoint.path / MANIFEST, checkpoint.path / _MARKS[checkpoint.kind]
+    file, marker = checkpoint.path / MANIFEST, checkpoint.path / _MARKERS[checkpoint.kind]
     try:
-        if mark.read_text(encoding="utf-8") != checksum(file):
-            raise CheckpointError(f"{file}: damaged: its checksum is not the one in {mark.name}.")
+        if marker.read_text(encoding="utf-8") != checksum(file):
+            raise CheckpointError(f"{file}: damaged: its checksum differs from the one in {marker.name}.")
         listed = json.loads(file.read_text(encoding="utf-8"))["files"]
         records = {name: FileRecord(name, int(of["bytes"]), str(of["xxh3_128"])) for name, of in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -206,10 +196,10 @@ def read_manifest(checkpoint: Checkpoint) -> Mapping[str, FileRecord]:
 
 
 def verify(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> None:
-    """Hold this rank's share of a checkpoint's files to the manifest.
+    """Check this rank's share of a checkpoint's files against the manifest.
 
     Raises:
-        CheckpointError: a file is missing, cut or altered; the first such file is named.
+        CheckpointError: a file is missing, truncated or altered; the first such file is named.
     """
     records = read_manifest(checkpoint)
     for record in sorted(records.values(), key=lambda r: (-r.num_bytes, r.name))[rank::world_size]:
@@ -217,8 +207,15 @@ def verify(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> None:
         try:
             num_bytes = file.stat().st_size
             if num_bytes != record.num_bytes:
-                raise CheckpointError(f"{file}: damaged: {num_bytes:,} bytes instead of {record.num_bytes:,}.")
+                raise CheckpointError(f"{file}: damaged: {num_bytes:,} bytes, expected {record.num_bytes:,}.")
             if checksum(file) != record.checksum:
-                raise CheckpointError(f"{file}: damaged: its checksum is not the manifest's.")
+                raise CheckpointError(f"{file}: damaged: its checksum differs from the manifest's.")
         except OSError as error:
             raise CheckpointError(f"{file}: damaged: cannot be read ({error.strerror}).") from None
+
+
+def _parse_name(path: Path) -> Checkpoint | None:
+    match = _NAME.fullmatch(path.name)
+    if match is None or not path.is_dir():
+        return None
+    return Checkpoint(path, "elastic" if match[1] else "sharded", int(match[2]))

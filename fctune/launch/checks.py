@@ -22,7 +22,7 @@ from fctune.planner.memory import MemoryModel
 from fctune.planner.models import find_architecture, shape_model
 from fctune.planner.storage import plan_storage
 from fctune.telemetry.device import read_device
-from fctune.training.run_directory import versions
+from fctune.training.run_directory import installed_versions
 
 _GIB = 2**30
 
@@ -187,7 +187,7 @@ def check_head(config: RunConfig, mounts: Mounts, environment: Mapping[str, str]
 
 def describe_node() -> dict[str, Any]:
     """Host name, and the versions that must be the same on all nodes."""
-    return {"host": socket.gethostname(), "versions": versions() | {"source of fctune": _digest_source()}}
+    return {"host": socket.gethostname(), "versions": installed_versions() | {"source of fctune": _digest_source()}}
 
 
 def _digest_source() -> str:

@@ -1,31 +1,34 @@
-"""From a command line to a recipe that runs, and from whatever ends it to one report and an exit code."""
+"""Running a recipe from a command line: opening the run, reporting how it ended, and the exit code."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
+import secrets
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fctune import distributed
+from fctune.checkpoint.resume import Resume, choose_checkpoint
+from fctune.checkpoint.store import CheckpointStore
+from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
 from fctune.distributed import USER_ERRORS, World
 from fctune.errors import ConfigError, DataError
-from fctune.models.run_config import load_run_config
 from fctune.runs.record import read_run
 from fctune.runs.success import format_criteria, judge_run
 from fctune.telemetry.device import describe_device, total_memory
+from fctune.training.callbacks.stop import STOPPED, Stopped, StopRequest
 from fctune.training.loop import NonFiniteError
 from fctune.training.out_of_memory import is_out_of_memory
-from fctune.training.preemption import STOPPED, Stopped, StopRequest
-from fctune.training.run import Run, open_run
 from fctune.training.run_directory import RunDirectory
 
 logger = logging.getLogger("fctune")
@@ -34,33 +37,49 @@ _USAGE = "tune run recipes/<recipe> --config FILE [key=value ...]"
 
 
 class Recipe(Protocol):
-    """What the entry needs of a recipe: torchtune's recipe interface, as far as it is called."""
+    """The methods of torchtune's recipe interface that are called here."""
 
     step: int  # optimizer steps taken
 
     def setup(self) -> None:
-        """Everything before the first step."""
+        """Prepare everything before the first step."""
 
     def train(self) -> None:
-        """All steps."""
+        """Take all steps."""
 
     def save_checkpoint(self) -> None:
-        """What is kept at the end."""
+        """Save the last state and write the exports."""
 
     def suggest_less_memory(self) -> str:
-        """What to change where memory was too little."""
+        """Return settings that need less memory."""
 
     def cleanup(self) -> None:
-        """Let go of files, threads and signals; called however the run ended, unless by a defect."""
+        """Release files, threads and signal handlers; not called after a crash."""
+
+
+@dataclass(slots=True)
+class Run:
+    """Where a recipe writes, what it resumes from, and requests to stop it."""
+
+    directory: RunDirectory
+    store: CheckpointStore
+    request: StopRequest
+    resume: Resume | None
+
+    def newest_checkpoint(self) -> Path | None:
+        """Return the checkpoint that a re-run would resume from."""
+        complete = self.store.list_complete()
+        return complete[0].path if complete else None
 
 
 def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[str]) -> int:
-    """Run a recipe to its end; returns the exit code.
+    """Run a recipe and return the exit code.
 
-    0 done, 1 the run failed, 2 wrong usage, config or data, 75 asked to stop and saved: run the same command to go on.
+    0: completed; 1: failed; 2: wrong usage, config or data; 75: stopped on request and saved, so that re-running the
+    same command resumes it.
 
-    A user's error is agreed on by all ranks and reported once, by rank 0; any other error is a traceback of the rank
-    that met it. Either way ``exit.json`` says why the run ended.
+    All ranks agree on a user's error, and rank 0 reports it once; any other error is a traceback of the rank that
+    raised it. In every case ``exit.json`` records why the run ended.
     """
     world = distributed.init_distributed()
     _start_logging(world)
@@ -68,10 +87,10 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
     recipe: Recipe | None = None
     checkpoint: Path | None = None
     try:
-        config = distributed.run_on_all_ranks(lambda: load_run_config(*read_command_line(argv, _USAGE)))
-        run = open_run(config, world, lambda directory: _hear_requests(directory, world))
+        config = distributed.run_on_all_ranks(lambda: load_config(*read_command_line(argv, _USAGE)))
+        run = open_run(config, world)
         if world.is_main:
-            _describe_start(run.directory, world, argv)
+            _record_start(run.directory, world, argv)
         recipe = make(config, world, run)
         recipe.setup()
         recipe.train()
@@ -83,16 +102,11 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
         code, reason = 1, str(error)
     except Stopped as stopped:
         code, reason, checkpoint = STOPPED, str(stopped), stopped.checkpoint
-    except Exception as error:  # a defect, ours or a library's: other ranks may be waiting in a collective
+    except Exception as error:  # a bug, here or in a library: other ranks may be waiting in a collective
         traceback.print_exc()
-        get_error_handler().record_exception(error)  # for the launcher, which reports the first rank's that failed
+        get_error_handler().record_exception(error)  # for the launcher, which reports the first rank to fail
         if run is not None:
-            reason = f"rank {world.rank}: {type(error).__name__}: {error}"
-            if recipe is not None and is_out_of_memory(error):
-                reason += f"\n{recipe.suggest_less_memory()}"
-                print(f"\n{reason}\n", file=sys.stderr, flush=True)
-            run.directory.finish(1, reason, recipe.step if recipe else 0, run.newest_checkpoint(), True)
-            run.directory.unlock()
+            _record_crash(run, recipe, world, error)
         return 1
     if recipe is not None:
         recipe.cleanup()
@@ -101,44 +115,53 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
             print(f"\n{reason}\n", file=sys.stderr, flush=True)
         if run is not None:
             run.directory.finish(code, reason, recipe.step if recipe else 0, checkpoint or run.newest_checkpoint())
-            _describe_end(run.directory, has_thresholds=code == 0 and config.success is not None)
+            _record_end(run.directory, is_judged=code == 0 and config.success is not None)
             run.directory.unlock()
     distributed.shutdown_distributed()
     return code
 
 
-def _describe_start(directory: RunDirectory, world: World, argv: Sequence[str]) -> None:
-    """The command and the device into run.json."""
-    memory = total_memory(world.device, world.ranks_per_node) / 2**30 if world.device.type == "cuda" else None
-    device = describe_device(world.device)
-    directory.describe(command=[sys.argv[0], *argv], device=device, device_memory_gib=memory)
+def open_run(config: RunConfig, world: World) -> Run:
+    """Resume the run in the output directory if it has checkpoints; otherwise start one. Every rank calls it.
 
+    Raises:
+        ConfigError: the directory cannot be written, is in use by another run, or is not shared by all nodes.
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
+    directory = RunDirectory(config.output_dir)
 
-def _describe_end(directory: RunDirectory, has_thresholds: bool) -> None:
-    """When the run ended, into run.json; where thresholds are asked for, also whether it reached them."""
-    try:
-        directory.describe(finished_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
-    except OSError as error:
-        logger.error("%s: when the run ended is not in it (%s)", directory.path / "run.json", error.strerror)
-        return
-    if not has_thresholds:  # reading all metrics again is not free
-        return
-    try:
-        record = read_run(directory.path)
-    except DataError as error:
-        logger.warning("success: not judged: %s", error)
-        return
-    judged = judge_run(record)
-    directory.describe(success=[asdict(one) for one in judged])
-    for line in format_criteria(judged):
-        logger.info("success: %s", line)
+    def on_exit(reason: str) -> None:
+        if world.is_main:
+            directory.finish(STOPPED, reason, 0)
+
+    request = StopRequest(directory.stop_file if world.is_main else None, on_exit)
+    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_every_n_steps)
+    resume = choose_checkpoint(config.resume, store, world)
+    is_own = resume is not None and resume.checkpoint.path.resolve().is_relative_to(store.root.resolve())
+
+    def start() -> tuple[Path | None, list[str]]:
+        directory.lock()
+        if resume is not None and is_own:
+            directory.resume(config, world.world_size, resume.checkpoint.step, resume.checkpoint.path, resume.damaged)
+            return None, store.sweep()
+        return directory.start(config, world.world_size), []
+
+    moved, swept = distributed.run_on_rank_0(start)
+    _check_shared(directory.path, world)
+    if moved is not None:
+        logger.info("%s held an earlier run, which was moved to %s", directory.path, moved)
+    if swept:
+        logger.info("checkpoints: deleted the incomplete ones of an earlier run: %s", ", ".join(swept))
+    if resume is not None:
+        logger.info("resuming from %s, after step %d", resume.checkpoint.path, resume.checkpoint.step)
+    return Run(directory, store, request, resume)
 
 
 def read_command_line(argv: Sequence[str], usage: str) -> tuple[Path, list[str]]:
-    """The config's file and the overrides that a recipe is called with.
+    """Return the config file and the overrides of a recipe's command line.
 
     Raises:
-        ConfigError: no config, or a flag that is none.
+        ConfigError: no config is named, or a flag is malformed.
     """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--config")
@@ -147,22 +170,76 @@ def read_command_line(argv: Sequence[str], usage: str) -> tuple[Path, list[str]]
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}. Usage: {usage}") from None
     if known.config is None:
-        raise ConfigError(f"no config. Usage: {usage}")
+        raise ConfigError(f"--config is missing. Usage: {usage}")
     return Path(known.config), overrides
 
 
-def _hear_requests(directory: RunDirectory, world: World) -> StopRequest:
-    def leave(reason: str) -> None:
-        if world.is_main:
-            directory.finish(STOPPED, reason, 0)
-
-    return StopRequest(directory.stop_file if world.is_main else None, leave)
-
-
 def _start_logging(world: World) -> None:
-    """Rank 0 speaks; the others only of warnings."""
+    """Log everything on rank 0 and only warnings on other ranks."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO if world.is_main else logging.WARNING)
+
+
+def _record_start(directory: RunDirectory, world: World, argv: Sequence[str]) -> None:
+    memory_gib = total_memory(world.device, world.ranks_per_node) / 2**30 if world.device.type == "cuda" else None
+    device = describe_device(world.device)
+    directory.describe(command=[sys.argv[0], *argv], device=device, device_memory_gib=memory_gib)
+
+
+def _record_crash(run: Run, recipe: Recipe | None, world: World, error: Exception) -> None:
+    reason = f"rank {world.rank}: {type(error).__name__}: {error}"
+    if recipe is not None and is_out_of_memory(error):
+        reason += f"\n{recipe.suggest_less_memory()}"
+        print(f"\n{reason}\n", file=sys.stderr, flush=True)
+    run.directory.finish(1, reason, recipe.step if recipe else 0, run.newest_checkpoint(), is_crash=True)
+    run.directory.unlock()
+
+
+def _record_end(directory: RunDirectory, is_judged: bool) -> None:
+    """Record in run.json when the run ended and, if success criteria are configured, which of them it met."""
+    try:
+        directory.describe(finished_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+    except OSError as error:
+        logger.error("%s: finished_at cannot be written (%s)", directory.path / "run.json", error.strerror)
+        return
+    if not is_judged:  # reading all metrics again takes time
+        return
+    try:
+        record = read_run(directory.path)
+    except DataError as error:
+        logger.warning("success: not judged: %s", error)
+        return
+    criteria = judge_run(record)
+    directory.describe(success=[asdict(criterion) for criterion in criteria])
+    for line in format_criteria(criteria):
+        logger.info("success: %s", line)
+
+
+def _check_shared(path: Path, world: World) -> None:
+    """Check that every node sees the directory that rank 0 writes to."""
+    name = distributed.run_on_rank_0(lambda: _create_probe(path))
+
+    def check() -> None:
+        if not (path / name).exists():
+            raise ConfigError(
+                f"output_dir={path}: rank {world.rank} on {os.uname().nodename} does not see what rank 0 writes there. "
+                "Use a directory that all nodes share."
+            )
+
+    try:
+        distributed.run_on_all_ranks(check)
+    finally:
+        if world.is_main:
+            (path / name).unlink(missing_ok=True)
+
+
+def _create_probe(path: Path) -> str:
+    name = f".probe-{secrets.token_hex(4)}"
+    try:
+        (path / name).touch()
+    except OSError as error:
+        raise ConfigError(f"output_dir={path}: cannot be written ({error.strerror}).") from None
+    return name

@@ -1,16 +1,12 @@
-"""The training loop: the order of things. What a step computes is in ``step``."""
+"""The training loop. One optimizer step is computed in ``step``; what happens around it is in ``callbacks``."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
-
+from fctune.checkpoint.fault_hooks import fire
+from fctune.checkpoint.state import TrainState
 from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet
@@ -18,55 +14,22 @@ from fctune.distributed import World
 from fctune.errors import ConfigError, DataError
 from fctune.models.torchtune.build import CausalLM
 from fctune.telemetry.sinks import SinkGroup
+from fctune.training.callbacks.base import Callback
 from fctune.training.meter import Meter
-from fctune.training.prefetch import Feeder
+from fctune.training.prefetch import Prefetcher
 from fctune.training.step import StepResult, mean_loss, train_step
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient norm of a step is not finite, on all ranks alike; the weights are those before it."""
-
-
-@dataclass(slots=True)
-class TrainState:
-    """All that a step changes."""
-
-    model: CausalLM
-    optimizer: Optimizer
-    scheduler: LambdaLR
-    step: int = 0
-    num_tokens: int = 0  # real ones, over all ranks, since the run began
-
-
-class StepKeeper:
-    """What the loop tells where it is; this one does nothing of it. ``fctune.training.keeper`` saves and stops."""
-
-    def step(self) -> AbstractContextManager[None]:
-        """Around the part of a step that must not hang."""
-        return nullcontext()
-
-    def before_update(self) -> None:
-        """The weights are about to change."""
-
-    def take_costs(self) -> Mapping[str, float]:
-        """What saves took since this was last asked, by metric."""
-        return {}
-
-    def measure(self, step: int, is_last: bool) -> dict[str, Any]:
-        """A step is taken; what is to stand in its metrics beside what the loop knows."""
-        return {}
-
-    def after_step(self, step: int, is_last: bool) -> bool:
-        """The metrics of a step are written; whether to go on."""
-        return True
+    """The loss or gradient norm of a step is NaN or infinite; the weights are those before the step, on every rank."""
 
 
 def count_steps(config: RunConfig, prepared: PreparedSet, world: World) -> int:
-    """Optimizer steps of the run.
+    """Return the number of optimizer steps of the run.
 
     Raises:
-        DataError: fewer packs than ranks, so that some would have nothing to do in any step.
-        ConfigError: fewer packs in a step than ranks.
+        DataError: fewer packs than ranks, so that some ranks would never have data.
+        ConfigError: a global batch has fewer packs than there are ranks.
     """
     num_packs = prepared.num_packs("train")
     if num_packs < world.world_size:
@@ -90,26 +53,44 @@ def train(
     num_steps: int,
     world: World,
     sinks: SinkGroup,
-    keeper: StepKeeper | None = None,
+    callbacks: Sequence[Callback] = (),
     gpu_hours: float = 0.0,
 ) -> None:
-    """Take the run from ``state.step`` to ``num_steps``, in place; ``gpu_hours`` are those it took before.
+    """Train from ``state.step`` to ``num_steps``, in place, or until a callback ends training.
+
+    Args:
+        config: of the run.
+        state: what training changes.
+        prepared: training and validation data.
+        num_steps: last optimizer step.
+        world: this rank.
+        sinks: receive the metrics of each step.
+        callbacks: hooks, called in this order; see ``Callback``.
+        gpu_hours: of the run before this process started.
 
     Raises:
         NonFiniteError: a step was not finite and ``on_nonfinite`` is stop.
     """
-    keeper = keeper or StepKeeper()
     loader = GlobalLoader(prepared, "train", config.global_batch_size, config.seed, pad_to=config.data.pad_to)
     state.model.train()
-    nonfinite_in_row = 0
-    feeder = Feeder(loader, world, config.micro_batch_size, state.model.kernel, num_steps)
-    with feeder, Meter(config, state.model, world, gpu_hours) as meter:
+    num_nonfinite = 0  # in a row
+    prefetcher = Prefetcher(loader, world, config.micro_batch_size, state.model.kernel, num_steps)
+    with prefetcher, Meter(config, state.model, world, gpu_hours) as meter:
         while state.step < num_steps:
             started = time.perf_counter()
-            data = feeder.take(state.step + 1)
-            step, waited = data.step, time.perf_counter() - started
+            data = prefetcher.take(state.step + 1)
+            step, is_last, wait_s = data.step.step, data.step.step == num_steps, time.perf_counter() - started
             lr = float(state.scheduler.get_last_lr()[0])
-            with meter.step(step.step), keeper.step():
+            for callback in callbacks:
+                callback.on_step_start(step)
+            fire("step", str(step))
+
+            def before_update(step: int = step) -> None:
+                fire("update", str(step))
+                for callback in callbacks:
+                    callback.before_optimizer_update(step)
+
+            with meter.profile(step):
                 result = train_step(
                     state.model,
                     state.optimizer,
@@ -117,45 +98,50 @@ def train(
                     world,
                     clip_grad_norm=config.clip_grad_norm,
                     clock=meter.clock,
-                    before_update=keeper.before_update,
+                    before_update=before_update,
                 )
+            for callback in callbacks:
+                callback.after_optimizer_update(step)
             state.scheduler.step()
-            state.step = step.step
+            state.step = step
             state.num_tokens += result.num_tokens
-            elapsed = time.perf_counter() - started
-            metrics = meter.describe(data, result, lr, waited, elapsed, keeper.take_costs())
-            if _is_validation_due(config, prepared, step.step, num_steps):
+            elapsed_s = time.perf_counter() - started
+            costs = {name: seconds for callback in callbacks for name, seconds in callback.step_costs().items()}
+            metrics = meter.measure(data, result, lr, wait_s, elapsed_s, costs)
+            if _is_validation_due(config, prepared, step, is_last):
                 started = time.perf_counter()
                 metrics["validation_loss"] = validation_loss(config, state.model, prepared, world)
                 metrics["validation_time_s"] = time.perf_counter() - started
-            metrics |= keeper.measure(step.step, step.step == num_steps)
+            for callback in callbacks:
+                metrics |= callback.measure(step, is_last)
             sinks.write(metrics)
-            nonfinite_in_row = 0 if result.is_applied else nonfinite_in_row + 1
-            if nonfinite_in_row:
-                _stop_at_nonfinite(config, step.step, result, nonfinite_in_row)
-            if not keeper.after_step(step.step, step.step == num_steps):
+            num_nonfinite = 0 if result.is_applied else num_nonfinite + 1
+            if num_nonfinite:
+                _check_nonfinite(config, step, result, num_nonfinite)
+            should_stop = [callback.on_step_end(step, is_last) for callback in callbacks]
+            if any(should_stop):
                 break
 
 
 def validation_loss(config: RunConfig, model: CausalLM, prepared: PreparedSet, world: World) -> float:
-    """Weighted mean loss over the validation split; the same at any world size."""
+    """Return the weighted mean loss over the validation split; independent of the world size."""
     num_packs = prepared.num_packs("validation")
     loader = GlobalLoader(prepared, "validation", num_packs, config.seed, is_shuffled=False)
     batches = loader.micro_batches(loader.step_at(1), world.rank, world.world_size, config.micro_batch_size)
     return mean_loss(model, batches, world)
 
 
-def _is_validation_due(config: RunConfig, prepared: PreparedSet, step: int, num_steps: int) -> bool:
+def _is_validation_due(config: RunConfig, prepared: PreparedSet, step: int, is_last: bool) -> bool:
     every = config.validation.every_n_steps
-    return bool(every and prepared.num_packs("validation") and (step % every == 0 or step == num_steps))
+    return bool(every and prepared.num_packs("validation") and (step % every == 0 or is_last))
 
 
-def _stop_at_nonfinite(config: RunConfig, step: int, result: StepResult, in_row: int) -> None:
-    if config.on_nonfinite == "skip" and in_row < config.max_nonfinite:
+def _check_nonfinite(config: RunConfig, step: int, result: StepResult, num_in_row: int) -> None:
+    if config.on_nonfinite == "skip" and num_in_row < config.max_nonfinite:
         return
-    remedy = "set on_nonfinite=skip to leave such steps out"
+    remedy = "set on_nonfinite=skip to skip such steps"
     if config.on_nonfinite == "skip":
-        remedy = f"look at the data: {in_row} steps in a row were so (max_nonfinite)"
+        remedy = f"check the data: {num_in_row} steps in a row were not finite (limit: max_nonfinite)"
     raise NonFiniteError(
         f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite, stopped before the update. "
         f"Lower optimizer.lr, or {remedy}."

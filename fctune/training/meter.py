@@ -1,4 +1,4 @@
-"""What is measured of each step: by this rank alone, and every now and then by all ranks together."""
+"""Metrics of a step: from this rank at every step, and from all ranks at every ``log_every_n_steps``."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ logger = logging.getLogger("fctune")
 
 
 class Meter:
-    """Turns what a step was into its metrics. Every rank calls it at the same step.
+    """Computes the metrics of each step. Every rank calls it at the same step.
 
     Args:
         config: of the run.
-        model: that is trained.
+        model: being trained.
         world: this rank.
-        gpu_hours: that the run had taken before this process began.
+        gpu_hours: of the run before this process started.
     """
 
     def __init__(self, config: RunConfig, model: CausalLM, world: World, gpu_hours: float = 0.0):
@@ -57,18 +57,18 @@ class Meter:
         self._peak_tflops = peak_tflops(world.device)
         self._spikes, self._times = SpikeDetector(), StepTimeStats()
         self._gpu_hours, self._began = gpu_hours, time.monotonic()
-        self._data_s = self._save_wait_s = 0.0  # since ranks last told one another
+        self._data_s = self._save_wait_s = 0.0  # since ranks last exchanged them
         self._profiler = StepProfiler(config.profile, Path(config.output_dir), world.rank, world.device)
         if config.profile is not None and world.is_main and max(config.profile.ranks) >= world.world_size:
             logger.warning(
-                "profile.ranks=%s: of %d ranks the last is %d",
+                "profile.ranks=%s: this run has %d ranks, 0 to %d; the others are ignored",
                 config.profile.ranks,
                 world.world_size,
                 world.world_size - 1,
             )
-        self._probe: DeviceSampler | None = None
+        self._sampler: DeviceSampler | None = None
         if world.device.type == "cuda":
-            self._probe = DeviceSampler(functools.partial(read_device, world.device.index or 0))
+            self._sampler = DeviceSampler(functools.partial(read_device, world.device.index or 0))
 
     def __enter__(self) -> Meter:
         return self
@@ -77,31 +77,31 @@ class Meter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._profiler.close()
-        if self._probe is not None:
-            self._probe.close()
+        if self._sampler is not None:
+            self._sampler.close()
 
-    def step(self, number: int) -> AbstractContextManager[None]:
-        """Around what a step computes: recorded where ``profile`` asks for it."""
-        return self._profiler.step(number)
+    def profile(self, step: int) -> AbstractContextManager[None]:
+        """Return a context that profiles the computation of a step, if ``profile`` covers it."""
+        return self._profiler.step(step)
 
-    def describe(
+    def measure(
         self,
         data: StepData,
         result: StepResult,
         lr: float,
-        waited_s: float,
+        wait_s: float,
         elapsed_s: float,
-        saves: Mapping[str, float],
+        costs: Mapping[str, float],
     ) -> dict[str, Any]:
-        """The metrics of a step that was taken.
+        """Return the metrics of a step.
 
         Args:
-            data: that it was taken on.
-            result: of it.
-            lr: that it was taken with.
-            waited_s: for its data.
-            elapsed_s: from asking for its data to the end of its update.
-            saves: what saves took, by metric.
+            data: of the step.
+            result: of the step.
+            lr: learning rate of the update.
+            wait_s: wait for the data.
+            elapsed_s: from requesting the data to the end of the update.
+            costs: seconds spent by callbacks, by metric.
         """
         step = data.step
         metrics: dict[str, Any] = {
@@ -117,51 +117,51 @@ class Meter:
             "step": step.step,
             "epoch": step.epoch,
             "data_digest": step.data_digest,
-            "data_time_s": waited_s,
-            **saves,
+            "data_time_s": wait_s,
+            **costs,
         }
         if not result.is_applied:
             metrics["is_skipped"] = True
         elif self._spikes.is_spike(result.loss):
             metrics["is_spike"] = True
-        metrics |= self._describe_work(result, data.totals, elapsed_s)
+        metrics |= self._measure_work(result, data.totals, elapsed_s)
         self._times.add(elapsed_s)
-        self._data_s += waited_s
-        self._save_wait_s += saves.get("save_wait_s", 0.0)
+        self._data_s += wait_s
+        self._save_wait_s += costs.get("save_wait_s", 0.0)
         if step.step % self._config.log_every_n_steps == 0:
-            metrics |= self._describe_stretch()
+            metrics |= self._aggregate_ranks()
         return metrics
 
-    def _describe_work(self, result: StepResult, totals: StepTotals, elapsed_s: float) -> dict[str, Any]:
+    def _measure_work(self, result: StepResult, totals: StepTotals, elapsed_s: float) -> dict[str, Any]:
         device_s = elapsed_s * self._world.world_size
         model_flops = self._flops.weights(totals.num_tokens) + self._flops.attention(totals.num_pairs)
         hardware_flops = self._flops.hardware(result.num_slots, totals.num_supervised, totals.num_pairs)
-        described: dict[str, Any] = {
+        metrics: dict[str, Any] = {
             "tflops_per_device": model_flops / device_s / 1e12,
             "hardware_tflops_per_device": hardware_flops / device_s / 1e12,
             "peak_memory_gib": peak_memory_gib(self._world.device),
         }
         if self._peak_tflops is not None:
-            described["mfu"] = described["tflops_per_device"] / self._peak_tflops
-        if all(map(math.isfinite, result.compute_s)):  # of the step before, so not in the first
-            described["compute_time_s"] = sum(result.compute_s) / self._world.world_size
-            described |= measure_skew(result.compute_s)
-        return described
+            metrics["mfu"] = metrics["tflops_per_device"] / self._peak_tflops
+        if all(map(math.isfinite, result.compute_s)):  # measured in the step before, so missing in the first
+            metrics["compute_time_s"] = sum(result.compute_s) / self._world.world_size
+            metrics |= measure_skew(result.compute_s)
+        return metrics
 
-    def _describe_stretch(self) -> dict[str, Any]:
-        """What is told every ``log_every_n_steps``: one small collective, and sums over the run."""
-        row = torch.tensor(self._figures().to_row(), dtype=torch.float64)
-        figures = [RankMetrics.from_row(row) for row in distributed.all_gather_rows(row).tolist()]
+    def _aggregate_ranks(self) -> dict[str, Any]:
+        """Return metrics over all ranks, by one small collective, and totals of the run."""
+        row = torch.tensor(self._measure_rank().to_row(), dtype=torch.float64)
+        ranks = [RankMetrics.from_row(row) for row in distributed.all_gather_rows(row).tolist()]
         self._data_s = self._save_wait_s = 0.0
         hours = self._gpu_hours + (time.monotonic() - self._began) / 3600 * self._world.world_size
-        described = {**aggregate_ranks(figures), **self._times.describe(), "gpu_hours": hours}
+        metrics = {**aggregate_ranks(ranks), **self._times.describe(), "gpu_hours": hours}
         if self._config.price_per_gpu_hour is not None:
-            described["cost"] = hours * self._config.price_per_gpu_hour
-        return described
+            metrics["cost"] = hours * self._config.price_per_gpu_hour
+        return metrics
 
-    def _figures(self) -> RankMetrics:
+    def _measure_rank(self) -> RankMetrics:
         device, nan = self._world.device, math.nan
-        use = None if self._probe is None else self._probe.take()
+        use = None if self._sampler is None else self._sampler.take()
         stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
         return RankMetrics(
             data_s=self._data_s,
@@ -177,16 +177,16 @@ class Meter:
 
 
 def count_flops(model: CausalLM, config: RunConfig | None = None) -> FlopCounter:
-    """Counts what the training of a model costs; what is computed again is known from the run's config alone."""
+    """Build the FLOP counter of a model; without a config, no recomputation of activations is assumed."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     base = [p for name, p in model.named_parameters() if not is_adapter(name)]
     a = model.architecture
     head = a.vocab_size * a.embed_dim
-    again, is_whole = 0.0, True
+    recomputed, is_block = 0.0, True
     if config is not None:
         fraction = config.activation_checkpointing.fraction
-        again = int(a.num_layers * fraction + 1e-9) / a.num_layers
-        is_whole = config.activation_checkpointing.policy == "block"
+        recomputed = int(a.num_layers * fraction + 1e-9) / a.num_layers
+        is_block = config.activation_checkpointing.policy == "block"
     return FlopCounter(
         sum(p.numel() for p in base),
         a.num_layers,
@@ -195,6 +195,6 @@ def count_flops(model: CausalLM, config: RunConfig | None = None) -> FlopCounter
         num_head=head,
         num_embedding=0 if a.is_tied else head,
         num_adapter=sum(size for name, size in sizes.items() if is_adapter(name)),
-        recomputed=again if is_whole else again / 2,  # every second product
-        recomputed_attention=again if is_whole else 0.0,
+        recomputed=recomputed if is_block else recomputed / 2,  # policy "op" recomputes every second product
+        recomputed_attention=recomputed if is_block else 0.0,
     )

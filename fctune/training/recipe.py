@@ -1,7 +1,8 @@
-"""The order of a fine-tuning run, once; what differs between recipes is theirs to fill in."""
+"""The order of a fine-tuning run, shared by all recipes; a recipe decides what trains and what is exported."""
 
 from __future__ import annotations
 
+import logging
 import platform
 import time
 from abc import ABC, abstractmethod
@@ -9,51 +10,63 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fctune import distributed
-from fctune.checkpoint.portable import Portable
+from fctune.checkpoint.hf_checkpoint import HFWeights
+from fctune.checkpoint.resume import RunFacts
+from fctune.checkpoint.state import Checkpointer, TrainState
 from fctune.config.schema import RunConfig
+from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet
 from fctune.distributed import World
-from fctune.models.hub import resolve_model_dir
+from fctune.evaluation.live import LiveEvaluation
+from fctune.models.hub import WEIGHT_FILES, digest_model, resolve_model_dir
 from fctune.models.torchtune.build import CausalLM
 from fctune.telemetry.sinks import SinkGroup
-from fctune.training.keeper import Keeper
-from fctune.training.loop import TrainState, count_steps, train
+from fctune.training.callbacks.base import Callback
+from fctune.training.callbacks.checkpoint import CheckpointCallback
+from fctune.training.callbacks.evaluation import EvaluationCallback
+from fctune.training.callbacks.hang_watch import HangWatch
+from fctune.training.callbacks.stop import StopCallback
+from fctune.training.entry import Run
+from fctune.training.loop import count_steps, train
 from fctune.training.out_of_memory import MemorySnapshot, suggest_less_memory
-from fctune.training.run import Run, start_keeping
+from fctune.training.run_directory import installed_versions
 from fctune.training.setup import build_base, open_sinks, plan_parallelism, prepare_data, shard_and_load_, start_state
+
+logger = logging.getLogger("fctune")
 
 
 class FineTuning(ABC):
-    """A run of a recipe: torchtune's recipe interface over the library's loop."""
+    """A fine-tuning run: torchtune's recipe interface over the library's training loop."""
 
     model_dir: Path
     model: CausalLM
     prepared: PreparedSet
     num_steps: int
     sinks: SinkGroup
+    checkpoint: CheckpointCallback
 
     def __init__(self, config: RunConfig, world: World, run: Run):
         self.config, self.world, self.run = config, world, run
         self.model_dir = Path(config.model.path)
         self.state: TrainState | None = None
         self.snapshot: MemorySnapshot | None = None
-        self.keeper: Keeper | None = None
+        self.callbacks: list[Callback] = []
 
     @abstractmethod
     def select_trainable_(self) -> None:
-        """Decide which parameters of the shaped model train, in place."""
+        """Select the trainable parameters of the unsharded, weightless model, in place."""
 
     @abstractmethod
     def init_trainable_(self) -> None:
-        """Give values to what trains and is not of the base, in place."""
+        """Initialize trainable parameters that are not the base's, in place."""
 
     @abstractmethod
-    def portable(self) -> Portable:
-        """The form of what trains in an elastic checkpoint."""
+    def hf_weights(self) -> HFWeights:
+        """Return the Hugging Face form of the trainable weights in elastic checkpoints."""
 
     @abstractmethod
     def exports(self) -> Sequence[Callable[[], None]]:
-        """What writes each thing that is left for others at the end; all ranks call them in turn."""
+        """Return the functions that write the run's exports; every rank calls each in turn."""
 
     @property
     def step(self) -> int:
@@ -61,7 +74,10 @@ class FineTuning(ABC):
         return 0 if self.state is None else self.state.step
 
     def setup(self) -> None:
-        """The model's shape, which costs nothing; the data, where most runs that fail do; then weights into shards."""
+        """Build the model without weights, prepare the data, then load weights into shards and resume.
+
+        Data comes before weights because most runs that fail, fail there.
+        """
         self.model_dir = distributed.run_on_rank_0(lambda: resolve_model_dir(self.config.model.path))
         keeps_history = self.config.profile is not None and self.config.profile.allocations
         self.snapshot = MemorySnapshot(self.run.directory.path, self.world, keeps_history)
@@ -75,35 +91,54 @@ class FineTuning(ABC):
             self.run.directory.describe(num_steps=self.num_steps, data=self.prepared.describe(), hosts=hosts)
         self.load_checkpoint()
         self.state = start_state(self.model, self.config, self.num_steps)
-        self.keeper = start_keeping(
-            self.config,
-            self.run,
-            self.state,
-            self.prepared,
-            self.model_dir,
-            self.num_steps,
-            self.portable(),
-            self.world,
-        )
+        self.start_callbacks(self.state)
         self.sinks = open_sinks(self.config, self.run.directory, self.num_steps, self.world, hosts)
 
     def load_checkpoint(self) -> None:
-        """The base's weights into the shards, and what trains beside them."""
+        """Load the base's weights into shards and initialize the other trainable parameters."""
         shard_and_load_(self.model, self.config, self.model_dir, self.world)
         self.init_trainable_()
 
+    def start_callbacks(self, state: TrainState) -> None:
+        """Restore the state that the run resumes from, in place, and start the callbacks.
+
+        Raises:
+            CheckpointError: the checkpoint was saved by another run.
+            DataError: the data is not that of the run.
+        """
+        config, run, world = self.config, self.run, self.world
+        loader = GlobalLoader(self.prepared, "train", config.global_batch_size, config.seed)
+        base_digest = distributed.run_on_rank_0(lambda: digest_model(self.model_dir, WEIGHT_FILES))
+        facts = RunFacts(config.to_dict(), base_digest, self.num_steps, installed_versions())
+        checkpointer = Checkpointer(state, self.hf_weights(), loader, facts, world)
+        if run.resume is not None:
+            checkpointer.restore_(run.resume)
+
+        def on_hang(reason: str) -> None:
+            run.directory.finish(1, reason, state.step, run.newest_checkpoint(), is_crash=True)
+
+        watch = HangWatch(run.directory.path, world.rank, on_hang, config.step_timeout_s)
+        evaluation = LiveEvaluation(config.eval, self.model_dir, world) if config.eval.every_n_steps else None
+        self.checkpoint = CheckpointCallback(config.checkpoint, checkpointer, run.store, world)
+        self.callbacks = [watch, StopCallback(run.request, self.checkpoint), self.checkpoint]
+        if evaluation is not None:
+            self.callbacks.append(EvaluationCallback(config.eval, evaluation, state))
+        if run.resume is not None and run.resume.state["world_size"] != world.world_size:
+            logger.info("world size: %d then, %d now", run.resume.state["world_size"], world.world_size)
+            self.checkpoint.save("elastic", state.step)
+        run.request.start_training()
+
     def train(self) -> None:
-        """All steps of the run."""
+        """Take all steps of the run."""
         assert self.state is not None
         hours = self.run.directory.gpu_hours()
         with self.sinks:
-            train(self.config, self.state, self.prepared, self.num_steps, self.world, self.sinks, self.keeper, hours)
+            train(self.config, self.state, self.prepared, self.num_steps, self.world, self.sinks, self.callbacks, hours)
 
     def save_checkpoint(self) -> None:
-        """The last checkpoint, and what is left for others."""
-        assert self.keeper is not None
+        """Save the last checkpoint and write the exports."""
         started = time.perf_counter()
-        self.keeper.finish(self.step)
+        self.checkpoint.finish(self.step)
         saved = time.perf_counter()
         for export in self.exports():
             distributed.run_on_all_ranks(export)
@@ -111,10 +146,10 @@ class FineTuning(ABC):
             self.run.directory.describe(closing={"save_s": saved - started, "export_s": time.perf_counter() - saved})
 
     def suggest_less_memory(self) -> str:
-        """What the planner would change where memory was too little."""
+        """Return what the planner would change to need less memory."""
         return suggest_less_memory(self.config, self.model_dir, self.world)
 
     def cleanup(self) -> None:
-        """Wait for a save that still runs."""
-        if self.keeper is not None:
-            self.keeper.close()
+        """Wait for a running save and release threads and signal handlers."""
+        for callback in reversed(self.callbacks):
+            callback.close()

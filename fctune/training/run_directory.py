@@ -1,30 +1,36 @@
-"""What a run leaves in its output directory: run.json, metrics.jsonl, exit.json, checkpoints/, export/."""
+"""The output directory of a run: run.json, metrics.jsonl, exit.json, checkpoints/, export/, and its lock."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.metadata
 import json
 import logging
+import os
 import platform
 import subprocess
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
 from fctune.files import write_atomically
-from fctune.training.lock import DirectoryLock
 
 logger = logging.getLogger("fctune")
 
 _PACKAGES = ("fctune", "torch", "torchtune", "torchao", "transformers", "peft", "safetensors", "tokenizers", "numpy")
 
+# A dead process on this machine frees its lock at once; one on a machine that died, when its lease at the file server
+# expires (90 s, the default of Linux's NFS server).
+_LOCAL_WAIT_S, _REMOTE_WAIT_S = 10.0, 120.0
+
 
 class RunDirectory:
-    """The output directory of one run; rank 0 alone writes to it."""
+    """The output directory of one run; only rank 0 writes to it."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -33,29 +39,29 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """A line a step."""
+        """Metrics file: one JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def export(self) -> Path:
-        """Models for others: ``merged`` and ``adapter``."""
+        """Directory of the exported models, ``merged`` and ``adapter``."""
         return self.path / "export"
 
     @property
     def checkpoints(self) -> Path:
-        """What a run goes on from."""
+        """Directory of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def stop_file(self) -> Path:
-        """Asks the run to save and stop, when someone makes it."""
+        """File whose creation asks the run to save and stop."""
         return self.path / "stop"
 
     def lock(self) -> None:
-        """Keep other runs out until this process ends, however it ends.
+        """Keep other runs out until ``unlock`` or the end of this process.
 
         Raises:
-            ConfigError: another run writes here, or the directory cannot be made.
+            ConfigError: another run holds the lock, or the directory cannot be created.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -64,25 +70,26 @@ class RunDirectory:
             raise self._cannot_write(error) from None
 
     def unlock(self) -> None:
-        """Let other runs in."""
+        """Let other runs use the directory."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def start(self, config: RunConfig, world_size: int) -> Path | None:
-        """Make the directory and write run.json; returns where an earlier run in it was moved, if there was one.
+        """Create the directory and run.json; an earlier run in it is renamed, never overwritten.
 
-        An earlier run is never overwritten: it is renamed beside, with a number.
+        Returns:
+            New path of the earlier run; None if there was none.
 
         Raises:
-            ConfigError: when the directory cannot be made or written.
+            ConfigError: the directory cannot be created or written.
         """
         moved: Path | None = None
         try:
             if (self.path / "run.json").exists():
                 moved, is_locked = self._free_name(), self._lock is not None
                 self.path.rename(moved)
-                if is_locked:  # the lock went with what it stood for
+                if is_locked:  # the lock file moved with the directory
                     self.unlock()
                     self.lock()
             self.path.mkdir(parents=True, exist_ok=True)
@@ -91,19 +98,26 @@ class RunDirectory:
                 "seed": config.seed,
                 "world_size": world_size,
                 "git_revision": _git_revision(),
-                "versions": versions(),
-                "started_at": _now(),
+                "versions": installed_versions(),
+                "started_at": _format_time(datetime.now(UTC)),
             }
             self._write("run.json", self._run)
         except OSError as error:
             raise self._cannot_write(error) from None
         return moved
 
-    def go_on(self, config: RunConfig, world_size: int, step: int, checkpoint: Path, damaged: Sequence[str]) -> None:
-        """Take up the run that is here after ``step``: run.json says so, and metrics.jsonl forgets the steps beyond.
+    def resume(self, config: RunConfig, world_size: int, step: int, checkpoint: Path, damaged: Sequence[str]) -> None:
+        """Continue the run in this directory after ``step``: extend run.json and drop metrics of later steps.
+
+        Args:
+            config: of this restart.
+            world_size: of this restart.
+            step: of the checkpoint.
+            checkpoint: that is resumed from.
+            damaged: problems of newer checkpoints that could not be used.
 
         Raises:
-            ConfigError: when the directory cannot be written.
+            ConfigError: the directory cannot be read or written.
         """
         try:
             if (self.path / "run.json").exists():
@@ -113,80 +127,76 @@ class RunDirectory:
                 "checkpoint": str(checkpoint),
                 "not_used": list(damaged),
                 "world_size": world_size,
-                "at": _now(),
-                "before": self._describe_part(),
+                "at": _format_time(datetime.now(UTC)),
+                "before": self._describe_segment(),
             }
-            for key in ("closing", "finished_at", "success"):  # of an end that was none
+            for key in ("closing", "finished_at", "success"):  # the run continues after all
                 self._run.pop(key, None)
-            self._run |= {"config": config.to_dict(), "world_size": world_size, "versions": versions()}
+            self._run |= {"config": config.to_dict(), "world_size": world_size, "versions": installed_versions()}
             self._run["resumed"] = [*self._run.get("resumed", []), resumed]
             self._write("run.json", self._run)
             for file in (self.metrics, self.path / "alerts.jsonl"):
-                _forget_steps_after(file, step)
+                _drop_steps_after(file, step)
             for name in ("exit.json", "stop"):
                 (self.path / name).unlink(missing_ok=True)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"output_dir={self.path}: the run in it cannot be taken up ({error}).") from None
+            raise ConfigError(f"output_dir={self.path}: the run in it cannot be resumed ({error}).") from None
+
+    def describe(self, **details: Any) -> None:
+        """Add details to run.json that are known only after the start."""
+        self._run |= details
+        self._write("run.json", self._run)
+
+    def finish(self, code: int, reason: str, step: int, checkpoint: Path | None = None, is_crash: bool = False) -> None:
+        """Write exit.json: why the run ended, since torchrun turns every exit code into 1.
+
+        A crash is recorded by the rank that it happened on, unless exit.json exists: the first crash is the cause, and
+        other ranks fail because of it.
+        """
+        file = self.path / "exit.json"
+        if not self.path.is_dir() or (is_crash and file.exists()):
+            return
+        shown = None if checkpoint is None else str(checkpoint)
+        try:
+            self._write(file.name, {"code": code, "reason": reason, "step": step, "checkpoint": shown})
+        except OSError as error:  # probably a full disk; the reason was printed, and the exit code is unaffected
+            logger.error("%s: cannot be written (%s)", file, error.strerror)
 
     def gpu_hours(self) -> float:
-        """Hours of all ranks until now, over restarts; the time between them, when nothing ran, is left out."""
+        """Return the hours of all ranks so far, over restarts, without the time between them."""
         resumed = self._run.get("resumed", [])
         befores = [one.get("before") or {} for one in resumed]
         starts = [self._run.get("started_at"), *(one["at"] for one in resumed)]
-        ends = [*(before.get("until") for before in befores), _now()]
+        ends = [*(before.get("until") for before in befores), _format_time(datetime.now(UTC))]
         sizes = [*(before.get("world_size") for before in befores), self._run.get("world_size")]
         seconds = 0.0
         for start, end, size in zip(starts, ends, sizes, strict=True):
             if start and end and size:
-                seconds += (
-                    max(0.0, (datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds()) * size
-                )
+                duration = datetime.fromisoformat(end) - datetime.fromisoformat(start)
+                seconds += max(0.0, duration.total_seconds()) * size
         return seconds / 3600
 
-    def _describe_part(self) -> dict[str, Any]:
-        """What is known of the part of a run that is to be gone on from: its ranks, when and how it ended."""
-        part: dict[str, Any] = {"world_size": self._run.get("world_size"), "until": None, "exit": None}
+    def _describe_segment(self) -> dict[str, Any]:
+        """Return the ranks of the segment that just ended, and when and how it ended, as far as known."""
+        segment: dict[str, Any] = {"world_size": self._run.get("world_size"), "until": None, "exit": None}
         exit_file = self.path / "exit.json"
         for file in (exit_file, self.metrics):
             if file.exists():
-                part["until"] = _tell(datetime.fromtimestamp(file.stat().st_mtime, UTC))
+                segment["until"] = _format_time(datetime.fromtimestamp(file.stat().st_mtime, UTC))
                 break
         if exit_file.exists():
             try:
                 ended = json.loads(exit_file.read_text(encoding="utf-8"))
-                part["exit"] = {"code": ended["code"], "reason": ended["reason"]}
-            except (ValueError, KeyError, TypeError):  # a note, which no run should fail of
-                part["exit"] = {"code": None, "reason": "exit.json cannot be read"}
-        return part
-
-    def describe(self, **details: Any) -> None:
-        """Add to run.json what is known only after the start."""
-        self._run |= details
-        self._write("run.json", self._run)
+                segment["exit"] = {"code": ended["code"], "reason": ended["reason"]}
+            except (ValueError, KeyError, TypeError):  # informative only, so no reason to fail
+                segment["exit"] = {"code": None, "reason": "exit.json cannot be read"}
+        return segment
 
     def _free_name(self) -> Path:
         number = 1
         while (path := self.path.with_name(f"{self.path.name}.{number}")).exists():
             number += 1
         return path
-
-    def finish(
-        self, code: int, reason: str, step: int, checkpoint: Path | None = None, is_defect: bool = False
-    ) -> None:
-        """Write exit.json: why the run ended, since torchrun turns every exit code into 1.
-
-        A defect is written by the rank that met it, unless there is a word already: what follows a rank's end on the
-        others is not why the run ended.
-        """
-        if is_defect and (self.path / "exit.json").exists():
-            return
-        shown = None if checkpoint is None else str(checkpoint)
-        if not self.path.is_dir():
-            return
-        try:
-            self._write("exit.json", {"code": code, "reason": reason, "step": step, "checkpoint": shown})
-        except OSError as error:  # most likely a full disk; why the run ended was said already, and the code tells it
-            logger.error("%s: cannot be written (%s)", self.path / "exit.json", error.strerror)
 
     def _cannot_write(self, error: OSError) -> ConfigError:
         return ConfigError(
@@ -197,16 +207,85 @@ class RunDirectory:
         write_atomically(self.path / name, json.dumps(value, indent=2) + "\n")
 
 
-def _now() -> str:
-    return _tell(datetime.now(UTC))
+class DirectoryLock:
+    """Lock on ``.lock`` in a directory, held from construction to ``release`` or the end of the process.
+
+    Args:
+        folder: existing directory.
+        wait_s: for a holder that may be dead already; None: 10 s for one on this machine, 120 s for another machine.
+
+    Raises (at construction):
+        ConfigError: another live process holds the lock.
+    """
+
+    def __init__(self, folder: Path, wait_s: float | None = None):
+        self._file: IO[str] = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held until release)
+        try:
+            self._acquire(folder, wait_s)
+        except BaseException:
+            self._file.close()
+            raise
+        holder = {"process": os.getpid(), "host": platform.node(), "since": datetime.now(UTC).isoformat("T", "seconds")}
+        self._file.truncate(0)
+        self._file.write(json.dumps(holder) + "\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        """Release the lock."""
+        self._file.close()
+
+    def _acquire(self, folder: Path, wait_s: float | None) -> None:
+        started, is_logged = time.monotonic(), False
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                holder = self._read_holder()
+            except OSError as error:
+                logger.warning(
+                    "%s: its file system has no locks (%s); make sure that only one run uses it", folder, error
+                )
+                return
+            is_local = holder.get("host") == platform.node()
+            limit_s = wait_s if wait_s is not None else _LOCAL_WAIT_S if is_local else _REMOTE_WAIT_S
+            if (is_local and _is_alive(holder.get("process"))) or time.monotonic() - started >= limit_s:
+                raise ConfigError(
+                    f"output_dir={folder}: another run is writing to it ({_describe_holder(holder)}). "
+                    "Use another directory, or stop that run first."
+                )
+            if not is_logged:
+                is_logged = True
+                logger.info("%s is locked by %s; waiting up to %.0f s", folder, _describe_holder(holder), limit_s)
+            time.sleep(0.2)
+
+    def _read_holder(self) -> dict[str, Any]:
+        self._file.seek(0)
+        try:
+            holder = json.loads(self._file.read())
+        except ValueError:  # not written yet
+            return {}
+        return holder if isinstance(holder, dict) else {}
 
 
-def _tell(at: datetime) -> str:
-    return at.strftime("%Y-%m-%dT%H:%M:%SZ")
+def _describe_holder(holder: dict[str, Any]) -> str:
+    if not holder:
+        return "unknown process"
+    return f"process {holder.get('process')} on {holder.get('host')}, since {holder.get('since')}"
 
 
-def versions() -> dict[str, str]:
-    """Of Python and the packages that a run depends on."""
+def _is_alive(process: Any) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, TypeError, ValueError):
+        return True
+    return True
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that a run depends on."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -217,29 +296,29 @@ def versions() -> dict[str, str]:
 
 
 def _git_revision() -> str | None:
-    """Commit of the code, with ``+`` where files differ from it; None outside a repository."""
+    """Return the commit of the code, with ``+`` if files differ from it; None outside of a repository."""
     root = Path(__file__).parent
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
-        dirty = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
+        head, changes = (
+            subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+            for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
         )
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+    return head + ("+" if changes else "")
 
 
-def _forget_steps_after(file: Path, step: int) -> None:
-    """Keep the lines of steps up to this one; what is taken again is written again."""
+def _drop_steps_after(file: Path, step: int) -> None:
+    """Keep only the lines of steps up to ``step``; the later steps are repeated and written again."""
     if not file.exists():
         return
     kept = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that a kill cut, or that another wrote
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # truncated by a kill, or not a step
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
     write_atomically(file, "".join(kept))
+
+
+def _format_time(at: datetime) -> str:
+    return at.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,12 +1,10 @@
-"""Learning rate over the steps."""
+"""Learning-rate schedules: warm-up, then cosine, linear or constant."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -14,10 +12,10 @@ from fctune.config.schema import LRSchedulerConfig
 
 
 def lr_factor(config: LRSchedulerConfig, num_steps: int) -> Callable[[int], float]:
-    """Factor on the optimizer's lr at each step, counted from 0.
+    """Return the factor on the optimizer's lr as a function of the step (from 0).
 
-    It rises linearly over the warm-up, the first step already above 0, then follows half a cosine
-    (https://arxiv.org/abs/1608.03983) or a line down to ``min_factor`` at the last step, or stays.
+    It rises linearly over the warm-up, starting above 0, then follows half a cosine (https://arxiv.org/abs/1608.03983)
+    or a line down to ``min_factor`` at the last step, or stays at 1.
     """
     warmup = config.num_warmup_steps
     if config.warmup_share is not None:
@@ -36,22 +34,5 @@ def lr_factor(config: LRSchedulerConfig, num_steps: int) -> Callable[[int], floa
 
 
 def build_scheduler(optimizer: Optimizer, config: LRSchedulerConfig, num_steps: int) -> LambdaLR:
-    """A torch scheduler for a run of ``num_steps``."""
+    """Build the torch scheduler of a run of ``num_steps``."""
     return LambdaLR(optimizer, lr_factor(config, num_steps))
-
-
-def move_schedule_(scheduler: LambdaLR, step: int) -> None:
-    """Put a schedule where it is after ``step`` optimizer steps, in place."""
-    scheduler.last_epoch = step
-    rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
-    for group, lr in zip(scheduler.optimizer.param_groups, rates, strict=True):
-        set_lr_(group, lr)
-    scheduler._last_lr = rates
-
-
-def set_lr_(group: dict[str, Any], lr: float | Tensor) -> None:
-    """Set the rate of an optimizer's group, in place."""
-    if isinstance(group["lr"], Tensor):  # torchao's optimizers hold it in a tensor and refuse a number
-        group["lr"].fill_(lr)
-    else:
-        group["lr"] = lr

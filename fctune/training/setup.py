@@ -11,6 +11,7 @@ from rich.console import Console
 from torch._functorch import config as functorch
 
 from fctune import distributed
+from fctune.checkpoint.state import TrainState
 from fctune.config.components import resolve_component
 from fctune.config.schema import RunConfig, TelemetryConfig
 from fctune.data.encoding import Counts
@@ -36,7 +37,6 @@ from fctune.telemetry.background import BackgroundSink
 from fctune.telemetry.device import compute_capability, describe_device, total_memory
 from fctune.telemetry.services import PrometheusSink, TensorBoardSink, WandbSink
 from fctune.telemetry.sinks import ConsoleSink, JsonlSink, SinkGroup
-from fctune.training.loop import TrainState
 from fctune.training.run_directory import RunDirectory
 from fctune.training.schedule import build_scheduler
 

@@ -1,4 +1,4 @@
-"""One optimizer step: what is computed, in which order, and nothing else."""
+"""One optimizer step, and the loss over a validation set."""
 
 from __future__ import annotations
 
@@ -22,10 +22,17 @@ from fctune.training.prefetch import StepData, make_inputs
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step measured, over all ranks; where it was not finite, ``is_applied`` is False and no weight changed.
+    """Results of a step, over all ranks.
 
-    ``num_slots`` are the places computed, padding among them. ``compute_s`` are the seconds that forward and backward
-    of the step before took on each rank: this step's are not known when ranks exchange their numbers.
+    Attributes:
+        loss: weighted mean over the supervised tokens.
+        grad_norm: total norm before clipping.
+        num_tokens: tokens without padding.
+        num_supervised: tokens with a label.
+        num_slots: positions computed, including padding.
+        compute_s: seconds of forward and backward on each rank, in the step before; this step's are not known yet when
+            the ranks exchange their numbers.
+        is_applied: False if loss or norm was not finite; no weight changed then.
     """
 
     loss: float
@@ -47,21 +54,29 @@ def train_step(
     clock: SpanTimer | None = None,
     before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
-    """Accumulate over this rank's micro-batches, reduce over ranks, clip, update.
+    """Accumulate gradients over this rank's micro-batches, reduce them over ranks, clip and update.
 
-    The loss is one weighted mean over all supervised tokens of the global step: sum over micro-batches and ranks of
-    weight x cross-entropy, divided by the sum of weights. The divisor is known before the first backward, so gradients
-    need no scaling after. Gradients come back averaged over ranks, hence the factor ``world_size``.
-    ``before_update`` is called when all is computed and the weights are about to change.
+    The loss is one weighted mean over all supervised tokens of the global step: the sum over micro-batches and ranks of
+    weight x cross-entropy, divided by the sum of weights. The divisor is known before the first backward pass, so
+    gradients need no rescaling. Gradients are averaged over ranks, hence the factor ``world_size``.
 
     The host waits for the device once, for the numbers that are logged and that decide whether the update is applied.
+
+    Args:
+        model: trained in place.
+        optimizer: over its trainable parameters.
+        data: this rank's share of the global step.
+        world: this rank.
+        clip_grad_norm: largest total norm; None does not clip.
+        clock: times forward and backward.
+        before_update: called when the gradients are ready and the weights are about to change.
     """
     totals, clock = data.totals, clock or SpanTimer(world.device)
     optimizer.zero_grad(set_to_none=True)
     clock.start()
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    for left, inputs in zip(reversed(range(len(data.inputs))), data.inputs, strict=True):
-        defer_reduce(model, is_deferred=left > 0)
+    for num_left, inputs in zip(reversed(range(len(data.inputs))), data.inputs, strict=True):
+        defer_reduce(model, is_deferred=num_left > 0)
         loss: Tensor = model(**inputs.arguments(world.device))
         (loss * (world.world_size / totals.weight_sum)).backward()  # type: ignore[no-untyped-call]
         loss_sum += loss.detach()
@@ -89,7 +104,7 @@ def train_step(
 
 @torch.no_grad()
 def mean_loss(model: CausalLM, batches: Iterable[Batch], world: World) -> float:
-    """Weighted mean loss over all ranks' batches, without dropout; the training mode is put back after."""
+    """Return the weighted mean loss over the batches of all ranks, without dropout; the training mode is restored."""
     was_training = model.training
     model.eval()
     loss_sum, weight_sum = torch.zeros((), dtype=torch.float64, device=world.device), 0.0
@@ -103,7 +118,7 @@ def mean_loss(model: CausalLM, batches: Iterable[Batch], world: World) -> float:
 
 
 def _exchange(measured: Tensor, known: Sequence[float], world: World) -> list[list[float]]:
-    """Every rank's numbers: those on the device first, then those the host knows. Waits for the device."""
+    """Gather every rank's numbers: those on the device first, then those on the host. Waits for the device."""
     host = torch.tensor(known, dtype=measured.dtype, pin_memory=world.device.type == "cuda")
     row = torch.cat([measured, host.to(world.device, non_blocking=True)])
     rows: list[list[float]] = distributed.all_gather_rows(row).tolist()
@@ -111,6 +126,6 @@ def _exchange(measured: Tensor, known: Sequence[float], world: World) -> list[li
 
 
 def _clip_(parameters: Sequence[Tensor], max_norm: float | None) -> Tensor:
-    """Total norm of the gradients, which are scaled down to ``max_norm`` in place; of all shards, as a plain scalar."""
+    """Clip gradients to a total norm in place; returns the norm before, over all shards, as a plain scalar tensor."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if max_norm is None else max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fctune import distributed
-from fctune.checkpoint import elastic
-from fctune.checkpoint.elastic import locate, plan_files, write_files
-from fctune.checkpoint.sharded import names_in, read_shards_, write_shards
+from fctune.checkpoint.files import FileRecord, write_tensors
+from fctune.checkpoint.hf_checkpoint import locate_tensors, plan_files, write_files
+from fctune.checkpoint.sharded import list_tensors, read_shards_, write_shards
 from fctune.distributed import World
 from tests.ranks import run_ranks
 
@@ -68,21 +68,19 @@ def test_files_hold_the_whole_tensors(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     if len(files) > 1:
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-        assert {n: tmp_path / f for n, f in index["weight_map"].items()} == locate(tmp_path, "model")
+        assert {n: tmp_path / f for n, f in index["weight_map"].items()} == locate_tensors(tmp_path, "model")
 
 
 def fail_on_one(world: World, folder: Path) -> str:
     group = distributed.new_cpu_group()
-    right = elastic.write_tensors
 
-    def write(path: Path, *rest: Any) -> str:
+    def write(path: Path, *rest: Any) -> FileRecord:
         if world.rank == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return right(path, *rest)
+        return write_tensors(path, *rest)
 
-    elastic.write_tensors = write  # type: ignore[assignment]
     try:
-        write_files(folder, "model", tensors_of((2,)), group, max_bytes=100)
+        write_files(folder, "model", tensors_of((2,)), group, max_bytes=100, write=write)
     except OSError as error:
         return str(error.strerror)
     return "written"
@@ -110,7 +108,7 @@ def test_shards_are_read_on_another_mesh(written_on: tuple[int, ...], read_on: t
         return int(torch.tensor(shape).prod())
 
     expected = run_ranks(write_sharded, size(written_on), tmp_path, written_on)[0]
-    assert names_in(tmp_path) == set(NAMES)
+    assert list_tensors(tmp_path) == set(NAMES)
     for found in run_ranks(read_sharded, size(read_on), tmp_path, read_on):
         assert all(torch.equal(found[name], expected[name]) for name in NAMES)
 

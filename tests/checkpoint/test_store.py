@@ -9,21 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from fctune.checkpoint.fault_hooks import _listeners, listen
-from fctune.checkpoint.files import checksum, flush, write_tensors
-from fctune.checkpoint.store import Checkpoint, CheckpointStore, FileRecord, open_checkpoint, verify
+from fctune.checkpoint.fault_hooks import listen
+from fctune.checkpoint.files import record_file, write_tensors
+from fctune.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint, verify
 from fctune.errors import CheckpointError
+from fctune.files import checksum
 
 
 def publish(store: CheckpointStore, step: int, kind: str = "sharded") -> Checkpoint:
     store.start(kind, step)  # type: ignore[arg-type]
-    folder = store.hidden(kind, step)  # type: ignore[arg-type]
-    records = []
-    for name in ("a.safetensors", "b.safetensors"):
-        digest = write_tensors(folder / name, {"x": torch.full((100,), float(step))})
-        records.append(FileRecord(name, (folder / name).stat().st_size, digest))
+    folder = store.partial_path(kind, step)  # type: ignore[arg-type]
+    tensors = {"x": torch.full((100,), float(step))}
+    records = [write_tensors(folder / name, tensors) for name in ("a.safetensors", "b.safetensors")]
     (folder / "state.json").write_text(json.dumps({"step": step}))
-    records.append(FileRecord("state.json", (folder / "state.json").stat().st_size, flush(folder / "state.json")))
+    records.append(record_file(folder / "state.json"))
     return store.publish(kind, step, records)  # type: ignore[arg-type]
 
 
@@ -52,7 +51,7 @@ def test_damage_to_any_file_is_found_and_named(damage: Callable[[Path], None], n
     verify(checkpoint)
     damage(checkpoint.path / name)
     if name == "_SUCCESS" and damage is remove:
-        assert CheckpointStore(tmp_path).complete() == []
+        assert CheckpointStore(tmp_path).list_complete() == []
         with pytest.raises(CheckpointError, match="_SUCCESS"):
             open_checkpoint(checkpoint.path)
         return
@@ -82,13 +81,13 @@ def test_a_save_that_is_cut_is_not_complete_and_is_swept(phase: str, tmp_path: P
         if reached == phase:
             raise KeyboardInterrupt
 
-    listen(stop)
+    remove_listener = listen(stop)
     try:
         with pytest.raises(KeyboardInterrupt):
             publish(store, 2)
     finally:
-        _listeners.remove(stop)
-    assert store.complete() == [first]
+        remove_listener()
+    assert store.list_complete() == [first]
     assert len(store.sweep()) == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-1"]
 
@@ -97,12 +96,12 @@ def test_pruning_keeps_the_newest_every_nth_and_the_final_one(tmp_path: Path) ->
     store = CheckpointStore(tmp_path, keep_last=2, keep_every_n_steps=10)
     for step in (5, 10, 15, 20, 25):
         publish(store, step)
-    store.point_to(publish(store, 7, "elastic"), "final")
+    store.link(publish(store, 7, "elastic"), "final")
     for step in (12, 17, 22):
         publish(store, step, "elastic")
     store.prune()
-    assert sorted(c.step for c in store.complete() if c.kind == "sharded") == [10, 20, 25]
-    assert sorted(c.step for c in store.complete() if c.kind == "elastic") == [7, 17, 22]
+    assert sorted(c.step for c in store.list_complete() if c.kind == "sharded") == [10, 20, 25]
+    assert sorted(c.step for c in store.list_complete() if c.kind == "elastic") == [7, 17, 22]
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
 
 
@@ -110,7 +109,7 @@ def test_a_step_can_be_published_again(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     publish(store, 3)
     verify(publish(store, 3))
-    assert [c.step for c in store.complete()] == [3]
+    assert [c.step for c in store.list_complete()] == [3]
 
 
 def test_a_manifest_that_points_outside_is_refused(tmp_path: Path) -> None:

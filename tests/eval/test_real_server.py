@@ -62,11 +62,11 @@ def transformers_serve(model: Path, home: Path) -> Iterator[str]:
 
 def train(run: Path, tiny_base: Path) -> None:
     """A short training, so that there are calls to read."""
-    from tests.recipes.test_lora_recipe import tune
+    from tests.recipes.recipe_runs import tune_run
 
     overrides = ["data.sources.0.path=synthetic:train:1500:1", "seed=1", f"output_dir={run}"]
     config = ["--config", "configs/tiny_lora.yaml", *overrides]
-    done = tune("--nproc_per_node", "2", "recipes/lora_fc_distributed", *config, timeout_s=600)
+    done = tune_run("--nproc_per_node", "2", "recipes/lora_fc_distributed", *config, timeout_s=600)
     assert done.returncode == 0, done.stderr
 
 

@@ -21,9 +21,7 @@ from fctune.evaluation.live import LiveEvaluation
 from fctune.generation.in_process import InProcessEngine
 from tests.conftest import ROOT, TINY_BASE
 from tests.ranks import run_ranks
-from tests.recipes.test_full_recipe import RECIPES
-from tests.recipes.test_full_recipe import run_here as run_kind
-from tests.recipes.test_lora_recipe import CONFIG, run_here
+from tests.recipes.recipe_runs import CONFIGS, Kind, run_kind_on_rank, run_on_rank
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +31,10 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def argv(output: Path, *overrides: str, kind: str = "lora") -> list[str]:
+def argv(output: Path, *overrides: str, kind: Kind = "lora") -> list[str]:
     dropout = ["adapter.dropout=0.1"] if kind == "lora" else []
     return [
-        *("--config", f"configs/{RECIPES[kind][1]}.yaml", f"output_dir={output}"),
+        *("--config", CONFIGS[kind], f"output_dir={output}"),
         *("data.sources.0.path=synthetic:train:300:1", "max_steps=6", "data.validation_share=0"),
         *("lr_scheduler.num_warmup_steps=0", *dropout, *overrides),
     ]
@@ -64,7 +62,7 @@ def test_it_scores_what_the_export_scores_and_leaves_training_as_it_was(
     shape = [f"parallel.mode={mode}", *(["parallel.replicate=2"] if mode == "hsdp" else []), "global_batch_size=4"]
     runs = {}
     for name, overrides in (("without", []), ("with", every(cases, 2))):
-        results = run_ranks(run_kind, world_size, kind, argv(tmp_path / name, *shape, *overrides, kind=kind), None)
+        results = run_ranks(run_kind_on_rank, world_size, argv(tmp_path / name, *shape, *overrides, kind=kind), kind)
         assert [result["code"] for result in results] == [0] * world_size, results
         runs[name] = metrics_of(tmp_path / name)
     keys = ("step", "loss", "grad_norm", "data_digest")
@@ -120,7 +118,7 @@ def test_the_answers_are_those_of_the_export(cases: Path, tmp_path: Path) -> Non
 def test_evaluation_that_would_cost_too_much_is_left_out_but_for_the_first_and_last(
     cases: Path, tmp_path: Path
 ) -> None:
-    run_ranks(run_here, 1, argv(tmp_path / "run", *every(cases, 1, "eval.max_share_of_time=0.0001")))
+    run_ranks(run_on_rank, 1, argv(tmp_path / "run", *every(cases, 1, "eval.max_share_of_time=0.0001")))
     lines = metrics_of(tmp_path / "run")
     assert [m["step"] for m in lines if "eval_accuracy" in m] == [1, 6]
     assert [m["step"] for m in lines if "eval_skipped" in m] == [2, 3, 4, 5]
@@ -128,7 +126,7 @@ def test_evaluation_that_would_cost_too_much_is_left_out_but_for_the_first_and_l
 
 def test_a_run_ends_early_where_accuracy_rises_no_more(cases: Path, tmp_path: Path) -> None:
     overrides = every(cases, 1, "eval.early_stop=2", "eval.max_cases=5", "optimizer.lr=0.0")
-    result = run_ranks(run_here, 1, argv(tmp_path / "run", *overrides))[0]
+    result = run_ranks(run_on_rank, 1, argv(tmp_path / "run", *overrides))[0]
     assert result["code"] == 0, result
     assert [m["step"] for m in metrics_of(tmp_path / "run")] == [1, 2, 3]
     assert (tmp_path / "run" / "export" / "merged" / "model.safetensors").is_file()
@@ -136,6 +134,6 @@ def test_a_run_ends_early_where_accuracy_rises_no_more(cases: Path, tmp_path: Pa
 
 def test_evaluation_without_cases_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"eval\.cases: missing"):
-        load_config(CONFIG, ["eval.every_n_steps=5"])
+        load_config(CONFIGS["lora"], ["eval.every_n_steps=5"])
     with pytest.raises(ConfigError, match=r"eval\.cases=nowhere"):
-        load_config(CONFIG, ["eval.every_n_steps=5", "eval.cases=nowhere.jsonl"])
+        load_config(CONFIGS["lora"], ["eval.every_n_steps=5", "eval.cases=nowhere.jsonl"])

@@ -90,7 +90,7 @@ def _rank(
     os.dup2(output, 2)
     import torch
 
-    from fctune.checkpoint import fault_hooks as phases
+    from fctune.checkpoint import fault_hooks
     from fctune.data.loader import GlobalLoader
     from fctune.training.entry import run_recipe
     from recipes.full_fc_distributed import FullFunctionCallingRecipe
@@ -110,7 +110,7 @@ def _rank(
                 Path(folder, "fired").touch()
                 _do(fault)
 
-        phases.listen(listen)
+        fault_hooks.listen(listen)
     sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
     code = run_recipe(recipe, argv)
     sys.stdout.flush()

@@ -181,12 +181,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     start: Start, reference: Path, tmp_path: Path
 ) -> None:
     start(fault=Fault("kill", "step", 0, 8))
-    newest, before = CheckpointStore(tmp_path / "run" / "checkpoints").complete()[:2]
+    newest, before = CheckpointStore(tmp_path / "run" / "checkpoints").list_complete()[:2]
     victim = next(newest.path.glob("*.safetensors"))
     victim.write_bytes(victim.read_bytes()[:-1])
     ended = start()
     assert ended.codes == (0, 0)
-    assert f"NOT USED: {victim}: damaged" in ended.output
+    assert f"checkpoint skipped: {victim}: damaged" in ended.output
     resumed = json.loads((tmp_path / "run" / "run.json").read_text())["resumed"][-1]
     assert resumed["step"] == before.step
     assert str(victim) in resumed["not_used"][0]
@@ -195,11 +195,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 
 def test_with_no_whole_checkpoint_left_the_run_does_not_start_over(start: Start, tmp_path: Path) -> None:
     start(fault=Fault("kill", "step", 0, 8))
-    for checkpoint in CheckpointStore(tmp_path / "run" / "checkpoints").complete():
+    for checkpoint in CheckpointStore(tmp_path / "run" / "checkpoints").list_complete():
         (checkpoint.path / "manifest.json").write_text("{}")
     ended = start()
     assert set(ended.codes) == {2}
-    assert "no checkpoint is whole" in ended.output
+    assert "every checkpoint is corrupt or incomplete" in ended.output
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 
-from fctune.checkpoint import fault_hooks as phases
+from fctune.checkpoint import fault_hooks
 from fctune.training.entry import run_recipe
 from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 
@@ -35,7 +35,7 @@ def main() -> int:
             time.sleep(float(kind.removeprefix("slow:")))
 
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-        phases.listen(listen)
+        fault_hooks.listen(listen)
     return run_recipe(LoRAFunctionCallingRecipe, argv)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.recipes.test_lora_recipe import tune
+from tests.recipes.recipe_runs import tune_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -37,7 +37,7 @@ def test_lora_on_two_ranks_learns_calls_from_their_own_questions_alone(
     subprocess.run([*make, "--out", str(cases)], cwd=ROOT, check=True)
     overrides = [f"data.sources.0.path=synthetic:{split}:10000:5", "seed=5", f"output_dir={tmp_path / 'run'}"]
     config = ["--config", "configs/tiny_lora.yaml", *overrides]
-    done = tune("--nproc_per_node", "2", "recipes/lora_fc_distributed", *config, timeout_s=1200)
+    done = tune_run("--nproc_per_node", "2", "recipes/lora_fc_distributed", *config, timeout_s=1200)
     assert done.returncode == 0, done.stderr
     assert accuracy(tiny_base, cases) <= 0.20
     assert low <= accuracy(tmp_path / "run" / "export" / "merged", cases) <= high

@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fctune.distributed import World
-from recipes.full_fc_distributed import FullFunctionCallingRecipe
-from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
-
-RECIPES: dict[str, tuple[Any, str]] = {
-    "full": (FullFunctionCallingRecipe, "tiny_full"),
-    "lora": (LoRAFunctionCallingRecipe, "tiny_lora"),
-}
-
-
-def small(kind: str, output: Path, *overrides: str) -> list[str]:
-    base = ["data.sources.0.path=synthetic:train:24:1", "data.validation_share=0.2", "global_batch_size=8"]
-    base += ["data.packed=false", "micro_batch_size=2", "max_steps=2", f"output_dir={output / 'run'}"]
-    return ["--config", str(ROOT / "configs" / f"{RECIPES[kind][1]}.yaml"), *base, *overrides]
-
-
-def run_here(world: World, kind: str, argv: list[str], memory_gib: float | None) -> dict[str, Any]:
-    """Run a recipe on this rank, whose device may be pretended to be small; its exit code and what it printed."""
-    from fctune.training import setup as state
-    from fctune.training.entry import run_recipe
-
-    if memory_gib is not None:
-        state.total_memory = lambda *_: int(memory_gib * 1024**3)
-    os.chdir(ROOT)
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run_recipe(RECIPES[kind][0], argv)
-    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+from tests.recipes.recipe_runs import Kind, arguments_for, check_single_report, run_kind_on_rank
 
 
 def losses(run: Path) -> list[float]:
@@ -55,8 +24,8 @@ def losses(run: Path) -> list[float]:
 def test_all_weights_train_and_are_left_as_a_model(precision: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    argv = small("full", tmp_path, f"precision={precision}", "optimizer.lr=4e-3")
-    results = run_ranks(run_here, 2, "full", argv, None)
+    argv = arguments_for(tmp_path, f"precision={precision}", "optimizer.lr=4e-3", kind="full")
+    results = run_ranks(run_kind_on_rank, 2, argv, "full")
     assert [r["code"] for r in results] == [0, 0], results
     run = tmp_path / "run"
     assert json.loads((run / "exit.json").read_text())["reason"] == "completed"
@@ -73,7 +42,7 @@ def test_all_weights_train_and_are_left_as_a_model(precision: str, tmp_path: Pat
 
 
 def test_a_run_logs_where_it_runs_and_why(tmp_path: Path) -> None:
-    out = run_ranks(run_here, 2, "lora", small("lora", tmp_path, "parallel.mode=auto"), None)[0]["out"]
+    out = run_ranks(run_kind_on_rank, 2, arguments_for(tmp_path, "parallel.mode=auto", kind="lora"), "lora")[0]["out"]
     for words in (
         "attention: flash attention, one call a conversation",
         "layout: DDP, 2 copies (auto: the base fits in one device, so adapter gradients alone are sent)",
@@ -83,7 +52,7 @@ def test_a_run_logs_where_it_runs_and_why(tmp_path: Path) -> None:
 
 
 def test_metrics_say_where_time_and_tokens_go(tmp_path: Path) -> None:
-    assert run_ranks(run_here, 2, "full", small("full", tmp_path, "max_steps=3"), None)[0]["code"] == 0
+    assert run_ranks(run_kind_on_rank, 2, arguments_for(tmp_path, "max_steps=3", kind="full"), "full")[0]["code"] == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert "compute_time_s" not in lines[0]  # each step tells of the one before
     for line in lines[1:]:
@@ -97,14 +66,6 @@ def test_metrics_say_where_time_and_tokens_go(tmp_path: Path) -> None:
         assert line["data_time_s"] >= 0
 
 
-def check_report(kind: str, tmp_path: Path, overrides: list[str], words: str, memory_gib: float | None = None) -> None:
-    results = run_ranks(run_here, 2, kind, small(kind, tmp_path, *overrides), memory_gib)
-    assert [r["code"] for r in results] == [2, 2], results
-    assert words in results[0]["err"], results[0]["err"]
-    assert "Traceback" not in results[0]["err"]
-    assert results[1]["err"] == ""
-
-
 @pytest.mark.parametrize(
     ("kind", "overrides", "words"),
     [
@@ -115,7 +76,7 @@ def check_report(kind: str, tmp_path: Path, overrides: list[str], words: str, me
             "parallel.replicate=3: does not divide the 2 ranks of this run; use 1 or 2.",
         ),
         ("lora", ["parallel.mode=hsdp"], "parallel.replicate: not set"),
-        ("lora", ["parallel.mode=ddp", "parallel.replicate=2"], "only hsdp has copies to count"),
+        ("lora", ["parallel.mode=ddp", "parallel.replicate=2"], "only hsdp counts replicas"),
         ("full", ["parallel.mode=fsdp", "parallel.cpu_offload=true"], "this run is on CPU"),
         ("full", ["parallel.mode=ddp", "parallel.cpu_offload=true"], "ddp has none"),
         ("lora", ["activation_checkpointing={fraction: 1.0, offload: true}"], "this run is on CPU"),
@@ -123,7 +84,7 @@ def check_report(kind: str, tmp_path: Path, overrides: list[str], words: str, me
         (
             "full",
             ["activation_checkpointing={fraction: 1.5}"],
-            "activation_checkpointing.fraction=1.5: expected 0 to 1",
+            "activation_checkpointing.fraction=1.5: expected 0 or more and at most 1",
         ),
         ("lora", ["precision=bf16_mixed"], "with adapters use bf16"),
         ("lora", ["adapter.base=nf4"], "adapter.base=nf4: a linear of [64, 128] is not a multiple"),
@@ -137,15 +98,18 @@ def check_report(kind: str, tmp_path: Path, overrides: list[str], words: str, me
     ids=lambda value: str(value)[:50],
 )
 def test_a_run_that_cannot_be_laid_out_is_one_report(
-    kind: str, overrides: list[str], words: str, tmp_path: Path
+    kind: Kind, overrides: list[str], words: str, tmp_path: Path
 ) -> None:
-    check_report(kind, tmp_path, overrides, words)
+    check_single_report(arguments_for(tmp_path, *overrides, kind=kind), words, kind)
 
 
-def test_a_model_too_large_for_its_devices_is_one_report(tmp_path: Path) -> None:
-    words = "MiB (parameters 4.0, buffers 0.1, gradients 4.0, optimizer 8.0"
-    overrides = ["parallel.mode=ddp"]
-    check_report("full", tmp_path, overrides, words, memory_gib=0.01)
+def test_a_model_too_large_for_its_devices_is_one_report(tiny_base: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_base, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config |= {"hidden_size": 2**18, "intermediate_size": 2**20, "num_attention_heads": 2**12, "head_dim": 64}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    overrides = ["parallel.mode=ddp", f"model.path={tmp_path / 'model'}"]
+    check_single_report(arguments_for(tmp_path, *overrides, kind="full"), "GiB (parameters ", "full")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -173,4 +137,4 @@ def test_broken_weights_are_one_report(
 ) -> None:
     shutil.copytree(tiny_base, tmp_path / "model")
     change(tmp_path / "model")
-    check_report("full", tmp_path, [f"model.path={tmp_path / 'model'}"], words)
+    check_single_report(arguments_for(tmp_path, f"model.path={tmp_path / 'model'}", kind="full"), words, "full")

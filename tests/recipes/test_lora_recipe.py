@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,37 +11,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from fctune.distributed import World
-from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 from tests.conftest import REAL_DATA, ROOT
 from tests.ranks import run_ranks
-
-CONFIG = str(ROOT / "configs" / "tiny_lora.yaml")
-BIN = Path(sys.executable).parent
-
-
-def small(output: Path, *overrides: str) -> list[str]:
-    base = ["data.sources.0.path=synthetic:train:24:1", "data.validation_share=0.2", "global_batch_size=8"]
-    base += ["data.packed=false", "micro_batch_size=4"]
-    return ["--config", CONFIG, f"output_dir={output / 'run'}", *base, "max_steps=2", *overrides]
-
-
-def run_here(world: World, argv: list[str]) -> dict[str, Any]:
-    """Run the recipe on this rank; its exit code and what it printed."""
-    import contextlib
-    import io
-
-    from fctune.training.entry import run_recipe
-
-    os.chdir(ROOT)
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run_recipe(LoRAFunctionCallingRecipe, argv)
-    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+from tests.recipes.recipe_runs import arguments_for, check_single_report, run_on_rank, tune_run
 
 
 def test_a_run_leaves_what_scripts_rely_on(tmp_path: Path) -> None:
-    results = run_ranks(run_here, 2, small(tmp_path))
+    results = run_ranks(run_on_rank, 2, arguments_for(tmp_path))
     assert [r["code"] for r in results] == [0, 0], results
     run = tmp_path / "run"
     described = json.loads((run / "run.json").read_text())
@@ -74,16 +47,16 @@ def test_a_run_leaves_what_scripts_rely_on(tmp_path: Path) -> None:
 
 
 def test_a_second_run_that_is_to_start_over_keeps_the_first(tmp_path: Path) -> None:
-    assert run_ranks(run_here, 1, small(tmp_path))[0]["code"] == 0
+    assert run_ranks(run_on_rank, 1, arguments_for(tmp_path))[0]["code"] == 0
     first = (tmp_path / "run" / "metrics.jsonl").read_text()
-    second = run_ranks(run_here, 1, small(tmp_path, "max_steps=1", "resume=never"))[0]
+    second = run_ranks(run_on_rank, 1, arguments_for(tmp_path, "max_steps=1", "resume=never"))[0]
     assert second["code"] == 0
     assert "held an earlier run" in second["out"]
     assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == first
 
 
 def test_a_checkpoint_holds_adapters_and_their_optimizer_and_little_else(tmp_path: Path) -> None:
-    assert run_ranks(run_here, 2, small(tmp_path, "checkpoint.every_n_steps=1"))[0]["code"] == 0
+    assert run_ranks(run_on_rank, 2, arguments_for(tmp_path, "checkpoint.every_n_steps=1"))[0]["code"] == 0
     adapter = load_file(tmp_path / "run" / "export" / "adapter" / "adapter_model.safetensors")
     needed = sum(tensor.numel() for tensor in adapter.values()) * 4 * 3  # float32: weights and AdamW's two moments
     folder = tmp_path / "run" / "checkpoints" / "checkpoint-1"
@@ -94,8 +67,10 @@ def test_a_checkpoint_holds_adapters_and_their_optimizer_and_little_else(tmp_pat
 @pytest.mark.parametrize(("num_steps", "share"), [(8, 0.9), pytest.param(60, 0.5, marks=pytest.mark.slow)])
 def test_real_rows_train(num_steps: int, share: float, tmp_path: Path) -> None:
     rows = f"data.sources.0.path={REAL_DATA / 'glaive_demo'}"
-    argv = small(tmp_path, rows, "data.overlong=drop", "data.seq_len=1024", f"max_steps={num_steps}", "epochs=9")
-    result = run_ranks(run_here, 2, argv)[0]
+    argv = arguments_for(
+        tmp_path, rows, "data.overlong=drop", "data.seq_len=1024", f"max_steps={num_steps}", "epochs=9"
+    )
+    result = run_ranks(run_on_rank, 2, argv)[0]
     assert result["code"] == 0, result
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < share * losses[0]
@@ -151,15 +126,7 @@ BAD_MODELS: list[tuple[Callable[[Path], None], str]] = [
 def test_a_broken_model_directory_is_one_report(
     change: Callable[[Path], Any], words: str, tiny_base: Path, tmp_path: Path
 ) -> None:
-    check_report(tmp_path, [broken_model(tmp_path, tiny_base, change)], words)
-
-
-def check_report(tmp_path: Path, overrides: list[str], words: str) -> None:
-    results = run_ranks(run_here, 2, small(tmp_path, *overrides))
-    assert [r["code"] for r in results] == [2, 2]
-    assert words in results[0]["err"]
-    assert "Traceback" not in results[0]["err"]
-    assert results[1]["err"] == ""
+    check_single_report(arguments_for(tmp_path, broken_model(tmp_path, tiny_base, change)), words)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +145,7 @@ def check_report(tmp_path: Path, overrides: list[str], words: str) -> None:
     ids=lambda value: str(value)[:40],
 )
 def test_wrong_input_is_one_report(overrides: list[str], words: str, tmp_path: Path) -> None:
-    check_report(tmp_path, overrides, words)
+    check_single_report(arguments_for(tmp_path, *overrides), words)
 
 
 @pytest.mark.parametrize(
@@ -189,11 +156,13 @@ def test_wrong_input_is_one_report(overrides: list[str], words: str, tmp_path: P
 def test_a_dataset_that_is_none_is_one_report(content: str, words: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(content)
-    check_report(tmp_path, [f"data.sources.0.path={rows}"], words)
+    check_single_report(arguments_for(tmp_path, f"data.sources.0.path={rows}"), words)
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> None:
-    results = run_ranks(run_here, 2, small(tmp_path, "optimizer.lr=1e30", "clip_grad_norm=null", "max_steps=8"))
+    results = run_ranks(
+        run_on_rank, 2, arguments_for(tmp_path, "optimizer.lr=1e30", "clip_grad_norm=null", "max_steps=8")
+    )
     assert [r["code"] for r in results] == [1, 1]
     assert "not finite, stopped before the update" in results[0]["err"]
     exit_json = json.loads((tmp_path / "run" / "exit.json").read_text())
@@ -201,35 +170,21 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> No
 
 
 def test_steps_that_are_not_finite_are_skipped_by_choice(tmp_path: Path) -> None:
-    argv = small(tmp_path, "optimizer.lr=1e30", "clip_grad_norm=null", "max_steps=3", "on_nonfinite=skip")
-    assert run_ranks(run_here, 2, argv)[0]["code"] == 0
+    argv = arguments_for(tmp_path, "optimizer.lr=1e30", "clip_grad_norm=null", "max_steps=3", "on_nonfinite=skip")
+    assert run_ranks(run_on_rank, 2, argv)[0]["code"] == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert any(line.get("is_skipped") for line in lines)
 
 
-def tune(*arguments: str, timeout_s: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | environment
-    env |= {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [str(BIN / "tune"), "run", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=timeout_s,
-        check=False,
-    )
-
-
 def test_the_launcher_runs_two_ranks_and_reports_once(tmp_path: Path) -> None:
-    done = tune("--nproc_per_node", "2", "recipes/lora_fc_distributed", *small(tmp_path))
+    done = tune_run("--nproc_per_node", "2", "recipes/lora_fc_distributed", *arguments_for(tmp_path))
     assert done.returncode == 0, done.stderr
-    failed = tune("--nproc_per_node", "2", "recipes/lora_fc_distributed", *small(tmp_path, "epochs=0"))
+    failed = tune_run("--nproc_per_node", "2", "recipes/lora_fc_distributed", *arguments_for(tmp_path, "epochs=0"))
     assert failed.returncode != 0
     assert (failed.stdout + failed.stderr).count("epochs=0: expected 1 or more") == 1
 
 
 def test_the_bare_form_runs_one_process(tmp_path: Path) -> None:
-    done = tune("recipes/lora_fc_distributed", *small(tmp_path), PYTHONPATH=str(ROOT))
+    done = tune_run("recipes/lora_fc_distributed", *arguments_for(tmp_path), PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["world_size"] == 1

@@ -66,7 +66,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, smoke: Suite) -> Path:
     tear(make_run(path, 500, code=None, success=SuccessConfig()))
     change_run(RunDirectory(path), started_at="2026-01-01T00:00:00Z")
     directory = RunDirectory(path)
-    directory.go_on(make_config(path, success=SuccessConfig()), 2, 480, path / "checkpoints" / "checkpoint-480", [])
+    directory.resume(make_config(path, success=SuccessConfig()), 2, 480, path / "checkpoints" / "checkpoint-480", [])
     write_steps(directory, 481, 900)
     directory.describe(num_steps=900)
     directory.finish(0, "completed", 900)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from fctune.checkpoint.store import CheckpointStore, FileRecord
+from fctune.checkpoint.files import FileRecord
+from fctune.checkpoint.store import CheckpointStore
 from fctune.errors import DataError
 from fctune.runs.metrics_file import MetricsFile
 from fctune.runs.record import read_run
@@ -87,7 +88,7 @@ def test_a_restart_leaves_no_gap_and_no_repeat(tmp_path: Path) -> None:
     watching = read_run(tmp_path / "run")
     tear(directory)
     again = RunDirectory(tmp_path / "run")
-    again.go_on(make_config(tmp_path / "run"), 3, 12, tmp_path / "run/checkpoints/checkpoint-12", [])
+    again.resume(make_config(tmp_path / "run"), 3, 12, tmp_path / "run/checkpoints/checkpoint-12", [])
     write_steps(again, 13, 30, scale=2.0)
     for record in (watching, read_run(tmp_path / "run")):
         record.update()
@@ -191,12 +192,12 @@ def test_checkpoints_are_those_of_the_store(tmp_path: Path) -> None:
     store = CheckpointStore(directory.checkpoints)
     for kind, step in (("sharded", 4), ("elastic", 8), ("sharded", 8)):
         store.start(kind, step)  # type: ignore[arg-type]
-        (store.hidden(kind, step) / "x").write_text("x")  # type: ignore[arg-type]
+        (store.partial_path(kind, step) / "x").write_text("x")  # type: ignore[arg-type]
         store.publish(kind, step, [FileRecord("x", 1, "")])  # type: ignore[arg-type]
     (store.root / "checkpoint-9").mkdir()  # without its mark
     store.start("sharded", 10)
     found = {(state.step, state.kind, state.name) for state in read_run(tmp_path / "run").checkpoints}
-    assert found == {(c.step, c.kind, c.path.name) for c in store.complete()}
+    assert found == {(c.step, c.kind, c.path.name) for c in store.list_complete()}
     assert len(found) == 3
 
 

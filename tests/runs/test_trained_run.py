@@ -18,7 +18,7 @@ from fctune.report.run_page import make_run_page
 from fctune.runs.record import read_run
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
-from tests.recipes.test_lora_recipe import run_here, small
+from tests.recipes.recipe_runs import arguments_for, run_on_rank
 
 CONFIG = str(ROOT / "configs" / "tiny_lora.yaml")
 
@@ -28,7 +28,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run of two steps that was asked something it does not reach."""
     root = tmp_path_factory.mktemp("ended")
     overrides = ["success.max_final_loss=0.001", "success.min_tokens_per_s_per_gpu=1"]
-    result: dict[str, Any] = run_ranks(run_here, 1, small(root, *overrides))[0]
+    result: dict[str, Any] = run_ranks(run_on_rank, 1, arguments_for(root, *overrides))[0]
     return {**result, "path": root / "run"}
 
 
@@ -47,7 +47,7 @@ def test_a_run_that_falls_short_is_completed_and_says_so_in_its_record_and_on_th
 
 def test_the_command_and_the_device_are_on_record_and_on_the_page(ended: dict[str, Any]) -> None:
     record = read_run(ended["path"])
-    assert record.run["command"][1:] == small(ended["path"].parent, *record.run["command"][-2:])
+    assert record.run["command"][1:] == arguments_for(ended["path"].parent, *record.run["command"][-2:])
     assert record.run["device"].startswith("cpu, ")
     assert record.run["device_memory_gib"] is None
     text = make_run_page([record]).render()

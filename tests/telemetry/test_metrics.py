@@ -101,7 +101,7 @@ def test_the_products_that_a_device_computes_are_those_that_torch_counts(
     from fctune.models.torchtune.weights import load_base_
     from fctune.parallel.activations import apply_activation_checkpointing_
     from fctune.training.meter import count_flops
-    from tests.training.test_ranks import make_config
+    from tests.training.training_runs import make_config
 
     path = make_model(num_hidden_layers=4)
     config = make_config(path, tmp_path, activation_checkpointing={"fraction": fraction}, precision="fp32")

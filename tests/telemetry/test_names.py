@@ -20,17 +20,17 @@ from fctune.training.loop import count_steps, train
 from fctune.training.setup import build_base, plan_parallelism, prepare_data, shard_and_load_, start_state
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
-from tests.training.test_ranks import make_config
+from tests.training.training_runs import make_config
 
 MONITORING = ROOT / "sky" / "monitoring"
 
-# Where metrics are made: a file, and the functions whose keys they are; the keeper's own record of the best is none.
+# Functions whose keys are metrics, by file; the record of the best evaluation is not a metric.
 WRITERS = {
     "fctune/training/loop.py": ("train",),
-    "fctune/training/meter.py": ("describe", "_describe_work", "_describe_stretch"),
-    "fctune/telemetry/metrics.py": ("describe_skew", "describe"),
-    "fctune/telemetry/ranks.py": ("describe_ranks",),
-    "fctune/training/keeper.py": ("measure", "take_costs"),
+    "fctune/training/meter.py": ("measure", "_measure_work", "_aggregate_ranks"),
+    "fctune/telemetry/metrics.py": ("measure_skew", "describe", "aggregate_ranks"),
+    "fctune/training/callbacks/checkpoint.py": ("step_costs",),
+    "fctune/training/callbacks/evaluation.py": ("measure",),
     "fctune/evaluation/live.py": ("measure", "_describe"),
 }
 

@@ -22,7 +22,7 @@ from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import train
 from fctune.training.setup import build_base, shard_and_load_, start_state
 from tests.ranks import run_ranks
-from tests.training.test_ranks import Recorder, make_config
+from tests.training.training_runs import Recorder, make_config
 
 NUM_STEPS = 5
 

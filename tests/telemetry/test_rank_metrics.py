@@ -18,10 +18,10 @@ from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.telemetry.metrics import RankMetrics, aggregate_ranks
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import train
-from fctune.training.prefetch import Feeder, StepData
+from fctune.training.prefetch import Prefetcher, StepData
 from fctune.training.setup import build_base, shard_and_load_, start_state
 from tests.ranks import run_ranks
-from tests.training.test_ranks import Recorder, make_config
+from tests.training.training_runs import Recorder, make_config
 
 NUM_STEPS = 7
 
@@ -57,9 +57,9 @@ def test_what_no_rank_has_is_left_out_and_what_one_has_is_told() -> None:
 
 def train_with_a_slow_disk(world: World, config: RunConfig, prepared_path: Path) -> dict[str, Any]:
     """Two ranks, of which the second waits a tenth of a second for the data of each step; and counts gathers."""
-    take, gather, gathers = Feeder.take, dist.all_gather, 0
+    take, gather, gathers = Prefetcher.take, dist.all_gather, 0
 
-    def take_late(self: Feeder, step: int) -> StepData:
+    def take_late(self: Prefetcher, step: int) -> StepData:
         if world.rank == 1:
             time.sleep(0.1)
         return take(self, step)
@@ -69,7 +69,7 @@ def train_with_a_slow_disk(world: World, config: RunConfig, prepared_path: Path)
         gathers += 1
         return gather(*given, **more)
 
-    Feeder.take = take_late  # type: ignore[method-assign]
+    Prefetcher.take = take_late  # type: ignore[method-assign]
     dist.all_gather = count_gather
     prepared = open_prepared(prepared_path)
     model = build_base(config, Path(config.model.path), world)

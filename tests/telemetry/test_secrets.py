@@ -11,7 +11,7 @@ import pytest
 from fctune.cli import main
 from fctune.distributed import World
 from tests.ranks import find_port, run_ranks
-from tests.recipes.test_lora_recipe import run_here, small
+from tests.recipes.recipe_runs import arguments_for, run_on_rank
 
 SECRETS = {
     "WANDB_API_KEY": "5" * 20 + "secretwandbkeysecret",
@@ -26,7 +26,7 @@ def run_with_secrets(world: World, argv: list[str], home: str) -> dict[str, Any]
     from fctune.telemetry import services
 
     services._INIT_S = 2.0
-    return run_here(world, argv)
+    return run_on_rank(world, argv)
 
 
 def test_no_secret_of_the_environment_is_written_or_said(
@@ -36,7 +36,7 @@ def test_no_secret_of_the_environment_is_written_or_said(
     pytest.importorskip("tensorboard")
     sinks = ["telemetry.wandb.project=calls", "telemetry.tensorboard=true", "success={}"]
     sinks += [f"telemetry.prometheus.port={find_port()}", "profile.first_step=1", "profile.last_step=2"]
-    results = run_ranks(run_with_secrets, 2, small(tmp_path, *sinks), str(tmp_path / "home"))
+    results = run_ranks(run_with_secrets, 2, arguments_for(tmp_path, *sinks), str(tmp_path / "home"))
     assert [result["code"] for result in results] == [0, 0], results
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)

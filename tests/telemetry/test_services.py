@@ -33,7 +33,7 @@ from fctune.training.run_directory import RunDirectory
 from fctune.training.setup import open_sinks
 from tests.conftest import ROOT
 from tests.telemetry.wandb_server import WandbServer
-from tests.training.test_ranks import make_config
+from tests.training.training_runs import make_config
 
 ALERT = Alert("disk", 2, 0.01, 0.05, "1.0% of the disk is free")
 KEY = "0123456789abcdef" * 2 + "01234567"

@@ -15,36 +15,31 @@ from fctune.data.prepared_set import open_prepared, prepare
 from fctune.distributed import World
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.telemetry.sinks import SinkGroup
-from fctune.training.loop import StepKeeper, train
+from fctune.training.callbacks.base import Callback
+from fctune.training.loop import train
 from fctune.training.setup import build_base, shard_and_load_, start_state
 from tests.ranks import run_ranks
-from tests.training.test_ranks import Recorder, make_config
+from tests.training.training_runs import Recorder, make_config
 
 pytestmark = pytest.mark.gpu
 
 
-class SyncCounter(StepKeeper):
+class SyncCounter(Callback):
     """Counts the host's waits for the device within a step."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
 
-    def step(self) -> Any:
-        counter = self
+    def on_step_start(self, step: int) -> None:
+        self._context = warnings.catch_warnings(record=True)
+        self._seen = self._context.__enter__()
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
 
-        class Watch(warnings.catch_warnings):
-            def __enter__(self) -> Any:
-                self.seen: Any = super().__enter__()
-                warnings.simplefilter("always")
-                torch.cuda.set_sync_debug_mode("warn")
-                return None
-
-            def __exit__(self, *error: object) -> None:
-                torch.cuda.set_sync_debug_mode("default")
-                counter.counts.append(sum("synchroniz" in str(w.message) for w in self.seen or []))
-                super().__exit__(*error)
-
-        return Watch(record=True)
+    def after_optimizer_update(self, step: int) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        self.counts.append(sum("synchroniz" in str(w.message) for w in self._seen or []))
+        self._context.__exit__(None, None, None)
 
 
 def run_steps(world: World, config: RunConfig, path: Path) -> dict[str, Any]:
@@ -55,7 +50,7 @@ def run_steps(world: World, config: RunConfig, path: Path) -> dict[str, Any]:
     shard_and_load_(model, config, Path(config.model.path), world)
     init_adapters_(model, config.seed)
     recorder, counter = Recorder(), SyncCounter()
-    train(config, start_state(model, config, 4), open_prepared(path), 4, world, SinkGroup(recorder), counter)
+    train(config, start_state(model, config, 4), open_prepared(path), 4, world, SinkGroup(recorder), [counter])
     return {"losses": [m["loss"] for m in recorder.metrics], "waits": counter.counts, "kernel": model.kernel}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from fctune.data.prepared_set import prepare
 from tests.ranks import run_ranks
-from tests.training.test_ranks import compare, make_config, run_training
+from tests.training.training_runs import compare, make_config, run_training
 
 
 @pytest.fixture

@@ -17,35 +17,31 @@ from fctune.distributed import World
 from fctune.runs.record import read_run
 from fctune.runs.success import judge_run
 from fctune.training.out_of_memory import MemorySnapshot, is_out_of_memory, suggest_less_memory
+from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 from tests.conftest import ROOT, TINY_BASE
 from tests.ranks import run_ranks
-from tests.recipes.test_lora_recipe import CONFIG, run_here, small
+from tests.recipes.recipe_runs import CONFIGS, arguments_for, run_on_rank
 
 MIB = 2**20
 
 
 def run_in_little_memory(world: World, argv: list[str]) -> dict[str, Any]:
-    """The recipe in a process that may ask for a little more than it holds before the first step."""
-    from fctune.training import loop
+    """Run the recipe in a process whose memory is limited to little more than it has before the first step."""
 
-    steps = loop.train
+    class LimitedRecipe(LoRAFunctionCallingRecipe):
+        def train(self) -> None:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + 64 * MIB
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            super().train()
 
-    def train(*given: Any, **more: Any) -> None:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + 64 * MIB
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        steps(*given, **more)
-
-    from fctune.training import recipe
-
-    recipe.train = train  # type: ignore[attr-defined]
-    return run_here(world, argv)
+    return run_on_rank(world, argv, LimitedRecipe)
 
 
 def test_an_allocator_that_has_no_more_ends_the_run_with_the_planners_view(tmp_path: Path) -> None:
     large = ["micro_batch_size=64", "global_batch_size=64", "data.seq_len=2048", "data.packed=true"]
     rows = ["data.sources.0.path=synthetic:train:900:1", "data.validation_share=0", "parallel.mode=auto"]
-    (result,) = run_ranks(run_in_little_memory, 1, small(tmp_path, *large, *rows))
+    (result,) = run_ranks(run_in_little_memory, 1, arguments_for(tmp_path, *large, *rows))
     assert result["code"] == 1, result
     ended = json.loads((tmp_path / "run" / "exit.json").read_text())
     assert "can't allocate memory" in ended["reason"] or "MemoryError" in ended["reason"]
@@ -70,7 +66,7 @@ def test_what_fits_is_named_the_fastest_first_and_needs_less(tmp_path: Path) -> 
 
 
 def test_a_planner_that_fails_is_not_the_error_that_is_seen(tmp_path: Path) -> None:
-    config = load_config(CONFIG, [f"output_dir={tmp_path}"])
+    config = load_config(CONFIGS["lora"], [f"output_dir={tmp_path}"])
     text = suggest_less_memory(config, tmp_path / "gone", World(0, 1, 0, torch.device("cpu"), 1))
     assert text.startswith("The planner has no view of it (ConfigError: ")
 

@@ -19,7 +19,7 @@ from tests.runs.sample_runs import change_run, make_config, write_steps
 
 def go_on(path: Path, step: int, world_size: int) -> RunDirectory:
     directory = RunDirectory(path)
-    directory.go_on(make_config(path), world_size, step, path / "checkpoints" / f"checkpoint-{step}", [])
+    directory.resume(make_config(path), world_size, step, path / "checkpoints" / f"checkpoint-{step}", [])
     return directory
 
 

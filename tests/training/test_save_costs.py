@@ -1,4 +1,4 @@
-"""What saves cost stands in the metrics of the steps that paid for it."""
+"""The metrics of each step contain the time that saves cost it."""
 
 from __future__ import annotations
 
@@ -9,30 +9,28 @@ from typing import Any
 import pytest
 
 from fctune.distributed import World
-from fctune.training.keeper import Keeper
+from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 from tests.ranks import run_ranks
-from tests.recipes.test_lora_recipe import run_here, small
+from tests.recipes.recipe_runs import arguments_for, run_on_rank
 
 
-def run_and_ask(world: World, argv: list[str]) -> dict[str, Any]:
-    """The recipe, and what its keeper counted until the last step was told."""
-    keepers: list[Keeper] = []
-    finish = Keeper.finish
+def run_and_count(world: World, argv: list[str]) -> dict[str, Any]:
+    """Run the recipe; returns its result and the costs of saves until the last step."""
     counted: dict[str, Any] = {}
 
-    def note(self: Keeper, step: int) -> Any:
-        keepers.append(self)
-        counted.update(stall_s=self.cost.stall_s, num_saves=self.cost.num_saves)
-        return finish(self, step)
+    class CountingRecipe(LoRAFunctionCallingRecipe):
+        def save_checkpoint(self) -> None:
+            costs = self.checkpoint.costs
+            counted.update(stall_s=costs.wait_s + costs.start_s, num_saves=costs.num_saves)
+            super().save_checkpoint()
 
-    Keeper.finish = note  # type: ignore[method-assign]
-    return run_here(world, argv) | counted
+    return run_on_rank(world, argv, CountingRecipe) | counted
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_what_a_save_took_is_told_by_the_step_after_it(is_async: bool, tmp_path: Path) -> None:
-    more = ["epochs=4", "max_steps=6", "checkpoint.every_n_steps=2", f"checkpoint.async_save={is_async}".lower()]
-    (result,) = run_ranks(run_and_ask, 1, small(tmp_path, *more))
+def test_the_step_after_a_save_reports_its_cost(is_async: bool, tmp_path: Path) -> None:
+    overrides = ["epochs=4", "max_steps=6", "checkpoint.every_n_steps=2", f"checkpoint.async_save={is_async}".lower()]
+    (result,) = run_ranks(run_and_count, 1, arguments_for(tmp_path, *overrides))
     assert result["code"] == 0, result
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     between = {line["step"]: line["save_time_s"] for line in lines}
@@ -41,5 +39,5 @@ def test_what_a_save_took_is_told_by_the_step_after_it(is_async: bool, tmp_path:
     assert all(0 <= seconds <= line["step_time_s"] for line, seconds in zip(lines, waits.values(), strict=True))
     assert sum(between.values()) + sum(waits.values()) == pytest.approx(result["stall_s"])
     assert result["num_saves"] == 2
-    if not is_async:  # all of it stands between steps: collecting, copying and writing
+    if not is_async:  # collecting, copying and writing all happen between steps
         assert min(between[3], between[5]) > 100 * max(waits.values())

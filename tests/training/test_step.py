@@ -19,11 +19,12 @@ from fctune.distributed import World
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.parallel import footprint
 from fctune.telemetry.sinks import SinkGroup
-from fctune.training.loop import NonFiniteError, StepKeeper, train
-from fctune.training.prefetch import Feeder
+from fctune.training.callbacks.base import Callback
+from fctune.training.loop import NonFiniteError, train
+from fctune.training.prefetch import Prefetcher
 from fctune.training.setup import build_base, shard_and_load_, start_state
 from tests.ranks import run_ranks
-from tests.training.test_ranks import make_config
+from tests.training.training_runs import make_config
 
 NUM_MICRO_BATCHES = 4
 
@@ -44,13 +45,16 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class CountingKeeper(StepKeeper):
+class CountingCallback(Callback):
     def __init__(self) -> None:
         self.steps: list[Collectives] = []
 
-    def step(self) -> Any:
+    def on_step_start(self, step: int) -> None:
         self.steps.append(Collectives())
-        return self.steps[-1]
+        self.steps[-1].__enter__()
+
+    def after_optimizer_update(self, step: int) -> None:
+        self.steps[-1].__exit__(None, None, None)
 
 
 def count_collectives(world: World, config: RunConfig, path: Path, held_gradients: float) -> dict[str, Any]:
@@ -61,11 +65,11 @@ def count_collectives(world: World, config: RunConfig, path: Path, held_gradient
         apply_lora_(model, config.adapter)
     shard_and_load_(model, config, Path(config.model.path), world)
     init_adapters_(model, config.seed)
-    keeper = CountingKeeper()
-    train(config, start_state(model, config, 1), open_prepared(path), 1, world, SinkGroup(), keeper)
+    counter = CountingCallback()
+    train(config, start_state(model, config, 1), open_prepared(path), 1, world, SinkGroup(), [counter])
     return {
-        "calls": keeper.steps[0].calls,
-        "numbers": keeper.steps[0].numbers,
+        "calls": counter.steps[0].calls,
+        "numbers": counter.steps[0].numbers,
         "num_units": len(list(model.blocks)) + 1,
         "num_trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }
@@ -114,12 +118,12 @@ def train_until_not_finite(world: World, config: RunConfig, path: Path) -> bool:
     trained = state.optimizer.param_groups[0]["params"]
     seen: list[list[Tensor]] = []
 
-    class Snapshots(StepKeeper):
-        def before_update(self) -> None:
+    class Snapshots(Callback):
+        def before_optimizer_update(self, step: int) -> None:
             seen.append([p.detach().clone() for p in trained])
 
     with pytest.raises(NonFiniteError):
-        train(config, state, open_prepared(path), 8, world, SinkGroup(), Snapshots())
+        train(config, state, open_prepared(path), 8, world, SinkGroup(), [Snapshots()])
     moments = [value for s in state.optimizer.state.values() for value in s.values() if value.dim()]
     return (
         1 < len(seen) == state.step < 8
@@ -175,8 +179,8 @@ def test_inputs_made_ahead_are_those_made_when_asked(make_model: Callable[..., P
 
     def feed(steps: list[int]) -> list[dict[str, Tensor]]:
         loader = GlobalLoader(prepared, "train", 2, 1)
-        with Feeder(loader, world, 1, "each", num_steps=9) as feeder:
-            return [inputs.arguments(world.device) for step in steps for inputs in feeder.take(step).inputs]
+        with Prefetcher(loader, world, 1, "each", num_steps=9) as prefetcher:
+            return [inputs.arguments(world.device) for step in steps for inputs in prefetcher.take(step).inputs]
 
     in_order, jumping = feed([3, 4, 5]), [inputs for step in (3, 4, 5) for inputs in feed([step])]
     assert len(in_order) == len(jumping) > 3
@@ -186,10 +190,10 @@ def test_inputs_made_ahead_are_those_made_when_asked(make_model: Callable[..., P
         assert torch.equal(one["bounds"].ends, other["bounds"].ends)
 
 
-def test_a_fault_in_the_feeder_reaches_the_loop(make_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_error_while_prefetching_reaches_the_loop(make_model: Callable[..., Path], tmp_path: Path) -> None:
     config = make_config(make_model(), tmp_path)
     prepared = prepare(config.data, Path(config.model.path), tmp_path / "prepared")
     loader = GlobalLoader(prepared, "train", 2, 1)
     loader.collate = None  # type: ignore[assignment]
-    with Feeder(loader, World(0, 1, 0, torch.device("cpu")), 1, "each", 9) as feeder, pytest.raises(TypeError):
-        feeder.take(1)
+    with Prefetcher(loader, World(0, 1, 0, torch.device("cpu")), 1, "each", 9) as prefetcher, pytest.raises(TypeError):
+        prefetcher.take(1)

@@ -20,12 +20,13 @@ from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.models.torchtune.names import to_peft_name
 from fctune.models.torchtune.weights import load_base_
 from fctune.telemetry.sinks import SinkGroup
-from fctune.training.loop import StepKeeper, train
+from fctune.training.callbacks.base import Callback
+from fctune.training.loop import train
 from fctune.training.prefetch import make_inputs
 from fctune.training.setup import build_base, shard_and_load_, start_state
 from tests.models.test_parity import reference
 from tests.ranks import run_ranks
-from tests.training.test_ranks import Recorder, make_config
+from tests.training.training_runs import Recorder, make_config
 
 NUM_STEPS = 20
 LR = 2e-3
@@ -39,14 +40,14 @@ TWENTY_STEPS: dict[str, Any] = {
 }
 
 
-class FirstWeights(StepKeeper):
+class FirstWeights(Callback):
     """Copies the weights that train before the first update."""
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.weights: dict[str, Any] = {}
 
-    def before_update(self) -> None:
+    def before_optimizer_update(self, step: int) -> None:
         if not self.weights:
             trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
             self.weights = {n: p.detach().clone().numpy() for n, p in trained.items() if not hasattr(p, "full_tensor")}
@@ -59,7 +60,7 @@ def train_ours(world: World, config: RunConfig, path: Path) -> tuple[list[float]
         apply_lora_(model, config.adapter)
     shard_and_load_(model, config, Path(config.model.path), world)
     init_adapters_(model, config.seed)
-    recorder, keeper = Recorder(), FirstWeights(model)
+    recorder, first = Recorder(), FirstWeights(model)
     train(
         config,
         start_state(model, config, NUM_STEPS),
@@ -67,10 +68,10 @@ def train_ours(world: World, config: RunConfig, path: Path) -> tuple[list[float]
         NUM_STEPS,
         world,
         SinkGroup(recorder),
-        keeper,
+        [first],
     )
     metrics = recorder.metrics
-    return [m["loss"] for m in metrics], [m["grad_norm"] for m in metrics], keeper.weights
+    return [m["loss"] for m in metrics], [m["grad_norm"] for m in metrics], first.weights
 
 
 def plain_step(model: Any, optimizer: Any, prepared: PreparedSet, packs: tuple[int, ...]) -> tuple[float, float]:

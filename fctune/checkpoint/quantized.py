@@ -1,10 +1,11 @@
-"""Optimizer states in 8 or 4 bits (torchao), stored as they are: their codes and the scale of each block.
+"""Checkpoints of 8-bit and 4-bit optimizer states (torchao), stored as quantized codes and block scales.
 
-A state that was turned into floats and back is not the same, as no code stands for a block's lowest value; and in
-floats it is four or eight times as large, on a device that had no room for that.
+Converting a state to floats and back changes it, because no code represents a block's lowest value; and floats take
+four or eight times the memory, on a device chosen without room for that.
 
-torchao cuts a rank's part of a state, laid flat, into blocks. Where every rank's part is whole blocks, so is the state,
-and any other layout of which that holds reads its own. Elsewhere a state is stored, or read, in floats.
+torchao divides each rank's flattened shard of a state into blocks. If every rank's shard is a multiple of the block
+size, the state is stored in blocks, and any other layout that meets the same condition reads its own blocks. Otherwise
+a state is stored, or read, in floats.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-_LEAST = 4_096  # numbers of a rank's part below which torchao does not quantise
+_MIN_QUANTIZED_NUMEL = 4_096  # torchao keeps smaller shards in floats
 
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One tensor of an optimizer's state: of a parameter, under a key; ``name`` is its name in a checkpoint."""
+    """One tensor of an optimizer's state, under ``key`` of a parameter; ``name`` is its name in a checkpoint."""
 
     name: str
     key: str
@@ -34,65 +35,66 @@ class StateTensor:
 
     @property
     def codes_name(self) -> str:
-        """Name of its codes, where it is stored in blocks."""
+        """Name of the stored codes, if stored in blocks."""
         return f"{self.name}.codes"
 
     @property
     def scale_name(self) -> str:
-        """Name of the scales of its blocks."""
+        """Name of the stored block scales, if stored in blocks."""
         return f"{self.name}.scale"
 
     def is_in_blocks(self) -> bool:
-        """Whether it is quantised in whole blocks on every rank; told by shapes alone, so equal on all ranks."""
+        """Return True if every rank's shard is a multiple of the block size; depends on shapes only, so ranks agree."""
         block = getattr(self.optimizer, "block_size", math.inf)
         if math.isinf(block) or not self.value.dim():
             return False
         row = math.prod(self.value.shape[1:])
-        parts = list(_rows_of_parts(self.value))
-        # A block may reach over rows: then parts of one size alone are cut as a flat tensor is.
-        fits = row % block == 0 or len(set(parts)) == 1
-        return fits and all(rows * row >= _LEAST and rows * row % block == 0 for rows in parts)
+        shards = list(_shard_rows(self.value))
+        # Blocks that span rows divide equal shards only as they divide the flat tensor.
+        fits = row % block == 0 or len(set(shards)) == 1
+        return fits and all(rows * row >= _MIN_QUANTIZED_NUMEL and rows * row % block == 0 for rows in shards)
 
     def to_store(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of it; codes and scales are views of the live state."""
+        """Return the tensors to save, by name; codes and scales are views of the live state."""
         if self.is_in_blocks():
             codes, scale = _codes_and_scale(self.value)
             return {self.codes_name: self._as_stored(codes), self.scale_name: self._as_stored(scale)}
         return {self.name: _to_float(self.value)}
 
     def to_read(self, stored: AbstractSet[str]) -> dict[str, Tensor]:
-        """Tensors of the names under which it was stored, to be filled and given to ``take_``."""
+        """Return tensors to fill from a checkpoint and pass to ``load_``, by the names in ``stored``."""
         if (self.codes_name in stored) == self.is_in_blocks():
             return self.to_store()
-        if self.codes_name in stored:  # in blocks that are not this layout's: all of it
-            codes, scale = (self._by_rows(flat, self.value.numel()) for flat in _codes_and_scale(self._whole()))
+        if self.codes_name in stored:  # in blocks of another layout: read the full state
+            full = _codes_and_scale(self._empty_full_state())
+            codes, scale = (self._by_rows(flat, self.value.numel()) for flat in full)
             return {self.codes_name: codes, self.scale_name: scale}
         return {self.name: torch.zeros_like(_to_float(self.value))}
 
-    def take_(self, read: dict[str, Tensor]) -> None:
-        """Take over what was read, in place."""
+    def load_(self, read: dict[str, Tensor]) -> None:
+        """Copy tensors that were read into the live state, in place."""
         if self.name in read:
             if read[self.name] is not self.value:
                 self.value.copy_(read[self.name])
         elif not self.is_in_blocks():
-            whole: Any = self._whole()
-            codes, scale = _codes_and_scale(whole)
+            full: Any = self._empty_full_state()
+            codes, scale = _codes_and_scale(full)
             codes.copy_(read[self.codes_name].view(-1))
             scale.copy_(read[self.scale_name].view(-1))
-            plain = whole.dequantize().to(self.value.device)
+            plain = full.dequantize().to(self.value.device)
             if isinstance(self.value, DTensor):
                 plain = distribute_tensor(plain, self.value.device_mesh, self.value.placements, src_data_rank=None)
             self.value.copy_(plain)
 
-    def _whole(self) -> Tensor:
-        """An empty state of this kind on the CPU, of all ranks' parts together."""
+    def _empty_full_state(self) -> Tensor:
+        """Allocate the unsharded state on the CPU."""
         make: Any = type(self.optimizer)
         block: int = self.optimizer.block_size  # type: ignore[attr-defined]
-        whole: Tensor = make._subclass_zeros(torch.empty(self.value.shape), self.key == "exp_avg", block)
-        return whole
+        full: Tensor = make._subclass_zeros(torch.empty(self.value.shape), self.key == "exp_avg", block)
+        return full
 
     def _as_stored(self, flat: Tensor) -> Tensor:
-        """This rank's codes or scales as its part of those of all ranks."""
+        """Wrap this rank's codes or scales as a DTensor with the layout of the state."""
         if not isinstance(self.value, DTensor):
             return self._by_rows(flat, self.value.numel())
         numbers = self.value.to_local().numel()
@@ -104,33 +106,33 @@ class StateTensor:
         )
 
     def _by_rows(self, flat: Tensor, numbers: int) -> Tensor:
-        """Codes or scales of so many numbers by rows where a row is whole blocks, else flat: so on any layout."""
+        """Reshape codes or scales to one row per row of the state, if its rows are multiples of the block size."""
         row = math.prod(self.value.shape[1:])
-        is_whole: bool = row % self.optimizer.block_size == 0  # type: ignore[attr-defined]
-        return flat.view(numbers // row, -1) if is_whole else flat
+        is_multiple: bool = row % self.optimizer.block_size == 0  # type: ignore[attr-defined]
+        return flat.view(numbers // row, -1) if is_multiple else flat
 
 
-def _rows_of_parts(value: Tensor) -> Iterator[int]:
-    """Rows of each part that a tensor is cut into."""
-    num_parts = 1
+def _shard_rows(value: Tensor) -> Iterator[int]:
+    """Yield the number of rows of each shard of a tensor."""
+    num_shards = 1
     if isinstance(value, DTensor):
         for size, placement in zip(value.device_mesh.shape, value.placements, strict=True):
             if isinstance(placement, Shard):
-                num_parts *= size
+                num_shards *= size
     rows = value.shape[0]
-    chunk = -(-rows // num_parts)
-    for part in range(num_parts):
-        yield max(0, min(chunk, rows - part * chunk))
+    chunk = -(-rows // num_shards)
+    for shard in range(num_shards):
+        yield max(0, min(chunk, rows - shard * chunk))
 
 
 def _codes_and_scale(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Flat codes, as bytes, and the scales of a quantised state's blocks; both live."""
+    """Return views of a quantized state's flat codes, as bytes, and of its block scales."""
     local: Any = value.to_local() if isinstance(value, DTensor) else value
     return local.codes.view(torch.uint8).view(-1), local.scale
 
 
 def _to_float(value: Tensor) -> Tensor:
-    """The state itself where it is not quantised, else a copy in floats."""
+    """Return a dequantized copy, or the state itself if it is not quantized."""
     local: Any = value.to_local() if isinstance(value, DTensor) else value
     if not hasattr(local, "codes"):
         return value

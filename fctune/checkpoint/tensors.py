@@ -1,55 +1,48 @@
-"""What a checkpoint holds: the tensors that training changes, by name, and the few numbers beside them."""
+"""Tensors of a checkpoint: trainable weights, optimizer state and random-generator state, by name."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fctune.checkpoint.quantised import StateTensor
-from fctune.training.schedule import set_lr_
+from fctune.checkpoint.quantized import StateTensor
 
-# What wrappers put into the names of the parameters within them.
+# Inserted into parameter names by activation checkpointing and torch.compile.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
-def named_trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that train, by their name without wrappers."""
-    return {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def clean_name(name: str) -> str:
-    """A parameter's name as it is without checkpointing and compilation."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+def named_trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters by name, without the names of wrapper modules."""
+    return {_unwrap_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def collect_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The live tensors that training changes: ``model.NAME`` and ``optimizer.NAME.KEY``; sharded ones are DTensors.
+    """Return the live weights and optimizer state: ``model.NAME`` and ``optimizer.NAME.KEY``; shards are DTensors.
 
-    A quantised state ends in ``.codes`` and ``.scale`` where it is stored in blocks: see ``StateTensor``.
+    A quantized optimizer state that is stored in blocks ends in ``.codes`` and ``.scale``: see ``StateTensor``.
     """
-    tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in named_trained(model).items()}
-    for state in state_tensors(model, optimizer):
+    tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in named_trainable(model).items()}
+    for state in iter_optimizer_state(model, optimizer):
         tensors |= state.to_store()
     return tensors
 
 
-def state_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[StateTensor]:
-    """The tensors of an optimizer's state."""
-    for name, parameter in named_trained(model).items():
+def iter_optimizer_state(model: nn.Module, optimizer: Optimizer) -> Iterator[StateTensor]:
+    """Yield the tensors of an optimizer's state, parameter by parameter."""
+    for name, parameter in named_trainable(model).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 yield StateTensor(f"optimizer.{name}.{key}", key, value.detach(), optimizer)
 
 
 def init_optimizer_state_(optimizer: Optimizer) -> None:
-    """Make the optimizer create its state, by a step of rate 0 with gradients of 0; no weight changes."""
+    """Make the optimizer create its state, by a step with rate 0 and gradients of 0; no weight changes."""
     rates = []
     for group in optimizer.param_groups:
         rates.append(float(group["lr"]))
@@ -63,8 +56,16 @@ def init_optimizer_state_(optimizer: Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
+def set_lr_(group: dict[str, Any], lr: float | Tensor) -> None:
+    """Set the learning rate of a parameter group, in place."""
+    if isinstance(group["lr"], Tensor):  # torchao's optimizers keep it in a tensor and refuse a number
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
 def collect_rng(rank: int) -> dict[str, Tensor]:
-    """The state of every random generator of this rank, as tensors ``rng.RANK.KIND``."""
+    """Return the state of this rank's random generators, as tensors ``rng.RANK.KIND``."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state()
     states = {
@@ -80,7 +81,7 @@ def collect_rng(rank: int) -> dict[str, Tensor]:
 
 
 def restore_rng(states: dict[str, Tensor], rank: int) -> None:
-    """Set this rank's generators to what ``collect_rng`` gave."""
+    """Set this rank's random generators to a state from ``collect_rng``."""
     torch.set_rng_state(states[f"rng.{rank}.torch"])
     version, *words = states[f"rng.{rank}.python"].tolist()
     gauss = states[f"rng.{rank}.python_gauss"].tolist()
@@ -90,3 +91,9 @@ def restore_rng(states: dict[str, Tensor], rank: int) -> None:
     np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
     if (cuda := states.get(f"rng.{rank}.cuda")) is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(cuda)
+
+
+def _unwrap_name(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

@@ -1,0 +1,51 @@
+"""Evaluation while training: tool-call accuracy on held-out cases, the best step, and early stopping."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fctune.checkpoint.state import TrainState
+from fctune.config.schema import EvalConfig
+from fctune.evaluation.live import LiveEvaluation
+from fctune.training.callbacks.base import Callback
+
+logger = logging.getLogger("fctune")
+
+
+class EvaluationCallback(Callback):
+    """Measures tool-call accuracy at intervals, keeps track of the best step, and ends training without progress.
+
+    Args:
+        config: interval, share of time and patience.
+        evaluation: measures the model.
+        state: of the run; ``best`` is updated.
+    """
+
+    def __init__(self, config: EvalConfig, evaluation: LiveEvaluation, state: TrainState):
+        self.config, self.evaluation, self.state = config, evaluation, state
+
+    def measure(self, step: int, is_last: bool) -> dict[str, Any]:
+        """Return ``eval_*`` metrics if an evaluation is due; ``eval_skipped`` if it would exceed its share of time.
+
+        The last step is always evaluated.
+        """
+        if step % self.config.every_n_steps and not is_last:
+            return {}
+        if not is_last and not self.evaluation.is_within_budget():
+            return {"eval_skipped": "max_share_of_time"}
+        metrics = self.evaluation.measure(self.state.model)
+        best = self.state.best
+        if best is None or metrics["eval_accuracy"] > best["accuracy"]:
+            self.state.best = {"step": step, "accuracy": metrics["eval_accuracy"], "evaluations_since": 0}
+        else:
+            best["evaluations_since"] += 1
+        return metrics
+
+    def on_step_end(self, step: int, is_last: bool) -> bool:
+        """Return True if the last ``eval.early_stop`` evaluations did not improve the accuracy."""
+        patience, best = self.config.early_stop, self.state.best
+        if patience is None or best is None or best["evaluations_since"] < patience:
+            return False
+        logger.info("early stop: accuracy has not improved since step %d", best["step"])
+        return True

@@ -1,0 +1,125 @@
+"""Stopping a run early: by a signal, or by a file named ``stop`` in the run's directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fctune import distributed
+from fctune.training.callbacks.base import Callback
+from fctune.training.callbacks.checkpoint import CheckpointCallback
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+# sysexits.h EX_TEMPFAIL: the run is incomplete, and re-running the same command resumes it.
+STOPPED = 75
+
+_STOP_FILE_EVERY_S = 2.0
+
+
+class Stopped(Exception):
+    """Training stopped on request; ``checkpoint`` is what a re-run resumes from, None if nothing was saved."""
+
+    def __init__(self, reason: str, checkpoint: Path | None = None):
+        super().__init__(reason)
+        self.checkpoint = checkpoint
+
+
+class StopRequest:
+    """Listens for requests to stop, whatever this process is doing.
+
+    Python runs a signal handler only between two bytecodes of the main thread, and a rank that waits in a collective
+    executes none. So a thread reads the signals from the wakeup pipe. Before the first step it ends the process at
+    once, as there is nothing to save. During training it records the request, which ``StopCallback`` reads after the
+    step; a second signal ends the process at once.
+
+    Args:
+        stop_file: its appearance requests a stop; None on ranks that do not check it.
+        on_exit: called with the reason before the process is ended at once.
+    """
+
+    def __init__(self, stop_file: Path | None, on_exit: Callable[[str], None]):
+        self._stop_file = stop_file
+        self._on_exit = on_exit
+        self._reason: str | None = None
+        self._is_training = False
+        self._checked_at = 0.0
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        self._old_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
+
+    def start_training(self) -> None:
+        """Let signals wait for the end of the step from now on."""
+        self._is_training = True
+
+    @property
+    def reason(self) -> str | None:
+        """Why this rank should stop; None without a request."""
+        if self._reason is None and self._stop_file is not None:
+            now = time.monotonic()
+            if now - self._checked_at > _STOP_FILE_EVERY_S:
+                self._checked_at = now
+                if self._stop_file.exists():
+                    self._reason = f"{self._stop_file.name} file"
+        return self._reason
+
+    def close(self) -> None:
+        """Restore the previous signal handlers."""
+        signal.set_wakeup_fd(self._old_wakeup)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        os.write(self._write, b"\0")
+        self._thread.join()
+        os.close(self._read)
+        os.close(self._write)
+
+    def _listen(self) -> None:
+        while number := os.read(self._read, 1)[0]:
+            if number not in SIGNALS:
+                continue
+            name = signal.Signals(number).name
+            if not self._is_training or self._reason is not None:
+                why = "again" if self._reason is not None else "before the first step; nothing to save"
+                self._on_exit(f"{name} {why}")
+                os._exit(STOPPED)
+            self._reason = name
+
+
+class StopCallback(Callback):
+    """Saves and stops the run after a step in which any rank was requested to stop.
+
+    Args:
+        request: requests that reach this rank.
+        checkpoint: saves the state first.
+    """
+
+    def __init__(self, request: StopRequest, checkpoint: CheckpointCallback):
+        self._request, self._checkpoint = request, checkpoint
+
+    def on_step_end(self, step: int, is_last: bool) -> bool:
+        """Stop if any rank has a request.
+
+        Raises:
+            Stopped: a stop was requested.
+            CheckpointError: an earlier save failed and ``checkpoint.on_error`` is stop.
+        """
+        if not distributed.any_rank([self._request.reason is not None])[0]:
+            return False
+        self._checkpoint.raise_if_failed()
+        reasons = [reason for reason in distributed.all_gather_objects(self._request.reason) if reason]
+        is_saved, checkpoint = self._checkpoint.save_before_stop(step)
+        outcome = "saved" if is_saved else "NOT saved"
+        raise Stopped(
+            f"stopped after step {step} by {reasons[0]}, {outcome}; re-run the same command to resume", checkpoint
+        )
+
+    def close(self) -> None:
+        """Restore the previous signal handlers."""
+        self._request.close()
