@@ -299,7 +299,7 @@ def _plan(job: Job, found: dict[str, Any]) -> dict[str, Any]:
     from benchmarks.train_fctune import fctune_config
     from fctune.config.loading import parse_config
     from fctune.config.schema import RunConfig
-    from fctune.models.torchtune.architecture import read_architecture
+    from fctune.models.sources import read_architecture
     from fctune.planner.memory import MemoryModel
     from fctune.planner.memory_timeline import Setting
     from fctune.planner.models import shape_model

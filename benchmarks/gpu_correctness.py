@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.workload import Shape, write_model
-from fctune.models.attention import Kernel, choose_attention_kernel, make_bounds
-from fctune.models.torchtune.architecture import read_architecture
-from fctune.models.torchtune.build import CausalLM, build_model, materialize_
-from fctune.models.torchtune.weights import load_base_
+from fctune.models.attention import AttentionKernel, choose_attention_kernel, make_bounds
+from fctune.models.base_weights import load_base_
+from fctune.models.causal_lm import CausalLM, materialize_
+from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import read_architecture
 from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_
 
 # Head size 32: what every kernel takes.
@@ -31,10 +32,9 @@ LENGTHS = ((70, 40, 18), (128,), (9, 100, 19))
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-3, torch.bfloat16: 4e-2}
 
 
-def build(model_dir: Path, dtype: torch.dtype, device: torch.device, kernel: Kernel) -> CausalLM:
+def build(model_dir: Path, dtype: torch.dtype, device: torch.device, kernel: AttentionKernel) -> CausalLM:
     """A model with the directory's weights."""
-    model = build_model(read_architecture(model_dir), 256, dtype)
-    model.kernel = kernel
+    model = read_architecture(model_dir).build_model(256, PrecisionPolicy.uniform(dtype), kernel)
     materialize_(model, device)
     load_base_(model, model_dir)
     return model
@@ -57,7 +57,7 @@ def losses_and_gradients(model: CausalLM, device: torch.device, is_packed: bool 
     batch = {name: tensor.to(device) for name, tensor in draw_batch().items()}
     total = 0.0
     if is_packed:
-        loss = model(**batch, bounds=make_bounds(LENGTHS, model.kernel).to(device))
+        loss = model(**batch, bounds=make_bounds(LENGTHS, model.attention_kernel).to(device))
         loss.backward()
         total = float(loss)
     else:
@@ -80,7 +80,7 @@ def relative(found: Tensor, true: Tensor) -> float:
 def check(model_dir: Path, device: torch.device) -> dict[str, Any]:
     """Every check by name: loss error, gradient error, tolerance."""
     cpu = torch.device("cpu")
-    true = losses_and_gradients(build(model_dir, torch.float64, cpu, "each"), cpu, is_packed=False)
+    true = losses_and_gradients(build(model_dir, torch.float64, cpu, "per_document"), cpu, is_packed=False)
     capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
     results: dict[str, Any] = {}
 

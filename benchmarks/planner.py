@@ -34,13 +34,14 @@ from fctune.config.loading import parse_config
 from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalStep, StepTotals
 from fctune.distributed import World
+from fctune.models.architecture import Architecture
 from fctune.models.attention import make_bounds
+from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.frozen_linear import copy_rows_, is_nf4
 from fctune.models.torchtune import layers
-from fctune.models.torchtune.architecture import Architecture
-from fctune.models.torchtune.build import CausalLM, materialize_
 from fctune.parallel.activations import apply_activation_checkpointing_
-from fctune.parallel.sharding import Hardware, ParallelLayout, defer_reduce, shard_
+from fctune.parallel.layout import Hardware, ParallelLayout
+from fctune.parallel.sharding import GradientSync, shard_
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Setting
 from fctune.planner.models import find_architecture, shape_model
@@ -109,13 +110,11 @@ def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) 
     world = World(0, setting.world_size, 0, torch.device("cpu"), setting.shard)
     with pretended_group(setting.world_size), _cuda_pretended(setting.world_size):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        model = shape_model(config, architecture)
-        model.kernel = "varlen"
+        model = shape_model(config, architecture, "varlen")
         apply_activation_checkpointing_(model, config.activation_checkpointing, "cuda")
         layout = ParallelLayout(setting.mode, setting.replicate, setting.shard, "")  # type: ignore[arg-type]
-        shard_(
-            model, layout, config.parallel, model.precision, Hardware("cpu", setting.world_size, setting.shard, DEVICE)
-        )
+        hardware = Hardware("cpu", setting.world_size, setting.shard, DEVICE)
+        gradient_sync = shard_(model, layout, config.parallel, hardware)
         data = _make_step(config, model, setting)
         with mode:
             materialize_(model, torch.device("cpu"))
@@ -123,7 +122,7 @@ def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) 
                 if is_nf4(parameter):  # has its memory from when it is filled
                     copy_rows_(model, name, torch.empty(parameter.shape, dtype=parameter.dtype))
             data = _without_memory(data, mode)
-            state = start_state(model, config, num_steps=10)
+            state = start_state(model, config, 10, gradient_sync)
             if isinstance(model, FSDPModule):
                 tracker: Any = FSDPMemTracker(model, state.optimizer)
             else:
@@ -133,13 +132,15 @@ def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) 
                 tracker._track_module_params_and_buffers = lambda module, **_: count(module, install_grad_hooks=False)
                 tracker.track_external(model, state.optimizer)
 
-            def begin_micro_batch(*arguments: Any, **options: Any) -> None:
-                tracker.reset_mod_stats()  # it follows each module through one forward
-                defer_reduce(*arguments, **options)
+            class TrackedSync(GradientSync):
+                def defer(self, is_deferred: bool) -> None:
+                    tracker.reset_mod_stats()  # it follows each module through one forward
+                    super().defer(is_deferred)
 
-            with tracker, mock.patch.object(step, "defer_reduce", begin_micro_batch):
+            sync = TrackedSync(model, gradient_sync.num_copies, gradient_sync.holds_gradients)
+            with tracker:
                 for _ in range(2):  # the optimizer has its state from the second on
-                    step.train_step(model, state.optimizer, data, world, clip_grad_norm=config.clip_grad_norm)
+                    step.train_step(model, state.optimizer, data, world, sync, clip_grad_norm=config.clip_grad_norm)
         snapshot = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
         return {getattr(kind, "value", str(kind)): int(size) for kind, size in snapshot.items()}
 
@@ -154,7 +155,7 @@ def _make_step(config: RunConfig, model: CausalLM, setting: Setting) -> StepData
         supervised=torch.arange(rows * length),
         row_keys=torch.arange(rows),
         positions=torch.arange(length).expand(rows, -1).contiguous(),
-        bounds=make_bounds(((length,),) * rows, model.kernel),
+        bounds=make_bounds(((length,),) * rows, model.attention_kernel),
     )
     tokens = rows * length
     totals = StepTotals(tokens, tokens, float(tokens), tokens * (length + 1) // 2)

@@ -146,7 +146,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     apply_lora_(model, config.adapter)
     prepared = prepare_data(config, model_dir, world)
     assert prepared.num_packs("train") >= num_steps * arguments.rows, "a step at an epoch's end has fewer rows"
-    shard_and_load_(model, config, model_dir, world)
+    gradient_sync = shard_and_load_(model, config, model_dir, world)
     init_adapters_(model, config.seed)
 
     @contextmanager
@@ -160,7 +160,9 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     with open_sinks(config, directory, num_steps, world) as sinks:
         turns = Turns(sinks, arguments.steps, accompany)
-        train(config, start_state(model, config, num_steps), prepared, num_steps, world, SinkGroup(turns))
+        train(
+            config, start_state(model, config, num_steps, gradient_sync), prepared, num_steps, world, SinkGroup(turns)
+        )
         turns.close()
     shutdown_distributed()
     halves = turns.halves

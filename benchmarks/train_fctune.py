@@ -79,7 +79,7 @@ def train(job: Job, recorder: Recorder) -> None:
         recipe.sinks = SinkGroup(JsonlSink(run.directory.metrics), Listener())
     recorder.begin()
     recipe.train()
-    layout, kernel = recipe.model.layout, recipe.model.kernel
+    layout, kernel = recipe.layout, recipe.model.attention_kernel
     costs = recipe.checkpoint.costs
     recorder.extra |= {"layout": str(layout), "attention": kernel, "stall_s": costs.wait_s + costs.start_s}
     recorder.extra |= {"num_saves": costs.num_saves}
@@ -97,9 +97,9 @@ def train(job: Job, recorder: Recorder) -> None:
 
 def _draw_weights_of_fctune() -> None:
     """Replace loading the base by random weights, drawn tensor by tensor and rounded to the run's dtype."""
+    from fctune.models.causal_lm import CausalLM
     from fctune.models.frozen_linear import copy_rows_, is_scale, rows_of_shard
     from fctune.models.lora import is_adapter
-    from fctune.models.torchtune.build import CausalLM
     from fctune.training import recipe, setup
 
     def draw_base_(model: CausalLM, model_dir: object) -> None:

@@ -21,13 +21,14 @@ from fctune.checkpoint.tensors import collect_tensors
 from fctune.config.schema import RunConfig
 from fctune.data.loader import Batch, GlobalStep, StepTotals
 from fctune.distributed import World
+from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.frozen_linear import copy_rows_, is_scale, rows_of_shard
 from fctune.models.hub import resolve_model_dir
 from fctune.models.lora import apply_lora_, init_adapters_, is_adapter
 from fctune.models.run_config import load_run_config
-from fctune.models.torchtune.architecture import read_architecture
-from fctune.models.torchtune.build import CausalLM, materialize_
-from fctune.parallel.sharding import Hardware, shard_
+from fctune.models.sources import read_architecture
+from fctune.parallel.layout import Hardware, ParallelLayout
+from fctune.parallel.sharding import shard_
 from fctune.telemetry.device import total_memory
 from fctune.telemetry.metrics import FlopCounter, peak_memory_gib
 from fctune.training.meter import count_flops
@@ -55,21 +56,21 @@ def load_run(config: TrainingConfig, folder: Path) -> tuple[RunConfig, Path]:
     return run, model_dir
 
 
-def build_state(run: RunConfig, model_dir: Path, world: World) -> TrainState:
+def build_state(run: RunConfig, model_dir: Path, world: World) -> tuple[TrainState, ParallelLayout]:
     """Build the run's model with random weights, sharded over the current process group, and its optimizer."""
     model = build_base(run, model_dir, world)
     if run.adapter is not None:
         apply_lora_(model, run.adapter)
-    plan_parallelism(model, run, world)
+    layout = plan_parallelism(model, run, world)
     memory = total_memory(world.device, world.ranks_per_node)
     hardware = Hardware(world.device.type, world.world_size, world.ranks_per_node, memory)
-    shard_(model, model.layout, run.parallel, model.precision, hardware)
+    gradient_sync = shard_(model, layout, run.parallel, hardware)
     materialize_(model, world.device, run.parallel.cpu_offload)
     init_random_weights_(model, run.seed)
     if run.adapter is not None:
         init_adapters_(model, run.seed)
     model.train()
-    return start_state(model, run, num_steps=1_000)
+    return start_state(model, run, 1_000, gradient_sync), layout
 
 
 def init_random_weights_(model: CausalLM, seed: int) -> None:
@@ -100,7 +101,7 @@ def measure_steps(
     session.enter("building the model", session.limits.build_s)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
-    state = build_state(run, model_dir, world)
+    state, layout = build_state(run, model_dir, world)
     data = _make_step(run, state.model, world)
     tokens = data.totals.num_tokens // world.world_size
     flops: FlopCounter = count_flops(state.model)
@@ -109,7 +110,7 @@ def measure_steps(
         "losses": [],
         "tokens": tokens,
         "flops": flops.weights(tokens) + flops.dense_attention(tokens, run.data.seq_len),
-        "layout": str(state.model.layout),
+        "layout": str(layout),
         "seq_len": run.data.seq_len,
         "micro_batch_size": run.micro_batch_size,
     }
@@ -118,7 +119,9 @@ def measure_steps(
         session.enter(f"training step {step + 1}", session.limits.build_s if not step else None)
         started = time.perf_counter()
         faults.delay("slow_compute")
-        result = train_step(state.model, state.optimizer, data, world, clip_grad_norm=run.clip_grad_norm)
+        result = train_step(
+            state.model, state.optimizer, data, world, state.gradient_sync, clip_grad_norm=run.clip_grad_norm
+        )
         sample["losses"].append(result.loss if math.isfinite(result.loss) else None)
         if step >= config.warmup:
             sample["seconds"].append(float(f"{time.perf_counter() - started:.5g}"))
@@ -196,5 +199,5 @@ def _make_step(run: RunConfig, model: CausalLM, world: World) -> StepData:
     n = world.world_size
     pairs = n * rows * length * (length + 1) // 2
     totals = StepTotals(n * batch.num_tokens, n * batch.num_supervised, n * batch.weight_sum, pairs)
-    inputs = make_inputs(batch, model.kernel, seed=run.seed, step=1, is_pinned=world.device.type == "cuda")
+    inputs = make_inputs(batch, model.attention_kernel, seed=run.seed, step=1, is_pinned=world.device.type == "cuda")
     return StepData(GlobalStep(1, 0, tuple(range(n * rows)), "random"), totals, [inputs])

@@ -203,9 +203,9 @@ def train_phase(base: Path, out: Path, rows: str, lr: tuple[float, float], batch
     run.start(config, world.world_size)
     prepared = prepare_data(config, base, world)
     model = build_base(config, base, world)
-    shard_and_load_(model, config, base, world)
+    gradient_sync = shard_and_load_(model, config, base, world)
     num_steps = count_steps(config, prepared, world)
-    state = start_state(model, config, num_steps)
+    state = start_state(model, config, num_steps, gradient_sync)
     with open_sinks(config, run, num_steps, world) as sinks:
         train(config, state, prepared, num_steps, world, sinks)
     export_merged(model, base, run.export / "merged", is_writer=True)

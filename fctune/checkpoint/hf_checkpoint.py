@@ -20,11 +20,9 @@ from fctune.checkpoint.files import FileRecord, read_tensor, record_file, write_
 from fctune.checkpoint.tensors import named_trainable
 from fctune.config.schema import AdapterConfig
 from fctune.errors import CheckpointError
+from fctune.models.architecture import Architecture
 from fctune.models.export import copy_companions, write_adapter_config, write_model_config
 from fctune.models.lora import copy_full_
-from fctune.models.torchtune.architecture import Architecture
-from fctune.models.torchtune.names import to_hf_name, to_peft_name
-from fctune.models.torchtune.weights import from_hf_layout, to_hf_layout
 
 _MAX_FILE_BYTES = 2 * 1024**3
 
@@ -62,7 +60,7 @@ class HFWeights(ABC):
         names = {self.to_external_name(name): name for name in tensors}
         by_name = {external: tensors[name] for external, name in names.items()}
         records = write_files(
-            folder, self.stem, by_name, group, lambda name, full: to_hf_layout(names[name], full, self.architecture)
+            folder, self.stem, by_name, group, lambda name, full: self.architecture.to_hf_layout(names[name], full)
         )
         if dist.get_rank(group) == 0:
             before = set(folder.iterdir())
@@ -87,7 +85,7 @@ class HFWeights(ABC):
                 raise CheckpointError(
                     f"{files[external]}: {external} has shape {list(full.shape)}; this run has {list(parameter.shape)}."
                 )
-            copy_full_(parameter, from_hf_layout(name, full, self.architecture))
+            copy_full_(parameter, self.architecture.from_hf_layout(name, full))
 
 
 class HFModelWeights(HFWeights):
@@ -97,7 +95,7 @@ class HFModelWeights(HFWeights):
 
     def to_external_name(self, name: str) -> str:
         """Return Hugging Face's name of a parameter."""
-        return to_hf_name(name)
+        return self.architecture.to_hf_name(name)
 
     def write_config(self, folder: Path, dtype: torch.dtype) -> None:
         """Write ``config.json``."""
@@ -116,11 +114,11 @@ class HFAdapterWeights(HFWeights):
 
     def to_external_name(self, name: str) -> str:
         """Return PEFT's name of a parameter."""
-        return to_peft_name(name)
+        return self.architecture.to_peft_name(name)
 
     def write_config(self, folder: Path, dtype: torch.dtype) -> None:
         """Write ``adapter_config.json``, which does not record a dtype."""
-        write_adapter_config(folder, self.config, self.base)
+        write_adapter_config(folder, self.config, self.base, self.architecture)
 
 
 def plan_files(stem: str, sizes: Mapping[str, int], max_bytes: int = _MAX_FILE_BYTES) -> dict[str, list[str]]:

@@ -32,8 +32,9 @@ from fctune.checkpoint.tensors import (
 from fctune.data.loader import GlobalLoader
 from fctune.distributed import World
 from fctune.errors import CheckpointError
+from fctune.models.causal_lm import CausalLM
 from fctune.models.lora import copy_full_
-from fctune.models.torchtune.build import CausalLM
+from fctune.parallel.sharding import GradientSync
 
 # Part of the description that an elastic checkpoint repeats for other tools.
 _METADATA_KEYS = ("step", "epoch", "world_size", "parallel", "tokens_total", "base_fingerprint", "versions", "loader")
@@ -41,11 +42,12 @@ _METADATA_KEYS = ("step", "epoch", "world_size", "parallel", "tokens_total", "ba
 
 @dataclass(slots=True)
 class TrainState:
-    """Everything that training changes and a checkpoint saves."""
+    """Everything that a training step changes; all of it but ``gradient_sync`` is saved in a checkpoint."""
 
     model: CausalLM
     optimizer: Optimizer
     scheduler: LambdaLR
+    gradient_sync: GradientSync
     step: int = 0  # optimizer steps taken
     num_tokens: int = 0  # without padding, over all ranks, since the run began
     best: dict[str, Any] | None = None  # step and accuracy of the best evaluation, evaluations since

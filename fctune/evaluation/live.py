@@ -27,8 +27,8 @@ from fctune.distributed import World
 from fctune.evaluation.judging import judge_answer, judge_row
 from fctune.evaluation.suites import Suite
 from fctune.generation.in_process import InProcessEngine
+from fctune.models.causal_lm import CausalLM
 from fctune.models.export import iter_merged
-from fctune.models.torchtune.build import CausalLM
 
 # Rates that are written beside the accuracy.
 _RATES = ("tool_selection", "tool_f1", "argument_f1", "schema_valid", "false_call", "missed_call")

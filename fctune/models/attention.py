@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-Kernel = Literal["varlen", "flex", "each"]
+AttentionKernel = Literal["varlen", "flex", "per_document"]
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -35,7 +35,7 @@ class DocumentBounds:
     1]``, on the device that attends, for ``each`` on the CPU. A row's padding is a conversation of its own.
     """
 
-    kernel: Kernel
+    kernel: AttentionKernel
     ends: Tensor
     max_length: int  # no conversation is longer, in tokens
     shape: tuple[int, int]  # of the batch: rows, tokens of each
@@ -43,17 +43,17 @@ class DocumentBounds:
 
     def pin(self) -> DocumentBounds:
         """The same in pinned memory, from which a copy to a CUDA device does not wait."""
-        return self if self.kernel == "each" else replace(self, ends=self.ends.pin_memory())
+        return self if self.kernel == "per_document" else replace(self, ends=self.ends.pin_memory())
 
     def to(self, device: torch.device) -> DocumentBounds:
         """The same on the device that attends."""
-        if self.kernel == "each":
+        if self.kernel == "per_document":
             return self
         ends = self.ends.to(device, non_blocking=True)
         return replace(self, ends=ends, block_mask=_block_mask(ends, self.shape) if self.kernel == "flex" else None)
 
 
-def make_bounds(lengths: Sequence[Sequence[int]], kernel: Kernel) -> DocumentBounds:
+def make_bounds(lengths: Sequence[Sequence[int]], kernel: AttentionKernel) -> DocumentBounds:
     """The bounds of rows whose conversations have these lengths; each row's sum to the same number of tokens."""
     flat = torch.tensor([0, *(length for row in lengths for length in row)], dtype=torch.int32)
     longest = int(flat.max())
@@ -65,7 +65,7 @@ def make_bounds(lengths: Sequence[Sequence[int]], kernel: Kernel) -> DocumentBou
 
 def choose_attention_kernel(
     device_type: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int] | None
-) -> tuple[Kernel, str]:
+) -> tuple[AttentionKernel, str]:
     """The fastest kernel for packed rows, and its name for the log.
 
     Args:
@@ -75,12 +75,12 @@ def choose_attention_kernel(
         capability: CUDA compute capability; None on CPU.
     """
     if device_type != "cuda" or capability is None:
-        return "each", "flash attention, one call a conversation"
+        return "per_document", "flash attention, one call a conversation"
     if dtype in (torch.bfloat16, torch.float16) and capability >= (8, 0) and head_dim <= 256:
         return "varlen", "flash attention over ragged rows (varlen_attn)"
     if dtype is not torch.float64 and capability >= (7, 5) and head_dim >= 16:
         return "flex", "flex attention with a block mask"
-    return "each", "one call a conversation"
+    return "per_document", "one call a conversation"
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds | None) -> Tensor:

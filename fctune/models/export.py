@@ -20,11 +20,10 @@ from torch.distributed.tensor import DTensor
 from fctune.config.schema import AdapterConfig
 from fctune.errors import CheckpointError
 from fctune.files import staged_directory
+from fctune.models.architecture import Architecture
+from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import FrozenLinear, is_scale
 from fctune.models.lora import LoRALinear, is_adapter, merge
-from fctune.models.torchtune.build import CausalLM
-from fctune.models.torchtune.names import resolve_adapter_modules, to_hf_name, to_peft_name
-from fctune.models.torchtune.weights import to_hf_layout
 
 # Files of the base that belong to any model made from it, beside config.json.
 _COMPANIONS = (
@@ -71,14 +70,14 @@ def export_adapter(
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if is_adapter(name):
-            full = to_hf_layout(name, _gather(parameter), model.architecture).contiguous()
+            full = model.architecture.to_hf_layout(name, _gather(parameter)).contiguous()
             if is_writer:
-                tensors[to_peft_name(name)] = full.cpu()
+                tensors[model.architecture.to_peft_name(name)] = full.cpu()
     if not is_writer:
         return
     with _new_directory(out) as staging:
         save_file(tensors, staging / "adapter_model.safetensors", metadata={"format": "pt"})
-        write_adapter_config(staging, config, base)
+        write_adapter_config(staging, config, base, model.architecture)
         copy_companions(base_dir, staging)
 
 
@@ -99,7 +98,7 @@ def iter_merged(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
             magnitude = None if module.magnitude is None else _gather(module.magnitude)
             full = merge(full, a, b, module.scaling, magnitude)
         full = full.to(model.precision.compute_dtype)  # float32 where training alone needs it is not what is served
-        yield to_hf_name(name), to_hf_layout(name, full, model.architecture).contiguous().cpu()
+        yield model.architecture.to_hf_name(name), model.architecture.to_hf_layout(name, full).contiguous().cpu()
 
 
 def _gather(parameter: Tensor) -> Tensor:
@@ -143,7 +142,7 @@ def _name_shards(staging: Path, num_files: int, weight_map: dict[str, str], tota
     (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def write_adapter_config(folder: Path, config: AdapterConfig, base: str) -> None:
+def write_adapter_config(folder: Path, config: AdapterConfig, base: str, architecture: Architecture) -> None:
     """Write ``adapter_config.json`` as PEFT reads it; ``base`` is what PEFT loads the base by."""
     from peft import LoraConfig, TaskType  # slow to import, and needed once
 
@@ -151,7 +150,7 @@ def write_adapter_config(folder: Path, config: AdapterConfig, base: str) -> None
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
-        target_modules=sorted(resolve_adapter_modules(config.modules)),
+        target_modules=sorted(architecture.resolve_adapter_modules(config.modules)),
         use_rslora=config.scaling == "rslora",
         use_dora=config.dora,
         task_type=TaskType.CAUSAL_LM,

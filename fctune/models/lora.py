@@ -13,10 +13,9 @@ from torch.nn.functional import linear
 
 from fctune.config.schema import AdapterConfig, BaseDtype
 from fctune.errors import ConfigError
+from fctune.models.causal_lm import CausalLM
 from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout
 from fctune.models.frozen_linear import FrozenLinear
-from fctune.models.torchtune.build import CausalLM
-from fctune.models.torchtune.names import BLOCK_LINEARS, HEAD, find_module_problems, resolve_adapter_modules
 
 _ADAPTER_LEAVES = (".lora_a", ".lora_b", ".magnitude")
 
@@ -95,31 +94,24 @@ def adapter_scaling(config: AdapterConfig) -> float:
 
 
 def apply_lora_(model: CausalLM, config: AdapterConfig) -> None:
-    """Freeze the model and put an adapter on each linear that the config names.
+    """Freeze the model and add an adapter to each linear that the config selects, in place.
 
     Raises:
-        ConfigError: for an adapter on the output head of a model that ties it to its embeddings.
+        ConfigError: modules that the model does not have, or a head that shares the weight of the embedding.
     """
-    if problems := find_module_problems(config.modules):
+    if problems := model.architecture.find_adapter_problems(config.modules):
         raise ConfigError("\n".join(problems))
-    modules = resolve_adapter_modules(config.modules)
-    if HEAD in modules and model.architecture.is_tied:
-        raise ConfigError(
-            "adapter.modules: lm_head cannot take an adapter, as this model ties it to its embeddings; leave it out."
-        )
+    modules = model.architecture.resolve_adapter_modules(config.modules)
     model.requires_grad_(False)
-    keys = model.token_keys
-    for index, block in enumerate(model.blocks):
-        for name, path in BLOCK_LINEARS.items():
-            parent_path, _, attribute = path.rpartition(".")
-            parent = block.get_submodule(parent_path)
-            base: nn.Linear = getattr(parent, attribute)
-            if name in modules:
-                setattr(parent, attribute, LoRALinear(base, config, config.base, f"{index}.{name}", keys))
-            elif config.base != "bf16":
-                setattr(parent, attribute, FrozenLinear(base, config.base))
-    if HEAD in modules:
-        model.decoder.output = LoRALinear(model.decoder.output, config, "bf16", HEAD, keys)
+    for module, key, path in list(model.linears()):
+        # The loss is most sensitive to the head, so it is never quantised.
+        base_dtype: BaseDtype = "bf16" if module == model.architecture.head else config.base
+        if module in modules:
+            base: Any = model.get_submodule(path)
+            model.set_submodule(path, LoRALinear(base, config, base_dtype, key, model.token_keys))
+        elif base_dtype != "bf16":
+            base = model.get_submodule(path)
+            model.set_submodule(path, FrozenLinear(base, base_dtype))
 
 
 def init_adapters_(model: CausalLM, seed: int) -> None:

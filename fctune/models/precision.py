@@ -30,6 +30,15 @@ class PrecisionPolicy:
     compute_dtype: torch.dtype
     has_float8_matmuls: bool = False
 
+    def __str__(self) -> str:
+        weights, compute = (str(dtype).removeprefix("torch.") for dtype in (self.weight_dtype, self.compute_dtype))
+        return f"{weights} computed in {compute}" if self.is_mixed else weights
+
+    @classmethod
+    def uniform(cls, dtype: torch.dtype) -> PrecisionPolicy:
+        """Store and compute in one dtype."""
+        return cls(dtype, dtype)
+
     @property
     def is_mixed(self) -> bool:
         """True if sharding casts weights to the compute dtype as it gathers them."""

@@ -8,8 +8,7 @@ from pathlib import Path
 from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
-from fctune.models.torchtune.architecture import read_architecture
-from fctune.models.torchtune.names import find_module_problems
+from fctune.models.sources import find_module_problems, read_architecture
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -26,10 +25,10 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def _find_model_problems(config: RunConfig) -> list[str]:
-    problems = [] if config.adapter is None else find_module_problems(config.adapter.modules)
-    if (Path(config.model.path) / "config.json").is_file():
-        try:
-            read_architecture(config.model.path)
-        except ConfigError as error:
-            problems.append(f"model.path: {error}")
-    return problems
+    modules = None if config.adapter is None else config.adapter.modules
+    if not (Path(config.model.path) / "config.json").is_file():
+        return find_module_problems(modules)
+    try:
+        return read_architecture(config.model.path).find_adapter_problems(modules)
+    except ConfigError as error:
+        return [*find_module_problems(modules), f"model.path: {error}"]

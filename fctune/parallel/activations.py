@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fctune.config.schema import ActivationCheckpointingConfig
 from fctune.errors import ConfigError
 from fctune.models.attention import attention_operators
-from fctune.models.torchtune.build import CausalLM
+from fctune.models.causal_lm import CausalLM
 
 _PRODUCTS = {
     torch.ops.aten.mm.default,
@@ -38,9 +38,7 @@ def apply_activation_checkpointing_(model: CausalLM, config: ActivationCheckpoin
                 "activation_checkpointing.offload: moves activations between a CUDA device and the host, and this run "
                 "is on CPU; set activation_checkpointing.offload=false."
             )
-        from torchtune.training import OffloadActivations  # asks for a CUDA device when it is imported and made
-
-        model.activations = OffloadActivations()
+        model.offload_activations_()
     contexts: dict[str, Any] = {"context_fn": _keep_costly} if config.policy == "op" else {}
     for index, block in enumerate(model.blocks):
         if is_checkpointed(index, config.fraction):

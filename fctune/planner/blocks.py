@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fctune.config.schema import RunConfig
-from fctune.models.torchtune.architecture import Architecture
-from fctune.models.torchtune.names import resolve_adapter_modules
-
-_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+from fctune.models.architecture import Architecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +29,6 @@ class BlockActivations:
         return max(self.temporary * tokens, self.widening * tokens + self.constant if self.constant else 0)
 
 
-def linear_shapes(a: Architecture) -> dict[str, tuple[int, int]]:
-    """(in, out) of the linears of a block."""
-    kv_dim = a.num_kv_heads * a.head_dim
-    d, i = a.embed_dim, a.intermediate_dim
-    return dict(zip(_LINEARS, ((d, d), (d, kv_dim), (d, kv_dim), (d, d), (d, i), (d, i), (i, d)), strict=True))
-
-
 def count_block_activations(a: Architecture, config: RunConfig, width: int) -> BlockActivations:
     """What a block of this run keeps; ``width`` is bytes of a number in the compute format.
 
@@ -50,9 +40,11 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
     """
     d, i, kv_dim = a.embed_dim, a.intermediate_dim, a.num_kv_heads * a.head_dim
     adapter = config.adapter
-    shapes = linear_shapes(a)
-    adapted = [name for name in _LINEARS if adapter is not None and name in resolve_adapter_modules(adapter.modules)]
-    keeping = list(_LINEARS) if adapter is None else adapted
+    shapes, linears = a.linear_shapes(), a.block_linears
+    adapted = [
+        name for name in linears.all if adapter is not None and name in a.resolve_adapter_modules(adapter.modules)
+    ]
+    keeping = linears.all if adapter is None else adapted
     small = 4 * a.num_heads + 2 * 4
     attention = 2 * d + 2 * kv_dim  # q, k, v, out
     gates = 2 * i
@@ -71,14 +63,14 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
         kept += sum(shapes[name][0] for name in adapted)
         masks = sum(shapes[name][0] for name in adapted)
     else:
-        kept += d * any(n in keeping for n in ("q_proj", "k_proj", "v_proj"))
-        kept += d * any(n in keeping for n in ("gate_proj", "up_proj"))
-        kept += i * ("down_proj" in keeping)
+        kept += d * any(n in keeping for n in linears.attention_inputs)
+        kept += d * any(n in keeping for n in linears.mlp_inputs)
+        kept += i * (linears.mlp_output in keeping)
     if adapter is not None and adapter.dora:
         kept += d + sum(shapes[name][1] for name in adapted)
     everything = kept * width + masks + small
     # SwiGLU's backward: the gradient that comes, and those of both branches; its output is let go by then.
-    is_output_kept = adapter is None or "down_proj" in adapted
+    is_output_kept = adapter is None or linears.mlp_output in adapted
     temporary = ((2 if is_output_kept else 3) * i + d) * width
     if masks and adapter is not None:
         temporary = max(temporary, 24 * max(shapes[name][0] for name in adapted))  # hashes of 64 bits, three at once
@@ -96,8 +88,8 @@ def _every_second_product(a: Architecture, config: RunConfig) -> int:
     """Numbers a token that the kept products of a block give, in the order that they are computed in."""
     outputs: list[int] = []
     adapter = config.adapter
-    for name, (_, out_dim) in linear_shapes(a).items():
+    for name, (_, out_dim) in a.linear_shapes().items():
         outputs.append(out_dim)
-        if adapter is not None and name in resolve_adapter_modules(adapter.modules):
+        if adapter is not None and name in a.resolve_adapter_modules(adapter.modules):
             outputs += [adapter.rank, out_dim]
     return sum(outputs[1::2])

@@ -11,9 +11,9 @@ import math
 from dataclasses import replace
 
 from fctune.config.schema import RunConfig
+from fctune.models.causal_lm import CausalLM
 from fctune.models.loss import MAX_LOGITS
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.torchtune.build import CausalLM
 from fctune.parallel.activations import is_checkpointed
 from fctune.parallel.footprint import GIB, SAFE_SHARE, Footprint, can_hold_gradients
 from fctune.planner.blocks import BlockActivations, count_block_activations
@@ -60,9 +60,6 @@ class MemoryModel:
         self.root = ParameterGroup((n, p) for n, p in model.named_parameters() if id(p) not in in_blocks)
         self.all = ParameterGroup(model.named_parameters())
         self.buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-        if not any(name.endswith("tables.cache") for name, _ in model.named_buffers()):
-            # Llama's scaled RoPE makes its tables when it is filled: float32 frequencies, sines and cosines.
-            self.buffers += (config.data.seq_len * 4 + 2) * model.architecture.head_dim
         self._states: dict[int, Footprint] = {}
         self.holds_gradients = can_hold_gradients(self.reduced_bytes(self.all), device_bytes)
         self.block_memory: BlockActivations = count_block_activations(

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fctune.config.schema import AdapterConfig, RunConfig
-from fctune.models.torchtune.architecture import Architecture
-from fctune.models.torchtune.names import resolve_adapter_modules
-from fctune.planner.blocks import linear_shapes
+from fctune.models.architecture import Architecture
 
 _WIDE = 4  # bytes of float32, which eager RoPE is done in
 
@@ -60,7 +58,7 @@ def count_fused_bytes(a: Architecture, width: int) -> BytesMoved:
 
 
 def _adapted(a: Architecture, adapter: AdapterConfig) -> list[tuple[int, int]]:
-    return [shape for name, shape in linear_shapes(a).items() if name in resolve_adapter_modules(adapter.modules)]
+    return [shape for name, shape in a.linear_shapes().items() if name in a.resolve_adapter_modules(adapter.modules)]
 
 
 def _adapter(in_dim: int, out_dim: int, adapter: AdapterConfig, is_compiled: bool, width: int) -> BytesMoved:

@@ -3,66 +3,19 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
-from typing import Any
 
 from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
 from fctune.gpus import GPUS, Gpu
+from fctune.models.architecture import Architecture
+from fctune.models.attention import AttentionKernel
+from fctune.models.causal_lm import CausalLM
 from fctune.models.hub import describe_failure, parse_name
 from fctune.models.lora import apply_lora_
 from fctune.models.precision import choose_precision
-from fctune.models.torchtune.architecture import Architecture, read_architecture
-from fctune.models.torchtune.build import CausalLM, build_model
-from fctune.parallel.sharding import check_layout
-
-_LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
-_LLAMA_3_2 = _LLAMA | {"rope_scaling": _LLAMA["rope_scaling"] | {"factor": 32.0}, "tie_word_embeddings": True}
-_QWEN: dict[str, Any] = {
-    "model_type": "qwen2",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-}
-
-
-def _sizes(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int) -> dict[str, int]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-    }
-
-
-# config.json of public models, as on the hub: what is planned often is not downloaded yet, and may be gated.
-KNOWN: dict[str, dict[str, Any]] = {
-    "meta-llama/Llama-3.2-1B": _LLAMA_3_2 | _sizes(16, 2048, 8192, 32, 8, 128256),
-    "meta-llama/Llama-3.2-3B": _LLAMA_3_2 | _sizes(28, 3072, 8192, 24, 8, 128256),
-    "meta-llama/Llama-3.1-8B": _LLAMA | _sizes(32, 4096, 14336, 32, 8, 128256),
-    "meta-llama/Llama-3.1-70B": _LLAMA | _sizes(80, 8192, 28672, 64, 8, 128256),
-    "meta-llama/Llama-3.3-70B": _LLAMA | _sizes(80, 8192, 28672, 64, 8, 128256),
-    "Qwen/Qwen2-7B": _QWEN | _sizes(28, 3584, 18944, 28, 4, 152064),
-    "Qwen/Qwen2.5-7B": _QWEN | _sizes(28, 3584, 18944, 28, 4, 152064),
-    "Qwen/Qwen2.5-72B": _QWEN | _sizes(80, 8192, 29568, 64, 8, 152064),
-}
+from fctune.models.sources import find_public_config, parse_architecture, read_architecture
+from fctune.parallel.layout import check_layout
 
 
 def find_architecture(path: str, by_hand: str | None = None) -> tuple[Architecture, Path | None, str]:
@@ -87,17 +40,15 @@ def find_architecture(path: str, by_hand: str | None = None) -> tuple[Architectu
     cached = try_to_load_from_cache(name, "config.json", revision=revision)
     if isinstance(cached, str):
         return read_architecture(Path(cached).parent), Path(cached).parent, cached
-    known = KNOWN.get(name.removesuffix("-Instruct"))
+    known = find_public_config(name)
     if known is not None:
-        content, source = json.dumps(known).encode(), f"{name}, as this version of the planner knows it"
-    else:
-        content, source = _download_config(path, name, revision), f"{name} on the hub"
-    with tempfile.TemporaryDirectory() as made:
-        (Path(made) / "config.json").write_bytes(content)
-        try:
-            return read_architecture(made), None, source
-        except ConfigError as error:  # of a file that is gone by the time that it is read of
-            raise ConfigError(str(error).replace(made, f"hf:{name}")) from None
+        return parse_architecture(name, known), None, f"{name}, as this version of the planner knows it"
+    content = _download_config(path, name, revision)
+    try:
+        raw = json.loads(content)
+    except ValueError as error:
+        raise ConfigError(f"hf:{name}/config.json: cannot be read as JSON ({error}).") from None
+    return parse_architecture(f"hf:{name}/config.json", raw), None, f"{name} on the hub"
 
 
 def _download_config(path: str, name: str, revision: str | None) -> bytes:
@@ -120,11 +71,12 @@ def _download_config(path: str, name: str, revision: str | None) -> bytes:
     return bytes(answer.content)
 
 
-def shape_model(config: RunConfig, architecture: Architecture) -> CausalLM:
-    """The model as a recipe shapes it for CUDA, on the meta device."""
+def shape_model(
+    config: RunConfig, architecture: Architecture, attention_kernel: AttentionKernel = "per_document"
+) -> CausalLM:
+    """Build the model of a run on CUDA, adapters included, on the meta device."""
     precision = choose_precision(config.precision, config.adapter is not None, "cuda")
-    model = build_model(architecture, config.data.seq_len, precision.weight_dtype)
-    model.precision = precision
+    model = architecture.build_model(config.data.seq_len, precision, attention_kernel)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
     return model

@@ -9,8 +9,8 @@ from typing import Any
 
 from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
-from fctune.models.torchtune.build import CausalLM
-from fctune.parallel.sharding import Hardware, check_layout, choose_parallel_layout
+from fctune.models.causal_lm import CausalLM
+from fctune.parallel.layout import Hardware, check_layout, choose_parallel_layout
 from fctune.planner.data_size import DataSize, count_steps, measure_data
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Peak, Setting

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 
 from fctune.gpus import Gpu
 from fctune.models.loss import MAX_LOGITS
-from fctune.models.torchtune.names import resolve_adapter_modules
-from fctune.planner.blocks import linear_shapes
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Setting
 from fctune.planner.memory_traffic import count_bytes_moved, count_fused_bytes
@@ -94,18 +92,18 @@ def count_flops(
     """
     a, config = memory.architecture, memory.config
     adapter = config.adapter
-    shapes = linear_shapes(a)
+    shapes = a.linear_shapes()
     base = sum(rows * columns for rows, columns in shapes.values())
     added = 0
     outputs: list[int] = []
     for name, (in_dim, out_dim) in shapes.items():
         outputs.append(in_dim * out_dim)
-        if adapter is not None and name in resolve_adapter_modules(adapter.modules):
+        if adapter is not None and name in a.resolve_adapter_modules(adapter.modules):
             added += adapter.rank * (in_dim + out_dim)
             outputs += [adapter.rank * in_dim, adapter.rank * out_dim]
     products = a.num_layers * ((4 if adapter is not None else 6) * base + 6 * added)
     is_by_operator = config.activation_checkpointing.policy == "op"
-    last = math.prod(shapes["down_proj"]) if adapter is None or config.compile else 0
+    last = math.prod(shapes[a.block_linears.mlp_output]) if adapter is None or config.compile else 0
     again = sum(outputs[:-1:2]) if is_by_operator else base + added - last
     pair = a.num_layers * a.embed_dim * pairs_per_token
     recomputed = fraction * (2 * a.num_layers * again + (0 if is_by_operator else 4 * pair))
@@ -113,7 +111,7 @@ def count_flops(
     trains_head = adapter is None
     head_cost = 2 + 2 + 2 * trains_head
     head_adapter = 0
-    if adapter is not None and "lm_head" in resolve_adapter_modules(adapter.modules):
+    if adapter is not None and a.head in a.resolve_adapter_modules(adapter.modules):
         head_adapter = 6 * adapter.rank * (a.vocab_size + a.embed_dim)
     places = (micro_batch_size or config.micro_batch_size) * config.data.seq_len * supervised_share
     if places * a.vocab_size > max_logits:
@@ -186,7 +184,7 @@ def float8_savings(memory: MemoryModel, gpu: Gpu, flops: Flops, tokens: float, m
         return 0.0
     work = tokens * (flops.products + flops.recomputed)
     before, after = gpu.bf16_tflops * 1e12 * _BF16_SHARE, gpu.fp8_tflops * 1e12 * _FLOAT8_SHARE
-    shapes = linear_shapes(a).values()
+    shapes = a.linear_shapes().values()
     inputs, outputs = sum(i for i, _ in shapes), sum(o for _, o in shapes)
     weights = 0 if is_base else 2 * sum(i * o for i, o in shapes)  # a frozen base is rounded once and for all
     numbers = tokens * ((1 if is_base else 2) * inputs + outputs) + micro_batches * weights

@@ -12,7 +12,7 @@ from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet
 from fctune.distributed import World
 from fctune.errors import ConfigError, DataError
-from fctune.models.torchtune.build import CausalLM
+from fctune.models.causal_lm import CausalLM
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.meter import Meter
@@ -74,7 +74,7 @@ def train(
     loader = GlobalLoader(prepared, "train", config.global_batch_size, config.seed, pad_to=config.data.pad_to)
     state.model.train()
     num_nonfinite = 0  # in a row
-    prefetcher = Prefetcher(loader, world, config.micro_batch_size, state.model.kernel, num_steps)
+    prefetcher = Prefetcher(loader, world, config.micro_batch_size, state.model.attention_kernel, num_steps)
     with prefetcher, Meter(config, state.model, world, gpu_hours) as meter:
         while state.step < num_steps:
             started = time.perf_counter()
@@ -96,6 +96,7 @@ def train(
                     state.optimizer,
                     data,
                     world,
+                    state.gradient_sync,
                     clip_grad_norm=config.clip_grad_norm,
                     clock=meter.clock,
                     before_update=before_update,

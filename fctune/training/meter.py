@@ -18,8 +18,8 @@ from fctune import distributed
 from fctune.config.schema import RunConfig
 from fctune.data.loader import StepTotals
 from fctune.distributed import World
+from fctune.models.causal_lm import CausalLM
 from fctune.models.lora import is_adapter
-from fctune.models.torchtune.build import CausalLM
 from fctune.telemetry.device import DeviceSampler, peak_tflops, read_device
 from fctune.telemetry.metrics import (
     GIB,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fctune.data.loader import IGNORE, Batch, GlobalLoader, GlobalStep, StepTotals
 from fctune.distributed import World
-from fctune.models.attention import DocumentBounds, Kernel, make_bounds
+from fctune.models.attention import AttentionKernel, DocumentBounds, make_bounds
 from fctune.models.dropout import row_key
 
 
@@ -57,7 +57,9 @@ class Prefetcher:
         num_steps: last step of the run.
     """
 
-    def __init__(self, loader: GlobalLoader, world: World, micro_batch_size: int, kernel: Kernel, num_steps: int):
+    def __init__(
+        self, loader: GlobalLoader, world: World, micro_batch_size: int, kernel: AttentionKernel, num_steps: int
+    ):
         self._loader, self._world, self._kernel = loader, world, kernel
         self._micro_batch_size, self._num_steps = micro_batch_size, num_steps
         # Pinned memory belongs to the thread's current device, and a new thread starts with device 0 on every rank.
@@ -95,7 +97,9 @@ class Prefetcher:
         return StepData(step, totals, inputs)
 
 
-def make_inputs(batch: Batch, kernel: Kernel, *, seed: int = 0, step: int = 0, is_pinned: bool = False) -> Inputs:
+def make_inputs(
+    batch: Batch, kernel: AttentionKernel, *, seed: int = 0, step: int = 0, is_pinned: bool = False
+) -> Inputs:
     """Build the model inputs of a batch on the CPU; dropout is a function of (seed, step, row).
 
     Args:

@@ -18,8 +18,10 @@ from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet
 from fctune.distributed import World
 from fctune.evaluation.live import LiveEvaluation
+from fctune.models.causal_lm import CausalLM
 from fctune.models.hub import WEIGHT_FILES, digest_model, resolve_model_dir
-from fctune.models.torchtune.build import CausalLM
+from fctune.parallel.layout import ParallelLayout
+from fctune.parallel.sharding import GradientSync
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.callbacks.checkpoint import CheckpointCallback
@@ -40,6 +42,7 @@ class FineTuning(ABC):
 
     model_dir: Path
     model: CausalLM
+    layout: ParallelLayout
     prepared: PreparedSet
     num_steps: int
     sinks: SinkGroup
@@ -83,21 +86,22 @@ class FineTuning(ABC):
         self.snapshot = MemorySnapshot(self.run.directory.path, self.world, keeps_history)
         self.model = build_base(self.config, self.model_dir, self.world)
         self.select_trainable_()
-        plan_parallelism(self.model, self.config, self.world)
+        self.layout = plan_parallelism(self.model, self.config, self.world)
         self.prepared = prepare_data(self.config, self.model_dir, self.world)
         self.num_steps = count_steps(self.config, self.prepared, self.world)
         hosts = distributed.all_gather_objects(platform.node())
         if self.world.is_main:
             self.run.directory.describe(num_steps=self.num_steps, data=self.prepared.describe(), hosts=hosts)
-        self.load_checkpoint()
-        self.state = start_state(self.model, self.config, self.num_steps)
+        gradient_sync = self.load_checkpoint()
+        self.state = start_state(self.model, self.config, self.num_steps, gradient_sync)
         self.start_callbacks(self.state)
         self.sinks = open_sinks(self.config, self.run.directory, self.num_steps, self.world, hosts)
 
-    def load_checkpoint(self) -> None:
+    def load_checkpoint(self) -> GradientSync:
         """Load the base's weights into shards and initialize the other trainable parameters."""
-        shard_and_load_(self.model, self.config, self.model_dir, self.world)
+        gradient_sync = shard_and_load_(self.model, self.config, self.model_dir, self.world, self.layout)
         self.init_trainable_()
+        return gradient_sync
 
     def start_callbacks(self, state: TrainState) -> None:
         """Restore the state that the run resumes from, in place, and start the callbacks.

@@ -18,19 +18,13 @@ from fctune.data.encoding import Counts
 from fctune.data.prepared_set import PreparedSet, describe_counts, open_prepared, prepare, prepared_root
 from fctune.distributed import World
 from fctune.models.attention import choose_attention_kernel
+from fctune.models.base_weights import load_base_
+from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.precision import check_device, choose_precision
-from fctune.models.torchtune.architecture import read_architecture
-from fctune.models.torchtune.build import CausalLM, build_model, materialize_
-from fctune.models.torchtune.weights import load_base_
+from fctune.models.sources import read_architecture
 from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_, use_float8_matmuls_
-from fctune.parallel.sharding import (
-    Hardware,
-    ParallelLayout,
-    check_layout,
-    check_memory,
-    choose_parallel_layout,
-    shard_,
-)
+from fctune.parallel.layout import Hardware, ParallelLayout, check_layout, check_memory, choose_parallel_layout
+from fctune.parallel.sharding import GradientSync, shard_
 from fctune.planner.memory import MemoryModel
 from fctune.telemetry.alert_monitor import AlertMonitor
 from fctune.telemetry.background import BackgroundSink
@@ -63,79 +57,91 @@ def prepare_data(config: RunConfig, model_dir: Path, world: World) -> PreparedSe
 
 
 def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:
-    """Build the model on the meta device, in the precision of the run, with the fastest attention of its device."""
+    """Build the model on the meta device, in the run's precision and with the fastest attention for its device.
+
+    Raises:
+        ConfigError: a model that no source builds, or a precision that the device does not support.
+    """
     device, capability = world.device, compute_capability(world.device)
     precision = choose_precision(config.precision, config.adapter is not None, device.type)
 
-    def build() -> CausalLM:
+    def build() -> tuple[CausalLM, str]:
         base = "bf16" if config.adapter is None else config.adapter.base
         check_device(precision, base, device.type, capability, describe_device(device))
-        return build_model(read_architecture(model_dir), config.data.seq_len, precision.weight_dtype)
+        architecture = read_architecture(model_dir)
+        kernel, description = choose_attention_kernel(
+            device.type, precision.compute_dtype, architecture.head_dim, capability
+        )
+        return architecture.build_model(config.data.seq_len, precision, kernel), description
 
-    model = distributed.run_on_all_ranks(build)
-    model.precision = precision
+    model, attention = distributed.run_on_all_ranks(build)
     if precision.has_float8_matmuls:
         use_float8_matmuls_(model)
         if not config.compile and world.is_main:
             logger.warning("precision=%s without compile=true is slower than bfloat16", config.precision)
-    head_dim = model.architecture.head_dim
-    model.kernel, described = choose_attention_kernel(device.type, precision.compute_dtype, head_dim, capability)
-    logger.info("attention: %s", described)
+    logger.info("attention: %s", attention)
     return model
 
 
-def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> None:
-    """Decide how a shaped model will lie on the ranks and how its blocks run, before anything takes time or memory.
+def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> ParallelLayout:
+    """Choose the parallel layout of a meta model, check its memory, and set up checkpointing and compilation, in place.
 
     Raises:
-        ConfigError: a layout that does not fit the ranks, or a model that does not fit their memory.
+        ConfigError: a layout that does not fit the number of ranks, or a model that does not fit their memory.
     """
     has_adapter = config.adapter is not None
     hardware = _describe_hardware(world)
     memory = MemoryModel(model, config, hardware.memory_bytes, is_cuda=world.device.type == "cuda")
-    need = functools.partial(memory.required, world.world_size)
+    required = functools.partial(memory.required, world.world_size)
 
     def choose() -> tuple[ParallelLayout, str | None]:
-        layout = choose_parallel_layout(config.parallel, hardware, has_adapter, need)
+        layout = choose_parallel_layout(config.parallel, hardware, has_adapter, required)
         check_layout(config, model, layout.mode, layout.shard)
-        warning = check_memory(hardware, layout, has_adapter, need, config.model.path)
+        warning = check_memory(hardware, layout, has_adapter, required, config.model.path)
         apply_activation_checkpointing_(model, config.activation_checkpointing, world.device.type)
         return layout, warning
 
-    model.layout, warning = distributed.run_on_all_ranks(choose)
+    layout, warning = distributed.run_on_all_ranks(choose)
     if config.compile:
         compile_blocks_(model)
-    logger.info("layout: %s", model.layout)
-    logger.info("memory by estimate, a rank: %s", need(model.layout.shard))
+    logger.info("layout: %s", layout)
+    logger.info("estimated memory per rank: %s", required(layout.shard))
     if warning is not None and world.is_main:
         logger.warning("memory: %s", warning)
+    return layout
 
 
-def shard_and_load_(model: CausalLM, config: RunConfig, model_dir: Path, world: World) -> None:
-    """Lay a shaped model over the ranks and fill it with the base's weights; adapters are left unfilled.
+def shard_and_load_(
+    model: CausalLM, config: RunConfig, model_dir: Path, world: World, layout: ParallelLayout | None = None
+) -> GradientSync:
+    """Shard a meta model and load the base's weights into it, in place; adapters stay uninitialised.
+
+    Args:
+        model: model on the meta device, with its adapters.
+        config: config of the run.
+        model_dir: Hugging Face directory of the base.
+        world: this rank.
+        layout: result of ``plan_parallelism``; None calls it.
 
     Raises:
-        ConfigError: as ``plan_parallelism``, which is called where it was not.
-        CheckpointError: weights that are not all there, or not those of the model.
+        ConfigError: see ``plan_parallelism``.
+        CheckpointError: weights that are missing or damaged, or not those of the model.
     """
-    if model.layout is None:
-        plan_parallelism(model, config, world)
-    shard_(model, model.layout, config.parallel, model.precision, _describe_hardware(world))
+    layout = layout or plan_parallelism(model, config, world)
+    gradient_sync = shard_(model, layout, config.parallel, _describe_hardware(world))
     materialize_(model, world.device, config.parallel.cpu_offload)
     distributed.run_on_all_ranks(lambda: load_base_(model, model_dir))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
-    held, computed = (
-        str(dtype).removeprefix("torch.") for dtype in (model.precision.weight_dtype, model.precision.compute_dtype)
-    )
     logger.info(
         "model: %s parameters, %s trained, %s, on %s x %d",
         f"{total:,}",
         f"{trained:,}",
-        held if held == computed else f"{held} computed in {computed}",
+        model.precision,
         describe_device(world.device),
         world.world_size,
     )
+    return gradient_sync
 
 
 def _describe_hardware(world: World) -> Hardware:
@@ -143,14 +149,15 @@ def _describe_hardware(world: World) -> Hardware:
     return Hardware(world.device.type, world.world_size, world.ranks_per_node, memory)
 
 
-def start_state(model: CausalLM, config: RunConfig, num_steps: int) -> TrainState:
-    """The state before the first step: optimizer over what trains, schedule over the run's steps."""
+def start_state(model: CausalLM, config: RunConfig, num_steps: int, gradient_sync: GradientSync) -> TrainState:
+    """Create the optimizer of the trained parameters and the schedule of the run's steps."""
     component, arguments = resolve_component(config.optimizer)
     if component.__module__.startswith("torchao."):
         # They compile their step, and torch 2.13's cache of such takes that of one shape or optimizer for another's.
         functorch.enable_autograd_cache = False
     optimizer = component([p for p in model.parameters() if p.requires_grad], **arguments)
-    return TrainState(model, optimizer, build_scheduler(optimizer, config.lr_scheduler, num_steps))
+    scheduler = build_scheduler(optimizer, config.lr_scheduler, num_steps)
+    return TrainState(model, optimizer, scheduler, gradient_sync)
 
 
 def open_sinks(

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from fctune import distributed
 from fctune.data.loader import Batch
 from fctune.distributed import World
-from fctune.models.torchtune.build import CausalLM
-from fctune.parallel.sharding import defer_reduce, reshard_
+from fctune.models.causal_lm import CausalLM
+from fctune.parallel.sharding import GradientSync, reshard_
 from fctune.telemetry.metrics import SpanTimer
 from fctune.training.prefetch import StepData, make_inputs
 
@@ -49,6 +49,7 @@ def train_step(
     optimizer: Optimizer,
     data: StepData,
     world: World,
+    gradient_sync: GradientSync,
     *,
     clip_grad_norm: float | None,
     clock: SpanTimer | None = None,
@@ -67,6 +68,7 @@ def train_step(
         optimizer: over its trainable parameters.
         data: this rank's share of the global step.
         world: this rank.
+        gradient_sync: defers the reduction of gradients to the last micro-batch.
         clip_grad_norm: largest total norm; None does not clip.
         clock: times forward and backward.
         before_update: called when the gradients are ready and the weights are about to change.
@@ -76,7 +78,7 @@ def train_step(
     clock.start()
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for num_left, inputs in zip(reversed(range(len(data.inputs))), data.inputs, strict=True):
-        defer_reduce(model, is_deferred=num_left > 0)
+        gradient_sync.defer(num_left > 0)
         loss: Tensor = model(**inputs.arguments(world.device))
         (loss * (world.world_size / totals.weight_sum)).backward()  # type: ignore[no-untyped-call]
         loss_sum += loss.detach()
@@ -109,7 +111,7 @@ def mean_loss(model: CausalLM, batches: Iterable[Batch], world: World) -> float:
     model.eval()
     loss_sum, weight_sum = torch.zeros((), dtype=torch.float64, device=world.device), 0.0
     for batch in batches:
-        loss_sum += model(**make_inputs(batch, model.kernel).arguments(world.device))
+        loss_sum += model(**make_inputs(batch, model.attention_kernel).arguments(world.device))
         weight_sum += batch.weight_sum
     model.train(was_training)
     reshard_(model)

@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor
 from fctune.config.components import resolve_component
 from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
+from fctune.models.causal_lm import CausalLM
 from fctune.models.lora import apply_lora_
 from fctune.models.precision import choose_precision
-from fctune.models.torchtune.architecture import read_architecture
-from fctune.models.torchtune.build import CausalLM, build_model
+from fctune.models.sources import read_architecture
 from fctune.parallel.activations import apply_activation_checkpointing_
 from fctune.parallel.footprint import GIB
-from fctune.parallel.sharding import Hardware, ParallelLayout, check_memory, choose_parallel_layout, shard_
+from fctune.parallel.layout import Hardware, ParallelLayout, check_memory, choose_parallel_layout
+from fctune.parallel.sharding import shard_
 from fctune.planner.memory import MemoryModel
 from tests.conftest import ROOT
 
@@ -88,8 +89,7 @@ def shape(config: RunConfig, model: dict[str, Any], folder: Path) -> CausalLM:
     """The model as the recipes shape it for CUDA, on the meta device."""
     (folder / "config.json").write_text(json.dumps(model))
     precision = choose_precision(config.precision, config.adapter is not None, "cuda")
-    shaped = build_model(read_architecture(folder), config.data.seq_len, precision.weight_dtype)
-    shaped.precision = precision
+    shaped = read_architecture(folder).build_model(config.data.seq_len, precision)
     if config.adapter is not None:
         apply_lora_(shaped, config.adapter)
     apply_activation_checkpointing_(shaped, config.activation_checkpointing, "cuda")
@@ -116,7 +116,7 @@ def test_a_cluster_config_holds_and_its_model_fits(name: str, tmp_path: Path, wo
 
     world(num_ranks)
     mesh_hardware = Hardware("cpu", num_ranks, case.ranks_per_node, 80 * GIB)
-    shard_(model, layout, config.parallel, model.precision, mesh_hardware)
+    shard_(model, layout, config.parallel, mesh_hardware)
     held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
     assert held == pytest.approx(total / layout.shard, rel=1e-3)
     component, arguments = resolve_component(config.optimizer)

@@ -46,7 +46,7 @@ def gradients(out: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def test_each_conversation_alone_is_a_dense_mask_in_float64() -> None:
     inputs = tensors()
-    ours, theirs = attend(*inputs, make_bounds(LENGTHS, "each")), dense(*inputs, LENGTHS)
+    ours, theirs = attend(*inputs, make_bounds(LENGTHS, "per_document")), dense(*inputs, LENGTHS)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
     for mine, their in zip(gradients(ours, inputs), gradients(theirs, inputs), strict=True):
         torch.testing.assert_close(mine, their, rtol=1e-9, atol=1e-12)
@@ -60,7 +60,7 @@ def test_rows_without_bounds_are_one_conversation() -> None:
 
 def test_the_operator_keeps_the_rules_that_compilation_relies_on() -> None:
     inputs = [t.transpose(1, 2) for t in tensors(torch.float32)]
-    torch.library.opcheck(attend_per_document, (*inputs, make_bounds(LENGTHS, "each").ends))
+    torch.library.opcheck(attend_per_document, (*inputs, make_bounds(LENGTHS, "per_document").ends))
 
 
 def test_flex_masks_are_those_of_the_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,14 +100,14 @@ def test_torch_takes_ragged_rows_as_they_are_given() -> None:
 @pytest.mark.parametrize(
     ("device", "dtype", "head_dim", "capability", "kernel"),
     [
-        ("cpu", torch.float32, 64, None, "each"),
+        ("cpu", torch.float32, 64, None, "per_document"),
         ("cuda", torch.bfloat16, 128, (9, 0), "varlen"),
         ("cuda", torch.bfloat16, 128, (8, 0), "varlen"),
         ("cuda", torch.float32, 128, (9, 0), "flex"),
         ("cuda", torch.float16, 128, (7, 5), "flex"),
         ("cuda", torch.bfloat16, 512, (9, 0), "flex"),
-        ("cuda", torch.float64, 128, (9, 0), "each"),
-        ("cuda", torch.float16, 128, (7, 0), "each"),
+        ("cuda", torch.float64, 128, (9, 0), "per_document"),
+        ("cuda", torch.float16, 128, (7, 0), "per_document"),
     ],
 )
 def test_the_fastest_kernel_that_is_there_is_chosen_and_named(
@@ -130,7 +130,7 @@ def test_bounds_of_different_rows_meet_few_lengths() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("kernel", "dtype", "tolerance"),
-    [("varlen", torch.bfloat16, 2e-2), ("flex", torch.float32, 2e-3), ("each", torch.float64, 1e-9)],
+    [("varlen", torch.bfloat16, 2e-2), ("flex", torch.float32, 2e-3), ("per_document", torch.float64, 1e-9)],
 )
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 def test_every_kernel_of_a_gpu_is_a_dense_mask(

@@ -15,17 +15,16 @@ from fctune.errors import ConfigError
 from fctune.models import export
 from fctune.models.frozen_linear import FrozenLinear, copy_rows_, is_nf4
 from fctune.models.lora import apply_lora_, init_adapters_, row_lengths
-from fctune.models.torchtune.architecture import read_architecture
-from fctune.models.torchtune.build import build_model
-from fctune.models.torchtune.names import ADAPTER_MODULES
-from tests.models.test_parity import load, reference, tokens_for
+from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import read_architecture
+from tests.models.model_samples import ALL_MODULES, draw_tokens, load_model, load_reference
 
 # NF4 shares scales among 16,384 weights, so its linears cannot be as small as other tests'.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
 
 
 def adapted(path: Path, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
-    return load(path, AdapterConfig(rank=4, alpha=8, modules=list(ADAPTER_MODULES), **config), dtype)
+    return load_model(path, AdapterConfig(rank=4, alpha=8, modules=ALL_MODULES, **config), dtype)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -35,18 +34,18 @@ def test_dora_is_that_of_peft(family: str, make_model: Callable[..., Path], tmp_
 
     path = make_model(family)
     model = adapted(path, dora=True)
-    tokens = tokens_for(path)
+    tokens = draw_tokens(path)
     for name, parameter in model.named_parameters():
         if name.endswith("magnitude"):
             parameter.mul_(1 + 0.1 * torch.linspace(-1, 1, len(parameter)))
     logits = model(tokens)
-    assert (logits - load(path)(tokens)).abs().max() > 0.01
-    config = AdapterConfig(rank=4, alpha=8, modules=list(ADAPTER_MODULES), dora=True)
+    assert (logits - load_model(path)(tokens)).abs().max() > 0.01
+    config = AdapterConfig(rank=4, alpha=8, modules=ALL_MODULES, dora=True)
     export.export_adapter(model, config, str(path), path, tmp_path / "adapter", is_writer=True)
-    theirs = PeftModel.from_pretrained(reference(path), str(tmp_path / "adapter")).eval()
+    theirs = PeftModel.from_pretrained(load_reference(path), str(tmp_path / "adapter")).eval()
     torch.testing.assert_close(theirs(tokens).logits, logits, rtol=1e-4, atol=1e-4)
     export.export_merged(model, path, tmp_path / "merged", is_writer=True)
-    torch.testing.assert_close(reference(tmp_path / "merged")(tokens).logits, logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(load_reference(tmp_path / "merged")(tokens).logits, logits, rtol=1e-4, atol=1e-4)
 
 
 def test_dora_gradients_are_those_of_peft(make_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -54,10 +53,10 @@ def test_dora_gradients_are_those_of_peft(make_model: Callable[..., Path], tmp_p
 
     path = make_model("llama")
     model = adapted(path, dora=True)
-    config = AdapterConfig(rank=4, alpha=8, modules=list(ADAPTER_MODULES), dora=True)
+    config = AdapterConfig(rank=4, alpha=8, modules=ALL_MODULES, dora=True)
     export.export_adapter(model, config, str(path), path, tmp_path / "adapter", is_writer=True)
-    theirs = PeftModel.from_pretrained(reference(path), str(tmp_path / "adapter"), is_trainable=True).eval()
-    tokens = tokens_for(path)
+    theirs = PeftModel.from_pretrained(load_reference(path), str(tmp_path / "adapter"), is_trainable=True).eval()
+    tokens = draw_tokens(path)
     model(tokens).square().mean().backward()
     theirs(tokens).logits.square().mean().backward()
     ours = model.decoder.layers[1].attn.v_proj
@@ -75,8 +74,8 @@ def test_dora_starts_as_the_base(make_model: Callable[..., Path]) -> None:
     path = make_model("qwen2")
     model = adapted(path, torch.float64, dora=True)
     init_adapters_(model, 3)
-    tokens = tokens_for(path)
-    torch.testing.assert_close(model(tokens), load(path, dtype=torch.float64)(tokens), rtol=1e-9, atol=1e-9)
+    tokens = draw_tokens(path)
+    torch.testing.assert_close(model(tokens), load_model(path, dtype=torch.float64)(tokens), rtol=1e-9, atol=1e-9)
 
 
 def test_row_lengths_are_those_of_the_sum() -> None:
@@ -108,12 +107,12 @@ def test_exports_of_a_small_base_are_the_model_that_was_trained(
     base: str, dora: bool, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     path = make_model("llama", **WIDE)
-    model = load(path, AdapterConfig(rank=4, alpha=8, modules=["q_proj", "down_proj"], base=base, dora=dora))  # type: ignore[arg-type]
+    model = load_model(path, AdapterConfig(rank=4, alpha=8, modules=["q_proj", "down_proj"], base=base, dora=dora))  # type: ignore[arg-type]
     assert is_nf4(model.decoder.layers[0].attn.v_proj.weight) == (base == "nf4")  # not only where adapters sit
-    tokens = tokens_for(path)
+    tokens = draw_tokens(path)
     logits = model(tokens)
     export.export_merged(model, path, tmp_path / "merged", is_writer=True)
-    merged = reference(tmp_path / "merged")(tokens).logits
+    merged = load_reference(tmp_path / "merged")(tokens).logits
     # The float8 product rounds its inputs too; the export has the rounded weights alone.
     close = (merged - logits).norm() / logits.norm()
     assert close < (1e-5 if base == "nf4" else 0.06)
@@ -123,7 +122,7 @@ def test_only_adapters_train_on_a_small_base(make_model: Callable[..., Path]) ->
     path = make_model("qwen2", **WIDE)
     for base in ("nf4", "float8"):
         model = adapted(path, torch.bfloat16, base=base, dora=True, dropout=0.0).train()
-        tokens = tokens_for(path)
+        tokens = draw_tokens(path)
         before = {
             name: module.widened().clone() for name, module in model.named_modules() if hasattr(module, "widened")
         }
@@ -143,6 +142,6 @@ def test_only_adapters_train_on_a_small_base(make_model: Callable[..., Path]) ->
 
 
 def test_linears_too_small_for_4_bits_are_refused(make_model: Callable[..., Path]) -> None:
-    model = build_model(read_architecture(make_model("llama")), 256, torch.bfloat16)
+    model = read_architecture(make_model("llama")).build_model(256, PrecisionPolicy.uniform(torch.bfloat16))
     with pytest.raises(ConfigError, match=r"adapter\.base=nf4: a linear of \[64, 64\]"):
         apply_lora_(model, AdapterConfig(base="nf4"))

@@ -11,8 +11,7 @@ import torch
 from fctune.config.schema import AdapterConfig
 from fctune.errors import ConfigError
 from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout, row_key
-from fctune.models.torchtune.names import ADAPTER_MODULES
-from tests.models.test_parity import load
+from tests.models.model_samples import ALL_MODULES, load_model
 
 
 def keys_of(rows: list[int], seq_len: int, step: int = 1) -> torch.Tensor:
@@ -26,21 +25,21 @@ def test_adapters_start_as_the_base(make_model: Callable[..., Path]) -> None:
     from fctune.models.lora import init_adapters_
 
     path = make_model("llama")
-    model = load(path, AdapterConfig(rank=4, alpha=8, modules=list(ADAPTER_MODULES)))
+    model = load_model(path, AdapterConfig(rank=4, alpha=8, modules=ALL_MODULES))
     init_adapters_(model, 5)
     tokens = torch.arange(30)[None]
     with torch.no_grad():
-        assert torch.equal(model(tokens), load(path)(tokens))
+        assert torch.equal(model(tokens), load_model(path)(tokens))
 
 
 def test_an_adapter_on_a_tied_head_is_refused(make_model: Callable[..., Path]) -> None:
     path = make_model("llama", tie_word_embeddings=True)
     with pytest.raises(ConfigError, match="lm_head"):
-        load(path, AdapterConfig(modules=["lm_head"]))
+        load_model(path, AdapterConfig(modules=["lm_head"]))
 
 
 def test_only_adapters_train(make_model: Callable[..., Path]) -> None:
-    model = load(make_model("qwen2"), AdapterConfig(rank=2, modules=["q_proj", "down_proj"]))
+    model = load_model(make_model("qwen2"), AdapterConfig(rank=2, modules=["q_proj", "down_proj"]))
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert len(trained) == 2 * 2 * 2
     assert all(name.endswith(("lora_a", "lora_b")) for name in trained)

@@ -11,13 +11,13 @@ from torch.nn.functional import cross_entropy
 
 from fctune.models import loss as loss_module
 from fctune.models.attention import make_bounds
-from fctune.models.torchtune.build import CausalLM
-from tests.models.test_parity import load
+from fctune.models.causal_lm import CausalLM
+from tests.models.model_samples import load_model
 
 
 @pytest.fixture
 def model(make_model: Callable[..., Path]) -> CausalLM:
-    return load(make_model("llama"), dtype=torch.float64).train()
+    return load_model(make_model("llama"), dtype=torch.float64).train()
 
 
 def batch(model: CausalLM, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +71,7 @@ def test_a_packed_conversation_gives_the_loss_and_gradients_it_gives_alone(model
     lengths = [17, 40, 5, 23]
     tokens, labels = batch(model, lengths)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    packed = model(tokens, positions=positions, bounds=make_bounds([lengths], "each"), labels=labels)
+    packed = model(tokens, positions=positions, bounds=make_bounds([lengths], "per_document"), labels=labels)
     packed.backward()
     packed_gradients = gradients(model)
     alone = torch.zeros((), dtype=torch.float64)
@@ -87,7 +87,7 @@ def test_without_bounds_neighbours_would_leak(model: CausalLM) -> None:
     lengths = [17, 40]
     tokens, labels = batch(model, lengths)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    apart = model(tokens, positions=positions, bounds=make_bounds([lengths], "each"), labels=labels)
+    apart = model(tokens, positions=positions, bounds=make_bounds([lengths], "per_document"), labels=labels)
     assert abs(float(apart) - float(model(tokens, positions=positions, labels=labels))) > 1e-3
 
 

@@ -11,10 +11,7 @@ import torch
 
 from fctune.config.schema import AdapterConfig
 from fctune.models import export
-from fctune.models.lora import apply_lora_, init_adapters_
-from fctune.models.torchtune.architecture import read_architecture
-from fctune.models.torchtune.build import CausalLM, build_model, materialize_
-from fctune.models.torchtune.weights import load_base_
+from tests.models.model_samples import draw_tokens, load_model, load_reference
 
 # Small models of every kind that is built: scaled and plain RoPE, tied and untied heads, one and several files.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -26,39 +23,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def load(path: Path, adapter: AdapterConfig | None = None, dtype: torch.dtype = torch.float32) -> CausalLM:
-    model = build_model(read_architecture(path), 256, dtype)
-    if adapter is not None:
-        apply_lora_(model, adapter)
-    materialize_(model, torch.device("cpu"))
-    load_base_(model, path)
-    if adapter is not None:
-        init_adapters_(model, 0)
-        generator = torch.Generator().manual_seed(1)
-        for name, parameter in model.named_parameters():
-            if name.endswith("lora_b"):  # zero at the start, which would hide a wrong merge
-                parameter.data.normal_(std=0.05, generator=generator)
-    return model.eval()
-
-
-def tokens_for(path: Path) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(2)
-    return torch.randint(0, read_architecture(path).vocab_size, (2, 40), generator=generator)
-
-
-def reference(path: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_logits_equal_those_of_transformers(name: str, make_model: Callable[..., Path]) -> None:
     family, changes = MODELS[name]
     path = make_model(family, **changes)
-    tokens = tokens_for(path)
-    torch.testing.assert_close(load(path)(tokens), reference(path)(tokens).logits, rtol=1e-4, atol=1e-4)
+    tokens = draw_tokens(path)
+    torch.testing.assert_close(load_model(path)(tokens), load_reference(path)(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("scaling", ["standard", "rslora"])
@@ -73,17 +44,19 @@ def test_exports_give_the_logits_of_the_trained_model(
     path = make_model(family, **changes)
     modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
     adapter = AdapterConfig(rank=4, alpha=8, modules=modules, scaling=scaling)  # type: ignore[arg-type]
-    model = load(path, adapter)
-    tokens = tokens_for(path)
+    model = load_model(path, adapter)
+    tokens = draw_tokens(path)
     logits = model(tokens)
-    assert (logits - load(path)(tokens)).abs().max() > 0.01, "the adapter does nothing, so this would show nothing"
+    assert (logits - load_model(path)(tokens)).abs().max() > 0.01, (
+        "the adapter does nothing, so this would show nothing"
+    )
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
     export.export_merged(model, path, tmp_path / "merged", is_writer=True)
     export.export_adapter(model, adapter, str(path), path, tmp_path / "adapter", is_writer=True)
 
-    torch.testing.assert_close(reference(tmp_path / "merged")(tokens).logits, logits, rtol=1e-4, atol=1e-4)
-    adapted = PeftModel.from_pretrained(reference(path), str(tmp_path / "adapter")).eval()
+    torch.testing.assert_close(load_reference(tmp_path / "merged")(tokens).logits, logits, rtol=1e-4, atol=1e-4)
+    adapted = PeftModel.from_pretrained(load_reference(path), str(tmp_path / "adapter")).eval()
     torch.testing.assert_close(adapted(tokens).logits, logits, rtol=1e-4, atol=1e-4)
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
@@ -93,18 +66,18 @@ def test_a_large_export_is_cut_into_files_that_transformers_reads(
 ) -> None:
     monkeypatch.setattr(export, "_MAX_FILE_BYTES", 100_000)
     path = make_model("llama")
-    model = load(path)
+    model = load_model(path)
     export.export_merged(model, path, tmp_path / "out", is_writer=True)
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
-    tokens = tokens_for(path)
+    tokens = draw_tokens(path)
     with torch.no_grad():
-        torch.testing.assert_close(reference(tmp_path / "out")(tokens).logits, model(tokens), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(load_reference(tmp_path / "out")(tokens).logits, model(tokens), rtol=1e-4, atol=1e-4)
     with torch.no_grad():
-        torch.testing.assert_close(load(tmp_path / "out")(tokens), model(tokens))
+        torch.testing.assert_close(load_model(tmp_path / "out")(tokens), model(tokens))
 
 
 def test_an_export_keeps_tokenizer_and_template(make_model: Callable[..., Path], tmp_path: Path) -> None:
     path = make_model("llama")
-    export.export_merged(load(path), path, tmp_path / "out", is_writer=True)
+    export.export_merged(load_model(path), path, tmp_path / "out", is_writer=True)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (path / file).read_bytes()

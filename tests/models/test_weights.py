@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fctune.config.schema import ParallelConfig
 from fctune.distributed import World
 from fctune.errors import CheckpointError
-from fctune.models.torchtune import weights
-from fctune.models.torchtune.architecture import read_architecture
-from fctune.models.torchtune.build import build_model, materialize_
-from fctune.models.torchtune.names import to_hf_name
-from fctune.models.torchtune.weights import load_base_, to_hf_layout
-from fctune.parallel.sharding import Hardware, choose_parallel_layout, shard_
-from tests.models.test_parity import load
+from fctune.models.base_weights import load_base_
+from fctune.models.causal_lm import materialize_
+from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import read_architecture
+from fctune.parallel.layout import Hardware, choose_parallel_layout
+from fctune.parallel.sharding import shard_
+from tests.models.model_samples import load_model
 from tests.ranks import run_ranks
 
 
@@ -59,20 +60,21 @@ def load_and_count(world: World, path: Path, parallel: dict[str, Any]) -> dict[s
         def get_slice(self, name: str) -> CountingSlice:
             return CountingSlice(name, self.tensors.get_slice(name))
 
-    safe_open, weights.safe_open = weights.safe_open, CountingFile  # type: ignore[attr-defined, misc, assignment]
-    model = build_model(read_architecture(path), 128, torch.float32)
+    model = read_architecture(path).build_model(128, PrecisionPolicy.uniform(torch.float32))
     hardware = Hardware("cpu", world.world_size, world.world_size)
     config = ParallelConfig(**parallel)
     layout = choose_parallel_layout(config, hardware, False, lambda _: None)  # type: ignore[arg-type, return-value]
-    shard_(model, layout, config, model.precision, hardware)
+    shard_(model, layout, config, hardware)
     materialize_(model, world.device)
-    load_base_(model, path)
+    load_base_(model, path, CountingFile)
     shards = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in model.named_parameters()}
-    held = {to_hf_name(name): shard.numel() for name, shard in shards.items()}
+    held = {model.architecture.to_hf_name(name): shard.numel() for name, shard in shards.items()}
     full = {}
     for name, parameter in model.named_parameters():
         whole: Any = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # type: ignore[operator]
-        full[to_hf_name(name)] = to_hf_layout(name, whole.detach(), model.architecture).clone().numpy()
+        full[model.architecture.to_hf_name(name)] = (
+            model.architecture.to_hf_layout(name, whole.detach()).clone().numpy()
+        )
     return {"read": read, "held": held, "weights": full}
 
 
@@ -136,14 +138,14 @@ def cut(tensors: dict[str, torch.Tensor]) -> None:
         (add, r"1 extra: model\.layers\.0\.self_attn\.q_proj\.bias"),
         (spoil, r"model\.layers\.1\.self_attn\.k_proj\.weight holds NaN or infinity"),
         (overflow, r"lm_head\.weight holds NaN or infinity"),
-        (cut, r"model\.norm\.weight is \[63\], config\.json asks for \[64\]"),
+        (cut, r"model\.norm\.weight has the shape \[63\], config\.json implies \[64\]"),
     ],
 )
 def test_weights_that_are_not_the_models_are_named(
     change: Callable[[dict[str, torch.Tensor]], None], words: str, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match=words):
-        load(broken(make_model("llama"), tmp_path / "broken", change))
+        load_model(broken(make_model("llama"), tmp_path / "broken", change))
 
 
 def test_a_head_beside_a_tied_embedding_is_left(make_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_a_head_beside_a_tied_embedding_is_left(make_model: Callable[..., Path],
 
     path = make_model("llama", tie_word_embeddings=True)
     assert json.loads((path / "config.json").read_text())["tie_word_embeddings"]
-    repeated = load(broken(path, tmp_path / "repeated", repeat))
+    repeated = load_model(broken(path, tmp_path / "repeated", repeat))
     tokens = torch.arange(20)[None]
     with torch.no_grad():
-        assert torch.equal(repeated(tokens), load(path)(tokens))
+        assert torch.equal(repeated(tokens), load_model(path)(tokens))

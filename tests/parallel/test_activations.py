@@ -14,18 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fctune.config.schema import ActivationCheckpointingConfig, AdapterConfig
 from fctune.errors import ConfigError
 from fctune.models.attention import make_bounds
+from fctune.models.causal_lm import CausalLM
 from fctune.models.dropout import row_key
-from fctune.models.torchtune.build import CausalLM
-from fctune.models.torchtune.names import ADAPTER_MODULES
 from fctune.parallel.activations import (
     apply_activation_checkpointing_,
     compile_blocks_,
     is_checkpointed,
     use_float8_matmuls_,
 )
-from tests.models.test_parity import load
+from tests.models.model_samples import ALL_MODULES, load_model
 
-LORA = AdapterConfig(rank=4, alpha=8, dropout=0.2, modules=list(ADAPTER_MODULES))
+LORA = AdapterConfig(rank=4, alpha=8, dropout=0.2, modules=ALL_MODULES)
 LENGTHS = [[17, 40, 23], [60, 20]]
 
 
@@ -35,7 +34,7 @@ def run(model: CausalLM) -> dict[str, torch.Tensor]:
     loss = model.train()(
         tokens,
         positions=torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS]),
-        bounds=make_bounds(LENGTHS, "each"),
+        bounds=make_bounds(LENGTHS, "per_document"),
         labels=tokens,
         row_keys=torch.tensor([row_key(1, 1, row) for row in range(2)]),
     )
@@ -63,7 +62,7 @@ def test_checkpointed_blocks_give_the_same_loss_and_gradients(
     config: ActivationCheckpointingConfig, adapter: AdapterConfig | None, make_model: Callable[..., Path]
 ) -> None:
     path = make_model("llama", num_hidden_layers=4)
-    plain, checkpointed = (load(path, adapter, torch.float64) for _ in range(2))
+    plain, checkpointed = (load_model(path, adapter, torch.float64) for _ in range(2))
     apply_activation_checkpointing_(checkpointed, config, "cpu")
     assert_same(run(checkpointed), run(plain), rtol=1e-9, atol=1e-12)
 
@@ -82,7 +81,7 @@ def test_policies_compute_again_what_they_say(make_model: Callable[..., Path]) -
     path = make_model("llama", num_hidden_layers=4)
 
     def count(config: ActivationCheckpointingConfig | None) -> tuple[int, int]:
-        model = load(path)
+        model = load_model(path)
         if config is not None:
             apply_activation_checkpointing_(model, config, "cpu")
         with CountedOperators() as counted:
@@ -110,7 +109,7 @@ def test_a_fraction_of_the_blocks_is_evenly_spread(num: int, fraction: float, ch
 def test_offloading_without_a_device_is_refused(make_model: Callable[..., Path]) -> None:
     config = ActivationCheckpointingConfig(fraction=1.0, offload=True)
     with pytest.raises(ConfigError, match=r"activation_checkpointing\.offload: .* this run is on CPU"):
-        apply_activation_checkpointing_(load(make_model("llama")), config, "cpu")
+        apply_activation_checkpointing_(load_model(make_model("llama")), config, "cpu")
 
 
 @pytest.mark.slow
@@ -122,7 +121,7 @@ def test_compiled_blocks_give_the_same_loss_and_gradients(
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     path = make_model("llama", num_hidden_layers=4)
-    plain, compiled = (load(path, adapter, torch.float64) for _ in range(2))
+    plain, compiled = (load_model(path, adapter, torch.float64) for _ in range(2))
     if config is not None:
         apply_activation_checkpointing_(compiled, config, "cpu")
     compile_blocks_(compiled)
@@ -141,7 +140,9 @@ def test_blocks_of_few_bits_compile_whole(kind: str, make_model: Callable[..., P
     path = make_model("llama", hidden_size=256, intermediate_size=512, num_key_value_heads=4)
     base = {"base": kind} if kind in ("nf4", "float8") else {}
     adapter = AdapterConfig(rank=4, alpha=8, dropout=0.1, dora=kind == "dora", **base)  # type: ignore[arg-type]
-    eager, compiled = (load(path, None if kind == "float8 products" else adapter, torch.bfloat16) for _ in range(2))
+    eager, compiled = (
+        load_model(path, None if kind == "float8 products" else adapter, torch.bfloat16) for _ in range(2)
+    )
     for model in (eager, compiled):
         if kind == "float8 products":
             use_float8_matmuls_(model)
@@ -153,7 +154,7 @@ def test_blocks_of_few_bits_compile_whole(kind: str, make_model: Callable[..., P
 
 def test_float8_products_stay_near(make_model: Callable[..., Path]) -> None:
     path = make_model("llama", hidden_size=128, intermediate_size=256)
-    plain, rounded = (load(path, dtype=torch.bfloat16) for _ in range(2))
+    plain, rounded = (load_model(path, dtype=torch.bfloat16) for _ in range(2))
     use_float8_matmuls_(rounded)
     kinds = {type(module).__name__ for module in rounded.modules() if isinstance(module, torch.nn.Linear)}
     assert kinds == {"Float8Linear", "Linear"}

@@ -12,7 +12,7 @@ from fctune.config.schema import ParallelConfig
 from fctune.errors import ConfigError
 from fctune.models.precision import PrecisionPolicy, check_device, choose_precision
 from fctune.parallel.footprint import GIB, Footprint
-from fctune.parallel.sharding import Hardware, ParallelLayout, check_memory, choose_parallel_layout
+from fctune.parallel.layout import Hardware, ParallelLayout, check_memory, choose_parallel_layout
 
 
 def needs(gib: float) -> Callable[[int], Footprint]:

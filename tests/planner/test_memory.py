@@ -15,9 +15,10 @@ from fctune.config.loading import parse_config
 from fctune.config.schema import RunConfig
 from fctune.distributed import World
 from fctune.models.attention import make_bounds
+from fctune.models.causal_lm import materialize_
 from fctune.models.lora import apply_lora_, init_adapters_
-from fctune.models.torchtune.architecture import read_architecture
-from fctune.models.torchtune.build import build_model, materialize_
+from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import read_architecture
 from fctune.parallel.activations import apply_activation_checkpointing_
 from fctune.parallel.footprint import SAFE_SHARE
 from fctune.planner.blocks import count_block_activations
@@ -45,9 +46,9 @@ def measure_state(world: World, raw: dict[str, Any], model_dir: Path) -> dict[st
     model = build_base(config, model_dir, world)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
-    shard_and_load_(model, config, model_dir, world)
+    gradient_sync = shard_and_load_(model, config, model_dir, world)
     init_adapters_(model, 0)
-    state = start_state(model, config, 1)
+    state = start_state(model, config, 1, gradient_sync)
     tokens = torch.arange(64)[None]
     model(tokens=tokens, labels=tokens).backward()
     state.optimizer.step()
@@ -95,7 +96,7 @@ def test_state_is_that_of_real_shards_to_the_byte(
 
 def keep_of_block(config: RunConfig, model_dir: Path, dtype: torch.dtype, num_tokens: int) -> int:
     """Bytes that autograd keeps of one real block's forward, weights aside."""
-    model = build_model(read_architecture(model_dir), 2048, dtype)
+    model = read_architecture(model_dir).build_model(2048, PrecisionPolicy.uniform(dtype))
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
     materialize_(model, torch.device("cpu"))
@@ -120,7 +121,7 @@ def keep_of_block(config: RunConfig, model_dir: Path, dtype: torch.dtype, num_to
     if config.compile:  # cut into what is kept and what is made again as for CUDA, then run eagerly
         torch._dynamo.reset()
         forward = torch.compile(forward, backend="aot_eager_decomp_partition")
-    bounds = make_bounds(((num_tokens,),), "each") if config.compile else None
+    bounds = make_bounds(((num_tokens,),), "per_document") if config.compile else None
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         out = forward(hidden, mask=bounds, input_pos=positions)
     del out

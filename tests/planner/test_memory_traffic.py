@@ -12,11 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.planner import FusedNorm
+from fctune.models.architecture import Architecture
 from fctune.models.attention import make_bounds
+from fctune.models.causal_lm import materialize_
 from fctune.models.lora import apply_lora_
+from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import read_architecture
 from fctune.models.torchtune import layers
-from fctune.models.torchtune.architecture import Architecture, read_architecture
-from fctune.models.torchtune.build import build_model, materialize_
 from fctune.planner.blocks import linear_shapes
 from fctune.planner.memory_traffic import BytesMoved, count_bytes_moved, count_fused_bytes
 from tests.planner.test_memory import WIDE, config_of
@@ -50,7 +52,7 @@ class Counter(TorchDispatchMode):
 def move(model_dir: Path, raw: dict[str, Any]) -> BytesMoved:
     """Of one real block, a token; norms are not done, as CUDA's kernel for them is not here."""
     config = config_of(raw | {"model": {"path": str(model_dir)}, "precision": "bf16"})
-    model = build_model(read_architecture(model_dir), 2048, torch.bfloat16)
+    model = read_architecture(model_dir).build_model(2048, PrecisionPolicy.uniform(torch.bfloat16))
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
     materialize_(model, torch.device("cpu"))
@@ -58,7 +60,7 @@ def move(model_dir: Path, raw: dict[str, Any]) -> BytesMoved:
         torch.nn.init.normal_(parameter, std=0.02)
     model.token_keys.set_rows(torch.zeros(1, dtype=torch.int64), TOKENS)
     hidden = torch.randn(1, TOKENS, model.architecture.embed_dim, dtype=torch.bfloat16, requires_grad=True)
-    positions, bounds = torch.arange(TOKENS)[None], make_bounds(((TOKENS,),), "each")
+    positions, bounds = torch.arange(TOKENS)[None], make_bounds(((TOKENS,),), "per_document")
     with Counter() as forward:
         out = next(iter(model.blocks))(hidden, mask=bounds, input_pos=positions)
     with Counter() as backward:

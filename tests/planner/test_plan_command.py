@@ -80,7 +80,7 @@ def test_a_model_of_the_hub_that_has_no_builder_is_named_and_no_file_that_is_gon
         code, _, err = run(capsys, "model.path=hf:some/model@main")
         server.shutdown()
     assert code == 2
-    assert err.startswith("hf:some/model/config.json: model_type='mamba' has no builder here")
+    assert err.startswith("hf:some/model/config.json: model_type='mamba' is not supported")
 
 
 def test_the_table_says_whether_it_fits_and_the_exit_code_too(capsys: pytest.CaptureFixture[str]) -> None:

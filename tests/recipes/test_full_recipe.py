@@ -45,7 +45,7 @@ def test_a_run_logs_where_it_runs_and_why(tmp_path: Path) -> None:
     out = run_ranks(run_kind_on_rank, 2, arguments_for(tmp_path, "parallel.mode=auto", kind="lora"), "lora")[0]["out"]
     for words in (
         "attention: flash attention, one call a conversation",
-        "layout: DDP, 2 copies (auto: the base fits in one device, so adapter gradients alone are sent)",
+        "layout: DDP, 2 copies (auto: the base fits in one device, so only adapter gradients are sent)",
         "memory by estimate, a rank: ",
     ):
         assert words in out, out

@@ -81,11 +81,13 @@ def run_steps(world: World, model: Path, folder: Path) -> list[dict[str, Any]]:
     written: list[dict[str, Any]] = []
     config = make_config(model, folder, adapter=None, max_steps=3, validation={"every_n_steps": 2})
     shaped = build_base(config, model, world)
-    plan_parallelism(shaped, config, world)
+    layout = plan_parallelism(shaped, config, world)
     prepared = prepare_data(config, model, world)
-    shard_and_load_(shaped, config, model, world)
+    gradient_sync = shard_and_load_(shaped, config, model, world, layout)
     num_steps = count_steps(config, prepared, world)
-    train(config, start_state(shaped, config, num_steps), prepared, num_steps, world, SinkGroup(Recorder()))
+    train(
+        config, start_state(shaped, config, num_steps, gradient_sync), prepared, num_steps, world, SinkGroup(Recorder())
+    )
     return written
 
 

@@ -30,9 +30,9 @@ NUM_STEPS = 5
 def run_training(world: World, config: RunConfig, prepared_path: Path) -> list[dict[str, Any]]:
     prepared = open_prepared(prepared_path)
     model = build_base(config, Path(config.model.path), world)
-    shard_and_load_(model, config, Path(config.model.path), world)
+    gradient_sync = shard_and_load_(model, config, Path(config.model.path), world)
     recorder = Recorder()
-    train(config, start_state(model, config, NUM_STEPS), prepared, NUM_STEPS, world, SinkGroup(recorder))
+    train(config, start_state(model, config, NUM_STEPS, gradient_sync), prepared, NUM_STEPS, world, SinkGroup(recorder))
     return recorder.metrics
 
 

@@ -75,10 +75,10 @@ def train_with_a_slow_disk(world: World, config: RunConfig, prepared_path: Path)
     model = build_base(config, Path(config.model.path), world)
     assert config.adapter is not None
     apply_lora_(model, config.adapter)
-    shard_and_load_(model, config, Path(config.model.path), world)
+    gradient_sync = shard_and_load_(model, config, Path(config.model.path), world)
     init_adapters_(model, config.seed)
     recorder = Recorder()
-    state = start_state(model, config, NUM_STEPS)
+    state = start_state(model, config, NUM_STEPS, gradient_sync)
     train(config, state, prepared, NUM_STEPS, world, SinkGroup(recorder), gpu_hours=100.0)
     return {"metrics": recorder.metrics, "gathers": gathers}
 

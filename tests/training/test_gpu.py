@@ -47,11 +47,19 @@ def run_steps(world: World, config: RunConfig, path: Path) -> dict[str, Any]:
     model = build_base(config, Path(config.model.path), world)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
-    shard_and_load_(model, config, Path(config.model.path), world)
+    gradient_sync = shard_and_load_(model, config, Path(config.model.path), world)
     init_adapters_(model, config.seed)
     recorder, counter = Recorder(), SyncCounter()
-    train(config, start_state(model, config, 4), open_prepared(path), 4, world, SinkGroup(recorder), [counter])
-    return {"losses": [m["loss"] for m in recorder.metrics], "waits": counter.counts, "kernel": model.kernel}
+    train(
+        config,
+        start_state(model, config, 4, gradient_sync),
+        open_prepared(path),
+        4,
+        world,
+        SinkGroup(recorder),
+        [counter],
+    )
+    return {"losses": [m["loss"] for m in recorder.metrics], "waits": counter.counts, "kernel": model.attention_kernel}
 
 
 @pytest.fixture

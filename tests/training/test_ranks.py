@@ -21,13 +21,13 @@ def runs(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     output = tmp_path_factory.mktemp("ranks")
     done: dict[str, dict[str, Any]] = {}
 
-    def run(world_size: int, held_gradients: float | None = None, **changes: Any) -> dict[str, Any]:
-        key = f"{world_size} {held_gradients} {changes}"
+    def run(world_size: int, holds_gradients: bool = True, **changes: Any) -> dict[str, Any]:
+        key = f"{world_size} {holds_gradients} {changes}"
         if key not in done:
             path = make_model(**WIDE) if changes.pop("model", None) == "wide" else make_model()
             config = make_config(path, output, **changes)
             prepared = prepare(config.data, Path(config.model.path), output / "prepared")
-            done[key] = run_ranks(run_training, world_size, config, prepared.path, held_gradients)[0]
+            done[key] = run_ranks(run_training, world_size, config, prepared.path, holds_gradients)[0]
         return done[key]
 
     return run
@@ -61,7 +61,7 @@ def test_every_layout_matches_one_process_in_float64(
 def test_gradients_too_large_to_be_held_whole_are_scattered_to_the_same_numbers(
     runs: Callable[..., dict[str, Any]], parallel: dict[str, Any]
 ) -> None:
-    scattered = runs(4, adapter=None, parallel=parallel, held_gradients=0.0)
+    scattered = runs(4, adapter=None, parallel=parallel, holds_gradients=False)
     compare(runs(1, adapter=None), scattered, rtol=1e-9, atol=0)
 
 
@@ -121,7 +121,7 @@ def test_mixed_precision_is_the_same_on_any_layout(
     changes: dict[str, Any] = {"adapter": None, "precision": "bf16_mixed", "micro_batch_size": 1, "optimizer": sgd}
     one, four = runs(1, **changes), runs(4, parallel=parallel, **changes)
     assert all(weight.dtype.name == "float32" for weight in four["weights"].values())
-    compare(one, runs(4, parallel=parallel, held_gradients=0.0, **changes), rtol=1e-4, atol=1e-5)
+    compare(one, runs(4, parallel=parallel, holds_gradients=False, **changes), rtol=1e-4, atol=1e-5)
     compare(one, four, rtol=1e-4, atol=1e-5)
 
 
@@ -168,8 +168,7 @@ def test_frozen_weights_do_not_move(
     from safetensors.torch import load_file
 
     base = load_file(make_model() / "model.safetensors")
-    from fctune.models.torchtune.architecture import read_architecture
-    from fctune.models.torchtune.weights import to_hf_layout
+    from fctune.models.sources import read_architecture
 
     architecture = read_architecture(make_model())
     trained = runs(world_size, adapter=ADAPTER, parallel=parallel)["weights"]
@@ -180,7 +179,7 @@ def test_frozen_weights_do_not_move(
             tune_name = "layers.0.attn." + (
                 "q_proj.weight" if "q_proj" in name else "k_proj.weight" if "k_proj" in name else "v_proj.weight"
             )
-            ours = to_hf_layout(tune_name, torch.from_numpy(trained[name]), architecture)
+            ours = architecture.to_hf_layout(tune_name, torch.from_numpy(trained[name]))
         assert torch.equal(ours, weight.double()), name
 
 

@@ -17,7 +17,7 @@ from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import open_prepared, prepare
 from fctune.distributed import World
 from fctune.models.lora import apply_lora_, init_adapters_
-from fctune.parallel import footprint
+from fctune.parallel.sharding import GradientSync
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.loop import NonFiniteError, train
@@ -57,16 +57,17 @@ class CountingCallback(Callback):
         self.steps[-1].__exit__(None, None, None)
 
 
-def count_collectives(world: World, config: RunConfig, path: Path, held_gradients: float) -> dict[str, Any]:
+def count_collectives(world: World, config: RunConfig, path: Path, holds_gradients: bool) -> dict[str, Any]:
     """Collectives of the first step, and the sizes to hold them against."""
-    footprint.HELD_GRADIENTS = held_gradients
     model = build_base(config, Path(config.model.path), world)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
-    shard_and_load_(model, config, Path(config.model.path), world)
+    gradient_sync = shard_and_load_(model, config, Path(config.model.path), world)
+    if not holds_gradients:
+        gradient_sync = GradientSync(model, gradient_sync.num_copies, holds_gradients=False)
     init_adapters_(model, config.seed)
     counter = CountingCallback()
-    train(config, start_state(model, config, 1), open_prepared(path), 1, world, SinkGroup(), [counter])
+    train(config, start_state(model, config, 1, gradient_sync), open_prepared(path), 1, world, SinkGroup(), [counter])
     return {
         "calls": counter.steps[0].calls,
         "numbers": counter.steps[0].numbers,
@@ -77,11 +78,11 @@ def count_collectives(world: World, config: RunConfig, path: Path, held_gradient
 
 @pytest.fixture
 def counted(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    def count(world_size: int, held_gradients: float = 0.1, **changes: Any) -> dict[str, Any]:
+    def count(world_size: int, holds_gradients: bool = True, **changes: Any) -> dict[str, Any]:
         sizes = {"global_batch_size": world_size * NUM_MICRO_BATCHES, "micro_batch_size": 1}
         config = make_config(make_model(), tmp_path, validation={"every_n_steps": 0}, **sizes, **changes)
         prepared = prepare(config.data, Path(config.model.path), tmp_path / "prepared")
-        result: dict[str, Any] = run_ranks(count_collectives, world_size, config, prepared.path, held_gradients)[0]
+        result: dict[str, Any] = run_ranks(count_collectives, world_size, config, prepared.path, holds_gradients)[0]
         return result
 
     return count
@@ -102,7 +103,7 @@ def test_shards_reduce_small_gradients_once_in_an_accumulation(counted: Callable
 def test_shards_scatter_large_gradients_at_once_but_sum_them_over_copies_once(
     counted: Callable[..., dict[str, Any]],
 ) -> None:
-    found = counted(4, held_gradients=0.0, adapter=None, parallel={"mode": "hsdp", "replicate": 2})
+    found = counted(4, holds_gradients=False, adapter=None, parallel={"mode": "hsdp", "replicate": 2})
     assert found["calls"]["reduce_scatter_base"] == found["num_units"] * NUM_MICRO_BATCHES
     over_copies = found["num_units"]
     assert found["calls"]["allreduce"] <= over_copies + 2  # and the norm, over each axis of the mesh
@@ -112,9 +113,9 @@ def train_until_not_finite(world: World, config: RunConfig, path: Path) -> bool:
     """Whether the weights at the end are, bit for bit, those before the step that was not finite."""
     model = build_base(config, Path(config.model.path), world)
     apply_lora_(model, config.adapter)  # type: ignore[arg-type]
-    shard_and_load_(model, config, Path(config.model.path), world)
+    gradient_sync = shard_and_load_(model, config, Path(config.model.path), world)
     init_adapters_(model, config.seed)
-    state = start_state(model, config, 8)
+    state = start_state(model, config, 8, gradient_sync)
     trained = state.optimizer.param_groups[0]["params"]
     seen: list[list[Tensor]] = []
 

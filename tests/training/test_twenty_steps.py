@@ -16,15 +16,15 @@ from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet, open_prepared, prepare
 from fctune.distributed import World
+from fctune.models.base_weights import load_base_
 from fctune.models.lora import apply_lora_, init_adapters_
-from fctune.models.torchtune.names import to_peft_name
-from fctune.models.torchtune.weights import load_base_
+from fctune.models.sources import read_architecture
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.loop import train
 from fctune.training.prefetch import make_inputs
 from fctune.training.setup import build_base, shard_and_load_, start_state
-from tests.models.test_parity import reference
+from tests.models.model_samples import load_reference
 from tests.ranks import run_ranks
 from tests.training.training_runs import Recorder, make_config
 
@@ -58,12 +58,12 @@ def train_ours(world: World, config: RunConfig, path: Path) -> tuple[list[float]
     model = build_base(config, Path(config.model.path), world)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
-    shard_and_load_(model, config, Path(config.model.path), world)
+    gradient_sync = shard_and_load_(model, config, Path(config.model.path), world)
     init_adapters_(model, config.seed)
     recorder, first = Recorder(), FirstWeights(model)
     train(
         config,
-        start_state(model, config, NUM_STEPS),
+        start_state(model, config, NUM_STEPS, gradient_sync),
         open_prepared(path),
         NUM_STEPS,
         world,
@@ -122,7 +122,7 @@ def test_twenty_steps_are_those_of_transformers_and_peft(
     losses, norms, started = run_ranks(train_ours, world_size, config, prepared.path)[0]
     assert losses[-1] < losses[0] - 0.1
 
-    theirs = reference(path).train()
+    theirs = load_reference(path).train()
     if kind == "lora":
         from peft import LoraConfig, get_peft_model
 
@@ -130,7 +130,7 @@ def test_twenty_steps_are_those_of_transformers_and_peft(
         parameters = dict(theirs.named_parameters())
         for name, weight in started.items():
             if name.endswith("lora_a"):
-                key = to_peft_name(name).replace(".weight", ".default.weight")
+                key = read_architecture(path).to_peft_name(name).replace(".weight", ".default.weight")
                 parameters[key].data.copy_(torch.from_numpy(weight))
     trained = [p for p in theirs.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.01)
@@ -169,7 +169,7 @@ def test_mixed_precision_is_float32_weights_multiplied_in_bfloat16(
             wide.grad = torch.zeros_like(wide)
         total = 0.0
         for batch in loader.micro_batches(step, 0, 1, 1):
-            loss = rounded(**make_inputs(batch, "each").arguments(world.device))
+            loss = rounded(**make_inputs(batch, "per_document").arguments(world.device))
             (loss / loader.totals(step).weight_sum).backward()
             total += float(loss.detach()) / loader.totals(step).weight_sum
             for narrow, wide in zip(rounded.parameters(), kept.parameters(), strict=True):
@@ -184,12 +184,11 @@ def test_mixed_precision_is_float32_weights_multiplied_in_bfloat16(
 
 
 def plain_model(config: RunConfig, path: Path, precision: str) -> Any:
+    from fctune.models.causal_lm import materialize_
     from fctune.models.precision import choose_precision
-    from fctune.models.torchtune.architecture import read_architecture
-    from fctune.models.torchtune.build import build_model, materialize_
 
     dtypes = choose_precision(precision, False, "cpu")  # type: ignore[arg-type]
-    model = build_model(read_architecture(path), config.data.seq_len, dtypes.weight_dtype)
+    model = read_architecture(path).build_model(config.data.seq_len, dtypes)
     materialize_(model, torch.device("cpu"))
     load_base_(model, path)
     return model.train()

@@ -13,8 +13,7 @@ from fctune.config.schema import RunConfig
 from fctune.data.prepared_set import open_prepared
 from fctune.distributed import World
 from fctune.models.lora import apply_lora_, init_adapters_
-from fctune.models.torchtune.names import to_hf_name
-from fctune.parallel import footprint
+from fctune.parallel.sharding import GradientSync
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import count_steps, train
 from fctune.training.setup import build_base, shard_and_load_, start_state
@@ -79,19 +78,17 @@ def make_config(model: Path, output: Path, **changes: Any) -> RunConfig:
     return config
 
 
-def run_training(
-    world: World, config: RunConfig, prepared_path: Path, held_gradients: float | None = None
-) -> dict[str, Any]:
-    """Train as the recipe does; metrics and whole weights."""
-    if held_gradients is not None:
-        footprint.HELD_GRADIENTS = held_gradients
+def run_training(world: World, config: RunConfig, prepared_path: Path, holds_gradients: bool = True) -> dict[str, Any]:
+    """Train like the recipe; returns the metrics and the full weights."""
     prepared = open_prepared(prepared_path)
     model = build_base(config, Path(config.model.path), world)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
-    shard_and_load_(model, config, Path(config.model.path), world)
+    gradient_sync = shard_and_load_(model, config, Path(config.model.path), world)
+    if not holds_gradients:
+        gradient_sync = GradientSync(model, gradient_sync.num_copies, holds_gradients=False)
     init_adapters_(model, config.seed)
-    state = start_state(model, config, count_steps(config, prepared, world))
+    state = start_state(model, config, count_steps(config, prepared, world), gradient_sync)
     recorder = Recorder()
     train(config, state, prepared, count_steps(config, prepared, world), world, SinkGroup(recorder))
     weights = {}
@@ -100,7 +97,7 @@ def run_training(
             continue
         full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         full = full.float() if full.dtype is torch.bfloat16 else full  # which numpy lacks
-        weights[to_hf_name(name)] = full.detach().clone().numpy()
+        weights[model.architecture.to_hf_name(name)] = full.detach().clone().numpy()
     return {"metrics": recorder.metrics, "weights": weights}
 
 

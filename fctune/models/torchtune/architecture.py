@@ -1,83 +1,112 @@
-"""What a Hugging Face config.json says of a model, reduced to what the builders need."""
+"""Llama 3 and Qwen2 architectures, read from Hugging Face's config.json. Imports no torch."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fctune.errors import ConfigError
+from fctune.models.architecture import Architecture, BlockLinears
+from fctune.models.torchtune import names
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fctune.models.attention import AttentionKernel
+    from fctune.models.causal_lm import CausalLM
+    from fctune.models.precision import PrecisionPolicy
+
+# model_type of the families that torchtune builds -> the models that it covers.
+FAMILIES = {"llama": "Llama 3, 3.1, 3.2, 3.3", "qwen2": "Qwen2, Qwen2.5"}
+
+# Linears whose rows RoPE rotates in pairs.
+_ROTATED = (".q_proj.", ".k_proj.")
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """Sizes and choices of a Llama 3 or Qwen2 decoder; ``rope_factor`` is None where RoPE is not scaled."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchtuneArchitecture(Architecture):
+    """Sizes of a Llama 3 or Qwen2 decoder."""
 
-    family: Literal["llama", "qwen2"]
-    vocab_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    embed_dim: int
-    intermediate_dim: int
+    block_linears: ClassVar[BlockLinears] = names.LINEARS
+    head: ClassVar[str] = names.HEAD
+
+    family: str  # a key of FAMILIES
     norm_eps: float
     rope_base: float
-    rope_factor: float | None
-    max_position_embeddings: int
-    is_tied: bool
+    rope_factor: float | None  # None: RoPE is not scaled
 
-    @property
-    def head_dim(self) -> int:
-        """Size of one attention head."""
-        return self.embed_dim // self.num_heads
+    def to_hf_name(self, name: str) -> str:
+        """Convert the name of one of our parameters to Hugging Face's; adapter parameters keep their last component."""
+        return names.to_hf_name(name)
+
+    def to_peft_name(self, name: str) -> str:
+        """Convert the name of one of our adapter parameters to PEFT's."""
+        return names.to_peft_name(name)
+
+    def to_hf_layout(self, name: str, tensor: Tensor) -> Tensor:
+        """Reorder the rows of a weight, or of the B of its adapter, as Hugging Face stores them.
+
+        torchtune's Llama rotates neighbouring rows of a head, Hugging Face's rotates its two halves: the rows of the
+        query and key projections differ by that permutation. In Qwen2, both rotate halves.
+        """
+        return self._permute(name, tensor, (-1, self.head_dim // 2, 2))
+
+    def from_hf_layout(self, name: str, tensor: Tensor) -> Tensor:
+        """Reorder the rows of a parameter from Hugging Face's order to ours; the inverse of ``to_hf_layout``."""
+        return self._permute(name, tensor, (-1, 2, self.head_dim // 2))
+
+    def row_group(self, name: str) -> int:
+        """Number of consecutive rows that the layouts reorder among themselves: those of a head where RoPE rotates."""
+        is_rotated = any(part in name for part in _ROTATED) and not name.endswith(".lora_a")
+        return self.head_dim if self.family == "llama" and is_rotated else 1
+
+    def _permute(self, name: str, tensor: Tensor, groups: Sequence[int]) -> Tensor:
+        if self.row_group(name) == 1:
+            return tensor
+        shape = tensor.shape
+        return tensor.reshape(*groups, *shape[1:]).transpose(1, 2).reshape(shape)
+
+    def build_model(
+        self, max_seq_len: int, precision: PrecisionPolicy, attention_kernel: AttentionKernel = "per_document"
+    ) -> CausalLM:
+        """Build the model on the meta device; see ``Architecture.build_model``."""
+        from fctune.models.torchtune.build import build_model  # imports torchtune, which takes seconds
+
+        return build_model(self, max_seq_len, precision, attention_kernel)
 
 
-def read_architecture(model_dir: str | Path) -> Architecture:
-    """The architecture that ``config.json`` of a model directory describes.
+def parse_architecture(source: str, raw: dict[str, Any]) -> TorchtuneArchitecture:
+    """Read the architecture from the content of a ``config.json`` whose ``model_type`` is in ``FAMILIES``.
+
+    Args:
+        source: path or name of the file, for messages.
+        raw: content of the file.
 
     Raises:
-        ConfigError: when the file is missing or broken, or describes a model that has no builder here.
+        ConfigError: a missing or invalid size, or a feature that torchtune's builders would ignore.
     """
-    path = Path(model_dir) / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; a Hugging Face model directory holds one.") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON ({error}). Download the model again.") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected a JSON object, got {type(raw).__name__}. Download the model again.")
-    family = raw.get("model_type")
-    if family not in ("llama", "qwen2"):
-        raise ConfigError(
-            f"{path}: model_type={family!r} has no builder here; "
-            "known: llama (Llama 3, 3.1, 3.2, 3.3) and qwen2 (Qwen2, Qwen2.5)."
-        )
-    return _read_fields(path, raw, family)
-
-
-def _read_fields(path: Path, raw: dict[str, Any], family: Literal["llama", "qwen2"]) -> Architecture:
+    family: str = raw["model_type"]
     sizes: dict[str, int] = {}
     for key in ("vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size"):
         value = raw.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{path}: {key}={value!r}; expected a whole number over 0. Download the model again.")
+            raise ConfigError(f"{source}: {key}={value!r}; expected a positive integer. Download the model again.")
         sizes[key] = value
     num_heads, embed_dim = sizes["num_attention_heads"], sizes["hidden_size"]
     num_kv_heads = raw.get("num_key_value_heads") or num_heads
     head_dim = raw.get("head_dim") or embed_dim // num_heads
     if head_dim * num_heads != embed_dim:
         raise ConfigError(
-            f"{path}: head_dim={head_dim} x {num_heads} heads is not hidden_size={embed_dim}; not supported."
+            f"{source}: head_dim={head_dim} x {num_heads} heads is not hidden_size={embed_dim}, which is not supported."
         )
     if num_heads % num_kv_heads:
         raise ConfigError(
-            f"{path}: num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}."
+            f"{source}: num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}."
         )
-    _refuse_unsupported(path, raw, family)
-    rope_base, rope_factor = _read_rope(path, raw, family)
-    return Architecture(
+    _reject_unsupported(source, raw, family)
+    rope_base, rope_factor = _read_rope(source, raw, family)
+    return TorchtuneArchitecture(
         family=family,
         vocab_size=sizes["vocab_size"],
         num_layers=sizes["num_hidden_layers"],
@@ -93,18 +122,18 @@ def _read_fields(path: Path, raw: dict[str, Any], family: Literal["llama", "qwen
     )
 
 
-def _refuse_unsupported(path: Path, raw: dict[str, Any], family: str) -> None:
-    """Stop at a choice that the builders would silently ignore, since the weights would then mean something else."""
-    refused = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {"use_sliding_window": True}
-    for key, value in refused.items():
+def _reject_unsupported(source: str, raw: dict[str, Any], family: str) -> None:
+    """Reject features that the builders would ignore, giving another model than the one the weights are of."""
+    rejected = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {"use_sliding_window": True}
+    for key, value in rejected.items():
         if raw.get(key) == value:
-            raise ConfigError(f"{path}: {key}={raw[key]} is not supported for model_type={family}.")
+            raise ConfigError(f"{source}: {key}={raw[key]} is not supported for model_type={family}.")
     if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{path}: hidden_act={raw['hidden_act']!r} is not supported; expected silu.")
+        raise ConfigError(f"{source}: hidden_act={raw['hidden_act']!r} is not supported; expected silu.")
 
 
-def _read_rope(path: Path, raw: dict[str, Any], family: str) -> tuple[float, float | None]:
-    """RoPE's base and scale factor, from rope_theta + rope_scaling or from rope_parameters (transformers 5)."""
+def _read_rope(source: str, raw: dict[str, Any], family: str) -> tuple[float, float | None]:
+    """Return RoPE's base and scale factor from rope_theta and rope_scaling, or rope_parameters (transformers 5)."""
     scaling: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     base = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -114,6 +143,54 @@ def _read_rope(path: Path, raw: dict[str, Any], family: str) -> tuple[float, flo
         expected = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         for key, value in expected.items():
             if float(scaling.get(key, value)) != value:
-                raise ConfigError(f"{path}: rope scaling {key}={scaling[key]} is not supported; expected {value:g}.")
+                raise ConfigError(f"{source}: rope scaling {key}={scaling[key]} is not supported; expected {value:g}.")
         return base, float(scaling["factor"])
-    raise ConfigError(f"{path}: rope_type={kind!r} is not supported for model_type={family}.")
+    raise ConfigError(f"{source}: rope_type={kind!r} is not supported for model_type={family}.")
+
+
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+_LLAMA_3_2 = _LLAMA | {"rope_scaling": _LLAMA["rope_scaling"] | {"factor": 32.0}, "tie_word_embeddings": True}
+_QWEN: dict[str, Any] = {
+    "model_type": "qwen2",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+}
+
+
+def _sizes(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int) -> dict[str, int]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+    }
+
+
+# config.json of public models by hub name: a run is often planned before its model, which may be gated, is downloaded.
+PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.2-1B": _LLAMA_3_2 | _sizes(16, 2048, 8192, 32, 8, 128256),
+    "meta-llama/Llama-3.2-3B": _LLAMA_3_2 | _sizes(28, 3072, 8192, 24, 8, 128256),
+    "meta-llama/Llama-3.1-8B": _LLAMA | _sizes(32, 4096, 14336, 32, 8, 128256),
+    "meta-llama/Llama-3.1-70B": _LLAMA | _sizes(80, 8192, 28672, 64, 8, 128256),
+    "meta-llama/Llama-3.3-70B": _LLAMA | _sizes(80, 8192, 28672, 64, 8, 128256),
+    "Qwen/Qwen2-7B": _QWEN | _sizes(28, 3584, 18944, 28, 4, 152064),
+    "Qwen/Qwen2.5-7B": _QWEN | _sizes(28, 3584, 18944, 28, 4, 152064),
+    "Qwen/Qwen2.5-72B": _QWEN | _sizes(80, 8192, 29568, 64, 8, 152064),
+}

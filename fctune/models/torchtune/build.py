@@ -1,9 +1,9 @@
-"""A model built by torchtune from its architecture, seen by the training step through one narrow class."""
+"""Models built by torchtune, behind the interface that training uses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,133 +13,99 @@ from torchtune.models.llama3_2._component_builders import llama3_2
 from torchtune.models.qwen2._component_builders import qwen2
 
 from fctune.errors import ConfigError
-from fctune.models.attention import DocumentBounds, Kernel
-from fctune.models.dropout import TokenKeys
-from fctune.models.loss import sum_supervised_loss
+from fctune.models.attention import AttentionKernel, DocumentBounds
+from fctune.models.causal_lm import CausalLM, Linear
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.torchtune.architecture import Architecture
+from fctune.models.torchtune.architecture import TorchtuneArchitecture
 from fctune.models.torchtune.layers import replace_layers_
+from fctune.models.torchtune.names import HEAD, LINEAR_PATHS
 
 
-class CausalLM(nn.Module):
-    """What the step needs of a model: hidden states, the output head, the list of blocks.
-
-    Another source of models can stand beside torchtune's by offering ``blocks``, ``forward`` and ``architecture``.
-    The loss is computed inside ``forward`` because only there does sharding hold the head's whole weight.
-    """
+class TorchtuneCausalLM(CausalLM):
+    """A Llama 3 or Qwen2 decoder built by torchtune."""
 
     decoder: Any  # torchtune's TransformerDecoder, whose annotations a type checker cannot follow
 
-    def __init__(self, decoder: nn.Module, architecture: Architecture):
-        super().__init__()
+    def __init__(
+        self,
+        decoder: nn.Module,
+        architecture: TorchtuneArchitecture,
+        precision: PrecisionPolicy,
+        attention_kernel: AttentionKernel,
+    ):
+        super().__init__(architecture, precision, attention_kernel)
         self.decoder = decoder
-        self.architecture = architecture
-        self.token_keys = TokenKeys()
-        self.layout: Any = (
-            None  # how it lies on the ranks, once that is chosen: fctune.parallel.sharding.ParallelLayout
-        )
-        self.holds_gradients = True  # whether gradients stay whole while they accumulate
-        self.activations: AbstractContextManager[Any] = nullcontext()  # where those of the blocks wait for backward
-        dtype = next(decoder.parameters()).dtype
-        self.precision = PrecisionPolicy(dtype, dtype)
-        self.kernel: Kernel = "each"  # that attends within packed rows
 
     @property
     def blocks(self) -> Iterable[nn.Module]:
-        """The transformer blocks in order: the units of sharding, checkpointing and compilation."""
+        """The transformer blocks in order."""
         layers: Iterable[nn.Module] = self.decoder.layers
         return layers
 
-    def forward(
+    @property
+    def head(self) -> nn.Module:
+        """The output projection; torchtune's ``TiedLinear`` if it shares the weight of the embedding."""
+        output: nn.Module = self.decoder.output
+        return output
+
+    def linears(self) -> Iterator[Linear]:
+        """Iterate over the linears of the blocks, block by block, and then the head."""
+        for index, _ in enumerate(self.blocks):
+            for module, path in LINEAR_PATHS.items():
+                yield Linear(module, f"{index}.{module}", f"decoder.layers.{index}.{path}")
+        yield Linear(HEAD, HEAD, "decoder.output")
+
+    def hidden_states(
         self,
         tokens: Tensor,
-        positions: Tensor | None = None,
-        bounds: DocumentBounds | None = None,
-        labels: Tensor | None = None,
-        loss_weights: Tensor | None = None,
-        row_keys: Tensor | None = None,
-        supervised: Tensor | None = None,
+        positions: Tensor | None,
+        bounds: DocumentBounds | None,
+        block_context: AbstractContextManager[Any],
     ) -> Tensor:
-        """Sum of the weighted losses of the supervised tokens; without labels, the logits.
-
-        Args:
-            tokens: token ids, ``[b, s]``.
-            positions: position of each token in its conversation, ``[b, s]``; None counts along the row.
-            bounds: where the conversations of each row end; None is one conversation a row.
-            labels: the token each position must predict, -100 where nothing is learnt, ``[b, s]``.
-            loss_weights: weight of each position's loss, float32 ``[b, s]``; None is 1.0.
-            row_keys: int64 keys that dropout is a function of, ``[b]``; needed only where adapters drop.
-            supervised: places of the supervised positions in the rows laid end to end, int64 ``[n]``; None finds them
-                in the labels, for which the host waits on a CUDA device.
-
-        Returns:
-            A scalar in float32 (float64 for a float64 model), or logits ``[b, s, vocab]``.
-        """
-        if row_keys is not None:
-            self.token_keys.set_rows(row_keys, tokens.shape[1])
+        """Compute the normed output of the last block, ``[b, s, d]``; see ``CausalLM.hidden_states``."""
         hidden = self.decoder.tok_embeddings(tokens)
-        with self.activations:
+        with block_context:
             for block in self.decoder.layers:
                 hidden = block(hidden, mask=bounds, input_pos=positions)
-        hidden = self.decoder.norm(hidden)
-        if labels is None:
-            logits: Tensor = self.decoder.output(hidden)
-            return logits
-        keys = self.token_keys.value
-        return sum_supervised_loss(hidden, self.decoder.output, labels, loss_weights, keys, supervised)
+        normed: Tensor = self.decoder.norm(hidden)
+        return normed
 
-    def head_weight(self) -> Tensor:
-        """The output projection's weight ``[vocab, d]``, the embedding's where they are tied."""
-        output: Any = self.decoder.output
-        weight: Tensor = output.tied_module.weight if self.architecture.is_tied else output.weight
-        return weight
+    def offloading_context(self) -> AbstractContextManager[Any]:
+        """Return a context that moves saved activations to the host and back; needs a CUDA device."""
+        from torchtune.training import OffloadActivations  # needs a CUDA device on import
+
+        context: AbstractContextManager[Any] = OffloadActivations()
+        return context
 
 
-def build_model(architecture: Architecture, max_seq_len: int, dtype: torch.dtype) -> CausalLM:
-    """The model's modules on the meta device, without memory for weights.
-
-    Args:
-        architecture: sizes and choices.
-        max_seq_len: longest row, in tokens; sizes the RoPE tables.
-        dtype: of all parameters.
+def build_model(
+    architecture: TorchtuneArchitecture,
+    max_seq_len: int,
+    precision: PrecisionPolicy,
+    attention_kernel: AttentionKernel,
+) -> TorchtuneCausalLM:
+    """Build the model on the meta device; see ``Architecture.build_model``.
 
     Raises:
-        ConfigError: when rows are longer than the model's positions.
+        ConfigError: rows longer than the positions of the model, or a combination that torchtune cannot build.
     """
     if max_seq_len > architecture.max_position_embeddings:
         raise ConfigError(
-            f"data.seq_len={max_seq_len}: over the model's {architecture.max_position_embeddings} positions; lower it."
+            f"data.seq_len={max_seq_len}: exceeds the model's {architecture.max_position_embeddings} positions; "
+            "lower it."
         )
     previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(precision.weight_dtype)
     try:
         with torch.device("meta"):
             decoder = _build_decoder(architecture, max_seq_len)
+            replace_layers_(decoder)
     finally:
         torch.set_default_dtype(previous)
-    replace_layers_(decoder)
-    return CausalLM(decoder, architecture)
+    return TorchtuneCausalLM(decoder, architecture, precision, attention_kernel)
 
 
-def materialize_(model: CausalLM, device: torch.device, is_offloaded: bool = False) -> None:
-    """Give every parameter uninitialised memory and fill the buffers: RoPE tables, keys of dropout.
-
-    Parameters are on ``device``, or on the host where they are offloaded to it; buffers are where they are used.
-    """
-    model.to_empty(device=torch.device("cpu") if is_offloaded else device)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module.register_buffer(name, buffer.to(device), persistent=False)
-        init_buffers = getattr(module, "init_buffers_", None)
-        if init_buffers is not None:
-            init_buffers()
-        init_rope = getattr(module, "rope_init", None)
-        if init_rope is not None:
-            with torch.device(device):
-                init_rope()
-
-
-def _build_decoder(a: Architecture, max_seq_len: int) -> nn.Module:
+def _build_decoder(a: TorchtuneArchitecture, max_seq_len: int) -> nn.Module:
     common: dict[str, Any] = {
         "vocab_size": a.vocab_size,
         "num_layers": a.num_layers,
@@ -157,7 +123,7 @@ def _build_decoder(a: Architecture, max_seq_len: int) -> nn.Module:
     elif a.rope_factor is not None:
         decoder = llama3_2(**common, scale_factor=a.rope_factor, tie_word_embeddings=a.is_tied)
     elif a.is_tied:
-        raise ConfigError("a Llama with tied embeddings and unscaled RoPE has no torchtune builder.")
+        raise ConfigError("model.path: torchtune cannot build a Llama with tied embeddings and unscaled RoPE.")
     else:
         decoder = llama3(**common)
     return decoder

@@ -1,9 +1,9 @@
-"""Three of torchtune's layers, done otherwise.
+"""Replacements for three of torchtune's layers.
 
-torchtune's RMSNorm and rotary embeddings cast to float32 whatever they are given: a float64 model would be one in name
-only (losses on one and on two ranks then agree to 1e-9, not to 1e-15), and with bfloat16 weights the norm falls off
-torch's fused kernel, which keeps float32 inside anyway. Its attention copies keys and values for every query head, and
-its packed rows need a dense mask.
+torchtune's RMSNorm and rotary embeddings always cast to float32, so a float64 model would be float64 in name only:
+losses on one and on two ranks would agree to 1e-9 instead of 1e-15. With bfloat16 weights its norm also misses torch's
+fused kernel, which accumulates in float32 anyway. Its attention copies keys and values for every query head, and needs
+a dense mask for packed rows.
 """
 
 from __future__ import annotations
@@ -29,21 +29,35 @@ class RMSNorm(nn.Module):
         self.scale: nn.Parameter = norm.scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm over the last dim of ``[..., d]``."""
+        """Normalise the last dim of ``[..., d]``."""
         return rms_norm(x, (x.shape[-1],), self.scale, self.eps)
 
 
 class Rotary(nn.Module):
-    """Rotary position embeddings (https://arxiv.org/abs/2104.09864) from the tables of a torchtune module."""
+    """Rotary position embeddings (https://arxiv.org/abs/2104.09864) from the tables of a torchtune module.
+
+    ``tables.cache`` is float32: ``[positions, head_dim / 2, 2]``, cosine and sine, for Llama; ``[positions, 2 x
+    head_dim]``, cosines and then sines, for Qwen2.
+    """
 
     def __init__(self, tables: Any):
         super().__init__()
         self.tables = tables
         # Qwen2 rotates the two halves of a head against one another, Llama each pair of neighbours.
         self.is_halved = isinstance(tables, Qwen2RotaryPositionalEmbeddings)
+        if not hasattr(tables, "cache"):
+            # torchtune does not create scaled tables on the meta device, but memory is planned from a meta model.
+            theta = torch.empty(tables.dim // 2, dtype=torch.float32)
+            cache = torch.empty(tables.max_seq_len, tables.dim // 2, 2, dtype=torch.float32)
+            tables.register_buffer("theta", theta, persistent=False)
+            tables.register_buffer("cache", cache, persistent=False)
+
+    def init_buffers_(self) -> None:
+        """Compute the tables on torch's default device."""
+        self.tables.rope_init()
 
     def forward(self, x: Tensor, *, input_pos: Tensor | None = None) -> Tensor:
-        """Rotate ``[b, s, h, d]`` by position; ``input_pos`` ``[b, s]`` where positions do not count along the row."""
+        """Rotate ``[b, s, h, head_dim]`` by position: ``input_pos [b, s]``, or else the index in the row."""
         wide = x if x.dtype is torch.float64 else x.float()
         cache: Tensor = self.tables.cache[: x.shape[1]][None] if input_pos is None else self.tables.cache[input_pos]
         dim = x.shape[-1]
@@ -58,15 +72,17 @@ class Rotary(nn.Module):
 
 
 class Attention(MultiHeadAttention):  # type: ignore[misc]
-    """torchtune's attention, whose ``mask`` is the bounds of conversations; with a KV cache, exactly torchtune's."""
+    """torchtune's self-attention over packed rows; its ``mask`` is the bounds of the conversations."""
 
     def forward(
-        self, x: Tensor, y: Tensor | None = None, *, mask: Any = None, input_pos: Tensor | None = None
+        self,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        mask: DocumentBounds | None = None,
+        input_pos: Tensor | None = None,
     ) -> Tensor:
-        """Attend within ``x`` (``[b, s, d]``)."""
-        if self.cache_enabled or not (mask is None or isinstance(mask, DocumentBounds)):
-            cached: Tensor = super().forward(x, y, mask=mask, input_pos=input_pos)
-            return cached
+        """Attend within ``x [b, s, d]``; torchtune's block passes the same tensor as ``y``."""
         b, s, _ = x.shape
         q, k, v = (project(x).view(b, s, -1, self.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = self.pos_embeddings(q, input_pos=input_pos), self.pos_embeddings(k, input_pos=input_pos)
@@ -75,7 +91,7 @@ class Attention(MultiHeadAttention):  # type: ignore[misc]
 
 
 def replace_layers_(decoder: nn.Module) -> None:
-    """Put these layers in place of torchtune's, in place; parameters keep their names and are not copied."""
+    """Swap torchtune's layers for ours, in place; parameters keep their names and are not copied."""
     rotaries: dict[int, Rotary] = {}  # torchtune shares one module among all blocks
     for module in list(decoder.modules()):
         for name, child in list(module.named_children()):
@@ -84,4 +100,6 @@ def replace_layers_(decoder: nn.Module) -> None:
         if isinstance(module, MultiHeadAttention):
             module.__class__ = Attention
             tables = module.pos_embeddings
-            module.pos_embeddings = rotaries.setdefault(id(tables), Rotary(tables))
+            if id(tables) not in rotaries:
+                rotaries[id(tables)] = Rotary(tables)
+            module.pos_embeddings = rotaries[id(tables)]

@@ -1,17 +1,21 @@
-"""Names of modules and parameters in torchtune, Hugging Face and PEFT.
-
-Nothing here imports torch, so a config's module names are checked before the slow imports.
-"""
+"""Names of modules and parameters in torchtune, Hugging Face and PEFT. Imports no torch."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from fctune.config.parsing import suggest
+from fctune.models.architecture import BlockLinears
 
-# Linears that take a LoRA adapter. Hugging Face's and PEFT's name -> path inside a torchtune block.
-BLOCK_LINEARS = {
+LINEARS = BlockLinears(
+    attention_inputs=("q_proj", "k_proj", "v_proj"),
+    attention_output="o_proj",
+    mlp_inputs=("gate_proj", "up_proj"),
+    mlp_output="down_proj",
+)
+HEAD = "lm_head"
+
+# Name of a linear in ``adapter.modules``, which is PEFT's -> its path inside a torchtune block.
+LINEAR_PATHS = {
     "q_proj": "attn.q_proj",
     "k_proj": "attn.k_proj",
     "v_proj": "attn.v_proj",
@@ -20,10 +24,6 @@ BLOCK_LINEARS = {
     "up_proj": "mlp.w3",
     "down_proj": "mlp.w2",
 }
-HEAD = "lm_head"
-
-ADAPTER_MODULES = (*BLOCK_LINEARS, HEAD)
-DEFAULT_ADAPTER_MODULES = tuple(BLOCK_LINEARS)
 
 # Path inside a torchtune block -> path inside a Hugging Face block.
 _BLOCK_PATHS = {
@@ -42,28 +42,6 @@ _PEFT_LEAVES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude
 
 _BLOCK = re.compile(r"(?:decoder\.)?layers\.(\d+)\.(.+)\.(weight|bias|scale|lora_a|lora_b|magnitude)")
 _ROOT = re.compile(r"(?:decoder\.)?(\w+)\.(weight|bias|scale|lora_a|lora_b|magnitude)")
-
-
-def find_module_problems(modules: Sequence[str] | None) -> list[str]:
-    """Check the value of ``adapter.modules``; one line per problem, empty if it is valid.
-
-    Null selects ``DEFAULT_ADAPTER_MODULES``: every linear of the blocks, but not the output head.
-    """
-    known = ", ".join(ADAPTER_MODULES)
-    if modules is None:
-        return []
-    if not modules:
-        return [f"adapter.modules: empty; choose from {known}, or leave it out for every linear of the blocks"]
-    return [
-        f"adapter.modules: no such module: {name}{suggest(name, ADAPTER_MODULES)}; known: {known}"
-        for name in modules
-        if name not in ADAPTER_MODULES
-    ]
-
-
-def resolve_adapter_modules(modules: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the modules that ``adapter.modules`` selects; null selects every linear of the blocks."""
-    return DEFAULT_ADAPTER_MODULES if modules is None else tuple(modules)
 
 
 def to_hf_name(name: str) -> str:

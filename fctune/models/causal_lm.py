@@ -1,0 +1,142 @@
+"""The interface between the training step and a model, whichever source builds it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fctune.models.architecture import Architecture
+from fctune.models.attention import AttentionKernel, DocumentBounds
+from fctune.models.dropout import TokenKeys
+from fctune.models.loss import sum_supervised_loss
+from fctune.models.precision import PrecisionPolicy
+
+
+class Linear(NamedTuple):
+    """A linear that can be frozen or take an adapter."""
+
+    module: str  # name in ``adapter.modules``
+    key: str  # unique within the model and equal for every source; seeds the dropout of its adapter
+    path: str  # argument of ``nn.Module.get_submodule`` and ``set_submodule``
+
+
+class CausalLM(nn.Module, ABC):
+    """A causal language model as training needs it: blocks, hidden states and an output head.
+
+    A source of models implements the abstract members. The loss is computed inside ``forward``, because only there does
+    sharding hold the head's full weight.
+
+    Attributes:
+        architecture: sizes, names and weight layout.
+        precision: dtypes of the weights and of the computation.
+        attention_kernel: implementation of attention within packed rows; batches carry bounds made for it.
+        token_keys: keys of the tokens in the current forward, which adapters read for their dropout.
+    """
+
+    def __init__(self, architecture: Architecture, precision: PrecisionPolicy, attention_kernel: AttentionKernel):
+        super().__init__()
+        self.architecture = architecture
+        self.precision = precision
+        self.attention_kernel = attention_kernel
+        self.token_keys = TokenKeys()
+        self._block_context: AbstractContextManager[Any] = nullcontext()
+
+    @property
+    @abstractmethod
+    def blocks(self) -> Iterable[nn.Module]:
+        """The transformer blocks in order: the units of sharding, checkpointing and compilation."""
+
+    @property
+    @abstractmethod
+    def head(self) -> nn.Module:
+        """The output projection, from ``[..., d]`` to ``[..., vocab]``; ``tied_module`` is the embedding it shares."""
+
+    @abstractmethod
+    def linears(self) -> Iterator[Linear]:
+        """Iterate over the linears of the blocks, block by block, and then the head."""
+
+    @abstractmethod
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        bounds: DocumentBounds | None,
+        block_context: AbstractContextManager[Any],
+    ) -> Tensor:
+        """Compute the normed output of the last block.
+
+        Args:
+            tokens: token ids, int64 ``[b, s]``.
+            positions: position of each token in its conversation, ``[b, s]``; None counts along the row.
+            bounds: ends of the conversations in each row; None is one conversation per row.
+            block_context: context to run the blocks in.
+
+        Returns:
+            Hidden states in the compute dtype, ``[b, s, d]``.
+        """
+
+    @abstractmethod
+    def offloading_context(self) -> AbstractContextManager[Any]:
+        """Return a reusable context that moves the activations saved in it to the host and back. CUDA only."""
+
+    def offload_activations_(self) -> None:
+        """Keep the blocks' activations in the host's memory between forward and backward. CUDA only."""
+        self._block_context = self.offloading_context()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        bounds: DocumentBounds | None = None,
+        labels: Tensor | None = None,
+        loss_weights: Tensor | None = None,
+        row_keys: Tensor | None = None,
+        supervised: Tensor | None = None,
+    ) -> Tensor:
+        """Return the summed, weighted loss of the supervised tokens; without labels, the logits.
+
+        Args:
+            tokens: token ids, int64 ``[b, s]``.
+            positions: position of each token in its conversation, ``[b, s]``; None counts along the row.
+            bounds: ends of the conversations in each row; None is one conversation per row.
+            labels: the token that each position must predict, -100 where unsupervised, ``[b, s]``.
+            loss_weights: weight of each position's loss, float32 ``[b, s]``; None is 1.0.
+            row_keys: int64 keys that dropout is a function of, ``[b]``; needed only by adapters with dropout.
+            supervised: indices of the supervised positions in the flattened batch, int64 ``[n]``; None finds them in
+                the labels, for which the host waits on a CUDA device.
+
+        Returns:
+            A scalar in float32 (float64 for a float64 model), or logits ``[b, s, vocab]``.
+        """
+        if row_keys is not None:
+            self.token_keys.set_rows(row_keys, tokens.shape[1])
+        hidden = self.hidden_states(tokens, positions, bounds, self._block_context)
+        if labels is None:
+            logits: Tensor = self.head(hidden)
+            return logits
+        return sum_supervised_loss(hidden, self.head, labels, loss_weights, self.token_keys.value, supervised)
+
+
+def materialize_(model: CausalLM, device: torch.device, is_offloaded: bool = False) -> None:
+    """Give a meta model's parameters uninitialised memory and fill its buffers, in place.
+
+    Buffers are position tables and dropout keys; modules compute theirs in ``init_buffers_``.
+
+    Args:
+        model: model on the meta device.
+        device: device of the buffers, and of the parameters unless they are offloaded.
+        is_offloaded: keep the parameters in the host's memory.
+    """
+    model.to_empty(device=torch.device("cpu") if is_offloaded else device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, buffer.to(device), persistent=False)
+        init_buffers_ = getattr(module, "init_buffers_", None)
+        if init_buffers_ is not None:
+            with torch.device(device):
+                init_buffers_()

@@ -1,0 +1,174 @@
+"""The choice between DDP, FSDP and HSDP for a model and the ranks of a run, and the check that it fits in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from fctune.config.schema import ParallelConfig, RunConfig
+from fctune.errors import ConfigError
+from fctune.models.causal_lm import CausalLM
+from fctune.models.frozen_linear import check_nf4_shards
+from fctune.parallel.footprint import GIB, SAFE_SHARE, Footprint
+
+_MAX_SUGGESTED_SHARDS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The ranks of a run; ``memory_bytes`` is that of one rank's device, or None if unknown."""
+
+    device_type: str
+    world_size: int
+    ranks_per_node: int
+    memory_bytes: int | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, which all have the same number of ranks."""
+        return max(1, self.world_size // self.ranks_per_node)
+
+    def can_hold(self, footprint: Footprint) -> bool:
+        """Return whether an estimate fits in the memory of one rank."""
+        return self.memory_bytes is None or footprint.total <= SAFE_SHARE * self.memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """``replicate`` copies of the model, each sharded over ``shard`` ranks; ``reason`` is for the log."""
+
+    mode: Literal["none", "ddp", "fsdp", "hsdp"]
+    replicate: int
+    shard: int
+    reason: str
+
+    def __str__(self) -> str:
+        shape = {
+            "none": "unsharded",
+            "ddp": f"DDP, {self.replicate} copies",
+            "fsdp": f"FSDP over {self.shard}",
+            "hsdp": f"HSDP, {self.replicate} copies over {self.shard} ranks each",
+        }
+        return f"{shape[self.mode]} ({self.reason})"
+
+
+def choose_parallel_layout(
+    config: ParallelConfig, hardware: Hardware, has_adapter: bool, estimate: Callable[[int], Footprint]
+) -> ParallelLayout:
+    """Return the configured layout; for ``auto``, the one with the least network traffic among those that fit.
+
+    Args:
+        config: the ``parallel`` section of the run's config.
+        hardware: ranks of the run.
+        has_adapter: the base is frozen and only adapters train.
+        estimate: memory of one rank, given the number of ranks that a copy of the model is sharded over.
+
+    Raises:
+        ConfigError: a number of copies that does not divide the ranks, or offloading on CPU.
+    """
+    world = hardware.world_size
+    if config.cpu_offload and hardware.device_type == "cpu":
+        raise ConfigError(
+            "parallel.cpu_offload: moves weights between a CUDA device and the host, and this run is on CPU; "
+            "set parallel.cpu_offload=false."
+        )
+    if config.mode == "hsdp":
+        copies = _count_copies(config, hardware)
+        return ParallelLayout("hsdp", copies, world // copies, "parallel.mode=hsdp")
+    if config.mode == "fsdp":
+        return ParallelLayout("fsdp", 1, world, "parallel.mode=fsdp")
+    if world == 1:
+        return ParallelLayout("none", 1, 1, "one rank")
+    if config.mode == "ddp":
+        return ParallelLayout("ddp", world, 1, "parallel.mode=ddp")
+    return _choose_automatically(config, hardware, has_adapter, estimate)
+
+
+def _choose_automatically(
+    config: ParallelConfig, hardware: Hardware, has_adapter: bool, estimate: Callable[[int], Footprint]
+) -> ParallelLayout:
+    world, nodes, local = hardware.world_size, hardware.num_nodes, hardware.ranks_per_node
+    if has_adapter and not config.cpu_offload and hardware.can_hold(estimate(1)):
+        return ParallelLayout("ddp", world, 1, "auto: the base fits in one device, so only adapter gradients are sent")
+    if nodes > 1 and local > 1 and hardware.can_hold(estimate(local)):
+        sent = "adapter gradients" if has_adapter else "reduced gradients"
+        reason = f"auto: the model fits in one node, so only {sent} are sent between nodes"
+        return ParallelLayout("hsdp", nodes, local, reason)
+    why = "the base does not fit in one device" if has_adapter else "all weights train, so all are sharded"
+    return ParallelLayout("fsdp", 1, world, f"auto: {why}")
+
+
+def _count_copies(config: ParallelConfig, hardware: Hardware) -> int:
+    world = hardware.world_size
+    copies = config.replicate or hardware.num_nodes
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    choices = f"{', '.join(map(str, divisors[:-1]))} or {divisors[-1]}" if len(divisors) > 1 else "1"
+    if copies not in divisors:
+        raise ConfigError(f"parallel.replicate={copies}: does not divide the {world} ranks of this run; use {choices}.")
+    if config.replicate is None and copies == 1 and world > 1:
+        raise ConfigError(
+            f"parallel.replicate: not set, and the {world} ranks of this run are on one node, so hsdp would be fsdp; "
+            f"set it to {choices}, or parallel.mode=fsdp."
+        )
+    return copies
+
+
+def check_memory(
+    hardware: Hardware, layout: ParallelLayout, has_adapter: bool, estimate: Callable[[int], Footprint], path: str
+) -> str | None:
+    """Compare the estimated memory with the device's; returns a warning if the run probably does not fit, else None.
+
+    Raises:
+        ConfigError: the run cannot fit with any batch size; gives the missing memory and settings that would fit.
+    """
+    need, memory = estimate(layout.shard), hardware.memory_bytes
+    if memory is None or hardware.can_hold(need):
+        return None
+    usable = SAFE_SHARE * memory
+    report = (
+        f"model.path={path}: a rank needs about {need}, {(need.total - usable) / GIB:.1f} GiB more than the "
+        f"{usable / GIB:.1f} GiB it can use. Settings that would fit: "
+        f"{'; '.join(_suggest_remedies(hardware, layout, has_adapter, estimate, usable))}."
+    )
+    if need.total - need.of_batch > memory:
+        raise ConfigError(report)
+    return report
+
+
+def _suggest_remedies(
+    hardware: Hardware,
+    layout: ParallelLayout,
+    has_adapter: bool,
+    estimate: Callable[[int], Footprint],
+    usable_bytes: float,
+) -> list[str]:
+    remedies: list[str] = []
+    shards = layout.shard
+    while shards < hardware.world_size and not hardware.can_hold(estimate(shards)):
+        shards *= 2
+    if shards > layout.shard and hardware.can_hold(estimate(shards)):
+        remedies.append("parallel.mode=fsdp" if shards == hardware.world_size else f"shards over {shards} ranks (hsdp)")
+    else:
+        while shards < _MAX_SUGGESTED_SHARDS and not hardware.can_hold(estimate(shards)):
+            shards *= 2
+        if hardware.can_hold(estimate(shards)):
+            remedies.append(f"parallel.mode=fsdp on {shards} such devices")
+    if estimate(layout.shard).of_batch > usable_bytes / 4:
+        remedies.append("a lower micro_batch_size or data.seq_len, or activation_checkpointing.fraction=1.0")
+    remedies.append("adapter.base=nf4" if has_adapter else "an adapter instead of all weights, or an 8-bit optimizer")
+    return remedies
+
+
+def check_layout(config: RunConfig, model: CausalLM, mode: str, num_shards: int) -> None:
+    """Check that the frozen base and the optimizer of a run work under a layout.
+
+    Raises:
+        ConfigError: 4-bit weights that cannot be split over ``num_shards`` ranks, or stochastic rounding in shards.
+    """
+    check_nf4_shards(model, num_shards)
+    if config.optimizer.get("bf16_stochastic_round") and mode in ("fsdp", "hsdp"):
+        raise ConfigError(
+            f"optimizer.bf16_stochastic_round: torchao does not support it for sharded weights, and the layout is "
+            f"{mode}; set parallel.mode=ddp, or leave it out."
+        )

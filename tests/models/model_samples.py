@@ -1,0 +1,46 @@
+"""Small models, their references and inputs, shared by the tests of several packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fctune.config.schema import AdapterConfig
+from fctune.models.base_weights import load_base_
+from fctune.models.causal_lm import CausalLM, materialize_
+from fctune.models.lora import apply_lora_, init_adapters_
+from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import read_architecture
+
+ALL_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+
+
+def load_model(path: Path, adapter: AdapterConfig | None = None, dtype: torch.dtype = torch.float32) -> CausalLM:
+    """Load a model on CPU in evaluation mode; its adapters have nonzero B, so that errors in merging show."""
+    model = read_architecture(path).build_model(256, PrecisionPolicy.uniform(dtype))
+    if adapter is not None:
+        apply_lora_(model, adapter)
+    materialize_(model, torch.device("cpu"))
+    load_base_(model, path)
+    if adapter is not None:
+        init_adapters_(model, 0)
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_b"):
+                parameter.data.normal_(std=0.05, generator=generator)
+    return model.eval()
+
+
+def load_reference(path: Path) -> Any:
+    """Load the same directory with transformers, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def draw_tokens(path: Path) -> torch.Tensor:
+    """Draw random token ids of the model's vocabulary, ``[2, 40]``."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(0, read_architecture(path).vocab_size, (2, 40), generator=generator)
