@@ -1,1 +1,1 @@
-"""What a run measures, and where it is written."""
+"""Measurement of a run: metrics, alerts, device readings, profiles, and the sinks they are written to."""

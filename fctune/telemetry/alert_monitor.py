@@ -1,4 +1,4 @@
-"""Looks at each step for what asks for attention, and tells: a line, ``alerts.jsonl``, and every sink that takes it."""
+"""Sink that turns metrics into alerts: a log line, a line in ``alerts.jsonl``, and a message to other sinks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ logger = logging.getLogger("fctune")
 
 
 class AlertMonitor:
-    """A sink that turns metrics into alerts. It asks the disk, which may hang: to be run in a ``BackgroundSink``.
+    """Sink that checks each step and raises alerts. It queries the disk, which may hang: run it in the background.
 
     Args:
-        folder: the run's directory; ``alerts.jsonl`` is written there, an object an alert.
-        listeners: what else is told.
-        hosts: the ranks' machines, in order.
+        folder: run directory, whose ``alerts.jsonl`` gets one object per alert.
+        listeners: sinks that receive the alerts too.
+        hosts: host name of each rank.
     """
 
     def __init__(self, folder: Path, listeners: Iterable[EventSink] = (), hosts: Sequence[str] = ()):
@@ -33,36 +33,36 @@ class AlertMonitor:
         self._has_failed = False
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Judge one step."""
+        """Check the metrics of one step."""
         now = time.monotonic()
         pause_s, self._last = now - self._last, now
         for alert in self._rules.observe(metrics, pause_s, _free_share(self._folder)):
             self.alert(alert)
 
     def tick(self) -> None:
-        """Judge that no step came."""
+        """Check how long no step has arrived."""
         for alert in self._rules.observe_silence(time.monotonic() - self._last):
             self.alert(alert)
 
     def alert(self, alert: Alert) -> None:
-        """Tell everyone."""
+        """Log an alert, append it to ``alerts.jsonl`` and pass it to the listeners."""
         logger.warning("alert: %s: %s", alert.name, alert.message)
         for listener in self._listeners:
             listener.alert(alert)
         line = {"at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())} | alert.to_dict()
         try:
-            _append(self._folder / "alerts.jsonl", json.dumps(line))
-        except OSError as error:  # as on the full disk that was alerted to; what is yet to come is said all the same
+            _append_line(self._folder / "alerts.jsonl", json.dumps(line))
+        except OSError as error:  # the disk may be full, which may be the alert; later alerts must still be logged
             if not self._has_failed:
                 self._has_failed = True
-                logger.warning("alerts.jsonl: %s; alerts stand in the log alone", error)
+                logger.warning("alerts.jsonl: %s; alerts are only logged from here on", error)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held between alerts."""
 
 
-def _append(path: Path, line: str) -> None:
-    """Add a line, on one of its own where a full disk cut the last in half."""
+def _append_line(path: Path, line: str) -> None:
+    """Append a line, after ending an incomplete one that a full disk may have left."""
     with open(path, "ab+") as file:
         is_torn = False
         if file.seek(0, os.SEEK_END):
@@ -72,7 +72,7 @@ def _append(path: Path, line: str) -> None:
 
 
 def _free_share(folder: Path) -> float | None:
-    """Of the disk; None where it does not say, as mounts of object stores that count no blocks."""
+    """Return the free share of a folder's disk; None if it is unknown, as on mounts of object stores."""
     try:
         disk = shutil.disk_usage(folder)
     except OSError:

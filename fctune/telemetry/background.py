@@ -1,4 +1,4 @@
-"""A sink on a thread of its own: training hands it a step and goes on, whatever becomes of it."""
+"""Sink that writes to another sink from its own thread, so that training never waits for it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from fctune.telemetry.sinks import EventSink
 
 logger = logging.getLogger("fctune")
 
-_CLOSE_S = 30.0  # what is left to send at the end of a run may take so long
+_CLOSE_S = 30.0
 
 
 class BackgroundSink:
-    """Writes to a sink from a thread. The sink is opened there too, and a failure is said once and ends the sink alone.
+    """Passes metrics and alerts to a sink on a separate thread, which also opens the sink.
+
+    If the sink fails, one warning is logged and the sink is dropped; training and other sinks continue.
 
     Args:
-        name: of the sink, as the warning says it.
-        open_sink: makes the sink; called on the thread.
-        capacity: steps and alerts that may wait; those beyond are left out of this sink.
-        tick_s: how often the sink is told that nothing came, if it has a ``tick``.
-        close_s: longest time to wait at the end.
-        rest_s: pause between two looks at what came. Steps that take less are then written together: each time the
-            thread wakes, training waits for the interpreter's lock and finds its caches cold.
+        name: name of the sink in log messages.
+        open_sink: creates the sink; called on the thread.
+        capacity: maximum number of waiting steps and alerts; more are dropped.
+        tick_s: how often the sink's ``tick``, if it has one, is called while nothing arrives.
+        close_s: longest time to wait for the remaining items at the end.
+        rest_s: pause between two checks of the queue, so that short steps are written in batches: each time the thread
+            wakes, training waits for the interpreter's lock and finds its caches cold.
     """
 
     def __init__(
@@ -44,30 +46,30 @@ class BackgroundSink:
         self._open, self._tick_s, self._close_s, self._rest_s = open_sink, tick_s, close_s, rest_s
         self._queue: queue.Queue[dict[str, Any] | Alert | None] = queue.Queue(capacity)
         self._has_failed = False
-        self._num_lost = 0
+        self._num_dropped = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Hand one step over."""
+        """Queue the metrics of one step."""
         self._put(dict(metrics))
 
     def alert(self, alert: Alert) -> None:
-        """Hand one alert over."""
+        """Queue one alert."""
         self._put(alert)
 
     def close(self) -> None:
-        """Wait until all is written, but no longer than ``close_s``."""
+        """Wait until everything is written, at most ``close_s`` seconds."""
         deadline = time.monotonic() + self._close_s
         self._closing.set()
-        with contextlib.suppress(queue.Full):  # a sink that hangs; its thread is a daemon and ends with the process
+        with contextlib.suppress(queue.Full):  # a sink that hangs; its daemon thread ends with the process
             self._queue.put(None, timeout=self._close_s)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            logger.warning("%s: did not take what was left within %.0f s; given up", self.name, self._close_s)
-        elif self._num_lost:
-            logger.warning("%s: was too slow for the run; %d steps were left out of it", self.name, self._num_lost)
+            logger.warning("%s: did not finish writing within %.0f s; abandoned", self.name, self._close_s)
+        elif self._num_dropped:
+            logger.warning("%s: could not keep up with the run; dropped %d steps", self.name, self._num_dropped)
 
     def _put(self, item: dict[str, Any] | Alert) -> None:
         if self._has_failed:
@@ -75,7 +77,7 @@ class BackgroundSink:
         try:
             self._queue.put_nowait(item)
         except queue.Full:
-            self._num_lost += 1
+            self._num_dropped += 1
 
     def _run(self) -> None:
         sink: EventSink | None = None
@@ -110,7 +112,7 @@ class BackgroundSink:
     def _fail(self, error: Exception) -> None:
         if not self._has_failed:
             self._has_failed = True
-            logger.warning("%s: %s; training goes on without it", self.name, _describe(error))
+            logger.warning("%s: %s; training continues without it", self.name, _describe(error))
 
 
 def _describe(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The one reader of a device: what it is, how large, and what NVML says of it."""
+"""Device facts: name, memory, datasheet rate, and NVML readings, once or sampled in the background."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 
 from fctune.gpus import GPUS
 
-# Names that drivers give, and what the planner calls them; the first that is found counts.
+# Pattern of the name reported by the driver -> key of ``fctune.gpus.GPUS``; the first match wins.
 _KINDS = (
     (r"\bB200\b", "b200"),
     (r"\bH200\b(?!.*NVL)", "h200"),
     (r"\bH100\b.*PCIe", "h100-pcie"),
     (r"\bH100\b(?!.*NVL)", "h100"),
-    (r"\bA100\b", "a100"),  # of every memory and board the same rate
+    (r"\bA100\b", "a100"),  # the same rate for every memory size and board
     (r"\bL40S\b", "l40s"),
     (r"\bL4\b", "l4"),
     (r"\bA10G\b", "a10g"),
@@ -30,12 +30,12 @@ _KINDS = (
 )
 _EVERY_S = 1.0  # NVML samples every 1/6 s to 1 s
 
-_SLICE = re.compile(r"\bMIG\b")  # a part of a GPU, which has a part of its rate
+_SLICE = re.compile(r"\bMIG\b")  # a slice of a GPU has only a part of its rate
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceReading:
-    """What NVML says of one GPU now; None where it does not say."""
+    """NVML reading of one GPU; None where the GPU or driver does not report a value."""
 
     name: str
     utilization: float | None  # share of the last sample period in which a kernel ran
@@ -45,31 +45,31 @@ class DeviceReading:
     power_limit_w: float | None
     temperature_c: float | None
     sm_clock_mhz: float | None
-    throttle_reasons: int | None  # NVML's bit mask; 0: none
-    ecc_errors: int | None  # uncorrected, since the driver was loaded
+    throttle_reasons: int | None  # NVML bit mask, 0 for none
+    ecc_errors: int | None  # uncorrected errors since the driver was loaded
 
 
 def read_device(index: int) -> DeviceReading | None:
-    """The reading of a GPU by its CUDA index; None without NVML: no GPU, no driver, or no ``nvidia-ml-py``."""
+    """Read a GPU by its CUDA index; None without NVML (no GPU, no driver, or no ``nvidia-ml-py``)."""
     nvml = _load_nvml()
     if nvml is None:
         return None
-    handle = _ask(lambda: nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}"))
+    handle = _query(lambda: nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}"))
     if handle is None:
         return None
-    memory = _ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-    rates = _ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+    memory = _query(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    rates = _query(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
     return DeviceReading(
-        name=str(_ask(lambda: nvml.nvmlDeviceGetName(handle))),
+        name=str(_query(lambda: nvml.nvmlDeviceGetName(handle))),
         utilization=None if rates is None else rates.gpu / 100,
         memory_used_bytes=None if memory is None else int(memory.used),
         memory_total_bytes=None if memory is None else int(memory.total),
-        power_w=_scaled(_ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle)), 1000),
-        power_limit_w=_scaled(_ask(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle)), 1000),
-        temperature_c=_scaled(_ask(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)), 1),
-        sm_clock_mhz=_scaled(_ask(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)), 1),
-        throttle_reasons=_ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))),
-        ecc_errors=_ask(
+        power_w=_scaled(_query(lambda: nvml.nvmlDeviceGetPowerUsage(handle)), 1000),
+        power_limit_w=_scaled(_query(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle)), 1000),
+        temperature_c=_scaled(_query(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)), 1),
+        sm_clock_mhz=_scaled(_query(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)), 1),
+        throttle_reasons=_query(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))),
+        ecc_errors=_query(
             lambda: int(
                 nvml.nvmlDeviceGetTotalEccErrors(
                     handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
@@ -80,7 +80,7 @@ def read_device(index: int) -> DeviceReading | None:
 
 
 def describe_device(device: torch.device) -> str:
-    """What the device is, for a log and for messages."""
+    """Describe a device in a few words, for logs and messages."""
     if device.type != "cuda":
         return f"{device.type}, {os.cpu_count()} cores"
     capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
@@ -88,30 +88,30 @@ def describe_device(device: torch.device) -> str:
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Dense bf16 rate of its datasheet; None on CPU, and of a GPU that is not known."""
+    """Return the device's dense bf16 rate from its datasheet; None on CPU and for unknown GPUs."""
     return lookup_peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def lookup_peak_tflops(name: str) -> float | None:
-    """The same of a GPU by the name that its driver gives it."""
+    """Return the dense bf16 rate of a GPU by the name its driver reports; None if it is unknown or a MIG slice."""
     kind = next((kind for pattern, kind in _KINDS if re.search(pattern, name) and not _SLICE.search(name)), None)
     return None if kind is None else GPUS[kind].bf16_tflops
 
 
 def total_memory(device: torch.device, ranks_per_node: int) -> int:
-    """Bytes of memory that one rank has: of its GPU, or its part of the host's."""
+    """Return the memory of one rank in bytes: its GPU's, or its share of the host's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """CUDA compute capability; None on CPU."""
+    """Return the CUDA compute capability; None on CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _load_nvml() -> Any:
-    """The NVML binding, started; None where there is none."""
+    """Import and initialize the NVML binding; None if that fails."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
@@ -123,11 +123,11 @@ def _load_nvml() -> Any:
     return nvml
 
 
-def _ask(question: Any) -> Any:
-    """An answer of NVML, or None where this GPU or driver has none to it."""
+def _query(call: Any) -> Any:
+    """Return the result of an NVML call; None if this GPU or driver does not support it."""
     try:
-        return question()
-    except Exception:  # NVMLError, or a function that this version of the binding lacks: a reading is never fatal
+        return call()
+    except Exception:  # NVMLError, or a function missing from this binding: a failed reading is never fatal
         return None
 
 
@@ -137,18 +137,18 @@ def _scaled(value: Any, divisor: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUsage:
-    """One GPU over a stretch of time; None where its driver does not say."""
+    """Readings of one GPU summarized over a period; None where the driver does not report a value."""
 
-    utilization: float | None  # mean share of the time in which a kernel ran
+    utilization: float | None  # mean share of time in which a kernel was running
     temperature_c: float | None  # highest
     power_w: float | None  # mean
 
 
 class DeviceSampler:
-    """Reads a device again and again until it is closed.
+    """Reads a device periodically on a background thread, until it is closed or a reading is None.
 
     Args:
-        read: asks the device; where the first answer is None there is nothing to ask, and it is not asked again.
+        read: returns a reading.
         every_s: seconds between readings.
     """
 
@@ -161,7 +161,7 @@ class DeviceSampler:
         self._thread.start()
 
     def take(self) -> DeviceUsage | None:
-        """What was read since it was last taken; None where nothing was."""
+        """Summarize and clear the readings since the last call; None if there were none."""
         with self._lock:
             readings, self._readings = self._readings, []
         if not readings:
@@ -176,7 +176,7 @@ class DeviceSampler:
         )
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop reading and wait for the thread."""
         self._stop.set()
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""What a step measures: time by part and by rank, tokens by kind, FLOPs by convention, memory."""
+"""Measurements of a step: FLOPs, spans of time, step-time statistics, loss spikes, memory, and figures of all ranks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ GIB = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class FlopCounter:
-    """Floating-point operations of training, as different projects count them; a multiply-add is two.
+    """Counter of training FLOPs by the conventions of different projects; a multiply-add counts as two.
 
     Args:
-        num_parameters: of the model without adapters, the embedding's among them (as NeMo counts).
-        num_layers: blocks.
-        attention_dim: heads times their size.
-        is_frozen: whether the base does not train: backward then computes no gradients of its weights.
-        num_head: weights of the head, which meets supervised tokens alone.
-        num_embedding: weights of the embedding, which is a look-up; 0 where it is the head's.
+        num_parameters: parameters of the model without adapters, including the embedding (as NeMo counts).
+        num_layers: number of blocks.
+        attention_dim: number of heads times head size.
+        is_frozen: the base is frozen, so that backward computes no gradients of its weights.
+        num_head: weights of the output head, which is applied to supervised tokens only.
+        num_embedding: weights of the embedding, which is a look-up; 0 if they are tied to the head.
         num_adapter: weights of adapters.
-        recomputed: share of the blocks' products that are computed again in backward.
-        recomputed_attention: share of their attention that is.
+        recomputed: share of the blocks' matrix products that backward recomputes.
+        recomputed_attention: share of their attention that backward recomputes.
     """
 
     num_parameters: int
@@ -44,22 +44,22 @@ class FlopCounter:
     recomputed_attention: float = 0.0
 
     def weights(self, num_tokens: int) -> int:
-        """What the weights cost: 2N a token forward, 2N for gradients of activations, 2N for those of weights.
+        """Count the model FLOPs of the weights: 2N per token forward, 2N for activation and 2N for weight gradients.
 
-        6N when all train (https://arxiv.org/abs/2204.02311), 4N over a frozen base. Recomputing activations is not
-        counted: it is not the work that was asked for.
+        That is 6N for full training (https://arxiv.org/abs/2204.02311) and 4N over a frozen base. Recomputation is not
+        counted, because the model does not require it.
         """
         return (4 if self.is_frozen else 6) * self.num_parameters * num_tokens
 
     def attention(self, num_pairs: int) -> int:
-        """What attention costs over ``num_pairs`` of a query and a key that it may see: 4d forward, 8d backward."""
+        """Count the FLOPs of attention over pairs of a query and a visible key: 4d forward and 8d backward per pair."""
         return 12 * self.num_layers * self.attention_dim * num_pairs
 
     def hardware(self, num_slots: int, num_supervised: int, num_pairs: int) -> float:
-        """What the device computes for it: padding and what is recomputed count, and the head at supervised tokens.
+        """Count the FLOPs that the device computes, with padding, recomputation and the head at supervised tokens only.
 
-        As HFU of https://arxiv.org/abs/2205.05198 (appendix A), by what these blocks compute. The softmax, norms and
-        the update are not counted.
+        This is the HFU of https://arxiv.org/abs/2205.05198 (appendix A) for these blocks. The softmax, norms and the
+        optimizer update are not counted.
         """
         times = 4 if self.is_frozen else 6
         blocks = self.num_parameters - self.num_head - self.num_embedding
@@ -69,14 +69,14 @@ class FlopCounter:
         return products + num_supervised * times * self.num_head + attention
 
     def dense_attention(self, num_tokens: int, seq_len: int) -> int:
-        """The same as PaLM and torchtitan count it: every key of a row of ``seq_len``, also those that are masked."""
+        """Count attention as PaLM and torchtitan do: all ``seq_len`` keys of a row, including masked ones."""
         return self.attention(num_tokens * seq_len)
 
 
 class SpanTimer:
-    """Times a span of each step: on CUDA by events, for which the host waits nowhere, else by the wall clock.
+    """Timer of one span per step; on CUDA it uses events, so that the host never waits for it.
 
-    ``last_s`` is the length of the last span that is settled, NaN before the first.
+    ``last_s`` is the length in seconds of the last settled span, NaN before the first.
     """
 
     def __init__(self, device: torch.device):
@@ -86,7 +86,7 @@ class SpanTimer:
         self.last_s = math.nan
 
     def start(self) -> None:
-        """Begin the span."""
+        """Start the span."""
         self._begin = self._now()
 
     def stop(self) -> None:
@@ -94,7 +94,7 @@ class SpanTimer:
         self._end = self._now()
 
     def settle(self) -> None:
-        """Read the span's length, once the host has waited for work that came after it."""
+        """Read the span's length into ``last_s``; call it after the host has waited for work that followed the span."""
         span = self._begin.elapsed_time(self._end) / 1000 if self._is_cuda else self._end - self._begin
         self.last_s = float(span)
 
@@ -107,11 +107,13 @@ class SpanTimer:
 
 
 def measure_skew(seconds: Sequence[float]) -> dict[str, Any]:
-    """How evenly the ranks work, from the seconds each took: the slowest one's over the median, and which it is.
+    """Compare the slowest rank's time with the median rank's: the metrics ``compute_skew`` and ``slowest_rank``.
 
-    Of an even number of ranks the median is the lower of the two in the middle, so that of two ranks the slower is held
-    to the other, and not to what both took. Ranks that wait for one another within the span, as sharded ones do at each
-    block, hide a slow one among them.
+    The median of an even number of ranks is the lower of the two middle ones, so that of two ranks the slower is
+    compared with the other one. Sharded ranks wait for each other at every block, which hides a slow one among them.
+
+    Args:
+        seconds: time that each rank took, by rank.
     """
     slowest = max(range(len(seconds)), key=lambda rank: seconds[rank])
     median = statistics.median_low(seconds)
@@ -119,14 +121,14 @@ def measure_skew(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory held so far: allocated on a CUDA device, or resident of this process."""
+    """Return the peak memory so far: allocated on a CUDA device, else resident memory of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # kilobytes on Linux
 
 
 def active_memory_gib(device: torch.device) -> float:
-    """Memory held now: in use on a CUDA device, or resident of this process."""
+    """Return the memory in use now: active on a CUDA device, else resident memory of this process."""
     if device.type == "cuda":
         return float(torch.cuda.memory_stats(device)["active_bytes.all.current"]) / GIB
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
@@ -134,21 +136,26 @@ def active_memory_gib(device: torch.device) -> float:
 
 
 class StepTimeStats:
-    """How long the last steps took, but for the first ones: compilation and first touches of memory are no measure."""
+    """Step-time percentiles over the last steps, without the first ones, which compile and allocate memory.
 
-    def __init__(self, num_kept: int = 1000, num_first: int = 3) -> None:
+    Args:
+        num_kept: number of recent steps to keep.
+        num_skipped: number of first steps to ignore.
+    """
+
+    def __init__(self, num_kept: int = 1000, num_skipped: int = 3) -> None:
         self._times: deque[float] = deque(maxlen=num_kept)
-        self._num_left = num_first
+        self._num_left = num_skipped
 
     def add(self, seconds: float) -> None:
-        """One more step."""
+        """Add the duration of one step."""
         if self._num_left:
             self._num_left -= 1
         else:
             self._times.append(seconds)
 
     def describe(self) -> dict[str, float]:
-        """Median and 99th percentile (nearest rank); nothing before there are steps to tell of."""
+        """Return the median and the 99th percentile (nearest rank) as metrics; empty before the first counted step."""
         if not self._times:
             return {}
         times = sorted(self._times)
@@ -159,17 +166,17 @@ class StepTimeStats:
 
 
 class SpikeDetector:
-    """Finds losses that stand out from those before them.
+    """Detector of losses far above the preceding ones.
 
-    A spike is over the median of the last 50 by more than 8 times their median absolute deviation (Hampel's rule), and
-    by a tenth of that median at least. The first 20 steps have none.
+    A spike exceeds the median of the last 50 losses by more than 8 times their median absolute deviation (Hampel's
+    rule) and by at least a tenth of that median. The first 20 steps are never spikes.
     """
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=50)
 
     def is_spike(self, loss: float) -> bool:
-        """Whether the next loss stands out; it is remembered either way."""
+        """Return True if this loss is a spike, and add it to the history."""
         found = False
         if len(self._losses) >= 20:
             middle = statistics.median(self._losses)
@@ -181,10 +188,10 @@ class SpikeDetector:
 
 @dataclass(frozen=True, slots=True)
 class RankMetrics:
-    """One rank's since it last told them; NaN where it has no such figure."""
+    """Figures of one rank since it last reported them; NaN where it has none."""
 
-    data_s: float = math.nan  # waited for data
-    save_wait_s: float = math.nan  # waited for saves
+    data_s: float = math.nan  # time waiting for data
+    save_wait_s: float = math.nan  # time waiting for saves
     memory_active_gib: float = math.nan  # now
     memory_reserved_gib: float = math.nan  # now
     peak_memory_gib: float = math.nan  # since the start
@@ -194,17 +201,17 @@ class RankMetrics:
     gpu_power_w: float = math.nan
 
     def to_row(self) -> list[float]:
-        """The numbers in their order, for a collective."""
+        """Return the figures as numbers in field order, to send in a collective."""
         return list(astuple(self))
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> RankMetrics:
-        """What ``to_row`` gave."""
+        """Restore the figures from ``to_row``."""
         return cls(*row)
 
 
 def aggregate_ranks(figures: Sequence[RankMetrics]) -> dict[str, Any]:
-    """The metrics of all ranks together; without those that no rank has."""
+    """Aggregate the figures of all ranks into metrics, leaving out those that no rank has."""
 
     def over(reduce: Callable[[list[float]], float], name: str) -> float | None:
         values = [value for one in figures if not math.isnan(value := getattr(one, name))]

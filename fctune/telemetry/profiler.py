@@ -1,4 +1,4 @@
-"""Some steps operator by operator: a trace that a browser opens, and a table of the operators that took longest."""
+"""Profiler of selected steps: a trace for the browser and a table of the slowest operators."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from fctune.config.schema import ProfileConfig
 
 logger = logging.getLogger("fctune")
 
-_NUM_ROWS = 50  # of the table
-_NUM_SAID = 3  # operators that the log names
+_NUM_ROWS = 50  # rows of the table
+_NUM_LOGGED = 3  # slowest operators named in the log
 
 
 class StepProfiler:
-    """Records the steps that ``profile`` names, on the ranks it names.
+    """Profiles the steps and ranks that the config's ``profile`` selects.
 
-    One step before the first is taken with the profiler on and thrown away, as its start is slow (torch.profiler's
-    ``warmup``). What cannot be recorded or written is said once; training goes on.
+    The step before the first is profiled and discarded, because the profiler starts slowly (torch.profiler's
+    ``warmup``). A failure to record or write is logged once; training continues.
 
     Args:
-        config: which steps and ranks; None: nothing is recorded.
-        folder: the run's directory; files are written to ``profile`` in it.
-        rank: of this process.
-        device: that the steps run on.
+        config: steps and ranks to profile; None profiles nothing.
+        folder: run directory, whose ``profile/`` receives the files.
+        rank: global rank of this process.
+        device: device that the steps run on.
     """
 
     def __init__(self, config: ProfileConfig | None, folder: Path, rank: int, device: torch.device):
         self._config = config if config is not None and rank in config.ranks else None
         self._folder, self._rank, self._device = folder / "profile", rank, device
         self._profile: Any = None
-        self._first = self._last = 0  # recorded
+        self._first = self._last = 0  # first and last recorded step
         self._is_written = False
 
     def step(self, number: int) -> AbstractContextManager[None]:
-        """Around step ``number``."""
+        """Return the context manager to run step ``number`` in."""
         config = self._config
         if config is None or not config.first_step - 1 <= number <= config.last_step:
             return nullcontext()
         return self._record(config, number)
 
     def close(self) -> None:
-        """End a recording that its last step has not ended; what it holds is written."""
+        """Stop a recording that has not reached its last step, and write what it has."""
         if self._profile is not None:
             profiler, self._profile = self._profile, None
-            with contextlib.suppress(Exception):  # a run that ends by an error is to end by that one
+            with contextlib.suppress(Exception):  # must not hide the error that ends the run
                 profiler.stop()
         if self._config is not None and not self._is_written:
             first, last = self._config.first_step, self._config.last_step
-            logger.info("profile: nothing is recorded; this run took no step from %d to %d", first, last)
+            logger.info("profile: nothing was recorded; this run took no step from %d to %d", first, last)
 
     @contextmanager
     def _record(self, config: ProfileConfig, number: int) -> Iterator[None]:
@@ -82,7 +82,7 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
         num_warmup, num_recorded = self._first - number, config.last_step - self._first + 1
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of no warm-up, where the run has no step before the first
+            warnings.simplefilter("ignore")  # about a missing warm-up, if the run has no earlier step
             steps = schedule(wait=0, warmup=num_warmup, active=num_recorded, repeat=1)
         self._profile = profile(
             activities=activities,
@@ -94,7 +94,7 @@ class StepProfiler:
         self._profile.start()
 
     def _write(self, profiler: Any) -> None:
-        if self._last < self._first:  # the run ended as the profiler warmed up
+        if self._last < self._first:  # the run ended during the warm-up
             return
         self._is_written = True
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -106,10 +106,15 @@ class StepProfiler:
         text = operators.table(sort_by=key, row_limit=_NUM_ROWS, max_name_column_width=70)
         table.write_text(text + "\n", encoding="utf-8")
         longest = sorted((o for o in operators if "::" in o.key), key=lambda o: getattr(o, key), reverse=True)
-        said = ", ".join(f"{o.key} {getattr(o, key) / 1e3:,.1f} ms" for o in longest[:_NUM_SAID])
-        logger.info("profile: %s (chrome://tracing, https://ui.perfetto.dev); most time in %s: %s", trace, said, table)
+        slowest = ", ".join(f"{o.key} {getattr(o, key) / 1e3:,.1f} ms" for o in longest[:_NUM_LOGGED])
+        logger.info(
+            "profile: %s (chrome://tracing, https://ui.perfetto.dev); slowest operators: %s; all: %s",
+            trace,
+            slowest,
+            table,
+        )
 
     def _give_up(self, error: Exception) -> None:
         self._config, self._profile = None, None
         reason = " ".join(str(error).split())
-        logger.warning("profile: %s: %s; training goes on without it", type(error).__name__, reason)
+        logger.warning("profile: %s: %s; training continues without it", type(error).__name__, reason)

@@ -1,4 +1,4 @@
-"""Where a run's metrics go: a JSON line a step, and a person's terminal."""
+"""Sinks for a run's metrics: ``metrics.jsonl``, the console, and a group that treats several sinks as one."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ logger = logging.getLogger("fctune")
 
 
 class Sink(Protocol):
-    """Takes the metrics of each step."""
+    """Receiver of the metrics of each step."""
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Take one step's metrics; ``step`` is among them."""
+        """Receive the metrics of one step, including ``step``."""
 
     def close(self) -> None:
-        """Flush and let go."""
+        """Flush and release resources."""
 
 
 class EventSink(Sink, Protocol):
-    """Takes alerts, too."""
+    """Receiver of metrics and alerts."""
 
     def alert(self, alert: Alert) -> None:
-        """Take one alert."""
+        """Receive one alert."""
 
 
 class JsonlSink:
-    """``metrics.jsonl``: the record of truth, one object a step, flushed as it is written."""
+    """Writer of ``metrics.jsonl``: the authoritative record, one object per step, flushed after each."""
 
     def __init__(self, path: Path):
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Append one line; numbers that are not finite, which JSON lacks, become null."""
+        """Append one line; non-finite numbers, which JSON lacks, become null."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; everything has been flushed already."""
         self._file.close()
 
 
 class ConsoleSink:
-    """A progress bar where the output is a terminal, else a line every n steps."""
+    """Progress bar on a terminal; elsewhere a line every ``log_every_n_steps`` steps."""
 
     def __init__(self, console: Console, num_steps: int, log_every_n_steps: int):
         self._console = console
@@ -63,13 +63,13 @@ class ConsoleSink:
         self._progress: Progress | None = None
         if console.is_terminal:
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            # Ten times a second, as it is by default, keeps the training thread waiting for the interpreter's lock.
+            # The default of ten refreshes a second makes the training thread wait for the interpreter's lock.
             self._progress = Progress(*columns, TextColumn("{task.description}"), console=console, refresh_per_second=1)
             self._task = self._progress.add_task("", total=num_steps)
             self._progress.start()
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Show the step's loss, rate and speed."""
+        """Show the step's loss, learning rate, gradient norm and throughput."""
         step = metrics["step"]
         text = (
             f"loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  grad_norm {metrics['grad_norm']:.3f}  "
@@ -83,15 +83,15 @@ class ConsoleSink:
             self._console.print(f"step {step}/{self._num_steps}  {text}", highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Stop the progress bar, leaving its last state on the screen."""
         if self._progress is not None:
             self._progress.stop()
 
 
 class SinkGroup:
-    """Several sinks as one; with none, as on ranks that do not write, it takes metrics and drops them.
+    """Passes metrics to several sinks; with none, as on ranks that do not write, it discards them.
 
-    A disk that is full or a terminal that is gone is said once, and does not stop training.
+    An ``OSError`` of a sink, such as a full disk or a closed terminal, is logged once and does not stop training.
     """
 
     def __init__(self, *sinks: Sink):
@@ -108,7 +108,7 @@ class SinkGroup:
             self._try(sink, sink.close)
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Hand one step's metrics to every sink."""
+        """Pass the metrics of one step to every sink."""
         for sink in self._sinks:
             self._try(sink, functools.partial(sink.write, metrics))
 
@@ -118,4 +118,4 @@ class SinkGroup:
         except OSError as error:
             if id(sink) not in self._has_failed:
                 self._has_failed.add(id(sink))
-                logger.warning("%s: %s; training goes on", type(sink).__name__, error)
+                logger.warning("%s: %s; training continues", type(sink).__name__, error)

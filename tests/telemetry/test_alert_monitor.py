@@ -1,4 +1,4 @@
-"""What looks after a run goes on when the disk, which it looks at too, fails it."""
+"""The alert monitor keeps working when the disk fails."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def steps(first: int, last: int, spikes: tuple[int, ...] = ()) -> list[dict[str,
     ]
 
 
-def test_alerts_go_on_in_the_log_where_their_file_cannot_be_written(
+def test_alerts_are_still_logged_if_their_file_cannot_be_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    watchman = AlertMonitor(folder)
+    monitor = AlertMonitor(folder)
     shutil.rmtree(folder)
     with caplog.at_level(logging.WARNING, "fctune"):
         for metrics in steps(1, 30, spikes=(20, 25)):
-            watchman.write(metrics)
-    said = [record.getMessage() for record in caplog.records]
-    assert [text.split(",")[0] for text in said if "loss_spike" in text] == [
+            monitor.write(metrics)
+    messages = [record.getMessage() for record in caplog.records]
+    assert [text.split(",")[0] for text in messages if "loss_spike" in text] == [
         "alert: loss_spike: the loss of step 20",
         "alert: loss_spike: the loss of step 25",
     ]
-    assert len([text for text in said if text.startswith("alerts.jsonl: ")]) == 1
+    assert len([text for text in messages if text.startswith("alerts.jsonl: ")]) == 1
 
 
-def test_an_alert_after_one_that_a_kill_cut_in_half_is_read(tmp_path: Path) -> None:
+def test_an_alert_after_an_incomplete_line_is_readable(tmp_path: Path) -> None:
     make_run(tmp_path / "run", 3)
     for step in (1, 2):
         AlertMonitor(tmp_path / "run").alert(Alert("disk", step, 0.01, 0.05, "nearly full"))
@@ -49,8 +49,8 @@ def test_an_alert_after_one_that_a_kill_cut_in_half_is_read(tmp_path: Path) -> N
     assert [alert["step"] for alert in read_run(tmp_path / "run").alerts] == [1, 2, 3]
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="of Linux: a file system that counts no blocks")
-def test_a_disk_that_does_not_say_its_size_gives_no_alert(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, a file system without blocks")
+def test_a_disk_of_unknown_size_raises_no_alert(caplog: pytest.LogCaptureFixture) -> None:
     assert shutil.disk_usage("/proc").total == 0
     with caplog.at_level(logging.WARNING, "fctune"):
         for metrics in steps(1, 5):

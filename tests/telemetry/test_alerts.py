@@ -1,4 +1,4 @@
-"""Alerts come once, when they should, and never of a healthy run."""
+"""Each alert is raised once, when it is due, and never for a healthy run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fctune.telemetry.alerts import WINDOW, Alert, AlertRules
 from fctune.telemetry.metrics import SpikeDetector
 
 
-def healthy(num_steps: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Noisy steps: 10 % of speed, ranks that differ, a first step that compiles, a slow step now and then."""
+def make_healthy_steps(num_steps: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Make noisy steps: 10 % speed variation, uneven ranks, a first step that compiles, an occasional slow step."""
     rng, spikes = random.Random(seed), SpikeDetector()
     steps = []
     for step in range(1, num_steps + 1):
@@ -34,117 +34,117 @@ def healthy(num_steps: int, seed: int = 0) -> list[dict[str, Any]]:
     return steps
 
 
-def alerts_of(steps: list[dict[str, Any]], **about: Any) -> list[Alert]:
+def raise_alerts(steps: list[dict[str, Any]], **options: Any) -> list[Alert]:
     rules = AlertRules()
-    return [alert for metrics in steps for alert in rules.observe(metrics, **about)]
+    return [alert for metrics in steps for alert in rules.observe(metrics, **options)]
 
 
-def named(alerts: list[Alert]) -> list[tuple[str, int]]:
+def names_and_steps(alerts: list[Alert]) -> list[tuple[str, int]]:
     return [(alert.name, alert.step) for alert in alerts]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_healthy_noisy_run_gives_no_alert(seed: int) -> None:
+def test_a_healthy_noisy_run_raises_no_alert(seed: int) -> None:
     rules = AlertRules()
-    for metrics in healthy(600, seed):
+    for metrics in make_healthy_steps(600, seed):
         assert not rules.observe(metrics, pause_s=metrics["step_time_s"] + 0.1, disk_free_share=0.3)
         assert not rules.observe_silence(60.0)
 
 
-def test_a_run_that_slows_by_a_quarter_is_told_once_within_a_window() -> None:
-    steps = healthy(400, 1)
+def test_a_slowdown_by_a_quarter_raises_one_alert_within_a_window() -> None:
+    steps = make_healthy_steps(400, 1)
     for metrics in steps[200:]:
         metrics["tokens_per_s"] *= 0.75
-    (alert,) = alerts_of(steps)
+    (alert,) = raise_alerts(steps)
     assert alert.name == "throughput"
     assert 200 < alert.step <= 200 + WINDOW
     assert alert.value < alert.limit
 
 
-def test_a_run_that_slows_by_a_tenth_is_not_told() -> None:
-    steps = healthy(400, 1)
+def test_a_slowdown_by_a_tenth_raises_no_alert() -> None:
+    steps = make_healthy_steps(400, 1)
     for metrics in steps[200:]:
         metrics["tokens_per_s"] *= 0.9
-    assert not alerts_of(steps)
+    assert not raise_alerts(steps)
 
 
-def test_a_second_slowdown_after_a_recovery_is_told_again() -> None:
-    steps = healthy(600, 2)
+def test_a_second_slowdown_after_a_recovery_raises_another_alert() -> None:
+    steps = make_healthy_steps(600, 2)
     for metrics in steps[200:260] + steps[400:460]:
         metrics["tokens_per_s"] *= 0.5
-    assert [name for name, _ in named(alerts_of(steps))] == ["throughput", "throughput"]
+    assert [name for name, _ in names_and_steps(raise_alerts(steps))] == ["throughput", "throughput"]
 
 
-def test_a_loss_that_jumps_and_stays_is_told_once() -> None:
-    steps = healthy(100, 3)
+def test_a_loss_that_jumps_and_stays_high_raises_one_alert() -> None:
+    steps = make_healthy_steps(100, 3)
     for metrics in steps[60:64]:
         metrics |= {"is_spike": True, "loss": 9.0}
-    assert named(alerts_of(steps)) == [("loss_spike", 61)]
+    assert names_and_steps(raise_alerts(steps)) == [("loss_spike", 61)]
 
 
-def test_waiting_for_data_is_told_once_over_a_tenth_of_the_time() -> None:
-    steps = healthy(300, 4)
+def test_waiting_for_data_for_over_a_tenth_of_the_time_raises_one_alert() -> None:
+    steps = make_healthy_steps(300, 4)
     for metrics in steps[100:]:
         metrics["data_time_s"] = 0.2 * metrics["step_time_s"]
-    ((name, step),) = named(alerts_of(steps))
+    ((name, step),) = names_and_steps(raise_alerts(steps))
     assert name == "data_wait"
     assert 100 < step <= 100 + WINDOW
 
 
-def test_a_straggler_is_named_when_it_was_slowest_of_each_step_of_a_window() -> None:
-    steps = healthy(200, 5)
+def test_a_rank_that_is_slowest_in_each_step_of_a_window_is_reported_as_straggler() -> None:
+    steps = make_healthy_steps(200, 5)
     for metrics in steps[100:]:
         metrics |= {"compute_skew": 1.3, "slowest_rank": 6}
-    (alert,) = alerts_of(steps)
+    (alert,) = raise_alerts(steps)
     assert (alert.name, alert.step) == ("straggler", 100 + WINDOW)
     assert "rank 6" in alert.message
     for metrics in steps[100:]:
-        metrics["slowest_rank"] = metrics["step"] % 2  # slow ranks in turn: uneven work, no straggler
-    assert not alerts_of(steps)
+        metrics["slowest_rank"] = metrics["step"] % 2  # ranks take turns in being slow: uneven work, not a straggler
+    assert not raise_alerts(steps)
 
 
-def test_a_straggler_is_named_with_its_machine_where_that_is_known() -> None:
+def test_a_straggler_is_reported_with_its_host() -> None:
     rules = AlertRules(hosts=[f"node-{rank // 4}" for rank in range(8)])
-    steps = healthy(60, 5)
+    steps = make_healthy_steps(60, 5)
     for metrics in steps[20:]:
         metrics |= {"compute_skew": 1.3, "slowest_rank": 6}
     (alert,) = [alert for metrics in steps for alert in rules.observe(metrics)]
     assert alert.message.startswith("rank 6 (node-1) was the slowest")
 
 
-def test_a_disk_that_fills_is_told_once_until_there_is_room_again() -> None:
-    rules, steps, told = AlertRules(), healthy(40), []
+def test_a_full_disk_raises_one_alert_until_there_is_space_again() -> None:
+    rules, steps, raised = AlertRules(), make_healthy_steps(40), []
     for metrics, free in zip(steps, [0.06] * 10 + [0.049, 0.051] * 5 + [0.2] * 10 + [0.01] * 10, strict=True):
-        told += named(rules.observe(metrics, disk_free_share=free))
-    assert told == [("disk", 11), ("disk", 31)]
+        raised += names_and_steps(rules.observe(metrics, disk_free_share=free))
+    assert raised == [("disk", 11), ("disk", 31)]
 
 
-def test_silence_is_told_once_and_only_beyond_the_pauses_that_a_run_has() -> None:
+def test_silence_longer_than_the_runs_usual_pauses_raises_one_alert() -> None:
     rules = AlertRules()
     assert not rules.observe_silence(3600)  # before the first step: loading, compiling
-    for metrics in healthy(50):
+    for metrics in make_healthy_steps(50):
         rules.observe(metrics, pause_s=100.0 if metrics["step"] == 30 else 1.0)  # an evaluation of 100 s
     assert not rules.observe_silence(150)
-    assert named(rules.observe_silence(201)) == [("no_progress", 50)]
+    assert names_and_steps(rules.observe_silence(201)) == [("no_progress", 50)]
     assert not rules.observe_silence(300)
-    rules.observe(healthy(51)[-1], pause_s=300)
+    rules.observe(make_healthy_steps(51)[-1], pause_s=300)
     assert not rules.observe_silence(400)
-    assert named(rules.observe_silence(700)) == [("no_progress", 51)]
+    assert names_and_steps(rules.observe_silence(700)) == [("no_progress", 51)]
 
 
-def test_silence_among_the_first_steps_is_told_too_but_later() -> None:
+def test_silence_during_the_first_steps_raises_an_alert_later() -> None:
     rules = AlertRules()
-    for metrics in healthy(3)[1:]:
+    for metrics in make_healthy_steps(3)[1:]:
         rules.observe(metrics, pause_s=1.0)
     assert not rules.observe_silence(590)  # one more may be compiled
-    assert named(rules.observe_silence(610)) == [("no_progress", 3)]
+    assert names_and_steps(rules.observe_silence(610)) == [("no_progress", 3)]
     slow = AlertRules()
     slow.observe({"step": 1, "loss": 1.0, "step_time_s": 60.0})
     assert not slow.observe_silence(1190)
 
 
-def test_metrics_without_what_a_rule_needs_give_no_alert() -> None:
-    assert not alerts_of([{"step": step, "loss": 1.0} for step in range(1, 200)])
+def test_missing_metrics_raise_no_alert() -> None:
+    assert not raise_alerts([{"step": step, "loss": 1.0} for step in range(1, 200)])
     rules = AlertRules()
     rules.observe({"step": 1})
     assert not rules.observe_silence(1e6)

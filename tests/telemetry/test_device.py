@@ -1,4 +1,4 @@
-"""What is said of a device over a stretch is what was read of it, and no step waits for a reading."""
+"""Device readings are summarized over an interval, and no step waits for one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def wait_until(is_done: threading.Event) -> None:
     assert is_done.wait(10)
 
 
-def test_a_stretch_is_the_mean_of_its_readings_and_the_hottest_of_them() -> None:
+def test_an_interval_has_mean_utilization_and_power_and_the_highest_temperature() -> None:
     readings = iter([READING, replace(READING, utilization=1.0, power_w=500.0, temperature_c=71.0), READING])
     is_done = threading.Event()
 
@@ -27,15 +27,15 @@ def test_a_stretch_is_the_mean_of_its_readings_and_the_hottest_of_them() -> None
             is_done.set()
         return reading
 
-    probe = DeviceSampler(read, every_s=0.001)
+    sampler = DeviceSampler(read, every_s=0.001)
     wait_until(is_done)
-    use = probe.take()
-    assert use == DeviceUsage(pytest.approx(2 / 3), 71.0, pytest.approx(1100 / 3))  # type: ignore[arg-type]
-    assert probe.take() is None  # since then nothing was read
-    probe.close()
+    usage = sampler.take()
+    assert usage == DeviceUsage(pytest.approx(2 / 3), 71.0, pytest.approx(1100 / 3))  # type: ignore[arg-type]
+    assert sampler.take() is None  # no reading since then
+    sampler.close()
 
 
-def test_what_a_driver_does_not_say_is_not_made_up() -> None:
+def test_values_that_the_driver_does_not_report_are_none() -> None:
     is_done, left = threading.Event(), [replace(READING, utilization=None, power_w=None)]
 
     def read() -> DeviceReading | None:
@@ -44,13 +44,13 @@ def test_what_a_driver_does_not_say_is_not_made_up() -> None:
         is_done.set()
         return None
 
-    probe = DeviceSampler(read, every_s=0.001)
+    sampler = DeviceSampler(read, every_s=0.001)
     wait_until(is_done)
-    assert probe.take() == DeviceUsage(None, 60.0, None)
-    probe.close()
+    assert sampler.take() == DeviceUsage(None, 60.0, None)
+    sampler.close()
 
 
-def test_a_device_that_answers_slowly_holds_nobody() -> None:
+def test_a_slow_device_does_not_block_the_caller() -> None:
     release, begun = threading.Event(), threading.Event()
 
     def read() -> DeviceReading | None:
@@ -58,13 +58,13 @@ def test_a_device_that_answers_slowly_holds_nobody() -> None:
         release.wait(10)
         return None
 
-    probe = DeviceSampler(read)
+    sampler = DeviceSampler(read)
     wait_until(begun)
     started = time.perf_counter()
-    assert probe.take() is None
+    assert sampler.take() is None
     assert time.perf_counter() - started < 0.5
     release.set()
-    probe.close()
+    sampler.close()
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_device_that_answers_slowly_holds_nobody() -> None:
     [
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", None),  # another rate, which no table here has
+        ("NVIDIA H100 NVL", None),  # a different rate that is not in the table
         ("NVIDIA H200", 989),
         ("NVIDIA B200", 2250),
         ("NVIDIA A100-SXM4-80GB", 312),
@@ -83,31 +83,31 @@ def test_a_device_that_answers_slowly_holds_nobody() -> None:
         ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 3060", None),
-        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),  # a part of one
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),  # a slice of a GPU
         ("Tesla T4", None),
     ],
 )
-def test_a_rate_is_found_by_the_name_that_a_driver_gives(name: str, tflops: float | None) -> None:
+def test_the_rate_is_found_by_the_drivers_device_name(name: str, tflops: float | None) -> None:
     assert lookup_peak_tflops(name) == tflops
 
 
 @pytest.mark.gpu
-def test_a_gpu_at_work_is_busy_warm_and_draws_power() -> None:
+def test_a_busy_gpu_has_utilization_temperature_and_power() -> None:
     import torch
 
     pytest.importorskip("pynvml")
-    probe = DeviceSampler(lambda: read_device(0), every_s=0.1)
+    sampler = DeviceSampler(lambda: read_device(0), every_s=0.1)
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     until = time.monotonic() + 3
     while time.monotonic() < until:
         a = (a @ a).clamp(-1, 1)
         torch.cuda.synchronize()
-    use = probe.take()
-    probe.close()
-    assert use is not None
-    assert use.utilization is not None
-    assert use.utilization > 0.5
-    assert use.temperature_c is not None
-    assert 20 < use.temperature_c < 110
-    assert use.power_w is not None
-    assert 50 < use.power_w < 1500
+    usage = sampler.take()
+    sampler.close()
+    assert usage is not None
+    assert usage.utilization is not None
+    assert usage.utilization > 0.5
+    assert usage.temperature_c is not None
+    assert 20 < usage.temperature_c < 110
+    assert usage.power_w is not None
+    assert 50 < usage.power_w < 1500

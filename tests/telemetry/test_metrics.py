@@ -1,4 +1,4 @@
-"""What a step measures."""
+"""FLOP counting, timers, memory and step-time statistics."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fctune.telemetry.metrics import FlopCounter, SpanTimer, StepTimeStats, meas
 LLAMA_8B = {"num_parameters": 8_030_261_248, "num_layers": 32, "attention_dim": 4096}
 
 
-def test_flops_are_counted_as_others_publish_them() -> None:
+def test_flops_match_published_figures() -> None:
     lora, full = FlopCounter(**LLAMA_8B, is_frozen=True), FlopCounter(**LLAMA_8B, is_frozen=False)
     # NeMo Automodel: 402 TFLOP/s at 12,472.87 tokens/s of LoRA on Llama 3 8B, attention not counted.
     assert lora.weights(12_473) == pytest.approx(402e12, rel=0.005)
-    # torchtitan: 5,762 tokens/s at 8,192 tokens are 33.7 % of 989 TFLOP/s, its dense attention counted; it leaves the
-    # 525M weights of the embedding out.
+    # torchtitan: 5,762 tokens/s at 8,192 tokens are 33.7 % of 989 TFLOP/s, with dense attention and without the 525M
+    # weights of the embedding.
     titan = FlopCounter(8_030_261_248 - 128_256 * 4096, 32, 4096, is_frozen=False)
     assert titan.weights(5762) + titan.dense_attention(5762, 8192) == pytest.approx(0.337 * 989e12, rel=0.01)
     assert full.weights(10) == 6 * 8_030_261_248 * 10
@@ -33,36 +33,39 @@ def test_attention_is_counted_within_conversations() -> None:
     counter = FlopCounter(1, 2, 64, is_frozen=False)
     lengths = [3, 5]
     pairs = sum(n * (n + 1) // 2 for n in lengths)
-    # A product of a query and a key, and of a weight and a value: 2 x 2 x 64 a layer; backward twice that.
+    # Query times key and weight times value: 2 x 2 x 64 per layer; backward twice that.
     assert counter.attention(pairs) == 3 * 2 * (4 * 64) * pairs
     assert counter.dense_attention(8, 8) > 3 * counter.attention(pairs) / 2
 
 
-def test_the_slowest_rank_is_named() -> None:
+def test_skew_names_the_slowest_rank() -> None:
     assert measure_skew([1.0, 1.0, 1.5, 1.0]) == {"compute_skew": 1.5, "slowest_rank": 2}
     assert measure_skew([2.0]) == {"compute_skew": 1.0, "slowest_rank": 0}
-    assert measure_skew([1.0, 1.3]) == {"compute_skew": 1.3, "slowest_rank": 1}  # over the other, not over both's mean
+    assert measure_skew([1.0, 1.3]) == {
+        "compute_skew": 1.3,
+        "slowest_rank": 1,
+    }  # compared with the other rank, not with the mean of both
     assert measure_skew([4.0, 1.0, 3.0, 2.0]) == {"compute_skew": 2.0, "slowest_rank": 0}
 
 
-def test_a_clock_gives_the_span_that_was_settled() -> None:
-    clock = SpanTimer(torch.device("cpu"))
-    assert clock.last_s != clock.last_s  # NaN: nothing measured
-    clock.start()
+def test_a_timer_returns_the_settled_span() -> None:
+    timer = SpanTimer(torch.device("cpu"))
+    assert timer.last_s != timer.last_s  # NaN: nothing measured
+    timer.start()
     time.sleep(0.02)
-    clock.stop()
+    timer.stop()
     time.sleep(0.02)
-    clock.settle()
-    assert 0.02 <= clock.last_s < 0.04
+    timer.settle()
+    assert 0.02 <= timer.last_s < 0.04
 
 
-def test_memory_of_this_process_is_its_peak() -> None:
+def test_peak_memory_of_this_process_grows_with_its_tensors() -> None:
     before = peak_memory_gib(torch.device("cpu"))
     held = torch.ones(64 * 1024 * 1024)  # 256 MiB, touched
     assert peak_memory_gib(torch.device("cpu")) >= max(before, held.nbytes / 1024**3)
 
 
-def test_a_machine_without_a_gpu_says_so() -> None:
+def test_a_cpu_has_no_compute_capability() -> None:
     device = torch.device("cpu")
     assert compute_capability(device) is None
     assert describe_device(device).startswith("cpu, ")
@@ -72,7 +75,7 @@ def test_a_machine_without_a_gpu_says_so() -> None:
 
 
 @pytest.mark.gpu
-def test_nvml_reads_the_gpu_that_torch_names() -> None:
+def test_nvml_reads_the_gpu_of_the_torch_index() -> None:
     pytest.importorskip("pynvml")
     reading = read_device(0)
     assert reading is not None
@@ -83,7 +86,7 @@ def test_nvml_reads_the_gpu_that_torch_names() -> None:
 
 
 def count_products(model: torch.nn.Module, run: Callable[[], torch.Tensor]) -> int:
-    """Operations of all matrix products of a forward and a backward, as torch counts them."""
+    """Count the FLOPs of all matrix products in a forward and a backward, by torch's counter."""
     with FlopCounterMode(display=False) as counter:
         run().backward()
     kinds = {"mm", "addmm", "bmm", "baddbmm"}
@@ -92,7 +95,7 @@ def count_products(model: torch.nn.Module, run: Callable[[], torch.Tensor]) -> i
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_the_products_that_a_device_computes_are_those_that_torch_counts(
+def test_hardware_flops_match_torchs_counter(
     kind: str, fraction: float, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     from fctune.models.base_weights import load_base_
@@ -121,13 +124,13 @@ def test_the_products_that_a_device_computes_are_those_that_torch_counts(
     labels[:, 40:] = tokens[:, 40:]
     counted = count_products(model, lambda: model(tokens, labels=labels))
     ours = count_flops(model, config).hardware(tokens.numel(), 2 * 24, 0)
-    # Of an adapter's first input no gradient is due; a block's last product is not computed again.
+    # The input of the first adapter needs no gradient, and a block's last product is not recomputed.
     assert ours == pytest.approx(counted, rel=0.06 if kind == "lora" or fraction else 0.005)
     assert ours >= 0.995 * counted
 
 
-def test_percentiles_of_the_last_steps_leave_the_first_ones_out() -> None:
-    times = StepTimeStats(num_kept=200, num_first=2)
+def test_percentiles_leave_out_the_first_steps() -> None:
+    times = StepTimeStats(num_kept=200, num_skipped=2)
     times.add(60.0)
     times.add(30.0)
     assert times.describe() == {}

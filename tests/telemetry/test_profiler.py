@@ -1,4 +1,4 @@
-"""Some steps of some ranks are recorded, into files that others read; training is what it was."""
+"""The profiler records the configured steps and ranks and does not change training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_training(world: World, config: RunConfig, prepared_path: Path) -> list[d
 
 @pytest.fixture(scope="module")
 def recorded(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run of two ranks whose second recorded steps 2 and 3, beside one that recorded nothing."""
+    """Run two ranks with a profile of steps 2 and 3 on the second, and the same run without a profile."""
     root, model = tmp_path_factory.mktemp("profiled"), make_model()
     changes: dict[str, Any] = {"adapter": None, "max_steps": NUM_STEPS}
     profiled = make_config(model, root, profile={"first_step": 2, "last_step": 3, "ranks": [1]}, **changes)
@@ -48,7 +48,7 @@ def recorded(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathF
     return {"folder": root / "run" / "profile", "metrics": first, "plain": second}
 
 
-def test_a_trace_is_what_a_browser_opens_and_holds_the_steps_alone(recorded: dict[str, Any]) -> None:
+def test_a_trace_is_in_trace_event_format_and_contains_only_the_recorded_steps(recorded: dict[str, Any]) -> None:
     """https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (trace event format)."""
     (file,) = recorded["folder"].glob("*.trace.json.gz")
     assert file.name == "rank-1.steps-2-3.trace.json.gz"
@@ -61,11 +61,11 @@ def test_a_trace_is_what_a_browser_opens_and_holds_the_steps_alone(recorded: dic
     spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] in ("step 2", "step 3"))
     assert spans[0][1] <= spans[1][0]
     products = [event for event in events if event["name"] == "aten::mm"]
-    assert len(products) >= 2 * 2 * 7  # two steps of two blocks of seven linears at the least
+    assert len(products) >= 2 * 2 * 7  # at least two steps of two blocks of seven linears
     assert all(any(a <= event["ts"] <= b for a, b in spans) for event in products)
 
 
-def test_a_table_names_the_operators_that_took_longest_first(recorded: dict[str, Any]) -> None:
+def test_the_operator_table_is_sorted_by_time(recorded: dict[str, Any]) -> None:
     (file,) = recorded["folder"].glob("*.operators.txt")
     text = file.read_text(encoding="utf-8")
     assert "Self CPU %" in text
@@ -75,7 +75,7 @@ def test_a_table_names_the_operators_that_took_longest_first(recorded: dict[str,
     assert "aten::mm" in text
 
 
-def test_recording_changes_no_number(recorded: dict[str, Any]) -> None:
+def test_profiling_does_not_change_the_metrics(recorded: dict[str, Any]) -> None:
     for key in ("loss", "grad_norm", "validation_loss"):
         assert [m.get(key) for m in recorded["metrics"]] == [m.get(key) for m in recorded["plain"]]
 
@@ -91,14 +91,14 @@ def take_steps(profiler: StepProfiler, steps: range) -> None:
     ("steps", "named"),
     [
         (range(1, 8), "3-5"),
-        (range(3, 8), "3-5"),  # from the first on: without a step to warm up
-        (range(5, 8), "5-5"),  # taken up in the middle
-        (range(1, 5), "3-4"),  # ended in the middle
+        (range(3, 8), "3-5"),  # from the first step on, without a warm-up step
+        (range(5, 8), "5-5"),  # resumed in the middle
+        (range(1, 5), "3-4"),  # stopped in the middle
         (range(6, 8), None),  # after the last
         (range(1, 3), None),  # before the first
     ],
 )
-def test_the_steps_that_a_run_takes_of_them_are_recorded(steps: range, named: str | None, tmp_path: Path) -> None:
+def test_the_configured_steps_that_a_run_takes_are_recorded(steps: range, named: str | None, tmp_path: Path) -> None:
     profiler = StepProfiler(ProfileConfig(first_step=3, last_step=5), tmp_path, 0, torch.device("cpu"))
     take_steps(profiler, steps)
     profiler.close()
@@ -111,7 +111,7 @@ def test_the_steps_that_a_run_takes_of_them_are_recorded(steps: range, named: st
         assert steps_seen == {f"step {number}" for number in range(first, last + 1)}
 
 
-def test_what_cannot_be_written_is_said_once_and_the_steps_are_taken(
+def test_a_profile_that_cannot_be_written_is_reported_once_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import logging
@@ -122,18 +122,18 @@ def test_what_cannot_be_written_is_said_once_and_the_steps_are_taken(
     with contextlib.redirect_stderr(io.StringIO()):
         take_steps(profiler, range(1, 6))
     profiler.close()
-    said = [record.message for record in caplog.records if record.name == "fctune"]
-    assert len(said) == 1
-    assert said[0].startswith("profile: FileExistsError")
-    assert "training goes on without it" in said[0]
+    messages = [record.message for record in caplog.records if record.name == "fctune"]
+    assert len(messages) == 1
+    assert messages[0].startswith("profile: FileExistsError")
+    assert "training continues without it" in messages[0]
 
 
-def test_a_step_that_fails_ends_the_run_by_its_own_error(tmp_path: Path) -> None:
+def test_a_failing_step_raises_its_own_error(tmp_path: Path) -> None:
     profiler = StepProfiler(ProfileConfig(first_step=1, last_step=3), tmp_path, 0, torch.device("cpu"))
     take_steps(profiler, range(1, 2))
     with pytest.raises(ZeroDivisionError), profiler.step(2):
         _ = 1 / 0
     profiler.close()
     again = StepProfiler(ProfileConfig(first_step=1, last_step=1), tmp_path / "again", 0, torch.device("cpu"))
-    take_steps(again, range(1, 2))  # the profiler of this process was let go
+    take_steps(again, range(1, 2))  # the process's profiler was released
     assert list((tmp_path / "again" / "profile").glob("*.json.gz"))

@@ -1,4 +1,4 @@
-"""A real Prometheus with the scrape config that is shipped finds a run, and answers what the dashboard asks."""
+"""A real Prometheus server with the shipped scrape config scrapes a run and answers the dashboard's queries."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ MONITORING = ROOT / "sky" / "monitoring"
 SERVER, TOOL = shutil.which("prometheus"), shutil.which("promtool")
 NUM_STEPS = 40
 
-pytestmark = pytest.mark.skipif(SERVER is None or TOOL is None, reason="no prometheus here: apt-get install prometheus")
+pytestmark = pytest.mark.skipif(SERVER is None or TOOL is None, reason="needs prometheus: apt-get install prometheus")
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A Prometheus that listens on a port of this machine."""
+    """A Prometheus server on this machine."""
 
     port: int
     target: int
 
-    def ask(self, path: str, **query: str) -> Any:
-        """What its HTTP API answers."""
+    def request(self, path: str, **query: str) -> Any:
+        """Return the data of an HTTP API response."""
         url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         with urllib.request.urlopen(url, timeout=5) as answer:
             found = json.load(answer)
@@ -47,14 +47,14 @@ class Server:
         return found["data"]
 
     def value(self, expression: str) -> dict[tuple[tuple[str, str], ...], float]:
-        """The value of an expression, by labels."""
-        result = self.ask("query", query=expression)["result"]
+        """Evaluate an expression; return its values by labels."""
+        result = self.request("query", query=expression)["result"]
         return {tuple(sorted(one["metric"].items())): float(one["value"][1]) for one in result}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One that has scraped a run to its last step; it asks every second, which the shipped config does less often."""
+    """Start a server that has scraped a run to its last step, at an interval shortened to one second."""
     root = tmp_path_factory.mktemp("prometheus")
     target, port = find_port(), find_port()
     config = (MONITORING / "prometheus.yml").read_text(encoding="utf-8")
@@ -77,9 +77,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
                 sinks.write(metrics_of(step))
             sink.alert(Alert("disk", NUM_STEPS, 0.01, 0.05, "full"))
             sink.alert(Alert("disk", NUM_STEPS, 0.01, 0.05, "full"))
-            asked = Server(port, target)
-            wait_for(asked, root / "log")
-            yield asked
+            running = Server(port, target)
+            wait_for_scrapes(running, root / "log")
+            yield running
         finally:
             process.terminate()
             process.wait(20)
@@ -124,7 +124,7 @@ def metrics_of(step: int) -> dict[str, Any]:
     }
 
 
-def wait_for(server: Server, log: Path) -> None:
+def wait_for_scrapes(server: Server, log: Path) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
@@ -137,7 +137,7 @@ def wait_for(server: Server, log: Path) -> None:
     raise AssertionError(f"nothing was scraped:\n{log.read_text()[-2000:]}")
 
 
-def test_the_shipped_config_is_one_that_prometheus_takes(tmp_path: Path) -> None:
+def test_prometheus_accepts_the_shipped_config(tmp_path: Path) -> None:
     shutil.copy(MONITORING / "prometheus.yml", tmp_path)
     (tmp_path / "runs.json").write_text("[]")
     assert TOOL is not None
@@ -148,7 +148,7 @@ def test_the_shipped_config_is_one_that_prometheus_takes(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_what_is_scraped_is_the_last_step_of_the_run_by_name_and_cluster(server: Server) -> None:
+def test_the_last_step_is_scraped_with_the_labels_run_and_cluster(server: Server) -> None:
     ((labels, loss),) = server.value("fctune_loss").items()
     assert loss == pytest.approx(2.0 / NUM_STEPS)
     named = dict(labels)
@@ -158,24 +158,24 @@ def test_what_is_scraped_is_the_last_step_of_the_run_by_name_and_cluster(server:
 
 
 @pytest.mark.slow
-def test_every_name_is_one_that_prometheus_lists_with_its_meaning(server: Server) -> None:
-    about = server.ask("metadata")
-    assert about["fctune_step_time_s"][0]["type"] == "gauge"
-    assert "from asking for data" in about["fctune_step_time_s"][0]["help"]
-    names = {name for name in server.ask("label/__name__/values") if name.startswith("fctune_")}
+def test_prometheus_lists_the_metrics_with_their_descriptions(server: Server) -> None:
+    metadata = server.request("metadata")
+    assert metadata["fctune_step_time_s"][0]["type"] == "gauge"
+    assert "from requesting the data" in metadata["fctune_step_time_s"][0]["help"]
+    names = {name for name in server.request("label/__name__/values") if name.startswith("fctune_")}
     assert {"fctune_loss", "fctune_gpu_power_w", "fctune_eval_accuracy_by_category", "fctune_num_steps"} <= names
 
 
-def expressions() -> list[str]:
+def dashboard_queries() -> list[str]:
     dashboard = json.loads((MONITORING / "dashboard.json").read_text(encoding="utf-8"))
     return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
 
 
 @pytest.mark.slow
-def test_every_panel_of_the_dashboard_has_an_answer(server: Server) -> None:
-    asked = expressions()
-    assert len(asked) > 20
-    for expression in asked:
+def test_every_dashboard_panel_has_data(server: Server) -> None:
+    queries = dashboard_queries()
+    assert len(queries) > 20
+    for expression in queries:
         found = server.value(re.sub(r"\$run\b", "mine|other", expression))
         assert found, expression
         assert all(value == value for value in found.values()), expression  # no NaN

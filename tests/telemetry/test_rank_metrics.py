@@ -1,4 +1,4 @@
-"""What is told of all ranks together is every rank's own, in one exchange a stretch."""
+"""Metrics of all ranks are aggregated from each rank's own figures with one collective per logging interval."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.training.training_runs import Recorder, make_config
 NUM_STEPS = 7
 
 
-def test_each_figure_is_of_the_rank_that_matters_or_of_all() -> None:
+def test_each_figure_is_aggregated_over_ranks() -> None:
     found = aggregate_ranks(
         [
             RankMetrics(0.1, 0.0, 4.0, 6.0, 5.0, 1.0, 0.9, 61.0, 400.0),
@@ -47,7 +47,7 @@ def test_each_figure_is_of_the_rank_that_matters_or_of_all() -> None:
     }
 
 
-def test_what_no_rank_has_is_left_out_and_what_one_has_is_told() -> None:
+def test_a_figure_that_no_rank_has_is_left_out_and_one_that_any_rank_has_is_reported() -> None:
     found = aggregate_ranks([RankMetrics(data_s=0.1), RankMetrics(data_s=0.2, gpu_temperature_c=50.0)])
     assert found == {"data_time_max_s": 0.2, "gpu_temperature_c": 50.0}
     row = RankMetrics(data_s=0.1).to_row()
@@ -56,7 +56,7 @@ def test_what_no_rank_has_is_left_out_and_what_one_has_is_told() -> None:
 
 
 def train_with_a_slow_disk(world: World, config: RunConfig, prepared_path: Path) -> dict[str, Any]:
-    """Two ranks, of which the second waits a tenth of a second for the data of each step; and counts gathers."""
+    """Train two ranks of which the second waits 0.1 s for the data of each step; count the gathers."""
     take, gather, gathers = Prefetcher.take, dist.all_gather, 0
 
     def take_late(self: Prefetcher, step: int) -> StepData:
@@ -83,7 +83,7 @@ def train_with_a_slow_disk(world: World, config: RunConfig, prepared_path: Path)
     return {"metrics": recorder.metrics, "gathers": gathers}
 
 
-def test_a_rank_that_waits_is_seen_by_all_in_one_exchange_a_stretch(
+def test_a_waiting_rank_is_seen_by_all_ranks_with_one_collective_per_interval(
     make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = make_model()
@@ -91,9 +91,9 @@ def test_a_rank_that_waits_is_seen_by_all_in_one_exchange_a_stretch(
     config = make_config(model, tmp_path, log_every_n_steps=3, price_per_gpu_hour=2.0, **changes)
     path = prepare(config.data, model, tmp_path / "prepared").path
     first, second = run_ranks(train_with_a_slow_disk, 2, config, path)
-    told = [m for m in first["metrics"] if "data_time_max_s" in m]
-    assert [m["step"] for m in told] == [3, 6]
-    for metrics in told:
+    reported = [m for m in first["metrics"] if "data_time_max_s" in m]
+    assert [m["step"] for m in reported] == [3, 6]
+    for metrics in reported:
         assert 0.3 <= metrics["data_time_max_s"] < 1.0
         assert metrics["peak_memory_max_gib"] >= metrics["peak_memory_gib"] > 0
         assert 0 < metrics["memory_active_gib"] <= metrics["peak_memory_max_gib"] + 0.01
@@ -101,8 +101,10 @@ def test_a_rank_that_waits_is_seen_by_all_in_one_exchange_a_stretch(
         assert metrics["cost"] == pytest.approx(2 * metrics["gpu_hours"])
         assert "gpu_utilization" not in metrics  # no GPU here
     assert sum(m["data_time_s"] for m in first["metrics"][:3]) < 0.2
-    assert told[1]["step_time_p50_s"] <= told[1]["step_time_p99_s"]
+    assert reported[1]["step_time_p50_s"] <= reported[1]["step_time_p99_s"]
     same = {"data_time_max_s", "peak_memory_max_gib", "memory_active_gib"}
     theirs = [m for m in second["metrics"] if "data_time_max_s" in m]
-    assert [{key: m[key] for key in same} for m in told] == [{key: m[key] for key in same} for m in theirs]
-    assert first["gathers"] == NUM_STEPS + 2  # one a step, which decides whether it counts, and one a stretch
+    assert [{key: m[key] for key in same} for m in reported] == [{key: m[key] for key in same} for m in theirs]
+    assert (
+        first["gathers"] == NUM_STEPS + 2
+    )  # one per step, which decides if the update is applied, and one per interval

@@ -1,4 +1,4 @@
-"""Keys and tokens of the environment appear in nothing that a run, a report or a view of it leaves or says."""
+"""Keys and tokens in the environment appear in no file and no output of a run, its report or its terminal view."""
 
 from __future__ import annotations
 
@@ -23,13 +23,10 @@ SECRETS = {
 
 def run_with_secrets(world: World, argv: list[str], home: str) -> dict[str, Any]:
     os.environ.update(SECRETS, HOME=home, WANDB_BASE_URL=f"http://127.0.0.1:{find_port()}")
-    from fctune.telemetry import services
-
-    services._INIT_S = 2.0
     return run_on_rank(world, argv)
 
 
-def test_no_secret_of_the_environment_is_written_or_said(
+def test_no_secret_of_the_environment_is_written_or_printed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb")
@@ -43,10 +40,10 @@ def test_no_secret_of_the_environment_is_written_or_said(
     main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")])
     main(["watch", str(tmp_path / "run"), "--once"])
     captured = capfd.readouterr()
-    said = "".join(result["out"] + result["err"] for result in results) + captured.out + captured.err
+    printed = "".join(result["out"] + result["err"] for result in results) + captured.out + captured.err
     files = [path for path in tmp_path.rglob("*") if path.is_file() and (tmp_path / "home") not in path.parents]
     assert {"run.json", "metrics.jsonl", "exit.json", "page.html"} <= {path.name for path in files}
     assert any("wandb" in path.parts for path in files)
     for value in SECRETS.values():
-        assert value not in said
+        assert value not in printed
         assert not [str(path) for path in files if value.encode() in path.read_bytes()]

@@ -1,4 +1,4 @@
-"""What other programs find of a run: read back by their own readers."""
+"""W&B, TensorBoard and Prometheus sinks, read back by the readers of those programs."""
 
 from __future__ import annotations
 
@@ -56,12 +56,9 @@ def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
     return caplog
 
 
-# --- Weights & Biases ---------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A home without a key, and a server that nobody answers at."""
+    """Set a home without an API key, and a W&B server that refuses connections."""
     pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
@@ -71,10 +68,10 @@ def no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def read_wandb(folder: Path) -> Iterator[Any]:
-    """Records of every offline run in a folder, oldest first, parsed by wandb's own messages.
+    """Yield the records of all offline runs in a folder, oldest first, parsed by wandb's own messages.
 
     The file is LevelDB's log format after a header of seven bytes: blocks of 32 KiB, records of checksum (4 bytes),
-    length (2) and type (1: whole, 2 to 4: first, middle and last part).
+    length (2) and type (1: complete, 2 to 4: first, middle and last part).
     https://github.com/google/leveldb/blob/main/doc/log_format.md
     """
     from wandb.proto import wandb_internal_pb2
@@ -101,14 +98,14 @@ def history_of(records: list[Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("no_wandb_account")
-def test_wandb_holds_every_step_and_alert_under_one_run_after_a_restart(tmp_path: Path) -> None:
+def test_wandb_has_every_step_and_alert_in_one_run_after_a_restart(tmp_path: Path) -> None:
     config, handler = WandbConfig(project="calls", mode="offline"), signal.getsignal(signal.SIGTERM)
     for steps in ((1, 2, 3), (4, 5)):
         with SinkGroup(sink := BackgroundSink("wandb", lambda: WandbSink(config, tmp_path, {"seed": 42}))) as sinks:
             for step in steps:
                 sinks.write(metrics_of(step))
             sink.alert(ALERT)
-        time.sleep(1.1)  # wandb names its folders by the second
+        time.sleep(1.1)  # wandb names its folders with a resolution of one second
     records = list(read_wandb(tmp_path / "wandb"))
     history = history_of(records)
     assert [(row["_step"], row["step"], row["loss"]) for row in history] == [(n, n, 2.0 / n) for n in range(1, 6)]
@@ -120,26 +117,25 @@ def test_wandb_holds_every_step_and_alert_under_one_run_after_a_restart(tmp_path
 
 
 @pytest.mark.usefixtures("no_wandb_account")
-def test_wandb_without_a_key_says_so_and_goes_on_offline(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+def test_wandb_without_a_key_warns_and_continues_offline(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
     config = WandbConfig(project="calls")
     with SinkGroup(BackgroundSink("wandb", lambda: WandbSink(config, tmp_path, {}))) as sinks:
         sinks.write(metrics_of(1))
     (record,) = warnings.records
     assert "No API key configured" in record.message
-    assert "going on offline" in record.message
+    assert "continuing offline" in record.message
     assert [row["step"] for row in history_of(list(read_wandb(tmp_path / "wandb")))] == [1]
 
 
 @pytest.mark.usefixtures("no_wandb_account")
-def test_wandb_without_a_network_goes_on_offline_and_writes_its_key_nowhere(
+def test_wandb_without_a_network_continues_offline_and_writes_its_key_nowhere(
     tmp_path: Path, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setattr("fctune.telemetry.services._INIT_S", 2.0)
     config, folder = WandbConfig(project="calls"), tmp_path / "run"
-    with SinkGroup(BackgroundSink("wandb", lambda: WandbSink(config, folder, {}))) as sinks:
+    with SinkGroup(BackgroundSink("wandb", lambda: WandbSink(config, folder, {}, init_timeout_s=2.0))) as sinks:
         sinks.write(metrics_of(1))
-    assert [record.message for record in warnings.records if "going on offline" in record.message]
+    assert [record.message for record in warnings.records if "continuing offline" in record.message]
     assert [row["step"] for row in history_of(list(read_wandb(folder / "wandb")))] == [1]
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert files
@@ -148,14 +144,14 @@ def test_wandb_without_a_network_goes_on_offline_and_writes_its_key_nowhere(
 
 
 @pytest.mark.usefixtures("no_wandb_account")
-def test_what_was_written_offline_is_what_wandbs_own_sync_reads_and_sends(tmp_path: Path) -> None:
+def test_wandb_sync_uploads_what_was_written_offline(tmp_path: Path) -> None:
     config, folder = WandbConfig(project="calls", mode="offline"), tmp_path / "run"
     for steps in ((1, 2, 3), (4, 5)):
         with SinkGroup(sink := BackgroundSink("wandb", lambda: WandbSink(config, folder, {"seed": 42}))) as sinks:
             for step in steps:
                 sinks.write(metrics_of(step))
             sink.alert(ALERT)
-        time.sleep(1.1)  # wandb names its folders by the second
+        time.sleep(1.1)  # wandb names its folders with a resolution of one second
     with WandbServer() as server:
         environment = {**os.environ, "WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
         parts = sorted(str(part) for part in (folder / "wandb").glob("offline-run-*"))
@@ -171,14 +167,14 @@ def test_what_was_written_offline_is_what_wandbs_own_sync_reads_and_sends(tmp_pa
 
 
 @pytest.mark.usefixtures("no_wandb_account")
-def test_a_run_that_restarts_online_goes_on_in_the_same_run_of_wandb(
+def test_a_run_that_restarts_online_continues_in_the_same_wandb_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
     config = WandbConfig(project="calls")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     with WandbServer() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        for steps in ((1, 2, 3, 4), (3, 4, 5)):  # the second life takes two steps again
+        for steps in ((1, 2, 3, 4), (3, 4, 5)):  # the restart repeats two steps
             with SinkGroup(sink := BackgroundSink("wandb", lambda: WandbSink(config, tmp_path, {"seed": 42}))) as sinks:
                 for step in steps:
                     sinks.write(metrics_of(step))
@@ -187,7 +183,7 @@ def test_a_run_that_restarts_online_goes_on_in_the_same_run_of_wandb(
     ((run_id, run),) = server.runs.items()
     assert run_id == (tmp_path / "wandb" / "run_id").read_text().strip()
     assert len(run.alerts) == 2
-    rows = [run.history[place] for place in sorted(run.history)]
+    rows = [run.history[index] for index in sorted(run.history)]
     assert [(row["step"], row["loss"]) for row in rows] == [(n, 2.0 / n) for n in range(1, 6)]
 
 
@@ -214,7 +210,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.usefixtures("no_wandb_account")
-def test_a_kill_loses_no_steps_that_were_written_seconds_before(tmp_path: Path) -> None:
+def test_a_kill_loses_no_steps_written_seconds_before(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -226,10 +222,7 @@ def test_a_kill_loses_no_steps_that_were_written_seconds_before(tmp_path: Path) 
     assert [event.step for event in reader.Scalars("loss")] == list(range(1, 21))
 
 
-# --- TensorBoard --------------------------------------------------------------------------------------------------
-
-
-def test_tensorboard_shows_each_step_once_after_a_restart_from_an_earlier_one(tmp_path: Path) -> None:
+def test_tensorboard_shows_each_step_once_after_a_restart_from_an_earlier_step(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -246,11 +239,8 @@ def test_tensorboard_shows_each_step_once_after_a_restart_from_an_earlier_one(tm
     assert b"1.0% of the disk is free" in reader.Tensors("alert/disk/text_summary")[0].tensor_proto.string_val[0]
 
 
-# --- Prometheus ---------------------------------------------------------------------------------------------------
-
-
 def scrape(port: int, accept: str = "text/plain") -> dict[str, float]:
-    """Samples by name and labels, parsed by the client library's own parser of the format that was answered in."""
+    """Return the samples by name and labels, parsed by the client library's parser of the response's content type."""
     from prometheus_client.openmetrics import parser as openmetrics
     from prometheus_client.parser import text_string_to_metric_families as plain
 
@@ -269,7 +259,7 @@ def scrape(port: int, accept: str = "text/plain") -> dict[str, float]:
 
 
 @pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
-def test_a_scrape_finds_the_last_step_and_counts_alerts(accept: str) -> None:
+def test_a_scrape_returns_the_last_step_and_counts_alerts(accept: str) -> None:
     pytest.importorskip("prometheus_client")
     port = free_port()
     sink = PrometheusSink(PrometheusConfig(port=port, host="127.0.0.1"), "mine", 100)
@@ -292,7 +282,7 @@ def test_a_scrape_finds_the_last_step_and_counts_alerts(accept: str) -> None:
         scrape(port)
 
 
-def test_a_port_that_is_taken_is_said_once(warnings: pytest.LogCaptureFixture) -> None:
+def test_a_port_in_use_is_reported_once(warnings: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("prometheus_client")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -309,10 +299,7 @@ def test_prometheus_names_differ_for_all_metrics() -> None:
     assert len(set(names)) == len(names)
 
 
-# --- alerts -------------------------------------------------------------------------------------------------------
-
-
-def test_an_alert_is_a_line_an_entry_of_the_file_and_an_event_of_each_sink(
+def test_an_alert_is_logged_written_to_the_file_and_passed_to_each_sink(
     tmp_path: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
     class Listener:
@@ -333,15 +320,12 @@ def test_an_alert_is_a_line_an_entry_of_the_file_and_an_event_of_each_sink(
     lines = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
     assert [(line["name"], line["step"]) for line in lines if line["name"] != "disk"] == [("loss_spike", 25)]
     assert [r.message for r in warnings.records if "loss_spike" in r.message] == [
-        "alert: loss_spike: the loss of step 25, 0.0800, stands out from those before it."
+        "alert: loss_spike: the loss of step 25, 0.0800, is far above the preceding losses."
     ]
 
 
-# --- all of them --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("no_wandb_account")
-def test_a_config_opens_every_sink_and_rank_0_alone_has_any(
+def test_a_config_opens_every_sink_and_only_on_rank_0(
     make_model: Callable[..., Path], tmp_path: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("tensorboard")
@@ -371,7 +355,7 @@ def test_a_config_opens_every_sink_and_rank_0_alone_has_any(
                     break
             time.sleep(0.05)
         assert scrape(port)["fctune_loss"] == 2.0
-    assert not [record.message for record in warnings.records if "goes on" in record.message]
+    assert not [record.message for record in warnings.records if "continues" in record.message]
     assert json.loads(run.metrics.read_text()) == step
     assert [row["loss"] for row in history_of(list(read_wandb(run.path / "wandb")))] == [2.0]
     reader = EventAccumulator(str(run.path / "tensorboard"))

@@ -1,4 +1,4 @@
-"""As much of a W&B server as its client needs to send runs to: what it was sent is kept by run."""
+"""Minimal W&B server that accepts runs from the wandb client and keeps what it received."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 
 @dataclass(slots=True)
 class ReceivedRun:
-    """One run as its client sent it."""
+    """One run as the client uploaded it."""
 
     config: dict[str, Any] = field(default_factory=dict)
-    history: dict[int, dict[str, Any]] = field(default_factory=dict)  # rows by their place
+    history: dict[int, dict[str, Any]] = field(default_factory=dict)  # rows by index
     alerts: list[tuple[str, str]] = field(default_factory=list)  # title, text
     num_starts: int = 0
 
 
 class WandbServer:
-    """Listens on a port of this machine until it is left."""
+    """Server on a local port while the context is open."""
 
     def __init__(self) -> None:
         self.runs: dict[str, ReceivedRun] = defaultdict(ReceivedRun)
@@ -42,7 +42,7 @@ class WandbServer:
         self._thread.join()
 
     def answer(self, operation: str, query: str, given: dict[str, Any]) -> dict[str, Any]:
-        """The data that a GraphQL request is answered with."""
+        """Return the data of the response to a GraphQL request."""
         self.operations.append(operation)
         if operation == "UpsertBucket":
             run = self.runs[given["name"]]
