@@ -272,7 +272,8 @@ def main() -> None:
 def benchmark(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """What is written to the result file: after the synthetic rows, and again after the real ones."""
     from benchmarks.workload import SHAPES, write_model, write_rows
-    from fctune.data.sources.reader import read_conversations
+    from fctune.data.conversation import Conversation
+    from fctune.data.sources.reader import read_source
     from fctune.data.synthetic import iter_conversations
 
     started = time.perf_counter()
@@ -306,7 +307,7 @@ def benchmark(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str,
     yield report
     if arguments.rows is not None:
         seq_len = 2_048
-        conversations = read_conversations([str(arguments.rows)], "skip")
+        conversations = [row for row in read_source(str(arguments.rows)) if isinstance(row, Conversation)]
         real = write_rows(folder / "real", folder / "model", conversations, seq_len)
         print(f"\nreal rows: {real}", flush=True)
         jobs = {name: fit_to_rows(job, folder / "real", seq_len, real.tokens / real.rows) for name, job in best.items()}

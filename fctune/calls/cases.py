@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fctune.data.conversation import Call, Conversation
-from fctune.data.sources.build import ReadContext
 from fctune.data.sources.defects import RowError
-from fctune.data.sources.shapes import read_row
+from fctune.data.sources.row_builder import ReadContext
+from fctune.data.sources.row_formats import read_row
 from fctune.errors import DataError
 
 _NUM_SHOWN = 10
@@ -89,7 +89,7 @@ def _read_case(row: Any, where: str, number: int, context: ReadContext) -> Case:
     if isinstance(row, RowError):
         raise row
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
-        raise RowError("", "unknown_shape", "expected an object with messages, tools and expected_calls")
+        raise RowError("", "unknown_row_format", "expected an object with messages, tools and expected_calls")
     expected = row.get("expected_calls")
     if expected is not None:
         if not isinstance(expected, list):
@@ -102,13 +102,11 @@ def _read_case(row: Any, where: str, number: int, context: ReadContext) -> Case:
         or not isinstance(row["messages"][-1], dict)
         or row["messages"][-1].get("role") != "assistant"
     ):
-        raise RowError("", "unknown_shape", "no expected_calls, and the last message is not the assistant's answer")
+        raise RowError("", "unknown_row_format", "no expected_calls, and the last message is not the assistant's")
     conversation = read_row(row, "openai", context, where).conversation
     *prompt, last = conversation.messages
     if last.role != "assistant" or not prompt:
-        raise RowError(
-            "messages", "no_assistant", "no expected_calls, and the last message is not the assistant's answer"
-        )
+        raise RowError("messages", "no_assistant", "no expected_calls, and the last message is not the assistant's")
     offered = {tool.name for tool in conversation.tools}
     if missing := [call.name for call in last.calls if call.name not in offered]:
         known = ", ".join(sorted(offered)) or "none"

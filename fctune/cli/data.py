@@ -72,7 +72,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
     with console.status("reading") as status:
         report = check_sources(
             arguments.paths,
-            format=arguments.format,
+            row_format=arguments.format,
             max_samples=arguments.max_samples,
             encode=encode,
             seq_len=arguments.seq_len,

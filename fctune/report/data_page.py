@@ -44,7 +44,7 @@ def make_data_page(report: Report) -> Page:
         rows = [[count, NOTE_KINDS[kind]] for kind, count in report.notes.items()]
         page.add_section("Conversions while reading", make_table([("Count", True), ("Conversion", False)], rows))
     columns = [("Source", False), ("Rows", True), ("Kept", True), ("Row format", False)]
-    rows = [[s.path, s.rows, s.conversations, ", ".join(s.formats)] for s in report.sources]
+    rows = [[s.path, s.rows, s.conversations, ", ".join(s.row_formats)] for s in report.sources]
     page.add_section("Sources", make_table(columns, rows))
     return page
 

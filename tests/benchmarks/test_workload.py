@@ -11,7 +11,8 @@ from benchmarks.train_trl import TEMPLATE
 from benchmarks.training import loss_after
 from benchmarks.workload import SHAPES, RowCounts, write_model, write_rows
 from fctune.data.chat_template import ChatTemplate
-from fctune.data.sources.reader import read_conversations
+from fctune.data.conversation import Conversation
+from fctune.data.sources.reader import read_source
 from fctune.data.synthetic import iter_conversations
 
 SEQ_LEN = 1_024
@@ -28,7 +29,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RowCounts]:
 def ours(folder: Path) -> list[tuple[list[int], list[int]]]:
     """Tokens and places of the supervised ones, of each row."""
     template = ChatTemplate(folder / "model")
-    encoded = [template.encode(row) for row in read_conversations([str(folder / "rows" / "rows.jsonl")])]
+    conversations = list(read_source(str(folder / "rows" / "rows.jsonl")))
+    assert all(isinstance(row, Conversation) for row in conversations)
+    encoded = [template.encode(row) for row in conversations if isinstance(row, Conversation)]
     return [(row.tokens, [i for i, weight in enumerate(row.weights) if weight > 0]) for row in encoded]
 
 

@@ -58,7 +58,7 @@ def test_the_real_rows_have_the_known_counts() -> None:
     assert set(kinds(report)) == {"wrong_type"}
 
 
-def test_the_file_of_defects_is_reported_with_file_line_and_pointer() -> None:
+def test_defects_are_reported_with_file_line_and_pointer() -> None:
     report = check_sources([DEFECTS])
     lines = Path(DEFECTS).read_text("utf-8").split("\n")[:-1]
     assert report.rows == len(lines) == report.conversations + report.defects
@@ -76,7 +76,7 @@ def test_the_file_of_defects_is_reported_with_file_line_and_pointer() -> None:
     assert "arguments_not_json" in text
 
 
-def test_every_kind_of_warning_is_met_by_a_row(tmp_path: Path) -> None:
+def test_every_kind_of_warning_is_found(tmp_path: Path) -> None:
     weightless = {"role": "assistant", "content": "x", "weight": 0}
     prompt = {"from": "system", "value": 'Use these. <tools>[{"name": "f"}]</tools>'}
     odd = {"type": "object", "properties": {"x": {"type": "integer", "minimum": 3}}}
@@ -90,14 +90,14 @@ def test_every_kind_of_warning_is_met_by_a_row(tmp_path: Path) -> None:
         },
     ]
 
-    def refuse(conversation: Conversation) -> tuple[int, int]:
-        raise DataError(f"{conversation.source}: this template takes one call a turn")
+    def reject(conversation: Conversation) -> tuple[int, int]:
+        raise DataError(f"{conversation.source}: this template takes one call per turn")
 
-    report = check_sources([DEFECTS, write_rows(tmp_path / "more.jsonl", more)], encode=refuse)
+    report = check_sources([DEFECTS, write_rows(tmp_path / "more.jsonl", more)], encode=reject)
     assert WARNING_KINDS.keys() - kinds(report).keys() == set()
 
 
-def test_the_json_is_as_its_schema_says_and_every_key_is_documented() -> None:
+def test_the_json_obeys_its_schema_and_every_key_is_documented() -> None:
     report = check_sources(
         [DEFECTS], encode=lambda conversation: (10, 3), seq_len=8, validation=[DEFECTS], eval_suites=[DEFECTS]
     )
@@ -105,7 +105,7 @@ def test_the_json_is_as_its_schema_says_and_every_key_is_documented() -> None:
     jsonschema.Draft202012Validator.check_schema(REPORT_SCHEMA)
     closed = json.loads(json.dumps(REPORT_SCHEMA), object_hook=close_objects)
     jsonschema.validate(value, closed)
-    assert value["schema_version"] == 1
+    assert value["schema_version"] == 2
     for key in ("rows", "conversations", "calls", "duplicates", "defects"):
         assert isinstance(value[key], int)
 
@@ -116,7 +116,7 @@ def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def test_a_call_that_breaks_its_schema_is_kept_and_told(tmp_path: Path) -> None:
+def test_a_call_that_violates_its_schema_is_kept_and_reported(tmp_path: Path) -> None:
     parameters = {
         "type": "object",
         "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}},
@@ -136,7 +136,7 @@ def test_a_call_that_breaks_its_schema_is_kept_and_told(tmp_path: Path) -> None:
     assert pointers["undeclared_tool"] == "messages[1].tool_calls[1].function.name"
 
 
-def test_duplicates_are_those_that_an_independent_count_finds(tmp_path: Path) -> None:
+def test_duplicates_agree_with_an_independent_count(tmp_path: Path) -> None:
     rows = [make_row(f"question {i % 7}") for i in range(30)]
     report = check_sources([write_rows(tmp_path / "rows.jsonl", rows)])
     assert report.duplicates == 30 - len({json.dumps(row) for row in rows}) == 23
@@ -144,7 +144,7 @@ def test_duplicates_are_those_that_an_independent_count_finds(tmp_path: Path) ->
     assert (first.row.rpartition(":")[2], first.earlier.rpartition(":")[2], first.similarity) == ("8", "1", 1.0)
 
 
-def test_near_duplicates_are_those_whose_word_runs_mostly_agree(tmp_path: Path) -> None:
+def test_near_duplicates_share_most_of_their_word_runs(tmp_path: Path) -> None:
     conversations = [item for item in read_source("synthetic:train:400:1") if isinstance(item, Conversation)]
     base = " ".join(f"word{i}" for i in range(100))
     rows = [conversation.to_openai() for conversation in conversations]
@@ -180,16 +180,16 @@ def test_the_same_rows_give_the_same_report() -> None:
 
 def test_questions_of_an_eval_suite_are_found_in_the_rows(tmp_path: Path) -> None:
     greeting = {"id": "irrelevance_0", "question": [[{"role": "user", "content": "hello"}]], "function": []}
-    asked = "Please find the fastest route from Berlin to Munich that avoids all toll roads today"
+    question = "Please find the fastest route from Berlin to Munich that avoids all toll roads today"
     other = "How many moons does the planet Saturn have according to the newest counts of astronomers"
     bfcl = [
-        {"id": "simple_0", "question": [[{"role": "user", "content": asked}]], "function": []},
+        {"id": "simple_0", "question": [[{"role": "user", "content": question}]], "function": []},
         {"id": "simple_1", "question": [[{"role": "user", "content": other}]], "function": []},
         {"id": "simple_2", "question": [[{"role": "user", "content": "Is it warm in Oslo now?"}]], "function": []},
     ]
     suite = write_rows(tmp_path / "BFCL_v4_simple.json", [*bfcl, greeting])
     rows = [
-        make_row(f"Hello! {asked.upper()}!"),
+        make_row(f"Hello! {question.upper()}!"),
         make_row("Saturn has moons, how many?"),
         make_row("Hello"),
         make_row("is it WARM in Oslo, now"),
@@ -202,7 +202,7 @@ def test_questions_of_an_eval_suite_are_found_in_the_rows(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(find_spec("bfcl_eval") is None, reason="bfcl-eval is not installed")
-def test_bfcl_questions_are_found_where_they_stand_and_not_where_they_do_not(tmp_path: Path) -> None:
+def test_bfcl_questions_are_found_in_the_rows_that_contain_them_and_in_no_others(tmp_path: Path) -> None:
     spec = find_spec("bfcl_eval")
     assert spec is not None
     assert spec.submodule_search_locations
@@ -230,13 +230,13 @@ def test_rows_of_the_validation_split_are_found_in_the_training_rows(tmp_path: P
     assert disjoint.num_found == 0
 
 
-def test_a_held_out_set_without_questions_is_refused(tmp_path: Path) -> None:
+def test_a_held_out_set_without_questions_is_rejected(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [make_row("?")])
-    with pytest.raises(DataError, match="nothing to compare with"):
+    with pytest.raises(DataError, match="no user turn of six words or more"):
         check_sources([rows], eval_suites=[write_rows(tmp_path / "suite.jsonl", [{"id": 1, "ground_truth": []}])])
 
 
-def test_tokens_are_counted_where_a_tokenizer_is_given(tmp_path: Path) -> None:
+def test_tokens_are_counted_if_a_tokenizer_is_given(tmp_path: Path) -> None:
     rows = [make_row("a " * n) for n in (1, 5, 10, 50)]
 
     def encode(conversation: Conversation) -> tuple[int, int]:
@@ -251,24 +251,24 @@ def test_tokens_are_counted_where_a_tokenizer_is_given(tmp_path: Path) -> None:
     assert (report.tokens.lengths.min, report.tokens.lengths.p50, report.tokens.lengths.max) == (1, 5, 50)
 
 
-def test_a_full_disk_ends_the_check_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_check_with_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [make_row(f"question {i}") for i in range(200)])
     monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: open("/dev/full", "wb"))  # noqa: SIM115
     with pytest.raises(DataError, match=r"No space left on device\. Set TMPDIR"):
         check_sources([rows])
 
 
-def test_a_file_that_breaks_off_is_reported_and_the_next_source_is_read(tmp_path: Path) -> None:
+def test_a_truncated_file_is_reported_and_the_next_source_is_read(tmp_path: Path) -> None:
     lines = "".join(json.dumps(make_row(f"{i} {i * i}")) + "\n" for i in range(5000))
     broken = tmp_path / "broken.jsonl.gz"
     broken.write_bytes(gzip.compress(lines.encode())[:-3000])
-    whole = write_rows(tmp_path / "whole.jsonl", [make_row("whole")])
-    report = check_sources([str(broken), whole])
+    intact = write_rows(tmp_path / "intact.jsonl", [make_row("intact")])
+    report = check_sources([str(broken), intact])
     assert report.sources[0].rows > 1000
-    assert "breaks off" in report.errors[0]
+    assert "ends early" in report.errors[0]
     assert report.sources[1].rows == 1
     assert not report.is_usable("skip")
-    assert "breaks off" in render(report)
+    assert "ends early" in render(report)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rows of every known shape, and the file with one of each defect that public datasets have."""
+"""Rows of every known format, and a file with one row for each defect found in public datasets."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fctune.data.sources import (
     READERS,
     Defect,
     ParsedRow,
+    describe_defects,
     parse_source,
-    read_conversations,
     read_source,
 )
-from fctune.data.sources.build import ReadContext
 from fctune.data.sources.defects import RowError
-from fctune.data.sources.shapes import read_row
+from fctune.data.sources.row_builder import ReadContext
+from fctune.data.sources.row_formats import read_row
 from fctune.errors import DataError
 from tests.conftest import REAL_DATA
 
@@ -41,12 +41,12 @@ WEATHER = {
 }
 
 
-def read(row: dict[str, Any], format: str = "auto") -> Conversation:
-    return read_row(row, format, ReadContext()).conversation
+def read(row: dict[str, Any], row_format: str = "auto") -> Conversation:
+    return read_row(row, row_format, ReadContext()).conversation
 
 
 def fixture_rows() -> list[tuple[int, str, str, ParsedRow | Defect]]:
-    """Line, claim, what it should read as, and what it was read as."""
+    """Return the line, claim, expected kind and parsed row of each fixture row."""
     rows = []
     lines = DEFECTS.read_text("utf-8").split("\n")[:-1]
     for number, (line, row) in enumerate(zip(lines, parse_source(str(DEFECTS)), strict=True), start=1):
@@ -55,20 +55,22 @@ def fixture_rows() -> list[tuple[int, str, str, ParsedRow | Defect]]:
         except ValueError:
             value = {"claim": "a line that is not JSON", "reads_as": "not_json"}
         if isinstance(value, list):
-            value = {"claim": "a list instead of a row", "reads_as": "unknown_shape"}
+            value = {"claim": "a list instead of a row", "reads_as": "unknown_row_format"}
         rows.append((number, value["claim"], value["reads_as"], row))
     return rows
 
 
 def describe(row: ParsedRow | Defect) -> set[str]:
-    """All kinds that a row was given: of its defect, or of its warnings and notes."""
+    """Return the kind of the row's defect, or the kinds of its warnings and notes."""
     if isinstance(row, Defect):
         return {row.kind}
     return set(row.notes) | {warning.kind for warning in iter_warnings(row)}
 
 
 @pytest.mark.parametrize(("line", "claim", "expected", "row"), fixture_rows(), ids=lambda value: str(value)[:60])
-def test_every_known_defect_gets_its_class(line: int, claim: str, expected: str, row: ParsedRow | Defect) -> None:
+def test_every_known_defect_is_reported_as_its_kind(
+    line: int, claim: str, expected: str, row: ParsedRow | Defect
+) -> None:
     kinds = describe(row)
     if expected in ("ok", "duplicate"):
         assert isinstance(row, ParsedRow), row
@@ -80,18 +82,18 @@ def test_every_known_defect_gets_its_class(line: int, claim: str, expected: str,
     assert source == f"{DEFECTS}:{line}"
 
 
-def test_every_kind_of_defect_is_met_in_the_file_or_is_a_matter_of_bytes_and_arrow() -> None:
-    met = {row.kind for *_, row in fixture_rows() if isinstance(row, Defect)}
-    assert DEFECT_KINDS.keys() - met == {"arrow_null", "message_shape", "row_too_large", "too_deep"}
+def test_the_file_has_every_kind_of_defect_except_those_of_bytes_and_arrow() -> None:
+    found = {row.kind for *_, row in fixture_rows() if isinstance(row, Defect)}
+    assert DEFECT_KINDS.keys() - found == {"arrow_null", "message_shape", "row_too_large", "too_deep"}
 
 
-def test_a_defect_says_file_line_pointer_and_reason() -> None:
+def test_a_defect_reports_file_line_pointer_and_reason() -> None:
     defect = Defect("rows.jsonl", 417, "messages[2].content", "content_not_text", "expected text, got null")
     assert str(defect) == "rows.jsonl:417: messages[2].content: expected text, got null"
     assert str(Defect("rows.jsonl", 3, "", "not_json", "not JSON")) == "rows.jsonl:3: not JSON"
 
 
-def test_all_shapes_of_one_conversation_read_the_same() -> None:
+def test_all_row_formats_of_one_conversation_read_the_same() -> None:
     tools = json.dumps([WEATHER])
     call = {"name": "get_weather", "arguments": {"city": "Paris"}}
     system = "You are a helpful assistant with access to the following functions. Use them if required -\n"
@@ -154,7 +156,7 @@ def test_all_shapes_of_one_conversation_read_the_same() -> None:
         assert parsed.conversation == expected, name
 
 
-def test_xlam_types_become_json_schema() -> None:
+def test_xlam_types_are_converted_to_json_schema() -> None:
     parameters = {
         "city": {"description": "City", "type": "str"},
         "days": {"description": "Days", "type": "int, optional", "default": 1},
@@ -181,7 +183,7 @@ def test_xlam_types_become_json_schema() -> None:
     }
 
 
-def test_tools_are_kept_as_the_row_gave_them() -> None:
+def test_tools_are_kept_verbatim() -> None:
     function = {"parameters": {"required": [], "type": "object", "x-note": 1}, "strict": True, "name": "f"}
     row = {
         "messages": [{"role": "assistant", "content": "x"}],
@@ -211,7 +213,7 @@ ODD = [None, True, 0, -1.5, "", "x", "[", "{}", "[]", "null", [], {}, [[]], [{}]
 
 @settings(max_examples=1000, deadline=None)
 @given(st.data())
-def test_no_change_of_a_row_makes_a_reader_or_the_check_fail(data: st.DataObject) -> None:
+def test_no_change_of_a_row_crashes_a_reader_or_the_check(data: st.DataObject) -> None:
     lines = [line for line in DEFECTS.read_text("utf-8").split("\n") if line.startswith('{"claim": "')]
     row = data.draw(st.sampled_from([value for line in lines if (value := load_or_none(line)) is not None]))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -231,10 +233,10 @@ def test_no_change_of_a_row_makes_a_reader_or_the_check_fail(data: st.DataObject
         assert len(parsed.message_pointers) == len(parsed.conversation.messages)
 
 
-def attempt(row: Any, format: str) -> tuple[str | None, ParsedRow | None]:
-    """The kind of the row's defect, or the row."""
+def attempt(row: Any, row_format: str) -> tuple[str | None, ParsedRow | None]:
+    """Return the kind of the row's defect, or the row."""
     try:
-        return None, read_row(row, format, ReadContext())
+        return None, read_row(row, row_format, ReadContext())
     except RowError as error:
         return error.kind, None
 
@@ -256,17 +258,17 @@ ARGUMENTS = st.dictionaries(TEXT, VALUES, max_size=4)
 
 @settings(max_examples=150, deadline=None)
 @given(ARGUMENTS, st.booleans())
-def test_arguments_survive_every_shape_to_the_byte(arguments: dict[str, Any], ascii_only: bool) -> None:
+def test_arguments_are_byte_exact_in_every_row_format(arguments: dict[str, Any], ascii_only: bool) -> None:
     text = json.dumps(arguments, ensure_ascii=ascii_only)
     call = {"name": "f", "arguments": arguments}
     call_text = json.dumps(call, ensure_ascii=ascii_only)
-    user, asked = {"role": "user", "content": "?"}, {"from": "human", "value": "?"}
+    user, question = {"role": "user", "content": "?"}, {"from": "human", "value": "?"}
     as_string = {"type": "function", "function": {"name": "f", "arguments": text}}
     rows: list[dict[str, Any]] = [
         {"messages": [user, {"role": "assistant", "content": None, "tool_calls": [as_string]}]},
         {"messages": [user, {"role": "assistant", "content": None, "tool_calls": [{"function": call}]}]},
-        {"conversations": [asked, {"from": "function_call", "value": call_text}]},
-        {"conversations": [asked, {"from": "gpt", "value": f"<tool_call>{call_text}</tool_call>"}]},
+        {"conversations": [question, {"from": "function_call", "value": call_text}]},
+        {"conversations": [question, {"from": "gpt", "value": f"<tool_call>{call_text}</tool_call>"}]},
         {"query": "?", "answers": f"[{call_text}]", "tools": "[]"},
         {"system": "", "chat": f"USER: ?\n\n\nASSISTANT: <functioncall> {call_text} <|endoftext|>\n\n\n"},
         {
@@ -298,7 +300,7 @@ def test_results_are_matched_by_id_then_name_then_order() -> None:
 
 
 @pytest.mark.parametrize("chat", ["", "\n\n", "USER: ?", "no header"])
-def test_a_chat_without_turns_to_learn_from_is_a_defect(chat: str) -> None:
+def test_a_chat_without_an_assistant_turn_is_a_defect(chat: str) -> None:
     assert attempt({"system": "", "chat": chat}, "auto")[0] in ("no_assistant", "message_shape")
 
 
@@ -307,7 +309,7 @@ def test_message_weights_are_kept() -> None:
     assert [m.weight for m in read({"messages": turns}).messages] == [1.0, 0.0]
 
 
-def test_a_system_text_that_only_declares_tools_is_left_to_the_template() -> None:
+def test_a_system_text_that_only_declares_tools_is_removed() -> None:
     turns = [{"from": "user", "value": "?"}, {"from": "assistant", "value": "No tool fits."}]
     lead = "Here is a list of functions in JSON format that you can invoke:\n"
     system = f"You are an expert in composing functions.\nToday is Monday.\n{lead}{json.dumps([WEATHER])}. \n"
@@ -318,27 +320,26 @@ def test_a_system_text_that_only_declares_tools_is_left_to_the_template() -> Non
     assert read({"system": prompt, "conversations": turns}).messages[0].role == "user"
 
 
-def test_the_prompt_and_the_column_must_not_disagree_on_the_tools() -> None:
+def test_an_empty_tool_list_in_the_prompt_agrees_with_an_empty_column() -> None:
     turns = [{"from": "system", "value": "You are a function calling AI model <tools>[]</tools>"}]
     turns += [{"from": "human", "value": "?"}, {"from": "gpt", "value": "x"}]
     assert read({"conversations": turns, "tools": "[]"}).tools == ()
 
 
-def test_rows_that_cannot_be_trained_on_fail_together_or_are_left_out(tmp_path: Path) -> None:
+def test_all_defects_are_described_in_one_message(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     good = json.dumps({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}]})
     path.write_text(f'{good}\n{{"messages": []}}\n{good}\nnot json\n')
-    with pytest.raises(DataError) as raised:
-        read_conversations([str(path)])
-    text = str(raised.value)
+    rows = list(read_source(str(path)))
+    text = describe_defects([row for row in rows if isinstance(row, Defect)], len(rows))
     assert "2 of 4 rows" in text
     assert f"{path}:2: messages: expected a list of messages" in text
     assert f"{path}:4: not JSON" in text
     assert "--on-invalid skip" in text
-    assert len(read_conversations([str(path)], on_invalid="skip")) == 2
+    assert sum(isinstance(row, Conversation) for row in rows) == 2
 
 
-def test_max_samples_bounds_the_rows_read() -> None:
+def test_max_samples_limits_the_rows_read() -> None:
     assert len(list(read_source("synthetic:train:20:1", max_samples=7))) == 7
 
 
@@ -352,7 +353,7 @@ def test_synthetic_rows_are_a_source() -> None:
 
 
 @pytest.mark.real_data
-def test_the_real_rows_read_without_a_defect() -> None:
+def test_the_real_rows_have_no_defects() -> None:
     items = list(parse_source(str(GLAIVE_DEMO)))
     rows = [item for item in items if isinstance(item, ParsedRow)]
     assert len(rows) == len(items) == 300

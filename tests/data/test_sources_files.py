@@ -1,4 +1,4 @@
-"""Files as streams of rows: line numbers, compression, and what is no dataset at all."""
+"""Files as streams of rows: line numbers, compression, and files that are not datasets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fctune.data.conversation import Conversation
-from fctune.data.sources import Defect, ParsedRow, files, parse_source, read_source
+from fctune.data.sources import Defect, ParsedRow, parse_source, read_source
+from fctune.data.sources.files import open_rows
 from fctune.errors import DataError
 
 
@@ -28,8 +29,8 @@ def write(path: Path, data: str | bytes) -> str:
     return str(path)
 
 
-def places(path: str) -> list[tuple[int, str]]:
-    """Line and the user's text of each conversation, or the defect's kind."""
+def read_lines(path: str) -> list[tuple[int, str]]:
+    """Return the line and the user's text of each conversation, or the kind of its defect."""
     found = []
     for item in read_source(path):
         if isinstance(item, Defect):
@@ -45,10 +46,9 @@ def places(path: str) -> list[tuple[int, str]]:
     seed=st.integers(0, 999),
     chunk=st.sampled_from([1, 2, 7, 64, 2**20]),
 )
-def test_a_list_is_read_as_its_lines_are_whatever_its_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str], seed: int, chunk: int
+def test_a_list_has_the_rows_of_json_lines_whatever_its_layout(
+    tmp_path: Path, texts: list[str], seed: int, chunk: int
 ) -> None:
-    monkeypatch.setattr(files, "_CHUNK_BYTES", chunk)
     rng = random.Random(seed)
     text, expected = rng.choice(["", "\n \n"]) + "[", []
     for i, content in enumerate(texts):
@@ -56,40 +56,43 @@ def test_a_list_is_read_as_its_lines_are_whatever_its_layout(
         expected.append((text.count("\n") + 1, content))
         text += json.dumps(make_row(content), indent=rng.choice([None, 0, 4]), ensure_ascii=rng.random() < 0.5)
         text += rng.choice(["", "\n", " "]) + ("," if i + 1 < len(texts) else "")
-    assert places(write(tmp_path / "list.json", text + rng.choice(["]", "\n]\n"]))) == expected
+    path = write(tmp_path / "list.json", text + rng.choice(["]", "\n]\n"]))
+    assert read_lines(path) == expected
+    raw = [(row.line, json.loads(row.data or b"")) for row in open_rows(path, chunk)]
+    assert [(line, row["messages"][0]["content"]) for line, row in raw] == expected
 
     lines, expected = "", []
     for content in texts:
         lines += rng.choice(["", "\n"])
         expected.append((lines.count("\n") + 1, content))
         lines += json.dumps(make_row(content)) + rng.choice(["\n", "\r\n"])
-    assert places(write(tmp_path / "rows.jsonl", lines)) == expected
-    assert places(write(tmp_path / "rows.jsonl.gz", gzip.compress(lines.encode()))) == expected
+    assert read_lines(write(tmp_path / "rows.jsonl", lines)) == expected
+    assert read_lines(write(tmp_path / "rows.jsonl.gz", gzip.compress(lines.encode()))) == expected
 
 
-def test_unicode_line_ends_inside_a_row_are_no_line_ends(tmp_path: Path) -> None:
+def test_unicode_line_separators_inside_a_row_do_not_end_lines(tmp_path: Path) -> None:
     rows = [make_row("a\u2028b\u0085c\x0bd"), make_row("e")]
     path = write(tmp_path / "rows.jsonl", "\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
-    assert places(path) == [(1, "a\u2028b\u0085c\x0bd"), (2, "e")]
+    assert read_lines(path) == [(1, "a\u2028b\u0085c\x0bd"), (2, "e")]
 
 
-def test_pretty_printed_objects_one_after_the_other_are_rows(tmp_path: Path) -> None:
+def test_consecutive_pretty_printed_objects_are_rows(tmp_path: Path) -> None:
     text = "\n".join(json.dumps(make_row(t), indent=2) for t in "ab")
-    assert [text for _, text in places(write(tmp_path / "rows.json", text))] == ["a", "b"]
+    assert [text for _, text in read_lines(write(tmp_path / "rows.json", text))] == ["a", "b"]
 
 
-def test_a_file_is_what_its_bytes_say_and_not_its_name(tmp_path: Path) -> None:
+def test_the_type_of_a_file_depends_on_its_bytes_and_not_its_name(tmp_path: Path) -> None:
     text = json.dumps(make_row("a"))
-    assert places(write(tmp_path / "zipped.jsonl", gzip.compress(text.encode()))) == [(1, "a")]
-    assert places(write(tmp_path / "plain.jsonl.gz", "\ufeff" + text)) == [(1, "a")]
+    assert read_lines(write(tmp_path / "zipped.jsonl", gzip.compress(text.encode()))) == [(1, "a")]
+    assert read_lines(write(tmp_path / "plain.jsonl.gz", "\ufeff" + text)) == [(1, "a")]
 
 
-def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path) -> None:
+def test_a_directory_is_read_in_order_of_names(tmp_path: Path) -> None:
     write(tmp_path / "b.json", json.dumps([make_row("b")]))
     write(tmp_path / "a.jsonl", json.dumps(make_row("a")))
     write(tmp_path / "README.md", "not data")
     pq.write_table(pa.Table.from_pylist([make_row("c")]), tmp_path / "c.parquet")
-    assert [text for _, text in places(str(tmp_path))] == ["a", "b", "c"]
+    assert [text for _, text in read_lines(str(tmp_path))] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -105,13 +108,17 @@ def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path) -> None:
         ("cut.json", b"[" + json.dumps(make_row()).encode() + b",", "ends inside its list"),
         ("twice.json", b"[" + json.dumps(make_row()).encode() + b"] []", "text after the end"),
         ("comma.json", json.dumps([make_row(), make_row()]).replace("}, {", "} {").encode(), "expected ','"),
-        ("last.json", b"[" + json.dumps(make_row()).encode() + b",\n]", "a comma, then the end"),
-        ("other.json", json.dumps({"data": [make_row()]}, indent=2).encode(), "keys found: data. Known shapes: openai"),
+        ("last.json", b"[" + json.dumps(make_row()).encode() + b",\n]", "the list of rows ends after a comma"),
+        (
+            "other.json",
+            json.dumps({"data": [make_row()]}, indent=2).encode(),
+            "keys found: data. Known row formats",
+        ),
         ("other.jsonl", b'{"prompt": "a", "completion": "b"}', "keys found: prompt, completion"),
         ("broken.parquet", b"PAR1 and no more", "not a readable Parquet file"),
     ],
 )
-def test_what_is_no_dataset_is_refused_with_its_name(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+def test_files_that_are_not_datasets_are_rejected_by_name(tmp_path: Path, name: str, data: bytes, message: str) -> None:
     path = write(tmp_path / name, data)
     with pytest.raises(DataError) as raised:
         list(read_source(path))
@@ -119,31 +126,31 @@ def test_what_is_no_dataset_is_refused_with_its_name(tmp_path: Path, name: str, 
     assert str(raised.value).startswith(path)
 
 
-def test_a_path_that_does_not_exist_is_refused_with_what_to_do() -> None:
+def test_a_missing_path_is_rejected_with_a_hint() -> None:
     with pytest.raises(DataError, match=r"/no/such: no such file or directory\. Check the path"):
         list(read_source("/no/such"))
-    with pytest.raises(DataError, match="no such row shape"):
-        list(read_source("/no/such", format="alpaca"))
+    with pytest.raises(DataError, match="unknown row format"):
+        list(read_source("/no/such", row_format="alpaca"))
 
 
-def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_data_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no data file"):
         list(read_source(str(tmp_path)))
 
 
-def test_a_gzip_that_breaks_off_is_refused_after_the_rows_before(tmp_path: Path) -> None:
+def test_a_truncated_gzip_file_is_rejected_after_the_rows_before(tmp_path: Path) -> None:
     lines = "".join(json.dumps(make_row(str(random.random()) * 9)) + "\n" for _ in range(5000))
     path = write(tmp_path / "rows.jsonl.gz", gzip.compress(lines.encode())[:-2000])
     rows = []
-    with pytest.raises(DataError, match=r"rows\.jsonl\.gz:\d+: the gzip stream breaks off") as raised:
+    with pytest.raises(DataError, match=r"rows\.jsonl\.gz:\d+: the gzip stream ends early") as raised:
         rows.extend(read_source(path))
     assert int(str(raised.value).split(":")[1]) > 3000
 
 
 def test_a_row_too_large_is_one_defect_and_the_next_row_is_read(tmp_path: Path) -> None:
     big, small = json.dumps(make_row("x" * 50_000_000)), json.dumps(make_row("after"))
-    assert places(write(tmp_path / "rows.jsonl", f"{big}\n{small}\n")) == [(1, "row_too_large"), (2, "after")]
-    assert places(write(tmp_path / "rows.json", f"[{big},\n{small}]")) == [(1, "row_too_large"), (2, "after")]
+    assert read_lines(write(tmp_path / "rows.jsonl", f"{big}\n{small}\n")) == [(1, "row_too_large"), (2, "after")]
+    assert read_lines(write(tmp_path / "rows.json", f"[{big},\n{small}]")) == [(1, "row_too_large"), (2, "after")]
 
 
 @pytest.mark.parametrize("depth", [150, 2_000, 100_000])
@@ -151,20 +158,20 @@ def test_deep_nesting_is_one_defect_and_the_next_row_is_read(tmp_path: Path, dep
     call = '{"name": "f", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}"
     turns = '[{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [{"function": ' + call + "}]}]"
     row, after = f'{{"messages": {turns}}}', json.dumps(make_row("after"))
-    assert places(write(tmp_path / "rows.jsonl", f"{row}\n{after}\n")) == [(1, "too_deep"), (2, "after")]
-    assert places(write(tmp_path / "rows.json", f"[{row},\n{after}]")) == [(1, "too_deep"), (2, "after")]
+    assert read_lines(write(tmp_path / "rows.jsonl", f"{row}\n{after}\n")) == [(1, "too_deep"), (2, "after")]
+    assert read_lines(write(tmp_path / "rows.json", f"[{row},\n{after}]")) == [(1, "too_deep"), (2, "after")]
 
 
 def test_bytes_that_are_not_utf8_are_one_defect(tmp_path: Path) -> None:
     bad = json.dumps(make_row("?")).encode().replace(b"?", b"\xff\xfe")
     good = json.dumps(make_row("after")).encode()
-    assert places(write(tmp_path / "rows.jsonl", bad + b"\n" + good)) == [(1, "invalid_utf8"), (2, "after")]
+    assert read_lines(write(tmp_path / "rows.jsonl", bad + b"\n" + good)) == [(1, "invalid_utf8"), (2, "after")]
 
 
-def test_a_broken_row_in_a_list_does_not_take_the_others_along(tmp_path: Path) -> None:
+def test_a_malformed_row_in_a_list_does_not_affect_the_others(tmp_path: Path) -> None:
     a, b = json.dumps(make_row("a")), json.dumps(make_row("b"))
     text = f"[{a},\n" + '{"messages": [}],}'.replace("[}", "[") + f",\n{b}]"
-    assert places(write(tmp_path / "rows.json", text)) == [(1, "a"), (2, "not_json"), (3, "b")]
+    assert read_lines(write(tmp_path / "rows.json", text)) == [(1, "a"), (2, "not_json"), (3, "b")]
 
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "note": {}}}
@@ -182,23 +189,23 @@ def read_arguments(path: str) -> list[Any]:
     return [r.conversation.messages[-1].calls[0].arguments if isinstance(r, ParsedRow) else r.kind for r in rows]
 
 
-def test_arguments_as_strings_survive_parquet_to_the_byte(tmp_path: Path) -> None:
+def test_arguments_as_strings_are_byte_exact_in_parquet(tmp_path: Path) -> None:
     texts = ['{"city": "Z\\u00fcrich", "note": null}', '{"days": 3, "city": "x"}', "{}"]
     pq.write_table(pa.Table.from_pylist([make_call_row(text) for text in texts]), tmp_path / "rows.parquet")
     read = read_arguments(str(tmp_path / "rows.parquet"))
     assert [json.dumps(arguments) for arguments in read] == texts
 
 
-def test_arrow_fill_is_left_out_and_a_null_that_may_be_real_is_a_defect(tmp_path: Path) -> None:
+def test_arrow_filling_is_removed_and_an_ambiguous_null_is_a_defect(tmp_path: Path) -> None:
     rows = [make_call_row({"city": "Paris"}), make_call_row({"days": 3}), make_call_row({"unit": "C"})]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "filled.parquet")
     assert read_arguments(str(tmp_path / "filled.parquet")) == [{"city": "Paris"}, {"days": 3}, {"unit": "C"}]
     rows = [make_call_row({"city": "Paris", "note": "x"}), make_call_row({"city": "Rome"})]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "unclear.parquet")
-    assert read_arguments(str(tmp_path / "unclear.parquet")) == [{"city": "Paris", "note": "x"}, "arrow_null"]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "ambiguous.parquet")
+    assert read_arguments(str(tmp_path / "ambiguous.parquet")) == [{"city": "Paris", "note": "x"}, "arrow_null"]
 
 
-def test_tools_from_arrow_structs_lose_the_fill(tmp_path: Path) -> None:
+def test_arrow_filling_is_removed_from_tools(tmp_path: Path) -> None:
     tools = [
         [{"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}],
         [{"name": "other", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}],
@@ -209,7 +216,7 @@ def test_tools_from_arrow_structs_lose_the_fill(tmp_path: Path) -> None:
     assert [[tool.function for tool in item.tools] for item in items if isinstance(item, Conversation)] == tools
 
 
-def test_a_dataset_of_the_hub_keeps_nulls_that_are_the_rows_own(tmp_path: Path) -> None:
+def test_a_dataset_of_the_hub_keeps_the_nulls_of_its_rows(tmp_path: Path) -> None:
     rows = [make_call_row(arguments, []) for arguments in ({"a": 1, "b": None}, {"b": "x", "a": 2**53 + 1}, {})]
     write(tmp_path / "train.jsonl", "\n".join(json.dumps(row) for row in rows))
     expected = [row["messages"][-1]["tool_calls"][0]["function"]["arguments"] for row in rows]
@@ -218,7 +225,7 @@ def test_a_dataset_of_the_hub_keeps_nulls_that_are_the_rows_own(tmp_path: Path) 
     ]
 
 
-def test_a_dataset_that_cannot_be_loaded_is_refused_with_what_to_check(tmp_path: Path) -> None:
+def test_a_dataset_that_cannot_be_loaded_is_rejected_with_a_hint(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", json.dumps(make_row()))
     with pytest.raises(DataError, match=r"could not be read .* Check its name, config, split and revision"):
         list(read_source(f"hf:{tmp_path}::nosuchsplit"))

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fctune.calls.formats.registry import FORMATS
-from fctune.data.sources.build import ReadContext
 from fctune.data.sources.defects import RowError
-from fctune.data.sources.shapes import read_row
+from fctune.data.sources.row_builder import ReadContext
+from fctune.data.sources.row_formats import read_row
 from fctune.errors import ConfigError
 from fctune.evaluation.judging import judge_answer
 from fctune.evaluation.proposals import propose, write_proposals

@@ -1,4 +1,4 @@
-"""The dataset report: what is in the rows, and what is wrong with which line."""
+"""The dataset report: statistics of the rows, and defects and warnings by line."""
 
 from fctune.data.check.checker import Encode, check_sources
 from fctune.data.check.report import Report

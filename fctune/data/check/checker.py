@@ -1,4 +1,4 @@
-"""Reads sources from end to end and reports what a person should know before training on them."""
+"""The dataset check: reads sources completely and reports on their rows before training."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from fctune.data.check.report import (
     ToolUse,
     make_findings,
 )
-from fctune.data.check.similarity import Place, SimilarityIndex, WordHasher
+from fctune.data.check.similarity import Location, SimilarityIndex, WordHasher
 from fctune.data.check.warnings import CLASSES, classify, iter_warnings
 from fctune.data.conversation import Conversation
 from fctune.data.sources import Defect, ParsedRow, parse_source
 from fctune.errors import DataError
 
 Encode = Callable[[Conversation], tuple[int, int]]
-"""(number of tokens, of supervised tokens) of a conversation; raises ``DataError`` where it cannot be rendered."""
+"""Counts the tokens and the supervised tokens of a conversation; raises ``DataError`` if it cannot be rendered."""
 
 _NUM_TOOLS_SHOWN = 50
-_MAX_TOOL_NAMES = 100_000  # names beyond are not counted; a dataset of more has no tool worth a bar
+_MAX_TOOL_NAMES = 100_000  # further names are not counted, which bounds memory
 _PROGRESS_ROWS = 500
 
 
 def check_sources(
     paths: Sequence[str],
-    format: str = "auto",
+    row_format: str = "auto",
     max_samples: int | None = None,
     encode: Encode | None = None,
     seq_len: int | None = None,
@@ -44,25 +44,25 @@ def check_sources(
     eval_suites: Iterable[str] = (),
     on_progress: Callable[[int], None] | None = None,
 ) -> Report:
-    """What is in the sources, and what is wrong with them.
+    """Check all rows of the sources.
 
     Args:
-        paths: Sources, as ``read_source`` takes them.
-        format: Shape of the rows, or auto.
-        max_samples: Reads so many rows of each source at most.
-        encode: Counts a conversation's tokens; without it the report has none.
-        seq_len: Row length that conversations are compared with; needs ``encode``.
-        validation: Sources that are held out for validation; their overlap with the rows is reported.
+        paths: Sources in the forms that ``read_source`` accepts.
+        row_format: Format of the rows, or auto.
+        max_samples: Maximum number of rows read from each source.
+        encode: Counts a conversation's tokens; without it the report has no token counts.
+        seq_len: Length in tokens that conversations are compared with; requires ``encode``.
+        validation: Sources held out for validation; their overlap with the rows is reported.
         eval_suites: Files or directories of eval questions (BFCL's, or rows with messages), likewise.
-        on_progress: Called with the number of rows read so far, now and then.
+        on_progress: Called every 500 rows with the number of rows read so far.
 
     Raises:
-        DataError: For a path that does not exist or rows of unknown shape. A file that is cut off is in the report.
+        DataError: A path does not exist, or rows have an unknown format. Truncated files are part of the report.
     """
     check = _Check(encode, seq_len, validation, eval_suites, on_progress)
     try:
         for path in paths:
-            check.read(path, format, max_samples)
+            check.read(path, row_format, max_samples)
         return check.report()
     finally:
         check.similarity.close()
@@ -103,23 +103,23 @@ class _Check:
         self.tokens: Counter[int] = Counter()
         self.num_supervised = self.num_unsupervised = self.num_not_renderable = 0
 
-    def read(self, path: str, format: str, max_samples: int | None) -> None:
-        """Adds a source."""
+    def read(self, path: str, row_format: str, max_samples: int | None) -> None:
+        """Check the rows of a source."""
         source = SourceSummary(path, 0, 0, {}, None)
         self.sources.append(source)
-        formats: Counter[str] = Counter()
-        for row in _iter_rows(source, format, max_samples):
+        row_formats: Counter[str] = Counter()
+        for row in _iter_rows(source, row_format, max_samples):
             self.num_rows += 1
             source.rows += 1
             if isinstance(row, Defect):
                 self.add_defect(row)
             else:
-                formats[row.row_format] += 1
+                row_formats[row.row_format] += 1
                 self.add_row(row)
             if self.on_progress is not None and self.num_rows % _PROGRESS_ROWS == 0:
                 self.on_progress(self.num_rows)
-        source.formats = dict(formats.most_common())
-        source.conversations = formats.total()
+        source.row_formats = dict(row_formats.most_common())
+        source.conversations = row_formats.total()
 
     def add_defect(self, defect: Defect) -> None:
         self.counts[defect.kind] += 1
@@ -187,8 +187,8 @@ class _Check:
             warning_kinds=make_findings(self.warning_counts, self.rows_of, self.examples),
             notes=dict(self.notes.most_common()),
             classes={name: self.classes[name] for name in CLASSES},
-            num_messages=Lengths.of(self.messages),
-            num_characters=Lengths.of(self.characters),
+            num_messages=Lengths.from_counts(self.messages),
+            num_characters=Lengths.from_counts(self.characters),
             tokens=self.make_tokens(),
             tool_use=used,
             duplicate_examples=[_describe_repeat(repeat, names) for repeat in repeats.exact],
@@ -200,7 +200,7 @@ class _Check:
     def make_tokens(self) -> Tokens | None:
         if self.encode is None:
             return None
-        lengths = Lengths.of(self.tokens)
+        lengths = Lengths.from_counts(self.tokens)
         over = 0 if self.seq_len is None else sum(n for length, n in self.tokens.items() if length > self.seq_len)
         share = self.num_supervised / lengths.total if lengths.total else 0.0
         return Tokens(
@@ -215,17 +215,17 @@ class _Check:
         )
 
 
-def _iter_rows(source: SourceSummary, format: str, max_samples: int | None) -> Iterator[ParsedRow | Defect]:
-    """The rows of a source; where it breaks off after some, the source says why."""
+def _iter_rows(source: SourceSummary, row_format: str, max_samples: int | None) -> Iterator[ParsedRow | Defect]:
+    """Yield the rows of a source; if it fails after some, record the error in the source."""
     try:
-        yield from islice(parse_source(source.path, format), max_samples)
+        yield from islice(parse_source(source.path, row_format), max_samples)
     except DataError as error:
         if source.rows == 0:
             raise
         source.error = str(error)
 
 
-def _describe_repeat(repeat: tuple[Place, Place, float], names: list[str]) -> Repeat:
+def _describe_repeat(repeat: tuple[Location, Location, float], names: list[str]) -> Repeat:
     (file, line), (earlier_file, earlier_line), similarity = repeat
     return Repeat(f"{names[file]}:{line}", f"{names[earlier_file]}:{earlier_line}", round(similarity, 3))
 

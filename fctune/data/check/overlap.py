@@ -1,4 +1,4 @@
-"""Which questions of a held-out set stand in the training rows, by runs of words."""
+"""Overlap of held-out questions with training rows, by runs of words."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _QUESTION_KEYS = ("question", "query", "prompt", "input", "messages", "conversat
 
 @dataclass(slots=True)
 class Overlap:
-    """How many items of a held-out set were found in the rows, and where."""
+    """The number of items of a held-out set that were found in the rows, with examples."""
 
     against: str
     purpose: str
@@ -33,15 +33,15 @@ class Overlap:
     num_found: int = 0
     num_rows: int = 0
     examples: list[tuple[str, str, float]] = field(default_factory=list)
-    """(row, item, share of the item's runs that stand in the row)."""
+    """(row, item, share of the item's runs that the row contains)."""
 
 
 class OverlapIndex:
-    """The runs of ``RUN_WORDS`` words of a held-out set's user turns; a shorter turn is one run, whole.
+    """Index of the runs of ``RUN_WORDS`` words in a held-out set's user turns; a shorter turn is a single run.
 
-    Turns under ``MIN_WORDS`` are left out: "Hello" and "What can you do?" stand in BFCL and in everything else.
-    An item is found where one row's user turns hold ``FOUND_SHARE`` of its runs. As in the contamination studies of
-    GPT-3 (Brown et al. 2020, appendix C), with shorter runs since questions are short.
+    Turns under ``MIN_WORDS`` words are ignored: "Hello" and "What can you do?" occur in BFCL and everywhere else. An
+    item counts as found if one row's user turns contain ``FOUND_SHARE`` of its runs. The method is that of GPT-3's
+    contamination study (Brown et al. 2020, appendix C), with shorter runs since questions are short.
     """
 
     def __init__(self, path: str, purpose: str, hasher: WordHasher) -> None:
@@ -55,9 +55,7 @@ class OverlapIndex:
                 owners.append(np.full(len(hashes), len(self._names), np.int64))
                 self._names.append(name)
         if not runs:
-            raise DataError(
-                f"{path}: no user turn of six words or more, so nothing to compare with. Expected questions."
-            )
+            raise DataError(f"{path}: no user turn of six words or more to compare with. Expected questions.")
         self._runs = np.concatenate(runs)
         owner = np.concatenate(owners)
         order = np.argsort(self._runs, kind="stable")
@@ -67,7 +65,7 @@ class OverlapIndex:
         self.overlap = Overlap(path, purpose, len(self._names))
 
     def add(self, conversation: Conversation) -> None:
-        """Looks a training row up."""
+        """Look up a training row."""
         texts = [message.content for message in conversation.messages if message.role == "user" and message.content]
         hashes = self._hash(texts)
         left = np.searchsorted(self._runs, hashes, "left")
@@ -89,14 +87,14 @@ class OverlapIndex:
             overlap.num_found = int(self._found.sum())
 
     def _hash(self, texts: list[str]) -> Any:
-        """The distinct runs of all turns together."""
+        """Return the distinct runs of all turns."""
         turns = (self.hasher.hash_words(text) for text in texts)
         runs = [self.hasher.hash_runs(words, RUN_WORDS) for words in turns if len(words) >= MIN_WORDS]
         return np.unique(np.concatenate(runs)) if runs else np.zeros(0, np.uint64)
 
 
 def _iter_items(path: str, purpose: str) -> Any:
-    """Name and user turns of each item: rows of any known shape, or of an eval suite with its questions."""
+    """Yield the name and user turns of each item: rows of any known format, or questions of an eval suite."""
     if purpose == "validation":
         for row in parse_source(path):
             if isinstance(row, ParsedRow):
@@ -116,7 +114,7 @@ def _iter_items(path: str, purpose: str) -> Any:
 
 
 def _collect(value: Any, depth: int = 6) -> list[str]:
-    """The user's texts in a string, a message, or nested lists of messages (BFCL: turns of messages)."""
+    """Return the user's texts in a string, a message, or nested lists of messages (BFCL: turns of messages)."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and depth:

@@ -1,4 +1,4 @@
-"""What ``fctune data check`` found: one object, as JSON with a versioned schema and as text."""
+"""The report of ``fctune data check``, as JSON with a versioned schema and as text."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rich.text import Text
 from fctune.data.check.warnings import CLASSES, WARNING_KINDS
 from fctune.data.sources import DEFECT_KINDS, NOTE_KINDS
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 NUM_EXAMPLES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One place in a row and what is to be said of it."""
+    """An example of a finding: its location in a row and the reason."""
 
     file: str
     line: int
@@ -35,7 +35,7 @@ class Example:
 
 @dataclass(slots=True)
 class Finding:
-    """One kind of defect or warning: how often, in how many rows, and the first examples."""
+    """A kind of defect or warning: its count, the number of rows that have it, and the first examples."""
 
     kind: str
     meaning: str
@@ -46,7 +46,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Lengths:
-    """A distribution: of so many values, the sum, the extremes, percentiles, and counts per bin of equal ratio."""
+    """A distribution: count, total, extremes, percentiles and a histogram whose bins have equal ratios."""
 
     count: int
     total: int
@@ -56,11 +56,11 @@ class Lengths:
     p99: int
     max: int
     bins: list[tuple[int, int, int]]
-    """(from, to, count): values of from <= value < to."""
+    """(from, to, count) of the values with from <= value < to."""
 
     @classmethod
-    def of(cls, counts: Counter[int]) -> Lengths:
-        """The distribution of values counted one by one."""
+    def from_counts(cls, counts: Counter[int]) -> Lengths:
+        """Compute the distribution of values from their counts."""
         values = sorted(counts)
         num = counts.total()
         if not num:
@@ -72,7 +72,7 @@ class Lengths:
 
 @dataclass(slots=True)
 class Tokens:
-    """What the tokenizer made of the conversations."""
+    """Token counts of the conversations."""
 
     total: int
     supervised: int
@@ -80,14 +80,14 @@ class Tokens:
     seq_len: int | None
     num_over_seq_len: int
     num_unsupervised: int
-    """Conversations without a single supervised token."""
+    """Conversations without supervised tokens."""
     num_not_renderable: int
     lengths: Lengths
 
 
 @dataclass(slots=True)
 class ToolUse:
-    """In how many conversations a tool is on offer, and how often it is called."""
+    """The number of conversations that declare a tool, and of calls to it."""
 
     name: str
     declared: int
@@ -96,7 +96,7 @@ class ToolUse:
 
 @dataclass(slots=True)
 class Repeat:
-    """A row that says what an earlier one says, exactly (similarity 1) or nearly."""
+    """A row that repeats an earlier one, exactly (similarity 1) or nearly."""
 
     row: str
     earlier: str
@@ -105,7 +105,7 @@ class Repeat:
 
 @dataclass(slots=True)
 class OverlapFinding:
-    """Items of a held-out set (purpose: validation or eval) that stand in the rows."""
+    """Items of a held-out set (purpose: validation or eval) that occur in the rows."""
 
     against: str
     purpose: str
@@ -117,18 +117,18 @@ class OverlapFinding:
 
 @dataclass(slots=True)
 class SourceSummary:
-    """One source: its rows by shape, and why it could not be read to its end, where it could not."""
+    """A source: its rows by row format, and the error that ended its reading, if any."""
 
     path: str
     rows: int
     conversations: int
-    formats: dict[str, int]
+    row_formats: dict[str, int]
     error: str | None
 
 
 @dataclass(slots=True)
 class Report:
-    """Everything that a check of sources found. ``rows`` is ``conversations`` and ``defects`` together."""
+    """The complete result of a check; ``rows`` is ``conversations`` plus ``defects``."""
 
     sources: list[SourceSummary]
     rows: int
@@ -154,19 +154,19 @@ class Report:
 
     @property
     def errors(self) -> list[str]:
-        """Why sources could not be read to their end."""
+        """The errors that ended the reading of sources."""
         return [source.error for source in self.sources if source.error is not None]
 
     def is_usable(self, on_invalid: str = "fail") -> bool:
-        """Whether training could start: every source read, some conversation left, no defect where those fail."""
+        """Return True if training could start: sources are readable and have conversations but no fatal defects."""
         return not self.errors and self.conversations > 0 and (on_invalid == "skip" or self.defects == 0)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as ``REPORT_SCHEMA`` describes it."""
+        """Return the report as JSON that obeys ``REPORT_SCHEMA``."""
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
 
     def render_text(self) -> RenderableType:
-        """The report for a terminal."""
+        """Render the report for a terminal."""
         parts: list[RenderableType] = [self._render_counts()]
         for error in self.errors:
             parts.append(Text(error, style="bold red"))
@@ -176,14 +176,14 @@ class Report:
             parts.append(_render_findings("Warnings: rows that are kept", "yellow", self.warning_kinds))
         if self.notes:
             lines = [f"  {count:>9,}  {NOTE_KINDS[kind]}" for kind, count in self.notes.items()]
-            parts.append(Text("\nRead in another way than as it stands\n" + "\n".join(lines)))
+            parts.append(Text("\nConversions\n" + "\n".join(lines)))
         if self.duplicates or self.near_duplicates:
             parts.append(Text("\nRepeats", style="bold"))
         for repeat in self.duplicate_examples[:3]:
-            parts.append(Text(f"  {repeat.row} says the same as {repeat.earlier}", style="dim"))
+            parts.append(Text(f"  {repeat.row} repeats {repeat.earlier}", style="dim"))
         for repeat in self.near_duplicate_examples[:3]:
             share = f"{repeat.similarity:.0%}"
-            parts.append(Text(f"  {repeat.row} nearly says what {repeat.earlier} says ({share})", style="dim"))
+            parts.append(Text(f"  {repeat.row} nearly repeats {repeat.earlier} ({share})", style="dim"))
         for overlap in self.overlaps:
             parts.append(_render_overlap(overlap))
         return Group(*parts)
@@ -202,7 +202,7 @@ class Report:
             share = count / self.conversations if self.conversations else 0.0
             table.add_row(f"{count:,}", f"with {CLASSES[name]} ({share:.0%})", style="dim")
         lengths = self.num_characters
-        text = f"characters in the median, {lengths.p99:,} in the 99th percentile"
+        text = f"characters in the median, {lengths.p99:,} at the 99th percentile"
         table.add_row(f"{lengths.p50:,}", text, style="dim")
         if self.tokens is not None:
             tokens = self.tokens
@@ -210,12 +210,12 @@ class Report:
             if tokens.seq_len is not None:
                 table.add_row(f"{tokens.num_over_seq_len:,}", f"conversations over seq_len {tokens.seq_len:,}")
             if tokens.num_unsupervised:
-                table.add_row(f"{tokens.num_unsupervised:,}", "without a supervised token", style="yellow")
+                table.add_row(f"{tokens.num_unsupervised:,}", "without supervised tokens", style="yellow")
         return table
 
 
 def make_findings(counts: Counter[str], rows: Counter[str], examples: dict[str, list[Example]]) -> list[Finding]:
-    """The kinds found, the most frequent first."""
+    """Return the findings, the most frequent kind first."""
     meanings = {**DEFECT_KINDS, **WARNING_KINDS}
     return [Finding(kind, meanings[kind], n, rows[kind], examples[kind]) for kind, n in counts.most_common()]
 
@@ -231,23 +231,23 @@ def _render_findings(title: str, style: str, findings: list[Finding]) -> Group:
 
 def _render_overlap(overlap: OverlapFinding) -> Text:
     kind = "validation split" if overlap.purpose == "validation" else "eval suite"
-    found = f"{overlap.num_found:,} of {overlap.num_items:,} items stand in {overlap.num_rows:,} rows"
-    lines = [f"\n  {e['row']} holds {e['share']:.0%} of {e['item']}" for e in overlap.examples[:3]]
+    found = f"{overlap.num_found:,} of {overlap.num_items:,} items occur in {overlap.num_rows:,} rows"
+    lines = [f"\n  {e['row']} contains {e['share']:.0%} of {e['item']}" for e in overlap.examples[:3]]
     text = f"\nOverlap with the {kind} {overlap.against}: {found}" + "".join(lines)
     return Text(text, style="bold yellow" if overlap.num_found else "")
 
 
 def _percentile(values: list[int], counts: Counter[int], num: int, share: float) -> int:
-    rest = math.ceil(share * num)
+    remaining = math.ceil(share * num)
     for value in values:
-        rest -= counts[value]
-        if rest <= 0:
+        remaining -= counts[value]
+        if remaining <= 0:
             return value
     return values[-1]
 
 
 def _make_bins(counts: Counter[int]) -> list[tuple[int, int, int]]:
-    """Bins that are single values while those are few, else of equal ratio, four to each doubling."""
+    """Return one bin per value if the range is narrow, else bins of equal ratio, four per doubling."""
     if max(counts) - min(counts) < 24:
         return [(value, value + 1, counts[value]) for value in range(min(counts), max(counts) + 1)]
     bins: Counter[int] = Counter()

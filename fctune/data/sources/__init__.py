@@ -1,17 +1,16 @@
-"""One reader per public row shape: every row becomes a conversation or a reported defect."""
+"""Readers of public row formats: every row becomes a conversation or a reported defect."""
 
-from fctune.data.sources.build import NOTE_KINDS, ParsedRow, RowWarning
 from fctune.data.sources.defects import DEFECT_KINDS, Defect
 from fctune.data.sources.reader import (
     RowReader,
     UnreadRow,
     describe_defects,
     parse_source,
-    read_conversations,
     read_source,
     scan_source,
 )
-from fctune.data.sources.shapes import READERS
+from fctune.data.sources.row_builder import NOTE_KINDS, ParsedRow, RowWarning
+from fctune.data.sources.row_formats import READERS
 
 __all__ = [
     "DEFECT_KINDS",
@@ -24,7 +23,6 @@ __all__ = [
     "UnreadRow",
     "describe_defects",
     "parse_source",
-    "read_conversations",
     "read_source",
     "scan_source",
 ]

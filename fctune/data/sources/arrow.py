@@ -1,7 +1,7 @@
-"""Rows out of Parquet files and the Hugging Face hub, with Arrow's structs told apart from the rows' own objects.
+"""Rows of Parquet files and the Hugging Face hub, with Arrow structs marked.
 
-Arrow gives every struct of a column all keys that any row has, null where the row had none. Structs are therefore
-marked (``ArrowStruct``), so that a reader can leave the fill out again; JSON in strings comes through as it stood.
+Arrow gives every struct of a column the keys of all rows, with nulls for missing ones. Structs are marked
+(``ArrowStruct``) so that readers can remove this filling; JSON in strings is unchanged.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fctune.data.sources.build import ArrowStruct
 from fctune.data.sources.defects import RowError
+from fctune.data.sources.row_builder import ArrowStruct
 from fctune.data.sources.row_json import RowJsonReader
 from fctune.errors import DataError
 
@@ -23,26 +23,26 @@ Convert = Callable[[Any], Any]
 
 
 def iter_parquet(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
-    """Number (from 1) and value of each row; the value is a ``RowError`` where a JSON column holds none.
+    """Yield the number (from 1) and value of each row; the value is a ``RowError`` if a JSON column is not JSON.
 
     Raises:
-        DataError: For a file that is no Parquet or cut off.
+        DataError: The file is not Parquet, or truncated.
     """
     try:
         yield from _iter_batches(pq.ParquetFile(path, memory_map=True).iter_batches(_BATCH_ROWS), json)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable Parquet file ({error}). Fetch the file again.") from None
+        raise DataError(f"{path}: not a readable Parquet file ({error}). Download it again.") from None
 
 
 def iter_hub(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
-    """Number (from 1) and value of each row of ``hf:NAME[:config][:split][@revision]``, streamed.
+    """Stream the number (from 1) and value of each row of ``hf:NAME[:config][:split][@revision]``.
 
-    NAME is a dataset of the hub, or a local directory that ``datasets`` can load. The split is train by default.
+    NAME is a dataset of the hub, or a local directory that ``datasets`` can load. The default split is train.
 
     Raises:
-        DataError: Where ``datasets`` cannot load it.
+        DataError: ``datasets`` cannot load it.
     """
-    from datasets import load_dataset  # three seconds of import that local files need not pay
+    from datasets import load_dataset  # takes three seconds, which local files need not pay
 
     spec, _, revision = path.removeprefix("hf:").partition("@")
     name, config, split = (*spec.split(":"), "", "")[:3]
@@ -53,7 +53,7 @@ def iter_hub(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
         yield from _iter_batches(rows.with_format("arrow").iter(_BATCH_ROWS), json)
     except DataError:
         raise
-    except Exception as error:  # datasets and its loaders raise of every kind
+    except Exception as error:  # datasets and its loaders raise exceptions of many types
         raise DataError(
             f"{path}: the dataset could not be read ({type(error).__name__}: {str(error)[:300]}). Check its name, "
             "config, split and revision (hf:NAME[:config][:split][@revision]) and that the hub is reachable; a gated "
@@ -78,12 +78,12 @@ def _iter_batches(batches: Any, json: RowJsonReader) -> Iterator[tuple[int, Any]
             except RowError as error:
                 yield number, error
             else:
-                # A column that this row leaves empty says nothing about its shape.
+                # A column that is empty in this row says nothing about its format.
                 yield number, {name: value for name, value in row.items() if value is not None}
 
 
 def _make_converter(kind: pa.DataType, json: RowJsonReader) -> Convert | None:
-    """What turns a value of this type into JSON's, or None where it is that already."""
+    """Return a function that converts values of this type to JSON's, or None if they are JSON's already."""
     if isinstance(kind, pa.JsonType):
         return lambda value: json.decode(value) if isinstance(value, str) else value
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):

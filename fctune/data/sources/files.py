@@ -1,4 +1,8 @@
-"""Rows out of files as a stream: JSON lines or a JSON list, with the line on which each row starts."""
+"""Streams of raw rows from JSON lines and JSON lists, with the line on which each row starts.
+
+ijson needs a third of the CPU time of this scanner with ``json.loads`` (0.25 s and 0.7 s for 20,000 rows), but reports
+neither lines nor bytes, merges repeated keys, and cannot continue after a malformed row.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ _SCALAR = re.compile(rb'(?:[^",{}\[\]]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 
 
 class RawRow:
-    """One row's bytes and the line that it starts on; ``data`` is None where the row is over ``MAX_ROW_BYTES``."""
+    """The bytes of a row and its first line; ``data`` is None if the row is larger than ``MAX_ROW_BYTES``."""
 
     __slots__ = ("data", "line")
 
@@ -31,7 +35,7 @@ class RawRow:
 
 
 def iter_lines(stream: IO[bytes]) -> Iterator[RawRow]:
-    """The rows of JSON lines; blank lines count as lines and are no rows."""
+    """Yield the rows of JSON lines; blank lines are counted but are not rows."""
     line = 0
     while True:
         line += 1
@@ -46,13 +50,13 @@ def iter_lines(stream: IO[bytes]) -> Iterator[RawRow]:
             yield RawRow(line, data)
 
 
-def iter_objects(stream: IO[bytes], path: str) -> Iterator[RawRow]:
-    """The rows of a JSON list, or of objects one after the other, each found by its brackets alone.
+def iter_objects(stream: IO[bytes], path: str, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[RawRow]:
+    """Yield the rows of a JSON list, or of consecutive objects, which are separated by matching brackets.
 
     Raises:
-        DataError: Where the text ends inside a row or the list is followed by more.
+        DataError: The text ends inside a row, or continues after the list.
     """
-    scanner = _Scanner(stream, path)
+    scanner = _Scanner(stream, path, chunk_bytes)
     in_list = scanner.peek() == b"["
     if in_list:
         scanner.take()
@@ -61,20 +65,18 @@ def iter_objects(stream: IO[bytes], path: str) -> Iterator[RawRow]:
         mark = scanner.peek()
         if mark == b"":
             if in_list:
-                raise DataError(
-                    f"{path}:{scanner.line}: ends inside its list of rows: the file is cut off. Fetch it again."
-                )
+                raise DataError(f"{path}:{scanner.line}: the file ends inside its list of rows. Download it again.")
             return
         if in_list and mark == b"]" and not expect_row:
             scanner.take()
             if scanner.peek() != b"":
                 raise DataError(
                     f"{path}:{scanner.line}: text after the end of the list of rows. "
-                    "Expected one list, or one row a line."
+                    "Expected one list, or one row per line."
                 )
             return
         if mark == b"]" and expect_row:
-            raise DataError(f"{path}:{scanner.line}: a comma, then the end of the list of rows. Expected another row.")
+            raise DataError(f"{path}:{scanner.line}: the list of rows ends after a comma. Expected another row.")
         row = scanner.take_value()
         yield row
         if in_list and scanner.peek() == b",":
@@ -87,17 +89,18 @@ def iter_objects(stream: IO[bytes], path: str) -> Iterator[RawRow]:
 
 
 class _Scanner:
-    """A window on a stream that moves from one JSON value to the next."""
+    """Scans a stream from one JSON value to the next."""
 
-    def __init__(self, stream: IO[bytes], path: str) -> None:
+    def __init__(self, stream: IO[bytes], path: str, chunk_bytes: int) -> None:
         self.line = 1
+        self._chunk_bytes = chunk_bytes
         self._stream = stream
         self._path = path
         self._buffer = b""
         self._at = 0
 
     def peek(self) -> bytes:
-        """The next byte that is not white space; empty at the end."""
+        """Return the next byte that is not white space; empty at the end."""
         while True:
             found = _NOT_SPACE.search(self._buffer, self._at)
             end = found.start() if found else len(self._buffer)
@@ -109,11 +112,11 @@ class _Scanner:
                 return b""
 
     def take(self) -> None:
-        """Steps over the byte that ``peek`` showed."""
+        """Skip the byte that ``peek`` returned."""
         self._at += 1
 
     def take_value(self) -> RawRow:
-        """The value that starts at the byte that ``peek`` showed."""
+        """Return the value that starts at the byte that ``peek`` returned."""
         start_line = self.line
         if self._buffer[self._at] not in b"{[":
             return self._take_scalar()
@@ -122,7 +125,7 @@ class _Scanner:
         is_large = False
         while True:
             end = _UNTIL_BRACKET.match(self._buffer, scan).end()  # type: ignore[union-attr]
-            if end == len(self._buffer) or self._buffer[end] == _QUOTE:  # nothing more, or a string not closed yet
+            if end == len(self._buffer) or self._buffer[end] == _QUOTE:  # end of the buffer, or an unclosed string
                 if scan - self._at > MAX_ROW_BYTES:
                     is_large = True
                     self.line += self._buffer.count(b"\n", self._at, scan)
@@ -130,8 +133,8 @@ class _Scanner:
                 scan -= self._at
                 if len(self._buffer) - self._at > 8 * MAX_ROW_BYTES or not self._read_more():
                     raise DataError(
-                        f"{self._path}:{start_line}: the row that starts here does not end: the file is cut off, or a "
-                        "bracket or quote is missing. Fix the row, or fetch the file again."
+                        f"{self._path}:{start_line}: the row that starts here does not end: the file is truncated, or "
+                        "a bracket or quote is missing. Fix the row, or download the file again."
                     )
                 continue
             depth += 1 if self._buffer[end] in b"{[" else -1
@@ -144,7 +147,7 @@ class _Scanner:
         return RawRow(start_line, None if is_large or len(data) > MAX_ROW_BYTES else data)
 
     def _take_scalar(self) -> RawRow:
-        """A number, string or word where a row should be: what stands up to the next comma or bracket."""
+        """Return the number, string or word up to the next comma or bracket, in place of a row."""
         end = self._at
         while (match := _SCALAR.match(self._buffer, self._at)) and match.end() == len(self._buffer):
             if not self._read_more():
@@ -157,61 +160,65 @@ class _Scanner:
         return row
 
     def _read_more(self) -> bool:
-        """Drops what was taken and reads on, by more the longer the value is."""
+        """Drop the consumed bytes and read more, as many as the current value has."""
         self._buffer = self._buffer[self._at :]
         self._at = 0
-        chunk = self._stream.read(max(_CHUNK_BYTES, len(self._buffer)))
+        chunk = self._stream.read(max(self._chunk_bytes, len(self._buffer)))
         self._buffer += chunk
         return bool(chunk)
 
 
-def open_rows(path: str) -> Iterator[RawRow]:
-    """The rows of one JSON or JSON lines file, gzip or not, which is told by its first bytes and not by its name.
+def open_rows(path: str, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[RawRow]:
+    """Yield the rows of a JSON or JSON lines file, possibly gzipped, as detected from its first bytes.
+
+    Args:
+        path: File to read.
+        chunk_bytes: Bytes read at a time from a file that is not JSON lines.
 
     Raises:
-        DataError: For a file that is binary or cut off, after the rows before.
+        DataError: The file is binary or truncated; raised after the rows before.
     """
     with open(path, "rb") as file:
         is_gzip = file.read(2) == b"\x1f\x8b"
     if not is_gzip:
         with open(path, "rb") as file:
-            yield from _iter_rows(io.BufferedReader(file, _BUFFER_BYTES), path)
+            yield from _iter_rows(io.BufferedReader(file, _BUFFER_BYTES), path, chunk_bytes)
         return
     with gzip.open(path, "rb") as unzipped:
         stream = _GzipStream(unzipped)
-        held: RawRow | None = None
+        pending: RawRow | None = None
         line = 0
         try:
-            for row in _iter_rows(io.BufferedReader(stream, _BUFFER_BYTES), path):
-                if held is not None:
-                    line = held.line
-                    yield held
-                held = row
+            for row in _iter_rows(io.BufferedReader(stream, _BUFFER_BYTES), path, chunk_bytes):
+                if pending is not None:
+                    line = pending.line
+                    yield pending
+                pending = row
         except DataError:
             if stream.error is None:
                 raise
-        if stream.error is not None:  # the row held is the one that breaks off
+        if stream.error is not None:  # the pending row is the truncated one
             raise DataError(
-                f"{path}:{line}: the gzip stream breaks off after the row on this line ({stream.error}). "
-                "Fetch the file again."
+                f"{path}:{line}: the gzip stream ends early, after the row on this line ({stream.error}). "
+                "Download the file again."
             )
-        if held is not None:
-            yield held
+        if pending is not None:
+            yield pending
 
 
 class _GzipStream(io.RawIOBase):
-    """What a gzip file holds up to where it breaks off, with ``error`` saying why it does."""
+    """The content of a gzip file up to its truncation; ``error`` is the reason of a truncation."""
 
     def __init__(self, file: gzip.GzipFile) -> None:
         self._unzipped = file
         self.error: Exception | None = None
 
     def readable(self) -> bool:
-        """True: it can be read."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fills the buffer and returns the number of bytes."""
+        """Fill the buffer and return the number of bytes."""
         if self.error is not None:
             return 0
         try:
@@ -223,7 +230,7 @@ class _GzipStream(io.RawIOBase):
         return len(data)
 
 
-def _iter_rows(stream: io.BufferedReader, path: str) -> Iterator[RawRow]:
+def _iter_rows(stream: io.BufferedReader, path: str, chunk_bytes: int) -> Iterator[RawRow]:
     head = stream.peek(_BUFFER_BYTES)[:4096]
     if head.startswith(b"\xef\xbb\xbf"):
         stream.read(3)
@@ -235,5 +242,5 @@ def _iter_rows(stream: io.BufferedReader, path: str) -> Iterator[RawRow]:
         )
     first_line = head.lstrip().split(b"\n", 1)[0].strip()
     if head.lstrip()[:1] == b"[" or first_line == b"{":
-        return iter_objects(stream, path)
+        return iter_objects(stream, path, chunk_bytes)
     return iter_lines(stream)

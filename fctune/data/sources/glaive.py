@@ -1,7 +1,7 @@
 """Rows of glaiveai/glaive-function-calling-v2: a ``system`` and a ``chat`` string with headers in the text.
 
 Calls are ``<functioncall> {"name": "f", "arguments": '{"a": 1}'}``: JSON arguments in single quotes, which is not JSON.
-They are read without guessing: a JSON decoder finds where the object between the quotes ends, apostrophes and all.
+A JSON decoder finds the end of the object between the quotes, whatever apostrophes it contains.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 from typing import Any
 
 from fctune.data.conversation import Call
-from fctune.data.sources.build import ParsedRow, RowBuilder
 from fctune.data.sources.defects import RowError, describe_value
+from fctune.data.sources.row_builder import ParsedRow, RowBuilder
 
 _HEADER = re.compile(r"(?:\A|\n{2,}) *(USER|ASSISTANT|FUNCTION RESPONSE):")
 _FUNCTIONS = re.compile(
@@ -26,7 +26,7 @@ _SPACE = " \t\r\n"  # str.strip() without it would take U+0085 and no-break spac
 
 
 def read_glaive(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
-    """The conversation of a row; a system prompt that only declares functions is left to the chat template."""
+    """Read a row; a system prompt that only declares functions is replaced by the chat template's."""
     for key in ("system", "chat"):
         if not isinstance(row[key], str):
             raise RowError(key, "content_not_text", f"expected text, got {describe_value(row[key])}")
@@ -61,7 +61,7 @@ def _read_system(system: str, builder: RowBuilder) -> None:
 
 
 def _split_turns(chat: str) -> list[tuple[str, str, str]]:
-    """Header, text and pointer of each turn."""
+    """Return the header, text and pointer of each turn."""
     headers = list(_HEADER.finditer(chat))
     before = chat[: headers[0].start()] if headers else chat
     if before.strip(_SPACE):
@@ -78,17 +78,17 @@ def _split_turns(chat: str) -> list[tuple[str, str, str]]:
 
 
 def _add_assistant(text: str, pointer: str, is_split: bool, builder: RowBuilder) -> None:
-    said, mark, rest = text.partition(_END)
+    spoken, mark, rest = text.partition(_END)
     if rest.strip(_SPACE):
         raise RowError(pointer, "split_turn", f"text after {_END}: {rest.strip(_SPACE)[:40]!r}")
     if not mark:
         if is_split:
             raise RowError(pointer, "split_turn", f"no {_END}, and another ASSISTANT: header follows")
         builder.notes["missing_end_marker"] += 1
-    said = said.rstrip(_SPACE)
-    content, mark, call = said.partition(_CALL)
+    spoken = spoken.rstrip(_SPACE)
+    content, mark, call = spoken.partition(_CALL)
     if not mark:
-        builder.add("assistant", said, pointer)
+        builder.add("assistant", spoken, pointer)
         return
     builder.add("assistant", content.rstrip(_SPACE) or None, pointer, (_read_call(call, pointer, builder),))
 
@@ -104,19 +104,19 @@ def _read_call(text: str, pointer: str, builder: RowBuilder) -> Call:
         value = {"name": head.group(1), "arguments": arguments}
     rest = text[end:].strip(_SPACE)
     if rest.startswith("}"):
-        raise RowError(pointer, "call_not_json", "a closing brace too many after the call")
+        raise RowError(pointer, "call_not_json", "an extra closing brace after the call")
     if rest:
         raise RowError(pointer, "text_around_call", f"text after the call: {rest[:40]!r}")
     return builder.read_call(value, pointer)
 
 
 def _read_quoted(text: str, start: int, pointer: str, builder: RowBuilder) -> tuple[Any, str, int]:
-    """The JSON between single quotes, the text that it was read from and the index after the call's brace."""
+    """Return the JSON between single quotes, the text it was read from and the index after the call's brace."""
     kind = "arguments_not_json"
     try:
         value, end = builder.decode_prefix(text, start, pointer, kind)
     except RowError:
-        # \' is no JSON escape and can only mean an apostrophe; every other escape keeps its meaning.
+        # \' is not an escape in JSON and can only mean an apostrophe; other escapes keep their meaning.
         plain = text[:start] + _ESCAPE.sub(lambda match: "'" if match[1] == "'" else match[0], text[start:])
         if plain == text:
             raise
@@ -129,6 +129,6 @@ def _read_quoted(text: str, start: int, pointer: str, builder: RowBuilder) -> tu
         raise RowError(pointer, kind, f"expected the closing quote of the arguments, got {text[end : end + 20]!r}")
     tail = _CALL_TAIL.match(text, end + 1)
     if tail is None:
-        raise RowError(pointer, "call_not_json", "expected a closing brace after the arguments: the call is cut off")
+        raise RowError(pointer, "call_not_json", "expected a closing brace after the arguments: the call is truncated")
     builder.notes["quoted_arguments"] += 1
     return value, text, tail.end()

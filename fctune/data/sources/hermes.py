@@ -1,7 +1,7 @@
 """Rows of NousResearch/hermes-function-calling-v1: ShareGPT turns with calls and results in XML tags.
 
 https://github.com/NousResearch/Hermes-Function-Calling. Calls are ``<tool_call>`` blocks of JSON, results
-``<tool_response>`` blocks; tools stand in a column and again in the system prompt.
+``<tool_response>`` blocks; tools are in a column and again in the system prompt.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 from typing import Any
 
 from fctune.data.conversation import Call
-from fctune.data.sources.build import ParsedRow, RowBuilder, RowWarning
 from fctune.data.sources.defects import RowError
-from fctune.data.sources.sharegpt import SPEAKERS, iter_turns
+from fctune.data.sources.row_builder import ParsedRow, RowBuilder, RowWarning
+from fctune.data.sources.sharegpt import SPEAKERS, read_turns
 
 _OPENING = "You are a function calling AI model"
 _TOOLS = re.compile(r"<tools>\s*(?=[\[{])")
@@ -22,19 +22,19 @@ _SPACE = " \t\r\n"
 
 
 def is_hermes(turns: list[Any]) -> bool:
-    """Whether any turn holds Hermes' tags; in a call or result of LLaMA-Factory's shape they are somebody's data."""
+    """Return True if a turn has Hermes' tags, outside the calls and results of LLaMA-Factory's format."""
     for turn in turns:
-        is_said = isinstance(turn, dict) and turn.get("from") not in ("function_call", "observation")
-        value = turn.get("value") if is_said else None
+        is_text = isinstance(turn, dict) and turn.get("from") not in ("function_call", "observation")
+        value = turn.get("value") if is_text else None
         if isinstance(value, str) and ("<tool_call>" in value or "<tool_response>" in value or "<tools>" in value):
             return True
     return False
 
 
 def read_hermes(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
-    """The conversation of a row; a system prompt that only declares the tools is left to the chat template."""
+    """Read a row; a system prompt that only declares the tools is replaced by the chat template's."""
     builder.set_tools(row.get("tools"))
-    for speaker, value, pointer in iter_turns(row, builder):
+    for speaker, value, pointer in read_turns(row, builder):
         match SPEAKERS[speaker]:
             case "system":
                 _add_system(value, pointer, row, builder)
@@ -47,7 +47,7 @@ def read_hermes(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
                 for content, name in _read_results(value, pointer, builder):
                     builder.add_result(content, pointer, name=name)
             case _:
-                reason = "a function_call turn among Hermes' tags: name the format, sharegpt or hermes"
+                reason = "a function_call turn in a row with Hermes' tags: set the format to sharegpt or hermes"
                 raise RowError(pointer, "message_shape", reason)
     return builder.finish()
 
@@ -65,7 +65,7 @@ def _add_system(value: str, pointer: str, row: dict[str, Any], builder: RowBuild
         builder.notes["tools_from_prompt"] += 1
     start = value.find(_OPENING)
     if start < 0:
-        reason = "the system prompt lists tools in words of its own; the chat template will list them again"
+        reason = "the system prompt lists tools in its own wording; the chat template lists them again"
         builder.warnings.append(RowWarning(pointer, "tools_in_prompt", reason))
         builder.add("system", value, pointer)
         return
@@ -95,7 +95,7 @@ def _read_calls(value: str, pointer: str, builder: RowBuilder) -> tuple[str | No
 
 
 def _read_results(value: str, pointer: str, builder: RowBuilder) -> list[tuple[str, str | None]]:
-    """Content and tool name of each result in a turn."""
+    """Return the content and tool name of each result in a turn."""
     at = _skip_space(value, 0)
     if not value.startswith("<tool_response>", at):
         return [(value, None)]
@@ -113,7 +113,7 @@ def _read_results(value: str, pointer: str, builder: RowBuilder) -> list[tuple[s
 
 
 def _read_result(text: str, builder: RowBuilder) -> tuple[str, str | None]:
-    """A result's content without its wrapping ``{"name", "content"}``, where it has exactly that."""
+    """Return a result's content and name, unwrapped if it is exactly ``{"name", "content"}``."""
     try:
         value = builder.context.json.decode(text)
     except RowError:

@@ -1,4 +1,4 @@
-"""Rows in OpenAI's shape: ``messages`` with ``tool_calls``, and ``tools``.
+"""Rows in OpenAI's format: ``messages`` with ``tool_calls``, and ``tools``.
 
 https://platform.openai.com/docs/guides/fine-tuning. Arguments may be a string (OpenAI, axolotl, mlx) or an object
 (TRL, axolotl); a result may name its call by ``tool_call_id`` (OpenAI) or by ``name`` (TRL).
@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from fctune.data.conversation import Call
-from fctune.data.sources.build import ParsedRow, RowBuilder, RowWarning
 from fctune.data.sources.defects import RowError, describe_value
+from fctune.data.sources.row_builder import ParsedRow, RowBuilder, RowWarning
 
 _READ_FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "weight", "function_call"})
 
 
 def read_openai(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
-    """The conversation of a row with ``messages`` (or ``conversations`` of role and content) and ``tools``."""
+    """Read a row with ``messages`` (or ``conversations`` of role and content) and ``tools``."""
     key = "messages" if "messages" in row else "conversations"
     messages = row[key]
     if isinstance(messages, str):
@@ -33,7 +33,7 @@ def read_openai(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     if row.get("parallel_tool_calls") is False:
         for message, pointer in zip(builder.messages, builder.pointers, strict=True):
             if len(message.calls) > 1:
-                reason = f"{len(message.calls)} calls in a turn, though parallel_tool_calls is false"
+                reason = f"{len(message.calls)} calls in one turn, although parallel_tool_calls is false"
                 builder.warnings.append(RowWarning(f"{pointer}.tool_calls", "parallel_not_allowed", reason))
     return builder.finish()
 

@@ -1,4 +1,4 @@
-"""Python's type names as JSON Schema: what xLAM and ToolACE write where JSON Schema has a type."""
+"""Conversion of Python type names, which xLAM and ToolACE use as types, to JSON Schema."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TYPES = {
 
 
 def convert_type(text: str, pointer: str) -> tuple[dict[str, Any], bool]:
-    """JSON Schema of a Python type, and whether its text says that it may be left out (``str, optional``).
+    """Return the JSON Schema of a Python type, and whether it is marked as optional (``str, optional``).
 
     Raises:
-        RowError: ``type_unknown`` for a type that JSON Schema cannot say.
+        RowError: ``type_unknown`` for a type that JSON Schema cannot express.
     """
     name, *remarks = _split(text)
     is_optional = False
@@ -64,7 +64,7 @@ def _convert(name: str, text: str, pointer: str) -> dict[str, Any]:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between commas that stand outside brackets."""
+    """Split at commas outside brackets."""
     parts, depth, start = [], 0, 0
     for i, character in enumerate(text):
         depth += (character == "[") - (character == "]")
@@ -75,7 +75,7 @@ def _split(text: str) -> list[str]:
 
 
 def convert_schema(schema: Any, pointer: str) -> Any:
-    """A JSON Schema whose types are Python's, with JSON Schema's instead; all else as it stood."""
+    """Return a schema with its Python type names converted to JSON Schema and all else unchanged."""
     if not isinstance(schema, dict):
         return schema
     converted: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""Rows in ShareGPT's shape as LLaMA-Factory extends it: ``conversations`` of ``from``/``value``, calls as turns.
+"""Rows in ShareGPT's format as extended by LLaMA-Factory: ``conversations`` of ``from``/``value``, calls as turns.
 
-https://github.com/hiyouga/LLaMA-Factory/blob/main/data/README.md. A ``function_call`` turn holds JSON of one call or a
+https://github.com/hiyouga/LLaMA-Factory/blob/main/data/README.md. A ``function_call`` turn is the JSON of one call or a
 list of calls, an ``observation`` turn a result; ``tools`` is a JSON string of bare functions.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fctune.data.sources.build import ParsedRow, RowBuilder
 from fctune.data.sources.defects import RowError, describe_value
+from fctune.data.sources.row_builder import ParsedRow, RowBuilder
 
 SPEAKERS = {
     "human": "user",
@@ -24,12 +24,12 @@ SPEAKERS = {
 
 
 def read_sharegpt(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
-    """The conversation of a row with ``conversations`` and, where it has tools, ``tools``."""
+    """Read a row with ``conversations`` and optional ``tools``."""
     builder.set_tools(row.get("tools"))
     system = row.get("system")
     if isinstance(system, str) and system:
         builder.add("system", system, "system")
-    for speaker, value, pointer in iter_turns(row, builder):
+    for speaker, value, pointer in read_turns(row, builder):
         match SPEAKERS.get(speaker):
             case "user":
                 builder.add("user", value, pointer)
@@ -48,8 +48,8 @@ def read_sharegpt(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     return builder.finish()
 
 
-def iter_turns(row: dict[str, Any], builder: RowBuilder) -> list[tuple[str, str, str]]:
-    """Speaker, text and pointer of each turn; a speaker is always a key of ``SPEAKERS``."""
+def read_turns(row: dict[str, Any], builder: RowBuilder) -> list[tuple[str, str, str]]:
+    """Return the speaker (a key of ``SPEAKERS``), text and pointer of each turn."""
     turns = row["conversations"]
     if isinstance(turns, str):
         turns = builder.decode(turns, "conversations")

@@ -7,10 +7,10 @@ import re
 from typing import Any
 
 from fctune.data.conversation import Call
-from fctune.data.sources.build import ParsedRow, RowBuilder
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.python_types import convert_schema
-from fctune.data.sources.sharegpt import SPEAKERS, iter_turns
+from fctune.data.sources.row_builder import ParsedRow, RowBuilder
+from fctune.data.sources.sharegpt import SPEAKERS, read_turns
 from fctune.parsing.declared_calls import DeclaredCallReader
 from fctune.parsing.json_reader import ParseError
 
@@ -34,16 +34,16 @@ _SPACE = " \t\r\n"
 
 
 def is_toolace(row: dict[str, Any]) -> bool:
-    """Whether the row's system text lists tools as ToolACE does."""
+    """Return True if the row's system text lists tools as ToolACE does."""
     system = row.get("system")
     return isinstance(system, str) and _LIST_HEAD.search(system) is not None
 
 
 def read_toolace(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
-    """The conversation of a row; of its system text, only what is not ToolACE's own prompt stays."""
+    """Read a row; ToolACE's own prompt is removed from its system text."""
     _read_system(row["system"], builder)
     names = [tool.name for tool in builder.tools]
-    for speaker, value, pointer in iter_turns(row, builder):
+    for speaker, value, pointer in read_turns(row, builder):
         match SPEAKERS[speaker]:
             case "user":
                 builder.add("user", value, pointer)
@@ -54,7 +54,7 @@ def read_toolace(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
             case "result":
                 _add_results(value, pointer, builder)
             case _:
-                raise RowError(pointer, "message_shape", "a function_call turn in a row of ToolACE's shape")
+                raise RowError(pointer, "message_shape", "a function_call turn in a row of ToolACE's format")
     return builder.finish()
 
 
@@ -105,7 +105,7 @@ def _add_assistant(value: str, pointer: str, names: list[str], builder: RowBuild
 
 
 def _add_results(value: str, pointer: str, builder: RowBuilder) -> None:
-    """Adds one result a call: ToolACE puts all of a turn's into one list of ``{"name", "results"}``."""
+    """Add one result per call; ToolACE has all results of a turn in one list of ``{"name", "results"}``."""
     try:
         results = builder.context.json.decode(value)
     except RowError:
@@ -121,7 +121,7 @@ def _add_results(value: str, pointer: str, builder: RowBuilder) -> None:
     elif len(builder.pending) > 1:
         names = ", ".join(call.name for call in builder.pending)
         raise RowError(
-            pointer, "result_without_call", f"expected a list with one result each of {names}, in this order"
+            pointer, "result_without_call", f"expected a list with one result of each of {names}, in this order"
         )
     else:
         builder.add_result(value, pointer)

@@ -1,20 +1,20 @@
 """Rows of Salesforce/xlam-function-calling-60k: a query, its calls and its tools, the latter two as JSON strings.
 
 Parameters are not JSON Schema: ``{"city": {"description": ..., "type": "str, optional", "default": ...}}``. They are
-turned into it; a parameter is required unless its type says optional or it has a default.
+converted to it; a parameter is required unless its type is marked as optional or it has a default.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from fctune.data.sources.build import ParsedRow, RowBuilder
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.python_types import convert_type
+from fctune.data.sources.row_builder import ParsedRow, RowBuilder
 
 
 def read_xlam(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
-    """The conversation of a row: the query, then its calls."""
+    """Read a row as a conversation of the query and its calls."""
     query, answers, tools = row["query"], row["answers"], row["tools"]
     if not isinstance(query, str):
         raise RowError("query", "content_not_text", f"expected text, got {describe_value(query)}")
@@ -26,7 +26,7 @@ def read_xlam(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     if not isinstance(answers, list):
         raise RowError("answers", "call_shape", f"expected a list of calls, got {describe_value(answers)}")
     if not answers:
-        raise RowError("answers", "no_assistant", "no calls and no text, so there is nothing to learn from")
+        raise RowError("answers", "no_assistant", "neither calls nor text to train on")
     builder.add("user", query, "query")
     calls = tuple(builder.read_call(answer, f"answers[{i}]") for i, answer in enumerate(answers))
     builder.add("assistant", None, "answers", calls)
@@ -47,9 +47,9 @@ def _convert_tool(tool: Any, pointer: str, builder: RowBuilder) -> Any:
         is_optional = "default" in parameter
         for key, value in parameter.items():
             if key == "type" and isinstance(value, str):
-                converted, said_optional = convert_type(value, f"{at}.type")
+                converted, is_marked = convert_type(value, f"{at}.type")
                 schema.update(converted)
-                is_optional = is_optional or said_optional
+                is_optional = is_optional or is_marked
             else:
                 schema[key] = value
         if not is_optional:

@@ -1,4 +1,4 @@
-"""What all row readers share: tools and calls read strictly, messages put in order, results matched to their calls."""
+"""Shared parts of all row readers: strict tools and calls, ordered messages, results matched to their calls."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _MAX_CACHED_TOOLS = 2_000
 
 
 class ArrowStruct(dict[str, Any]):
-    """An object that Arrow made of a struct, so that its nulls may be fill."""
+    """An object from an Arrow struct, whose nulls may be filling."""
 
 
 class RowWarning(NamedTuple):
-    """Something odd about a row that is kept."""
+    """A problem of a row that is kept."""
 
     pointer: str
     kind: str
@@ -28,11 +28,10 @@ class RowWarning(NamedTuple):
 
 @dataclass(slots=True)
 class ParsedRow:
-    """A conversation with where each part stood in its row.
+    """A conversation with the location of each part in its row.
 
-    ``message_pointers[i]`` is where ``conversation.messages[i]`` came from, ``tools_pointer[i]tools_suffix`` where
-    ``conversation.tools[i]`` did. ``notes`` counts what was read in another
-    way than as it stood: see ``NOTE_KINDS``.
+    ``message_pointers[i]`` is the location of ``conversation.messages[i]``, ``tools_pointer[i]tools_suffix`` that of
+    ``conversation.tools[i]``. ``notes`` counts the conversions that were made, by their kind in ``NOTE_KINDS``.
     """
 
     conversation: Conversation
@@ -45,25 +44,25 @@ class ParsedRow:
 
 
 NOTE_KINDS: dict[str, str] = {
-    "arrow_null_dropped": "nulls that Arrow filled into a struct, left out again",
+    "arrow_null_dropped": "nulls that Arrow filled into a struct, removed",
     "arrow_struct": "arguments or tools from an Arrow struct, whose key order is the column's",
-    "content_beside_call": "assistant text before a call, kept beside it",
+    "content_beside_call": "assistant text before a call, kept with it",
     "developer_as_system": "developer messages read as system messages",
     "escaped_apostrophe": "\\' in quoted arguments read as an apostrophe",
-    "ignored_field": "message fields with a value that no chat template of tool calls uses",
+    "ignored_field": "message fields that no chat template of tool calls uses",
     "legacy_function_call": "OpenAI's old function_call, function role or functions",
     "missing_end_marker": "Glaive assistant turns without <|endoftext|>",
-    "number_respelled": "numbers whose value is kept and whose spelling is not (1e5, 1.50)",
-    "quoted_arguments": "Glaive arguments in single quotes, read as the JSON between them",
-    "system_prompt_replaced": "system prompts that only declared tools, which the chat template now declares",
-    "tools_from_prompt": "tools read from the prompt, the tools column being empty",
-    "type_converted": "tools whose Python type names were turned into JSON Schema",
+    "number_respelled": "numbers whose value is kept but not their spelling (1e5, 1.50)",
+    "quoted_arguments": "Glaive arguments in single quotes, read as the JSON between the quotes",
+    "system_prompt_replaced": "system prompts that only declared tools, which the chat template declares instead",
+    "tools_from_prompt": "tools read from the prompt because the tools column is empty",
+    "type_converted": "tools whose Python type names were converted to JSON Schema",
 }
-"""Every kind of note, with what it counts."""
+"""The kinds of conversions and what they count."""
 
 
 class RowBuilder:
-    """Collects one row's messages and raises ``RowError`` at its first defect."""
+    """Builds a conversation from the messages of a row; raises ``RowError`` at the first defect."""
 
     def __init__(self, context: ReadContext, source: str = "") -> None:
         self.context = context
@@ -80,10 +79,10 @@ class RowBuilder:
     def add(
         self, role: Role, content: str | None, pointer: str, calls: tuple[Call, ...] = (), weight: float = 1.0
     ) -> None:
-        """Adds a message that is not a result."""
+        """Add a message that is not a result."""
         if self.pending and not (role == "assistant" and calls):
             names = ", ".join(call.name for call in self.pending)
-            self.warnings.append(RowWarning(pointer, "call_without_result", f"no result of {names} stands before it"))
+            self.warnings.append(RowWarning(pointer, "call_without_result", f"no result of {names} precedes it"))
             self.pending = []
         if calls:
             if content:
@@ -91,26 +90,26 @@ class RowBuilder:
             self.pending.extend(calls)
             ids = [call.id for call in self.pending if call.id is not None]
             if len(set(ids)) != len(ids):
-                raise RowError(pointer, "duplicate_call_id", f"two calls without a result yet share an id: {ids}")
+                raise RowError(pointer, "duplicate_call_id", f"two calls without a result share an id: {ids}")
         self.messages.append(Message(role, content, calls, weight=weight))
         self.pointers.append(pointer)
 
     def add_result(self, content: str, pointer: str, call_id: str | None = None, name: str | None = None) -> None:
-        """Adds a result, which must answer a call that has none yet: by id, else by name, else the oldest."""
+        """Add a result of a call that has none yet, matched by id, else by name, else to the oldest call."""
         call = self._find_call(call_id, name)
         if call is None:
-            said = f"id {call_id!r}" if call_id is not None else f"name {name!r}" if name is not None else "no id"
+            given = f"id {call_id!r}" if call_id is not None else f"name {name!r}" if name is not None else "no id"
             open_calls = ", ".join(f"{c.name} ({c.id})" if c.id else c.name for c in self.pending) or "none"
-            reason = f"answers no call (it has {said}; calls still without a result: {open_calls})"
+            reason = f"answers no call (it has {given}; calls a result: {open_calls})"
             raise RowError(pointer, "result_without_call", reason)
         self.pending.remove(call)
         self.messages.append(Message("tool", content, call_id=call_id, name=name))
         self.pointers.append(pointer)
 
     def finish(self) -> ParsedRow:
-        """The row read."""
+        """Return the conversation with its locations, warnings and notes."""
         if not any(message.role == "assistant" for message in self.messages):
-            raise RowError("", "no_assistant", "no assistant message, so there is nothing to learn from")
+            raise RowError("", "no_assistant", "no assistant message to train on")
         conversation = Conversation(tuple(self.messages), self.tools, self.source)
         if self.context.has_escaped_surrogate:
             try:
@@ -128,7 +127,7 @@ class RowBuilder:
         )
 
     def read_call(self, value: Any, pointer: str, call_id: str | None = None) -> Call:
-        """The call in an object with ``name`` and ``arguments``, the latter an object or a string holding one."""
+        """Read a call from an object with ``name`` and ``arguments``, an object or a string with its JSON."""
         if not isinstance(value, dict):
             raise RowError(
                 pointer, "call_shape", f"expected an object with name and arguments, got {describe_value(value)}"
@@ -143,40 +142,40 @@ class RowBuilder:
         return Call(name, arguments, call_id)
 
     def read_arguments(self, value: Any, pointer: str, name: str) -> dict[str, Any]:
-        """The arguments of a call to ``name``."""
+        """Read the arguments of a call to the tool ``name``."""
         if isinstance(value, str):
             value = self.decode(value, pointer, "arguments_not_json")
         elif isinstance(value, ArrowStruct):
             self.notes["arrow_struct"] += 1
             value = _drop_fill(value, self._find_schema(name), pointer, self.notes)
         if not isinstance(value, dict):
-            reason = f"expected an object or a string holding one, got {describe_value(value)}"
+            reason = f"expected an object or a string with its JSON, got {describe_value(value)}"
             raise RowError(pointer, "arguments_not_object", reason)
         check_depth(value, pointer)
         return value
 
     def decode(self, text: str, pointer: str, kind: str = "not_json") -> Any:
-        """JSON inside the row, read strictly and with respelled numbers counted."""
+        """Decode JSON inside the row strictly and count respelled numbers."""
         before = self.context.json.num_respelled
         value = self.context.json.decode(text, pointer, kind)
         self.notes["number_respelled"] += self.context.json.num_respelled - before
         return value
 
     def decode_prefix(self, text: str, start: int, pointer: str, kind: str = "not_json") -> tuple[Any, int]:
-        """JSON at ``start`` of a text that goes on after it, and the index after it."""
+        """Decode JSON at ``start`` of a longer text; returns the value and the index after it."""
         before = self.context.json.num_respelled
         value, end = self.context.json.decode_prefix(text, start, pointer, kind)
         self.notes["number_respelled"] += self.context.json.num_respelled - before
         return value, end
 
     def set_tools(self, value: Any, pointer: str = "tools") -> None:
-        """Reads the tools of the row: a list or a string holding one, OpenAI's wrapping or bare functions."""
+        """Read the tools of the row: a list or its JSON, of functions with or without OpenAI's wrapper."""
         self.tools, repeated = self.context.read_tools(value, pointer, self.notes)
         self.tools_pointer = pointer
         if isinstance(value, list) and value and isinstance(value[0], dict) and "function" in value[0]:
             self.tools_suffix = ".function"
         for name in repeated:
-            self.warnings.append(RowWarning(pointer, "repeated_tool", f"{name} is declared twice, the same both times"))
+            self.warnings.append(RowWarning(pointer, "repeated_tool", f"{name} is declared twice, identically"))
 
     def _find_call(self, call_id: str | None, name: str | None) -> Call | None:
         if call_id is not None and any(call.id is not None for call in self.pending):
@@ -190,7 +189,7 @@ class RowBuilder:
 
 
 class ReadContext:
-    """What is kept from row to row: the JSON reader and the tools already read."""
+    """State shared by the rows of a source: the JSON reader and a cache of tools."""
 
     def __init__(self) -> None:
         self.has_escaped_surrogate = False
@@ -198,7 +197,7 @@ class ReadContext:
         self._tools: dict[str, tuple[tuple[Tool, ...], list[str]]] = {}
 
     def read_tools(self, value: Any, pointer: str, notes: Counter[str]) -> tuple[tuple[Tool, ...], list[str]]:
-        """The tools, and the names declared twice in the same words."""
+        """Return the tools, and the names of tools that are declared twice identically."""
         if isinstance(value, str):
             cached = self._tools.get(value)
             if cached is None:
@@ -214,10 +213,10 @@ class ReadContext:
 
 
 def _drop_fill(value: Any, schema: Any, pointer: str, notes: Counter[str]) -> Any:
-    """Arguments from an Arrow struct without the nulls that Arrow filled in.
+    """Remove the nulls that Arrow filled into arguments.
 
-    A null is fill where the tool's schema does not declare the key, or declares it as optional and of a type that
-    excludes null. A null that the schema allows, or that no schema speaks of, is refused as ``arrow_null``.
+    A null is filling if the tool's schema does not declare the key, or declares it as optional with a type that
+    excludes null. A null that the schema allows, or for which there is no schema, is rejected as ``arrow_null``.
     """
     if not isinstance(value, dict):
         if _holds_null(value):
@@ -232,7 +231,7 @@ def _drop_fill(value: Any, schema: Any, pointer: str, notes: Counter[str]) -> An
         elif isinstance(properties, dict) and (key not in properties or _excludes_null(declared, key, schema)):
             notes["arrow_null_dropped"] += 1
         else:
-            reason = "null in an Arrow column: the row's own or fill, nobody can tell; store arguments as JSON strings"
+            reason = "null in an Arrow column, which may be the row's or filling; store arguments as JSON strings"
             raise RowError(f"{pointer}.{key}", "arrow_null", reason)
     return kept
 
@@ -252,7 +251,7 @@ def _holds_null(value: Any) -> bool:
 
 
 def _drop_nulls(value: Any, notes: Counter[str]) -> Any:
-    """A tool schema from an Arrow struct without its nulls: no keyword but ``default`` and ``const`` takes one."""
+    """Remove the nulls of a tool schema from an Arrow struct; only ``default`` and ``const`` could allow them."""
     if isinstance(value, dict):
         kept = {key: _drop_nulls(item, notes) for key, item in value.items() if item is not None}
         notes["arrow_null_dropped"] += len(value) - len(kept)
