@@ -39,7 +39,7 @@ from fctune.evaluation.run import describe_run, run_suite
 from fctune.evaluation.suites import Suite, benchmark_of, load_suite
 from fctune.generation.endpoint import EndpointEngine
 from fctune.generation.engine import Engine, Sampling
-from fctune.generation.http_client import Patience
+from fctune.generation.http_client import RetryPolicy
 from fctune.generation.in_process import InProcessEngine
 from fctune.generation.model_files import find_model
 
@@ -132,7 +132,7 @@ def _open_engine(arguments: argparse.Namespace, world: World | None) -> tuple[En
     named = get_format(arguments.format) if arguments.format else None
     sampling = Sampling(arguments.temperature, arguments.seed or 0)
     if _is_server(arguments):
-        patience = Patience(max_attempts=arguments.attempts, timeout_s=arguments.timeout)
+        retry_policy = RetryPolicy(max_attempts=arguments.attempts, timeout_s=arguments.timeout)
         return EndpointEngine(
             arguments.model,
             arguments.served_model,
@@ -140,7 +140,7 @@ def _open_engine(arguments: argparse.Namespace, world: World | None) -> tuple[En
             arguments.concurrency,
             sampling,
             arguments.request,
-            patience,
+            retry_policy,
         ), named
     files = find_model(arguments.model, arguments.adapter)
     device = world.device if world else None

@@ -1,4 +1,4 @@
-"""Answers of a model to conversations, behind one protocol."""
+"""Engines that generate a model's answers to conversations, in this process or through a server."""
 
 from fctune.generation.engine import Answer, Engine, Sampling
 

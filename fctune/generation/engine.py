@@ -1,4 +1,4 @@
-"""The engine protocol: what every way of getting answers from a model offers."""
+"""The interface of engines, which generate a model's answers to conversations."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from fctune.data.conversation import Conversation
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a model said to one prompt.
+    """A model's answer to one prompt.
 
-    ``text`` is without the end-of-turn token; ``is_cut`` where the limit of tokens ended it. ``tool_calls`` is what a
-    server read out of the model's text itself, as it sent them, or None where the text is all there is. ``error`` says
-    why there is no answer; text and calls are empty then. ``seconds`` is how long it took, where it was asked alone.
+    Attributes:
+        index: Position of the prompt among those of the request.
+        text: The answer without its end-of-turn token.
+        is_cut: The answer was ended by the limit of tokens.
+        tool_calls: Calls that a server parsed from the model's text, as it sent them; None if there is only text.
+        error: Why there is no answer; text and calls are empty then.
+        seconds: Duration of the request; None for answers that were generated in a batch.
     """
 
     index: int
@@ -28,10 +32,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen: the likeliest at temperature 0, else drawn by ``seed``.
+    """The choice of tokens: greedy at temperature 0, else sampled with ``seed``.
 
-    In this process a prompt's draws depend on the seed and the prompt alone, not on what else is in its batch, so a run
-    that was cut and resumed draws the same. A server is given the seed and does with it what it does.
+    In this process, a prompt's samples depend on the seed and the prompt alone and not on the rest of its batch, so a
+    resumed evaluation samples the same. A server receives the seed and may or may not respect it.
     """
 
     temperature: float = 0.0
@@ -39,10 +43,10 @@ class Sampling:
 
 
 class Engine(Protocol):
-    """Something that answers conversations."""
+    """Generates answers to conversations."""
 
     def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:
-        """An answer to each prompt, in any order, as they are ready; one that cannot be had is an ``error``."""
+        """Yield one answer per prompt in the order of completion; a failed one has its ``error`` set."""
 
     def describe(self) -> dict[str, Any]:
-        """What makes its answers those of this model: the same again only for the same model."""
+        """Return what identifies the model and its settings; equal only if answers are comparable."""

@@ -1,7 +1,7 @@
-"""Requests to a server that may be slow, busy or broken: asked again where that may help, and given up in time.
+"""HTTP client for servers that may be slow, busy or broken: it retries where that may help, and gives up in time.
 
-Waits grow exponentially and are jittered (M. Brooker, Exponential Backoff And Jitter, AWS Architecture Blog, 2015), and
-are never shorter than what the server asks for in ``Retry-After`` (RFC 9110, section 10.2.3).
+Waits between attempts grow exponentially with jitter (M. Brooker, Exponential Backoff And Jitter, AWS Architecture
+Blog, 2015), and are never shorter than what the server requests in ``Retry-After`` (RFC 9110, section 10.2.3).
 """
 
 from __future__ import annotations
@@ -15,23 +15,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import requests
-import urllib3.exceptions
-from requests.auth import AuthBase
+import httpx
 
 T = TypeVar("T")
 
-# Worth another try beside 500 and above: the server was slow, busy or not ready.
+# Statuses under 500 that are worth another attempt: the server was slow, busy or not ready.
 _TRANSIENT = {408, 409, 425, 429}
-# True of every request alike, as is being sent elsewhere.
+# Statuses that every other request would get as well; so is being redirected.
 _FATAL = {401, 403, 404, 405}
-_MAX_BODY_BYTES = 64 * 1024**2
-_MAX_SAID = 300
+_MAX_CONNECT_S = 10.0
+_MAX_REASON_LENGTH = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a request is tried: ``timeout_s`` for one attempt from first to last byte, waits in between."""
+class RetryPolicy:
+    """Limits on how long a request is tried.
+
+    Attributes:
+        max_attempts: Attempts, the first included.
+        timeout_s: Seconds for one attempt, from its first to its last byte.
+        first_wait_s: Seconds before the second attempt; they double from one attempt to the next.
+        max_wait_s: Seconds that a wait does not exceed.
+        max_retry_after_s: The longest wait accepted from a server; one that requests more is not tried again.
+    """
 
     max_attempts: int = 5
     timeout_s: float = 120.0
@@ -40,8 +46,8 @@ class Patience:
     max_retry_after_s: float = 300.0
 
 
-class RequestFailedError(Exception):
-    """A request that got no use of an answer; ``status`` is the server's, None where it sent none."""
+class RequestError(Exception):
+    """A request without a usable answer; ``status`` is the server's, None if it sent none."""
 
     def __init__(self, reason: str, status: int | None = None, retry_after_s: float | None = None):
         super().__init__(reason)
@@ -50,211 +56,193 @@ class RequestFailedError(Exception):
 
     @property
     def is_transient(self) -> bool:
-        """Whether asking again may help."""
+        """True if another attempt may succeed."""
         return self.status is None or self.status == 200 or self.status >= 500 or self.status in _TRANSIENT
 
     @property
     def is_fatal(self) -> bool:
-        """Whether every other request will fail like this one."""
+        """True if every other request will fail like this one."""
         return self.status is not None and (self.status in _FATAL or 300 <= self.status < 400)
 
 
 class HttpClient:
-    """Talks JSON to one server, from any number of threads.
+    """JSON client of one server, for any number of threads.
+
+    Redirects are never followed, because the API key belongs to the server that was named.
 
     Args:
-        base_url: what every path is put behind.
-        api_key: sent as a bearer token, and blacked out wherever the server repeats it; None: none.
-        patience: how long to try.
+        base_url: Prefix of every path.
+        api_key: Sent as a bearer token, and redacted wherever the server repeats it; None sends none.
+        retry_policy: How long requests are tried.
+        max_body_bytes: The largest answer that is read.
     """
 
-    def __init__(self, base_url: str, api_key: str | None = None, patience: Patience | None = None):
-        self.base_url = base_url.rstrip("/")
-        self.patience = patience or Patience()
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None = None,
+        retry_policy: RetryPolicy | None = None,
+        max_body_bytes: int = 64 * 1024**2,
+    ):
+        self.retry_policy = retry_policy or RetryPolicy()
         self._api_key = api_key
-        self._threads = threading.local()
+        self._max_body_bytes = max_body_bytes
         self._stopped = threading.Event()
         self._random = random.Random()
+        timeout_s = self.retry_policy.timeout_s
+        self._client = httpx.Client(
+            base_url=base_url,
+            headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+            # Reads are limited one by one; ``_Body`` holds the deadline of the attempt.
+            timeout=httpx.Timeout(timeout_s, connect=min(_MAX_CONNECT_S, timeout_s), pool=None),
+            limits=httpx.Limits(max_connections=None),
+            follow_redirects=False,
+        )
 
     def start(self) -> None:
-        """Take requests again after ``stop``."""
+        """Accept requests again after ``stop``."""
         self._stopped.clear()
 
     def stop(self) -> None:
-        """Wait no longer: requests that wait for their next attempt fail at once."""
+        """Fail requests that wait for their next attempt at once, and start no further attempts."""
         self._stopped.set()
 
     def get(self, path: str) -> Any:
-        """The JSON that the server has at ``path``; one attempt.
+        """Return the JSON at ``path``, in one attempt.
 
         Raises:
-            RequestFailedError: it has none to give.
+            RequestError: No usable answer.
         """
-        return self._attempt("GET", path, None, lambda response, deadline: _read_json(response, deadline))
+        return self._attempt("GET", path, None, _Body.read_json)
 
     def post(self, path: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
-        """What ``read`` makes of the server's JSON answer, asked again while that may help.
+        """Return what ``read`` makes of the server's JSON answer, after as many attempts as may help.
 
         ``read`` raises ``ValueError`` for an answer that makes no sense, which counts as a failed attempt.
 
         Raises:
-            RequestFailedError: the last attempt's, its reason with the count of attempts.
+            RequestError: The last attempt's error, with the number of attempts.
         """
-        return self._try_often(
-            lambda: self._attempt("POST", path, body, lambda response, deadline: read(_read_json(response, deadline)))
-        )
+        return self._retry(lambda: self._attempt("POST", path, body, lambda answer: read(answer.read_json())))
 
     def post_stream(self, path: str, body: dict[str, Any], read: Callable[[Iterator[Any]], T]) -> T:
-        """What ``read`` makes of the server-sent events that answer; as ``post`` otherwise.
+        """Return what ``read`` makes of the server-sent events of the answer; otherwise as ``post``.
 
-        Each event is decoded from JSON; ``[DONE]`` is None and the last. Whether a stream without it is whole is for
-        ``read`` to say.
+        Each event is decoded from JSON; ``[DONE]`` is None and the last. Whether a stream without it is complete is for
+        ``read`` to decide.
         """
-        return self._try_often(
-            lambda: self._attempt(
-                "POST", path, body, lambda response, deadline: read(_iter_events(response, deadline)), is_stream=True
-            )
-        )
+        return self._retry(lambda: self._attempt("POST", path, body, lambda answer: read(answer.iter_events())))
 
     def redact(self, text: str) -> str:
-        """The text on one line, cut, without the key."""
+        """Return the text on one line, shortened and without the API key."""
         line = " ".join(text.split())
         line = line.replace(self._api_key, "***") if self._api_key else line
-        return line if len(line) <= _MAX_SAID else line[: _MAX_SAID - 3] + "..."
+        return line if len(line) <= _MAX_REASON_LENGTH else line[: _MAX_REASON_LENGTH - 3] + "..."
 
-    def _try_often(self, attempt: Callable[[], T]) -> T:
-        for number in range(1, self.patience.max_attempts + 1):
+    def _retry(self, attempt: Callable[[], T]) -> T:
+        policy = self.retry_policy
+        for number in range(1, policy.max_attempts + 1):
             try:
                 return attempt()
-            except RequestFailedError as error:
-                asked_s = error.retry_after_s or 0.0
-                is_last = number == self.patience.max_attempts or asked_s > self.patience.max_retry_after_s
-                if is_last or not error.is_transient or self._stopped.is_set():
+            except RequestError as error:
+                requested_s = error.retry_after_s or 0.0
+                is_last = number == policy.max_attempts or requested_s > policy.max_retry_after_s
+                longest_s = min(policy.max_wait_s, policy.first_wait_s * 2 ** (number - 1))
+                wait_s = max(requested_s, longest_s * self._random.uniform(0.5, 1.0))
+                if is_last or not error.is_transient or self._stopped.wait(wait_s):
                     count = f" ({number} attempts)" if number > 1 else ""
-                    raise RequestFailedError(f"{error}{count}", error.status, error.retry_after_s) from None
-                longest = min(self.patience.max_wait_s, self.patience.first_wait_s * 2 ** (number - 1))
-                self._stopped.wait(max(asked_s, longest * self._random.uniform(0.5, 1.0)))
+                    raise RequestError(f"{error}{count}", error.status, error.retry_after_s) from None
         raise AssertionError("the last attempt raises or returns")
 
-    def _attempt(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None,
-        read: Callable[[requests.Response, float], T],
-        is_stream: bool = False,
-    ) -> T:
-        timeout_s = self.patience.timeout_s
+    def _attempt(self, method: str, path: str, body: dict[str, Any] | None, read: Callable[[_Body], T]) -> T:
+        timeout_s = self.retry_policy.timeout_s
         deadline = time.monotonic() + timeout_s
         try:
-            with self._session().request(
-                method,
-                self.base_url + path,
-                data=None if body is None else json.dumps(body).encode(),
-                headers={"Content-Type": "application/json", "Accept": "text/event-stream" if is_stream else "*/*"},
-                auth=_Bearer(self._api_key),
-                timeout=(min(10.0, timeout_s), timeout_s),
-                stream=True,
-                # A key belongs to the server that was named.
-                allow_redirects=False,
-            ) as response:
+            # Not httpx's json=, which fails on NaN and on half a surrogate pair.
+            content = None if body is None else json.dumps(body).encode()
+            with self._client.stream(method, path, content=content) as response:
+                answer = _Body(response, deadline, self._max_body_bytes)
                 if response.status_code != 200:
-                    raise self._refusal(response, deadline)
-                return read(response, deadline)
-        except requests.ConnectTimeout:
-            raise RequestFailedError(f"no connection within {min(10.0, timeout_s):g} s") from None
-        except (requests.Timeout, urllib3.exceptions.TimeoutError, TimeoutError):
-            raise RequestFailedError(f"no answer within {timeout_s:g} s") from None
-        except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
-            raise RequestFailedError(self.redact(f"connection failed ({_innermost(error)})")) from None
+                    raise self._to_error(response, answer)
+                return read(answer)
+        except httpx.ConnectTimeout:
+            raise RequestError(f"no connection within {min(_MAX_CONNECT_S, timeout_s):g} s") from None
+        except (httpx.TimeoutException, TimeoutError):
+            raise RequestError(f"no answer within {timeout_s:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise RequestError(self.redact(f"connection failed ({str(error) or type(error).__name__})")) from None
         except ValueError as error:
-            raise RequestFailedError(self.redact(f"answer makes no sense: {error}"), 200) from None
+            raise RequestError(self.redact(f"unusable answer: {error}"), 200) from None
 
-    def _refusal(self, response: requests.Response, deadline: float) -> RequestFailedError:
+    def _to_error(self, response: httpx.Response, answer: _Body) -> RequestError:
         try:
-            said = _read_body(response, deadline).decode("utf-8", "replace")
-        except (urllib3.exceptions.HTTPError, TimeoutError, ValueError):
-            said = ""
-        where = f" to {response.headers.get('Location', '?')}" if 300 <= response.status_code < 400 else ""
-        reason = self.redact(f"HTTP {response.status_code}{where}: {_message_of(said) or response.reason}")
-        return RequestFailedError(reason, response.status_code, _retry_after_s(response.headers.get("Retry-After")))
-
-    def _session(self) -> requests.Session:
-        # A session is not safe to share between threads.
-        session: requests.Session | None = getattr(self._threads, "session", None)
-        if session is None:
-            session = self._threads.session = requests.Session()
-        return session
+            body = b"".join(answer).decode("utf-8", "replace")
+        except (httpx.HTTPError, TimeoutError, ValueError):
+            body = ""
+        target = f" to {response.headers.get('Location', '?')}" if 300 <= response.status_code < 400 else ""
+        reason = self.redact(f"HTTP {response.status_code}{target}: {_find_message(body) or response.reason_phrase}")
+        return RequestError(reason, response.status_code, _parse_retry_after(response.headers.get("Retry-After")))
 
 
-class _Bearer(AuthBase):
-    """The key of the server, or none: without this requests would take one from ~/.netrc."""
+class _Body:
+    """The body of a response, read as it arrives, up to a deadline and a size."""
 
-    def __init__(self, api_key: str | None):
-        self._api_key = api_key
+    def __init__(self, response: httpx.Response, deadline: float, max_bytes: int):
+        self._response = response
+        self._deadline = deadline
+        self._max_bytes = max_bytes
 
-    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        if self._api_key:
-            request.headers["Authorization"] = f"Bearer {self._api_key}"
-        return request
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield the pieces of the body.
 
+        Raises:
+            TimeoutError: The deadline passed, however steadily the server sends.
+            ValueError: The body is too large.
+        """
+        size = 0
+        for piece in self._response.iter_bytes():
+            size += len(piece)
+            if size > self._max_bytes:
+                raise ValueError(f"more than {self._max_bytes:,} bytes")
+            yield piece
+            if time.monotonic() > self._deadline:
+                raise TimeoutError
 
-def _iter_body(response: requests.Response, deadline: float) -> Iterator[bytes]:
-    """The body as it arrives.
-
-    One read of the socket at a time: requests' own ``iter_content`` waits until a block is full, however long a slow
-    server takes to fill it, and the socket's timeout is for each read alone.
-    """
-    size = 0
-    while piece := response.raw.read1(65_536, decode_content=True):
-        size += len(piece)
-        if size > _MAX_BODY_BYTES:
-            raise ValueError(f"over {_MAX_BODY_BYTES // 1024**2} MiB")
-        yield piece
-        if time.monotonic() > deadline:
-            raise TimeoutError
-
-
-def _read_body(response: requests.Response, deadline: float) -> bytes:
-    return b"".join(_iter_body(response, deadline))
-
-
-def _iter_lines(response: requests.Response, deadline: float) -> Iterator[bytes]:
-    rest = b""
-    for piece in _iter_body(response, deadline):
-        *lines, rest = (rest + piece).split(b"\n")
-        yield from lines
-    yield rest
-
-
-def _read_json(response: requests.Response, deadline: float) -> Any:
-    body = _read_body(response, deadline)
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error}): {body[:80]!r}") from None
-
-
-def _iter_events(response: requests.Response, deadline: float) -> Iterator[Any]:
-    """The data of server-sent events, with None for ``[DONE]``.
-
-    https://html.spec.whatwg.org/multipage/server-sent-events.html, of which model servers use one line an event.
-    """
-    for line in _iter_lines(response, deadline):
-        if not line.startswith(b"data:"):
-            continue
-        data = line[len(b"data:") :].strip()
-        if data == b"[DONE]":
-            yield None
-            return
+    def read_json(self) -> Any:
+        """Return the decoded body; raises ``ValueError`` if it is not JSON."""
+        body = b"".join(self)
         try:
-            yield json.loads(data)
+            return json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"an event is not JSON ({error}): {data[:80]!r}") from None
+            raise ValueError(f"not JSON ({error}): {body[:80]!r}") from None
+
+    def iter_events(self) -> Iterator[Any]:
+        """Yield the decoded data of server-sent events, with None for ``[DONE]``.
+
+        https://html.spec.whatwg.org/multipage/server-sent-events.html, of which model servers use one line an event.
+        """
+        for line in self._iter_lines():
+            if not line.startswith(b"data:"):
+                continue
+            data = line[len(b"data:") :].strip()
+            if data == b"[DONE]":
+                yield None
+                return
+            try:
+                yield json.loads(data)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"an event is not JSON ({error}): {data[:80]!r}") from None
+
+    def _iter_lines(self) -> Iterator[bytes]:
+        rest = b""
+        for piece in self:
+            *lines, rest = (rest + piece).split(b"\n")
+            yield from lines
+        yield rest
 
 
-def _retry_after_s(value: str | None) -> float | None:
-    """Seconds to wait by a ``Retry-After`` header: a count of them, or a date."""
+def _parse_retry_after(value: str | None) -> float | None:
+    """Return the seconds that a ``Retry-After`` header requests, as a number or as a date."""
     if value is None:
         return None
     try:
@@ -267,19 +255,13 @@ def _retry_after_s(value: str | None) -> float | None:
         return None
 
 
-def _message_of(said: str) -> str:
-    """What an error body says: servers put it under ``error.message``, ``message`` or ``detail``."""
+def _find_message(text: str) -> str:
+    """Return the message in an error body: servers put it under ``error.message``, ``message`` or ``detail``."""
     try:
-        body = json.loads(said)
+        body = json.loads(text)
     except (ValueError, RecursionError):
-        return said
+        return text
     error = body.get("error", body) if isinstance(body, dict) else body
     if isinstance(error, dict):
         error = error.get("message", error.get("detail", error))
     return error if isinstance(error, str) else json.dumps(error)
-
-
-def _innermost(error: BaseException) -> str:
-    """The words at the bottom of a chain of wrapped errors."""
-    inner = next((a for a in (*error.args, getattr(error, "reason", None)) if isinstance(a, BaseException)), None)
-    return _innermost(inner) if inner is not None else str(error).rpartition(": ")[2][:160]

@@ -1,4 +1,4 @@
-"""Generation in this process, through transformers."""
+"""Engine that generates in this process, through transformers."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ _NUM_SHOWN = 3
 
 
 class InProcessEngine:
-    """Batched generation with a KV cache on this machine's GPU or CPU.
+    """Generates in batches, with a KV cache, on this machine's GPU or CPU.
 
-    Greedy unless sampled, under the model's own generation config, as servers do: a repetition penalty that stands
-    there counts.
+    The model's own generation config applies, as it does on servers: a repetition penalty there has its effect.
 
     Args:
-        model_dir: a Hugging Face model directory, such as a run's ``export/merged``.
-        adapter_dir: a PEFT adapter on it, such as a run's ``export/adapter``.
-        batch_size: prompts answered at a time; halved for good where memory does not suffice.
-        sampling: how tokens are chosen.
-        device: where to; None: the GPU if there is one.
-        model: a transformers model that is there already, of the directory's tokenizer; None loads the directory's.
+        model_dir: A Hugging Face model directory, such as a run's ``export/merged``.
+        adapter_dir: A PEFT adapter to merge into the model, such as a run's ``export/adapter``.
+        batch_size: Prompts in a batch; halved for good when memory runs out.
+        sampling: Choice of tokens; None is greedy.
+        device: Where to generate; None takes the GPU if there is one.
+        model: A transformers model in memory to use with the directory's tokenizer; None loads the directory's.
 
     Raises:
-        ConfigError: a directory that is missing, broken, or has no tokenizer or chat template.
-        CheckpointError: weights that cannot be read.
+        ConfigError: The directory is missing or broken, or has no tokenizer or chat template.
+        CheckpointError: The weights cannot be read.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class InProcessEngine:
         self._stop_ids = _stop_ids(self.model.generation_config.eos_token_id, self.template)
 
     def describe(self) -> dict[str, Any]:
-        """Path and content of the model and of its adapter, and how tokens are chosen."""
+        """Return paths and digests of the model and its adapter, and the sampling settings."""
         sampling = self.sampling if self.sampling.temperature > 0 else Sampling()
         described = {"model": str(self.model_dir), "model_digest": digest_model(self.model_dir)}
         if self.adapter_dir is not None:
@@ -67,11 +66,11 @@ class InProcessEngine:
         return {**described, "temperature": sampling.temperature, "seed": sampling.seed}
 
     def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:
-        """An answer to each prompt; longest prompts first, so that a batch is of about one length.
+        """Yield one answer per prompt, longest prompts first, so that a batch holds prompts of similar length.
 
         Raises:
-            DataError: no prompt at all can be answered: the template refuses them, or they leave no room for an answer
-                within the model's positions. Where that is so for some, these alone are errors.
+            DataError: No prompt can be answered: the template refuses them, or they leave no room for an answer within
+                the model's positions. If that holds for some prompts only, their answers are errors.
         """
         encoded, refused = self._encode(prompts, max_new_tokens)
         if refused and not encoded:
@@ -94,7 +93,7 @@ class InProcessEngine:
             waiting = waiting[len(batch) :]
 
     def generate(self, encoded: list[list[int]], max_new_tokens: int, **options: Any) -> Tensor:
-        """Token ids ``[b, s]`` that the model adds to prompts of token ids, padded where it stopped."""
+        """Return the token ids ``[b, s]`` that the model generates after each prompt, padded after its last."""
         width = max(map(len, encoded))
         pad = self.template.tokenizer.pad_token_id
         pad = min(self._stop_ids) if pad is None else pad
@@ -116,23 +115,23 @@ class InProcessEngine:
     def _encode(
         self, prompts: Sequence[Conversation], max_new_tokens: int
     ) -> tuple[dict[int, list[int]], dict[int, str]]:
-        """Token ids of the prompts by place, and of those that cannot be answered, why."""
+        """Return the token ids of prompts by index, and the reasons why the others cannot be answered."""
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         encoded: dict[int, list[int]] = {}
         refused: dict[int, str] = {}
-        for place, prompt in enumerate(prompts):
+        for index, prompt in enumerate(prompts):
             try:
                 ids = self.template.encode_prompt(prompt)
             except DataError as error:
-                refused[place] = str(error)
+                refused[index] = str(error)
                 continue
             if limit is not None and len(ids) + max_new_tokens > limit:
-                refused[place] = (
-                    f"{len(ids):,} prompt tokens and {max_new_tokens:,} to answer are over the model's {limit:,} "
+                refused[index] = (
+                    f"{len(ids):,} prompt tokens and {max_new_tokens:,} for the answer exceed the model's {limit:,} "
                     "positions; lower --max-new-tokens"
                 )
             else:
-                encoded[place] = ids
+                encoded[index] = ids
         return encoded, refused
 
     def _answer_batch(
@@ -142,7 +141,7 @@ class InProcessEngine:
         if self.sampling.temperature > 0:
             from transformers import LogitsProcessorList
 
-            options["logits_processor"] = LogitsProcessorList([_GumbelNoise(self.sampling.temperature, seeds)])
+            options["logits_processor"] = LogitsProcessorList([GumbelNoise(self.sampling.temperature, seeds)])
         answers = []
         for index, row in zip(indices, self.generate(encoded, max_new_tokens, **options).tolist(), strict=True):
             end = next((i for i, token in enumerate(row) if token in self._stop_ids), None)
@@ -155,11 +154,12 @@ class InProcessEngine:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
-class _GumbelNoise:
-    """Turns greedy search into sampling: the likeliest token after Gumbel noise is one drawn from the softmax.
+class GumbelNoise:
+    """Logits processor that turns greedy search into sampling by the Gumbel-max trick.
 
-    C. J. Maddison, D. Tarlow, T. Minka, A* Sampling, NeurIPS 2014, section 2. Each row has its own generator, where
-    ``torch.multinomial`` would share one over the batch.
+    The most likely token after Gumbel noise is a sample from the softmax (C. J. Maddison, D. Tarlow, T. Minka, A*
+    Sampling, NeurIPS 2014, section 2). Each row has its own generator; ``torch.multinomial`` would share one across the
+    batch.
     """
 
     def __init__(self, temperature: float, seeds: list[int]):
@@ -167,6 +167,7 @@ class _GumbelNoise:
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def __call__(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Return the scaled logits ``[b, vocabulary]`` with noise; ``tokens`` are not used."""
         draws = [torch.rand(logits.shape[-1], generator=g, dtype=torch.float64) for g in self._generators]
         uniform = torch.stack(draws).clamp_min(torch.finfo(torch.float64).tiny)
         noise = -torch.log(-torch.log(uniform))
@@ -184,7 +185,7 @@ def _load_model(model_dir: Path, adapter_dir: Path | None) -> Any:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, str(adapter_dir)).merge_and_unload()
-    except Exception as error:  # whatever a broken file makes the libraries raise
+    except Exception as error:  # broken files make the libraries raise all kinds
         reason = " ".join(str(error).split())[:300]
         where = f"{model_dir} with {adapter_dir}" if adapter_dir else str(model_dir)
         raise CheckpointError(f"{where}: cannot be loaded ({type(error).__name__}: {reason}).") from None
@@ -192,6 +193,6 @@ def _load_model(model_dir: Path, adapter_dir: Path | None) -> Any:
 
 
 def _stop_ids(eos: int | list[int] | None, template: ChatTemplate) -> set[int]:
-    """What ends an answer: the model's own end tokens, and what the template closes an assistant's turn with."""
+    """Return the model's own end tokens, and those with which the template closes an assistant's turn."""
     ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
     return ids | template.stop_ids

@@ -1,4 +1,4 @@
-"""What the name of a model stands for on disk, and a digest that tells one model from another."""
+"""Finds the files of a model by the name that a user gives."""
 
 from __future__ import annotations
 
@@ -11,58 +11,58 @@ from fctune.models.hub import resolve_model_dir
 
 
 class ModelFiles(NamedTuple):
-    """A Hugging Face directory, and a PEFT adapter on it or None."""
+    """A Hugging Face model directory, and the PEFT adapter to put on it, if any."""
 
     model_dir: Path
     adapter_dir: Path | None = None
 
 
 def find_model(name: str, adapter: str | None = None) -> ModelFiles:
-    """The files of a model by what a user calls it.
+    """Return the files of a model.
 
     Args:
-        name: a Hugging Face directory; the output directory of a run, of which the merged export is taken; the
-            directory of an adapter, which names its base itself; an elastic checkpoint of a run, which is either; or
-            ``hf:NAME[@REVISION]``.
-        adapter: an adapter to put on it.
+        name: A Hugging Face model directory; the output directory of a run, whose merged export is taken, else its
+            adapter; the directory of an adapter, which names its base; an elastic checkpoint, which is one of these;
+            or ``hf:NAME[@REVISION]``.
+        adapter: Directory of an adapter to put on the model.
 
     Raises:
-        ConfigError: nothing of the kind is there.
+        ConfigError: There is no such model, or it is incomplete.
     """
     if name.startswith("hf:"):
-        return ModelFiles(resolve_model_dir(name), _adapter_dir(adapter))
+        return ModelFiles(resolve_model_dir(name), _require_adapter(adapter))
     path = Path(name)
     if not path.is_dir():
-        raise ConfigError(f"{name}: no such directory, so not a model directory. Pass one, a URL, or hf:NAME.")
+        raise ConfigError(f"{name}: no such directory. Pass a model directory, a URL, or hf:NAME.")
     for candidate in (path, path / "export" / "merged"):
         if (candidate / "config.json").is_file():
-            return ModelFiles(candidate, _adapter_dir(adapter))
+            return ModelFiles(candidate, _require_adapter(adapter))
     for candidate in (path, path / "export" / "adapter"):
         if (candidate / "adapter_config.json").is_file():
             if adapter is not None:
-                raise ConfigError(f"{name}: is an adapter itself; leave --adapter {adapter} out, or name its base.")
-            return ModelFiles(_base_of(candidate), candidate)
+                raise ConfigError(f"{name}: is an adapter itself. Omit --adapter {adapter}, or name the base model.")
+            return ModelFiles(_find_base(candidate), candidate)
     if (path / "run.json").is_file():
-        raise ConfigError(f"{name}: this run has left no export/merged or export/adapter. {_ending(path)}")
+        raise ConfigError(f"{name}: the run has no export/merged or export/adapter. {_describe_ending(path)}")
     if path.name.startswith("checkpoint-"):
-        raise ConfigError(f"{name}: a sharded checkpoint, which only its run can read.{_elastic(path.parent)}")
+        raise ConfigError(f"{name}: a sharded checkpoint, which only its own run can read.{_hint_elastic(path.parent)}")
     raise ConfigError(
         f"{name}: not a model directory (no config.json), not an adapter (no adapter_config.json), not a run "
         "(no export/). Pass a Hugging Face directory, or a run's output directory."
     )
 
 
-def _adapter_dir(adapter: str | None) -> Path | None:
+def _require_adapter(adapter: str | None) -> Path | None:
     if adapter is None:
         return None
     if not (Path(adapter) / "adapter_config.json").is_file():
         raise ConfigError(
-            f"--adapter {adapter}: cannot be loaded, holds no adapter_config.json. Pass a PEFT directory."
+            f"--adapter {adapter}: not an adapter (no adapter_config.json). Pass a PEFT adapter's directory."
         )
     return Path(adapter)
 
 
-def _base_of(adapter_dir: Path) -> Path:
+def _find_base(adapter_dir: Path) -> Path:
     try:
         config = json.loads((adapter_dir / "adapter_config.json").read_text(encoding="utf-8"))
         base = str(config["base_model_name_or_path"])
@@ -72,24 +72,26 @@ def _base_of(adapter_dir: Path) -> Path:
         return resolve_model_dir(base)
     if not (Path(base) / "config.json").is_file():
         raise ConfigError(
-            f"{adapter_dir}: its base {base} is not here (relative paths start at {Path.cwd()}). "
+            f"{adapter_dir}: its base model {base} does not exist (relative paths start at {Path.cwd()}). "
             f"Pass --model BASE --adapter {adapter_dir}."
         )
     return Path(base)
 
 
-def _ending(run_dir: Path) -> str:
+def _describe_ending(run_dir: Path) -> str:
     try:
         ended = json.loads((run_dir / "exit.json").read_text(encoding="utf-8"))
-        said = f"It ended with: {ended['reason']}"
+        ending = f"It ended with: {ended['reason']}"
     except (OSError, ValueError, KeyError, TypeError):
-        said = "It has not ended, or was killed."
-    return said + _elastic(run_dir / "checkpoints")
+        ending = "It has not ended, or was killed."
+    return ending + _hint_elastic(run_dir / "checkpoints")
 
 
-def _elastic(checkpoints: Path) -> str:
-    """The newest checkpoint that is a model, as a hint."""
+def _hint_elastic(checkpoints: Path) -> str:
+    """Return a hint at the newest checkpoint that is a model directory, or nothing."""
     steps = [
         int(end) for path in checkpoints.glob("elastic-checkpoint-*") if (end := path.name.split("-")[-1]).isdigit()
     ]
-    return f" Pass {checkpoints}/elastic-checkpoint-{max(steps)}, its newest portable one." if steps else ""
+    if not steps:
+        return ""
+    return f" Pass {checkpoints}/elastic-checkpoint-{max(steps)}, the newest that is a model directory."

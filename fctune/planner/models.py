@@ -53,7 +53,7 @@ def find_architecture(path: str, by_hand: str | None = None) -> tuple[Architectu
 
 def _download_config(path: str, name: str, revision: str | None) -> bytes:
     """One try of a few seconds: the hub's own client tries for half a minute."""
-    import requests
+    import httpx
     from huggingface_hub import constants, get_token, hf_hub_url
 
     token = get_token()
@@ -61,14 +61,16 @@ def _download_config(path: str, name: str, revision: str | None) -> bytes:
         if constants.HF_HUB_OFFLINE:
             raise ConnectionError("HF_HUB_OFFLINE is set")
         url = hf_hub_url(name, "config.json", revision=revision)
-        answer = requests.get(url, headers={"Authorization": f"Bearer {token}"} if token else {}, timeout=5)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        # The hub redirects renamed repositories; httpx drops the token when the host changes.
+        answer = httpx.get(url, headers=headers, timeout=5, follow_redirects=True)
         answer.raise_for_status()
-    except Exception as error:  # of requests' family, and of the hub's for a name that cannot be one
+    except Exception as error:  # httpx's own, and the hub's for an invalid name
         raise ConfigError(
             f"model.path={path}: config.json cannot be downloaded ({describe_failure(error, 200)}). "
             "Pass --model DIR with one; no weights are needed."
         ) from None
-    return bytes(answer.content)
+    return answer.content
 
 
 def shape_model(

@@ -1,4 +1,4 @@
-"""A real HTTP server of this machine that misbehaves as told."""
+"""A local HTTP server that fails on demand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass
 class Log:
-    """What the server has seen: bodies, headers and arrival times of completions, and how many were open at once."""
+    """Bodies, headers and arrival times of completion requests, and the largest number of them at once."""
 
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -29,7 +29,7 @@ Behave = Callable[["Handler", int, dict[str, Any]], None]
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Gives every completion to ``behave`` with its number from 0."""
+    """Passes every completion request to ``behave``, numbered from 0."""
 
     protocol_version = "HTTP/1.1"
     log: Log
@@ -58,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
                 log.num_open -= 1
 
     def send(self, status: int, body: bytes | str, headers: dict[str, str] | None = None, length: int = 0) -> None:
-        """An answer; ``length`` says that more will come than comes."""
+        """Send an answer; ``length`` announces more bytes than are sent."""
         data = body.encode() if isinstance(body, str) else body
         self.send_response(status)
         for name, value in (headers or {}).items():
@@ -69,12 +69,12 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = bool(length)
 
     def say(self, text: str | None, **message: Any) -> None:
-        """A completion that says ``text``."""
+        """Send a completion whose message is ``text``."""
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text, **message}}
         self.send(200, json.dumps({"object": "chat.completion", "choices": [choice]}))
 
     def stream(self, *data: str, pause_s: float = 0.0) -> None:
-        """Server-sent events, without an end of their own."""
+        """Send server-sent events, and nothing after them."""
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
@@ -86,12 +86,12 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def log_message(self, *arguments: Any) -> None:
-        """Be quiet."""
+        """Log nothing."""
 
 
 @contextmanager
 def serve(behave: Behave, models: bytes | None = None) -> Iterator[Log]:
-    """The server for the time of the block; ``models`` is what it answers to ``/v1/models``."""
+    """Run the server during the block; ``models`` is its answer to ``/v1/models``."""
     log = Log()
     listed = b'{"object": "list", "data": [{"id": "tiny"}]}' if models is None else models
     handler = type("Bound", (Handler,), {"log": log, "behave": staticmethod(behave), "models": listed})
@@ -107,5 +107,5 @@ def serve(behave: Behave, models: bytes | None = None) -> Iterator[Log]:
 
 
 def say_user(handler: Handler, number: int, body: dict[str, Any]) -> None:
-    """Repeat what the user said."""
+    """Answer with the user's own words."""
     handler.say(body["messages"][-1]["content"])

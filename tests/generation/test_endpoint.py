@@ -1,12 +1,14 @@
-"""Endpoints that work, and endpoints that do not."""
+"""The engine for servers, against a server that works and one that fails in every way."""
 
 from __future__ import annotations
 
 import email.utils
+import gzip
 import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,23 +17,23 @@ from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.errors import ConfigError
 from fctune.generation.endpoint import EndpointEngine, to_messages
 from fctune.generation.engine import Answer, Sampling
-from fctune.generation.http_client import Patience
+from fctune.generation.http_client import HttpClient, RequestError, RetryPolicy
 from tests.generation.fault_server import Handler, Log, say_user, serve
 
-QUICK = Patience(max_attempts=4, timeout_s=0.4, first_wait_s=0.02, max_wait_s=0.1, max_retry_after_s=1.5)
+QUICK = RetryPolicy(max_attempts=4, timeout_s=0.4, first_wait_s=0.02, max_wait_s=0.1, max_retry_after_s=1.5)
 KEY = "sk-secret-of-the-user"
 TOOL = Tool({"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}})
 
 
 def ask(log: Log, words: list[str], **options: Any) -> list[Answer]:
-    engine = EndpointEngine(log.url, **{"patience": QUICK, "concurrency": 4, **options})
+    engine = EndpointEngine(log.url, **{"retry_policy": QUICK, "concurrency": 4, **options})
     prompts = [Conversation((Message("user", word),)) for word in words]
     answers = list(engine.answer(prompts, 8))
     assert sorted(answer.index for answer in answers) == list(range(len(words))), "every prompt gets one answer"
     return sorted(answers, key=lambda answer: answer.index)
 
 
-def test_answers_come_back_to_their_prompts_in_whatever_order_they_finish() -> None:
+def test_answers_match_their_prompts_in_any_order_of_completion() -> None:
     def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
         time.sleep(0.03 * (number % 3 == 0))
         say_user(handler, number, body)
@@ -43,9 +45,9 @@ def test_answers_come_back_to_their_prompts_in_whatever_order_they_finish() -> N
         assert 1 < log.max_open <= 4
 
 
-def test_the_request_is_the_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_request_has_the_form_of_chat_completions() -> None:
     with serve(say_user) as log:
-        engine = EndpointEngine(log.url, sampling=Sampling(0.5, 7), request={"tool_choice": "none"}, patience=QUICK)
+        engine = EndpointEngine(log.url, sampling=Sampling(0.5, 7), request={"tool_choice": "none"}, retry_policy=QUICK)
         list(engine.answer([Conversation((Message("user", "Hi"),), (TOOL,))], 33))
         body = log.bodies[0]
         assert body["model"] == "tiny"
@@ -54,7 +56,7 @@ def test_the_request_is_the_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (body["max_tokens"], body["temperature"], body["seed"], body["tool_choice"]) == (33, 0.5, 7, "none")
 
 
-def test_history_names_each_result_after_its_call() -> None:
+def test_each_result_in_the_history_carries_the_id_of_its_call() -> None:
     messages = (
         Message("user", "Add and find."),
         Message("assistant", None, (Call("add", {"a": 1}), Call("find", {"who": "Zoë"}))),
@@ -70,7 +72,7 @@ def test_history_names_each_result_after_its_call() -> None:
     assert [row["tool_call_id"] for row in sent if row["role"] == "tool"] == [calls[1]["id"], calls[0]["id"], "mine"]
 
 
-def test_calls_that_the_server_read_are_kept_as_it_sent_them() -> None:
+def test_calls_parsed_by_the_server_are_kept_as_sent() -> None:
     sent = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     with serve(lambda handler, *_: handler.say(None, tool_calls=[sent])) as log:
         (answer,) = ask(log, ["Hi"])
@@ -101,7 +103,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_a_fault_that_passes_costs_an_attempt_and_no_answer(fault: Any) -> None:
+def test_a_passing_fault_costs_an_attempt_and_no_answer(fault: Any) -> None:
     with serve(fail_once(fault)) as log:
         (answer,) = ask(log, ["Hi"])
         assert (answer.text, answer.error) == ("Hi", None)
@@ -110,15 +112,15 @@ def test_a_fault_that_passes_costs_an_attempt_and_no_answer(fault: Any) -> None:
 
 REASONS = {
     "busy": "HTTP 429: slow down (4 attempts)",
-    "not JSON": "answer makes no sense: not JSON",
-    "half a body": "IncompleteRead",
-    "hanging up": "without response",
+    "not JSON": "unusable answer: not JSON",
+    "half a body": "without sending complete message body",
+    "hanging up": "without sending a response",
     "slow": "no answer within 0.4 s (4 attempts)",
 }
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_a_fault_that_stays_is_named_and_leaves_the_other_answers(name: str) -> None:
+def test_a_lasting_fault_is_named_and_spares_the_other_answers(name: str) -> None:
     def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
         FAULTS[name](handler) if body["messages"][0]["content"] == "word 1" else say_user(handler, number, body)
 
@@ -128,7 +130,7 @@ def test_a_fault_that_stays_is_named_and_leaves_the_other_answers(name: str) -> 
     assert REASONS[name] in (answers[1].error or "")
 
 
-def test_a_body_that_drips_is_cut_off_at_the_deadline() -> None:
+def test_a_trickling_body_is_cut_off_at_the_deadline() -> None:
     def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
         handler.send(200, "{", length=1000)
         for _ in range(100):
@@ -137,12 +139,12 @@ def test_a_body_that_drips_is_cut_off_at_the_deadline() -> None:
 
     with serve(behave) as log:
         start = time.monotonic()
-        (answer,) = ask(log, ["Hi"], patience=Patience(max_attempts=1, timeout_s=0.4))
+        (answer,) = ask(log, ["Hi"], retry_policy=RetryPolicy(max_attempts=1, timeout_s=0.4))
         assert time.monotonic() - start < 2
     assert "no answer within 0.4 s" in (answer.error or "")
 
 
-def test_a_bad_request_is_not_repeated() -> None:
+def test_a_bad_request_is_not_retried() -> None:
     with serve(lambda handler, *_: handler.send(400, '{"detail": "context too long"}')) as log:
         (answer,) = ask(log, ["Hi"])
         assert answer.error == "HTTP 400: context too long"
@@ -153,22 +155,22 @@ def test_a_bad_request_is_not_repeated() -> None:
     ("status", "words"),
     [(401, "FCTUNE_API_KEY"), (403, "FCTUNE_API_KEY"), (404, "--served-model"), (307, "HTTP 307 to http://elsewhere")],
 )
-def test_what_every_request_would_meet_stops_the_run(status: int, words: str) -> None:
+def test_an_error_of_every_request_stops_the_evaluation(status: int, words: str) -> None:
     headers = {"Location": "http://elsewhere/"} if status == 307 else {}
     with serve(lambda handler, *_: handler.send(status, "", headers)) as log, pytest.raises(ConfigError, match=words):
         ask(log, ["Hi"] * 40)
 
 
 @pytest.mark.parametrize("as_date", [False, True])
-def test_retry_after_is_waited_for(as_date: bool) -> None:
+def test_retry_after_is_respected(as_date: bool) -> None:
     value = email.utils.formatdate(time.time() + 2, usegmt=True) if as_date else "0.6"
     with serve(fail_once(lambda handler: handler.send(429, "", {"Retry-After": value}))) as log:
-        (answer,) = ask(log, ["Hi"], patience=Patience(timeout_s=2, first_wait_s=0.01, max_retry_after_s=3))
+        (answer,) = ask(log, ["Hi"], retry_policy=RetryPolicy(timeout_s=2, first_wait_s=0.01, max_retry_after_s=3))
         assert answer.error is None
         assert log.times[1] - log.times[0] >= 0.55
 
 
-def test_a_server_that_asks_for_more_patience_than_there_is_gets_none() -> None:
+def test_a_server_that_requests_too_long_a_wait_is_not_tried_again() -> None:
     with serve(lambda handler, *_: handler.send(429, "later", {"Retry-After": "3600"})) as log:
         (answer,) = ask(log, ["Hi"])
         assert answer.error == "HTTP 429: later"
@@ -176,16 +178,16 @@ def test_a_server_that_asks_for_more_patience_than_there_is_gets_none() -> None:
 
 
 def test_waits_double_and_are_jittered() -> None:
-    patience = Patience(max_attempts=5, timeout_s=1, first_wait_s=0.08, max_wait_s=0.32)
+    retry_policy = RetryPolicy(max_attempts=5, timeout_s=1, first_wait_s=0.08, max_wait_s=0.32)
     with serve(lambda handler, *_: handler.send(503, "")) as log:
-        ask(log, ["Hi"], patience=patience)
+        ask(log, ["Hi"], retry_policy=retry_policy)
         gaps = [b - a for a, b in zip(log.times, log.times[1:], strict=False)]
     for gap, longest in zip(gaps, (0.08, 0.16, 0.32, 0.32), strict=True):
         assert longest / 2 <= gap <= longest + 0.1
     assert len({round(gap / longest, 3) for gap, longest in zip(gaps, (0.08, 0.16, 0.32, 0.32), strict=True)}) > 1
 
 
-def test_a_server_that_has_gone_is_not_asked_to_the_end() -> None:
+def test_requests_stop_once_the_server_is_gone() -> None:
     alive = threading.Event()
     alive.set()
 
@@ -198,19 +200,19 @@ def test_a_server_that_has_gone_is_not_asked_to_the_end() -> None:
         answers = ask(log, [f"word {i}" for i in range(400)])
         assert len(log.bodies) < 20 + 4 * 40
     kept = [answer for answer in answers if answer.error is None]
-    dropped = [answer for answer in answers if (answer.error or "").startswith("not asked: 8 requests in a row")]
+    dropped = [answer for answer in answers if (answer.error or "").startswith("not sent: 8 requests in a row failed")]
     assert 15 <= len(kept) <= 20
     assert len(dropped) > 300
 
 
-def test_a_server_that_refuses_the_first_of_all_is_not_asked_to_the_end() -> None:
+def test_requests_stop_if_the_server_refuses_the_first_ones() -> None:
     with serve(lambda handler, *_: handler.send(400, "no tools here")) as log:
         answers = ask(log, ["Hi"] * 200)
         assert len(log.bodies) < 40
     assert all("no tools here" in (answer.error or "") for answer in answers)
 
 
-def test_the_key_is_sent_and_never_repeated(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_api_key_is_sent_and_never_shown(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login other password wrong\n")
     monkeypatch.setenv("HOME", str(tmp_path))
 
@@ -226,39 +228,93 @@ def test_the_key_is_sent_and_never_repeated(tmp_path: Any, monkeypatch: pytest.M
         assert "Authorization" not in log.headers[1]
 
 
-def test_a_server_that_is_not_there_is_a_sentence() -> None:
+def test_a_missing_server_is_a_config_error() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with pytest.raises(ConfigError, match=r"Connection refused.*Is the server up"):
-        EndpointEngine(f"http://127.0.0.1:{port}", patience=QUICK)
+        EndpointEngine(f"http://127.0.0.1:{port}", retry_policy=QUICK)
 
 
 @pytest.mark.parametrize(
     ("models", "words"),
     [
-        (b'{"data": [{"id": "a"}, {"id": "b"}]}', "it has a, b. Name it: --served-model"),
-        (b'{"data": []}', "does not say which"),
-        (b"oops", "does not say which"),
+        (b'{"data": [{"id": "a"}, {"id": "b"}]}', "lists a, b. Name it: --served-model"),
+        (b'{"data": []}', "lists none"),
+        (b"oops", "lists none"),
     ],
 )
-def test_a_server_of_no_one_model_must_be_told_which(models: bytes, words: str) -> None:
+def test_the_model_must_be_named_unless_the_server_lists_exactly_one(models: bytes, words: str) -> None:
     with serve(say_user, models) as log:
         with pytest.raises(ConfigError, match=words):
-            EndpointEngine(log.url, patience=QUICK)
-        assert EndpointEngine(log.url, "b", patience=QUICK).model == "b"
+            EndpointEngine(log.url, retry_policy=QUICK)
+        assert EndpointEngine(log.url, "b", retry_policy=QUICK).model == "b"
+
+
+@pytest.mark.parametrize("key", [f"{KEY}\n", f"{KEY} x", f"{KEY}é"])
+def test_an_api_key_that_no_header_can_carry_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(ConfigError, match="FCTUNE_API_KEY") as error:
+        EndpointEngine("http://127.0.0.1:9", api_key=key)
+    assert KEY not in str(error.value)
+
+
+def test_a_redirect_is_not_followed() -> None:
+    """The key would go to a server that nobody named."""
+    with (
+        serve(say_user) as elsewhere,
+        serve(lambda handler, *_: handler.send(307, "", {"Location": f"{elsewhere.url}/v1/chat/completions"})) as log,
+    ):
+        with pytest.raises(ConfigError, match="HTTP 307"):
+            ask(log, ["Hi"], api_key=KEY)
+        assert not elsewhere.bodies
+
+
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_an_answer_over_the_size_limit_is_cut_off(is_compressed: bool) -> None:
+    body = json.dumps({"text": "x" * 100_000}).encode()
+    headers = {"Content-Encoding": "gzip"} if is_compressed else {}
+    sent = gzip.compress(body) if is_compressed else body
+    with serve(lambda handler, *_: handler.send(200, sent, headers)) as log:
+        client = HttpClient(f"{log.url}/v1", retry_policy=RetryPolicy(max_attempts=1), max_body_bytes=10_000)
+        with pytest.raises(RequestError, match="more than 10,000 bytes"):
+            client.post("/chat/completions", {}, lambda answer: answer)
+        client = HttpClient(f"{log.url}/v1", max_body_bytes=200_000)
+        assert client.post("/chat/completions", {}, lambda answer: len(answer["text"])) == 100_000
+
+
+def test_waiting_requests_fail_at_once_when_the_client_is_stopped() -> None:
+    with serve(lambda handler, *_: handler.send(503, "")) as log:
+        client = HttpClient(f"{log.url}/v1", retry_policy=RetryPolicy(first_wait_s=60, max_wait_s=60))
+        threading.Timer(0.2, client.stop).start()
+        start = time.monotonic()
+        with pytest.raises(RequestError, match="HTTP 503"):
+            client.post("/chat/completions", {}, lambda answer: answer)
+        assert time.monotonic() - start < 5
+        assert len(log.bodies) == 1
+
+
+def test_many_threads_share_a_client() -> None:
+    with serve(say_user) as log:
+        client = HttpClient(f"{log.url}/v1")
+
+        def post(number: int) -> str:
+            body = {"messages": [{"content": str(number)}]}
+            return client.post("/chat/completions", body, lambda answer: answer["choices"][0]["message"]["content"])
+
+        with ThreadPoolExecutor(16) as pool:
+            assert list(pool.map(post, range(200))) == [str(number) for number in range(200)]
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "http://", "https://user:pass@host", "localhost:8000"])
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_invalid_addresses_are_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         EndpointEngine(url)
 
 
-def test_an_address_is_understood_with_and_without_its_path() -> None:
+def test_an_address_is_accepted_with_and_without_its_path() -> None:
     with serve(say_user) as log:
         for tail in ("", "/", "/v1", "/v1/", "/v1/chat/completions"):
-            assert EndpointEngine(log.url + tail, patience=QUICK).url == f"{log.url}/v1"
+            assert EndpointEngine(log.url + tail, retry_policy=QUICK).url == f"{log.url}/v1"
 
 
 def event(text: str, **choice: Any) -> str:
@@ -282,28 +338,28 @@ def test_a_stream_is_timed_to_its_first_token(ending: list[str], num_tokens: int
         handler.stream(event(""), event("a"), event("b"), event("c"), *ending, pause_s=0.05)
 
     with serve(behave) as log:
-        timing = EndpointEngine(log.url, patience=Patience()).time_answer(Conversation((Message("user", "Hi"),)), 8)
+        timing = EndpointEngine(log.url).time_answer(Conversation((Message("user", "Hi"),)), 8)
     assert timing.num_tokens == num_tokens
     assert 0.1 <= timing.first_s <= timing.total_s - 0.08
 
 
-def test_a_server_that_knows_no_ignore_eos_is_timed_without() -> None:
+def test_a_server_that_rejects_ignore_eos_is_timed_without_it() -> None:
     def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
         handler.send(422, "unexpected field") if "ignore_eos" in body else handler.stream(event("a"), "[DONE]")
 
     with serve(behave) as log:
-        engine = EndpointEngine(log.url, patience=QUICK)
+        engine = EndpointEngine(log.url, retry_policy=QUICK)
         for _ in range(2):
             assert engine.time_answer(Conversation((Message("user", "Hi"),)), 8).num_tokens == 1
         assert len(log.bodies) == 3
 
 
 @pytest.mark.parametrize("pieces", [[event("a")], [event("a"), "{"], []], ids=["cut", "cut within an event", "empty"])
-def test_half_a_stream_is_asked_for_again(pieces: list[str]) -> None:
+def test_an_incomplete_stream_is_requested_again(pieces: list[str]) -> None:
     def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
         handler.stream(*pieces) if number == 0 else handler.stream(event("a"), event("b"), "[DONE]")
 
     with serve(behave) as log:
-        timing = EndpointEngine(log.url, patience=QUICK).time_answer(Conversation((Message("user", "Hi"),)), 8)
+        timing = EndpointEngine(log.url, retry_policy=QUICK).time_answer(Conversation((Message("user", "Hi"),)), 8)
         assert timing.num_tokens == 2
         assert len(log.bodies) == 2

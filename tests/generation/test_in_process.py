@@ -1,4 +1,4 @@
-"""Generation in this process: greedy and sampled, cut and resumed, and what cannot be answered."""
+"""Generation in this process: greedy and sampled, in batches of any size, and prompts without an answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fctune.data.conversation import Conversation, Message
 from fctune.data.synthetic import iter_cases
 from fctune.errors import ConfigError, DataError
 from fctune.generation.engine import Sampling
-from fctune.generation.in_process import InProcessEngine
+from fctune.generation.in_process import GumbelNoise, InProcessEngine
 from fctune.generation.model_files import find_model
 from fctune.models.hub import digest_model
 
@@ -55,7 +55,7 @@ def test_an_answer_is_the_greedy_continuation_of_the_prompt(tiny_base: Path) -> 
     assert answer.is_cut == (len(said) == 12)
 
 
-def test_draws_depend_on_the_seed_and_the_prompt_alone(tiny_base: Path, prompts: list[Conversation]) -> None:
+def test_samples_depend_on_the_seed_and_the_prompt_alone(tiny_base: Path, prompts: list[Conversation]) -> None:
     def sampled(batch_size: int, seed: int, asked: list[Conversation]) -> list[str]:
         return texts(InProcessEngine(tiny_base, batch_size=batch_size, sampling=Sampling(2.0, seed)), asked)
 
@@ -66,25 +66,23 @@ def test_draws_depend_on_the_seed_and_the_prompt_alone(tiny_base: Path, prompts:
     assert first != texts(InProcessEngine(tiny_base), prompts)
 
 
-def test_tokens_are_drawn_in_their_proportions(tiny_base: Path) -> None:
-    """Noise plus the likeliest is a draw from the softmax: held against the probabilities themselves."""
+def test_tokens_are_sampled_with_their_probabilities(tiny_base: Path) -> None:
+    """The largest logit after Gumbel noise is a sample from the softmax: compared with the probabilities."""
     temperature, num_draws = 1.5, 400
     greedy = InProcessEngine(tiny_base)
     tokens = greedy.template.encode_prompt(Conversation((Message("user", "Say kalo menu."),)))
     with torch.no_grad():
         logits = greedy.model(torch.tensor([tokens])).logits[0, -1].double()
     probabilities = (logits / temperature).softmax(-1)
-    from fctune.generation.in_process import _GumbelNoise
-
     draws: Counter[int] = Counter()
-    noise = _GumbelNoise(temperature, list(range(num_draws)))
+    noise = GumbelNoise(temperature, list(range(num_draws)))
     draws.update(noise(torch.empty(0), logits.expand(num_draws, -1)).argmax(-1).tolist())
     for token in probabilities.topk(3).indices.tolist():
         expected = float(probabilities[token]) * num_draws
         assert abs(draws[token] - expected) < 4 * max(1.0, expected * (1 - expected / num_draws)) ** 0.5
 
 
-def test_a_batch_that_memory_does_not_hold_is_halved(
+def test_a_batch_that_runs_out_of_memory_is_halved(
     tiny_base: Path, prompts: list[Conversation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = InProcessEngine(tiny_base, batch_size=6)
@@ -102,17 +100,17 @@ def test_a_batch_that_memory_does_not_hold_is_halved(
     assert sizes == [6, 3, 1, 1, 1, 1, 1, 1]
 
 
-def test_a_prompt_that_cannot_be_answered_leaves_the_others(make_model: Callable[..., Path]) -> None:
+def test_a_prompt_without_an_answer_spares_the_others(make_model: Callable[..., Path]) -> None:
     engine = InProcessEngine(make_model("llama", max_position_embeddings=64))
     prompts = [Conversation((Message("user", words),)) for words in ("Hi", "kalo " * 100, "Hello")]
     answers = sorted(engine.answer(prompts, 16), key=lambda answer: answer.index)
     assert [answer.error is None for answer in answers] == [True, False, True]
-    assert "over the model's 64 positions" in (answers[1].error or "")
+    assert "exceed the model's 64 positions" in (answers[1].error or "")
     with pytest.raises(DataError, match="none of 1 prompts can be answered"):
         list(engine.answer(prompts[1:2], 16))
 
 
-def test_a_model_is_found_by_what_a_user_calls_it(tmp_path: Path, tiny_base: Path) -> None:
+def test_a_model_is_found_by_the_names_that_users_give(tmp_path: Path, tiny_base: Path) -> None:
     run = tmp_path / "run"
     (run / "export").mkdir(parents=True)
     (run / "run.json").write_text("{}")
@@ -125,7 +123,7 @@ def test_a_model_is_found_by_what_a_user_calls_it(tmp_path: Path, tiny_base: Pat
         (run / "checkpoints" / f"elastic-checkpoint-{step}").mkdir(parents=True)
     (run / "checkpoints" / "checkpoint-12").mkdir()
     for name in (run, run / "checkpoints" / "checkpoint-12"):
-        with pytest.raises(ConfigError, match=r"Pass .*/elastic-checkpoint-10, its newest"):
+        with pytest.raises(ConfigError, match=r"Pass .*/elastic-checkpoint-10, the newest"):
             find_model(str(name))
     adapter = run / "export" / "adapter"
     adapter.mkdir()
@@ -140,13 +138,13 @@ def test_a_model_is_found_by_what_a_user_calls_it(tmp_path: Path, tiny_base: Pat
 @pytest.mark.parametrize(
     ("config", "words"), [('{"base_model_name_or_path": "no/base"}', "Pass --model BASE"), ("{", "names no base model")]
 )
-def test_an_adapter_without_its_base_is_a_sentence(config: str, words: str, tmp_path: Path) -> None:
+def test_an_adapter_without_its_base_is_a_config_error(config: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(config)
     with pytest.raises(ConfigError, match=words):
         find_model(str(tmp_path))
 
 
-def test_what_is_no_model_is_a_sentence(tmp_path: Path, tiny_base: Path) -> None:
+def test_anything_but_a_model_is_a_config_error(tmp_path: Path, tiny_base: Path) -> None:
     for name, adapter in (("no/such", None), (str(tmp_path), None), (str(tiny_base), str(tmp_path))):
         with pytest.raises(ConfigError):
             find_model(name, adapter)
