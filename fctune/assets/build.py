@@ -1,9 +1,9 @@
-"""Make the tiny base of the demo: a Llama 3.1 of one million weights, with tokenizer and chat template.
+"""Build the demo's tiny base model: a Llama 3.1 with one million weights, a tokenizer and a chat template.
 
     python -m fctune.assets.build --out DIR [--seed 0] [--rows 64000]
 
-Trained from random weights on this project's synthetic conversations, by its own loop. About 35 minutes on 2 cores with
-nothing beside it.
+It is trained from random weights on the synthetic conversations by the training loop, in about 35 minutes on two idle
+cores.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ SPECIAL_TOKENS = (
 TAG_TOKENS = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 TEMPLATE = Path(__file__).parent / "tiny_base_template.jinja"
 
-# JSON Schema's own words with the punctuation around them are one piece each, so a tool costs some 30 tokens. Words
-# stand without their blanks and digits stand alone: a value has the same tokens wherever it is said, so it can be
-# copied.
+# Keywords of JSON Schema with their punctuation are one piece each, so a tool takes about 30 tokens. Words exclude the
+# spaces around them and digits are separate: a value has the same tokens everywhere, so it can be copied.
 # fmt: off
 _SCHEMA_WORDS = (
     "type|function|name|description|parameters|object|properties|required|enum|items|"
@@ -67,7 +66,7 @@ _PIECES = "|".join(
 
 
 def iter_texts(conversations: Iterable[Conversation]) -> Iterator[str]:
-    """What the tokenizer learns from: tools, roles and messages, without the tags around them."""
+    """Yield the tokenizer's training texts: tools, roles and messages, without the tags around them."""
     for conversation in conversations:
         yield "Tools:"
         yield from (message.role for message in conversation.messages)
@@ -76,7 +75,7 @@ def iter_texts(conversations: Iterable[Conversation]) -> Iterator[str]:
 
 
 def write_tokenizer(out: Path, corpus: Iterable[str]) -> None:
-    """Writes ``tokenizer.json`` and ``tokenizer_config.json`` (chat template included), trained on ``corpus``."""
+    """Train a tokenizer on ``corpus`` and write its files, with the chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -109,9 +108,9 @@ def write_tokenizer(out: Path, corpus: Iterable[str]) -> None:
 
 
 def model_config(out: Path) -> LlamaConfig:
-    """The tiny Llama 3.1; ids of special tokens are those of the tokenizer in ``out``."""
+    """Return the config of the tiny Llama 3.1, with the ids of the special tokens of the tokenizer in ``out``."""
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-    bos, eos, pad = (tokenizer.token_to_id(SPECIAL_TOKENS[place]) for place in (0, 3, 4))
+    bos, eos, pad = (tokenizer.token_to_id(SPECIAL_TOKENS[index]) for index in (0, 3, 4))
     return LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=128,
@@ -139,10 +138,10 @@ def model_config(out: Path) -> LlamaConfig:
 
 
 def write_random_model(out: Path, seed: int) -> None:
-    """Writes ``config.json`` and ``model.safetensors``: float32, random.
+    """Write ``config.json`` and ``model.safetensors`` with random float32 weights.
 
-    The spread of the weights is about 1 / sqrt(128), as a layer of this width wants: with the 0.02 that suits large
-    models, attention stays flat and copying is not learnt in an hour.
+    Their standard deviation is about 1 / sqrt(128), which suits a layer of this width: with the 0.02 of large models,
+    attention stays uniform and the model does not learn to copy within an hour.
     """
     config = model_config(out)
     config.initializer_range = 0.08
@@ -152,13 +151,13 @@ def write_random_model(out: Path, seed: int) -> None:
 
 
 def copy_rows(tokenizer: Tokenizer, num_rows: int, num_words: int | None, seed: int) -> Iterator[Conversation]:
-    """Conversations whose answer repeats the question: random words of the vocabulary without blanks between them.
+    """Yield conversations whose answer repeats the question, random words of the vocabulary without spaces.
 
     Args:
-        tokenizer: whose words are drawn.
-        num_rows: how many conversations.
-        num_words: how many different words; None is all.
-        seed: of the draw.
+        tokenizer: Tokenizer whose words are drawn.
+        num_rows: Number of conversations.
+        num_words: Number of different words; None is all.
+        seed: Seed of the random choices.
     """
     rng = random.Random(seed)
     words = [tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size(with_added_tokens=False))]
@@ -169,15 +168,15 @@ def copy_rows(tokenizer: Tokenizer, num_rows: int, num_words: int | None, seed: 
 
 
 def train_phase(base: Path, out: Path, rows: str, lr: tuple[float, float], batch: int, seed: int) -> None:
-    """Train all weights of ``base`` on ``rows`` once, lr falling in a line; ``out`` gets the model.
+    """Train all weights of ``base`` for one epoch of ``rows`` with a linear learning rate schedule.
 
     Args:
-        base: model directory to start from.
-        out: the phase's run directory; the model is in ``export/merged``.
-        rows: a source, as ``data.sources`` names it.
-        lr: at the start and at the end.
-        batch: packs of 1,024 tokens a step.
-        seed: of the order of rows.
+        base: Model directory to start from.
+        out: Run directory of the phase; the trained model is in its ``export/merged``.
+        rows: Path of a source, as in ``data.sources``.
+        lr: Learning rates at the start and at the end.
+        batch: Packs of 1,024 tokens per step.
+        seed: Seed of the order of rows.
     """
     problems: list[str] = []
     config = parse_config(
@@ -216,10 +215,10 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def build(out: Path, seed: int, num_rows: int) -> None:
-    """Make the base in ``out``: tokenizer, random weights, then three phases of training.
+    """Build the base model in ``out``: tokenizer, random weights, then three phases of training.
 
-    Copying a word that was never copied before is what calls need most and what so small a model learns last. It comes
-    in a few hundred steps when the first copies are of few words: 64, then all, then the conversations.
+    Calls depend most on copying words that were never copied before, which so small a model learns last. It learns it
+    within a few hundred steps if the first phase copies few words: 64, then all, then the conversations.
     """
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -243,9 +242,9 @@ def build(out: Path, seed: int, num_rows: int) -> None:
 
 
 def main() -> int:
-    """Entry point."""
+    """Run the build from the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m fctune.assets.build", description="Make the tiny base of the demo."
+        prog="python -m fctune.assets.build", description="Build the demo's tiny base model."
     )
     parser.add_argument("--out", type=Path, required=True, help="model directory to write")
     parser.add_argument("--seed", type=int, default=0)

@@ -88,7 +88,7 @@ class _Buffers:
 
 
 class ChunkEncoder:
-    """Reads and encodes rows as a data config says; another process can receive it without loading a tokenizer."""
+    """Reads and encodes rows under a data config; can be sent to another process, which then loads no tokenizer."""
 
     def __init__(self, config: DataConfig, encoder: ConversationEncoder):
         self.config = config

@@ -1,7 +1,7 @@
 """JSON Schemas of tools: made strict, validated, and calls checked against them.
 
-jsonschema is the validator; the schemas that most tools have are compiled to plain functions first, which is a hundred
-times as fast (``fctune.data.schema_compiler``).
+jsonschema is the validator; the schemas that most tools have are compiled to plain functions
+(``fctune.data.schema_compiler``), which check a call in microseconds instead of a tenth of a millisecond.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class SchemaFinding:
 class ToolSchema:
     """A JSON Schema of arguments, ready to validate calls.
 
-    ``problem`` says why the schema itself cannot be used, or is None. The draft is the one that ``$schema`` names, by
-    default 2020-12. Documents that a ``$ref`` names are not fetched.
+    ``problem`` is the reason why the schema itself cannot be used, or None. ``$schema`` selects the draft, by default
+    2020-12. Documents named by a ``$ref`` are not fetched.
 
     Args:
         schema: JSON Schema.
@@ -81,7 +81,7 @@ class ToolSchema:
             self.problem = self._find_problem()
 
     def accepts(self, arguments: Any) -> bool:
-        """Whether the schema is valid and the arguments obey it."""
+        """Return True if the schema is valid and the arguments obey it."""
         if self._compiled is not None:
             return self._compiled(arguments)
         return self.problem is None and not self.find_errors(arguments)
@@ -140,7 +140,7 @@ class ToolSet:
         return bool(self._tools)
 
     def accepts(self, call: Call) -> bool:
-        """Whether the call is to one of the tools and obeys its schema."""
+        """Return True if the call is to one of the tools and obeys its schema."""
         schema = self._find_schema(call.name)
         return schema is not None and schema.accepts(call.arguments)
 

@@ -47,7 +47,7 @@ def test_the_base_is_small_enough_to_ship():
     assert 0.8e6 < sum(weight.numel() for weight in model.parameters()) < 1.2e6
 
 
-def test_the_vocabulary_is_small_and_its_ids_are_those_of_the_config(tokenizer):
+def test_the_vocabulary_is_small_and_its_ids_agree_with_the_config(tokenizer):
     config = json.loads((BASE / "config.json").read_text())
     assert len(tokenizer) == config["vocab_size"] < 2048
     assert tokenizer.eos_token == "<|eot_id|>"
@@ -55,7 +55,7 @@ def test_the_vocabulary_is_small_and_its_ids_are_those_of_the_config(tokenizer):
     assert ids == (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
 
 
-def test_the_shipped_chat_template_is_the_one_beside_the_build(tokenizer):
+def test_the_shipped_chat_template_is_that_of_the_build(tokenizer):
     assert tokenizer.chat_template == TEMPLATE.read_text(encoding="utf-8")
 
 
@@ -72,12 +72,12 @@ def test_tools_calls_and_results_are_rendered(tokenizer):
 
 def test_arguments_may_be_a_string_of_json(tokenizer):
     as_text = [{**CALLS[1], "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}]
-    said = [*MESSAGES[:-1], {**MESSAGES[-1], "tool_calls": as_text}]
-    assert _render(tokenizer, said) == _render(tokenizer, MESSAGES)
+    messages = [*MESSAGES[:-1], {**MESSAGES[-1], "tool_calls": as_text}]
+    assert _render(tokenizer, messages) == _render(tokenizer, MESSAGES)
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_every_beginning_of_a_conversation_is_a_beginning_of_its_text_and_tokens(tokenizer, first):
+def test_every_prefix_of_a_conversation_renders_to_a_prefix_of_its_tokens(tokenizer, first):
     messages = MESSAGES[first:]
     for end in range(1, len(messages)):
         longer = tokenizer(_render(tokenizer, messages[: end + 1]), add_special_tokens=False)["input_ids"]
@@ -90,7 +90,7 @@ def test_every_beginning_of_a_conversation_is_a_beginning_of_its_text_and_tokens
             assert longer[: len(shorter)] == shorter
 
 
-def test_call_tags_are_single_tokens_that_decoding_keeps(tokenizer):
+def test_call_tags_are_single_tokens_and_survive_decoding(tokenizer):
     for tag in TAG_TOKENS:
         (token,) = tokenizer(tag, add_special_tokens=False)["input_ids"]
         assert tokenizer.decode([token], skip_special_tokens=True) == tag
@@ -121,11 +121,11 @@ def test_conversations_are_short(tokenizer):
 
 
 def _openai(row: Any) -> dict[str, Any]:
-    said = row.to_openai()
-    return {"conversation": said["messages"], "tools": said["tools"]}
+    content = row.to_openai()
+    return {"conversation": content["messages"], "tools": content["tools"]}
 
 
-def test_a_build_before_training_can_be_loaded_and_is_the_same_for_the_same_seed(tmp_path):
+def test_an_untrained_build_can_be_loaded_and_is_reproducible(tmp_path):
     corpus = list(iter_texts(iter_conversations("pretrain", 300, 0)))
     weights = []
     for name in ("one", "two"):

@@ -1,4 +1,4 @@
-"""The prepared set and the global cursor: every conversation once an epoch, in one order, whatever the ranks."""
+"""Prepared sets and global batches: every conversation once per epoch, in one order for any number of ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def prepared(request: pytest.FixtureRequest, tiny_base: Path, tmp_path_factory: 
     epoch=st.integers(0, 3),
 )
 @settings(max_examples=60, deadline=None)
-def test_an_epoch_holds_every_conversation_once(
+def test_an_epoch_has_every_conversation_once(
     prepared: PreparedSet, world_size: int, micro: int, batch: int, seed: int, epoch: int
 ) -> None:
     loader = GlobalLoader(prepared, "train", batch, seed)
@@ -66,7 +66,7 @@ def test_an_epoch_holds_every_conversation_once(
 
 
 def split_rows(batch: Any) -> list[bytes]:
-    """Each conversation of a batch, as bytes, without padding."""
+    """Return each conversation of a batch as bytes, without padding."""
     found = []
     for i in range(batch.tokens.shape[0]):
         row = batch.tokens[i].numpy()
@@ -82,9 +82,7 @@ def split_rows(batch: Any) -> list[bytes]:
 
 @given(seed=st.integers(0, 5), batch=st.integers(1, 40), stop=st.integers(1, 30))
 @settings(max_examples=30, deadline=None)
-def test_a_cursor_that_is_opened_anew_goes_on_in_the_same_order(
-    prepared: PreparedSet, seed: int, batch: int, stop: int
-) -> None:
+def test_a_new_loader_continues_in_the_same_order(prepared: PreparedSet, seed: int, batch: int, stop: int) -> None:
     once = GlobalLoader(prepared, "train", batch, seed)
     steps = [once.step_at(k) for k in range(1, stop + 10)]
     assert [GlobalLoader(prepared, "train", batch, seed).step_at(k) for k in range(stop, stop + 10)] == steps[
@@ -117,21 +115,18 @@ def test_labels_are_the_next_supervised_token_of_the_same_conversation(prepared:
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=300))
 @settings(max_examples=100, deadline=None)
-def test_packs_hold_every_conversation_once_and_fit(lengths: list[int]) -> None:
+def test_packs_have_every_conversation_once_and_fit(lengths: list[int]) -> None:
     packs = pack_best_fit(lengths, 100)
     assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in pack) <= 100 for pack in packs)
     fills = sorted(sum(lengths[i] for i in pack) for pack in packs)
-    assert len(fills) < 2 or fills[0] + fills[1] > 100, "two packs that would fit in one"
+    assert len(fills) < 2 or fills[0] + fills[1] > 100, "two packs would fit in one"
 
 
 def test_packs_waste_under_two_percent_on_realistic_lengths() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(6.3, 0.7, 20_000).astype(int), 32, 4096)
     packs = pack_best_fit(lengths.tolist(), 4096)
     assert lengths.sum() / (len(packs) * 4096) >= 0.98
-
-
-# --- the prepared set ---
 
 
 def test_a_second_start_opens_the_same_set(tiny_base: Path, tmp_path: Path) -> None:
@@ -142,24 +137,24 @@ def test_a_second_start_opens_the_same_set(tiny_base: Path, tmp_path: Path) -> N
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == [first.path.name]
 
 
-def test_the_validation_split_holds_when_rows_are_added() -> None:
+def test_the_validation_split_depends_on_digests_alone() -> None:
     digests = np.array([(i * 2654435761 % 2**32) << 32 for i in range(10_000)], dtype=np.uint64)
     assert abs(is_validation(digests, 0.1).mean() - 0.1) < 0.01
     assert not is_validation(digests, 0.0).any()
     assert is_validation(digests, 1.0).all()
 
 
-def test_no_conversation_is_on_both_sides(prepared: PreparedSet) -> None:
-    sides = [
+def test_no_conversation_is_in_both_splits(prepared: PreparedSet) -> None:
+    splits = [
         {int(prepared.digests[m]) for p in range(prepared.num_packs(s)) for m in prepared.members(s, p)}
         for s in ("train", "validation")
     ]
-    assert sides[0]
-    assert sides[1]
-    assert not sides[0] & sides[1]
+    assert splits[0]
+    assert splits[1]
+    assert not splits[0] & splits[1]
 
 
-def test_a_source_weight_repeats_or_thins_its_rows(tiny_base: Path, tmp_path: Path) -> None:
+def test_a_source_weight_repeats_or_subsamples_its_rows(tiny_base: Path, tmp_path: Path) -> None:
     def count(weight: float) -> int:
         source = SourceConfig(path="synthetic:train:400:3", weight=weight)
         return prepare(data_config(sources=[source], validation_share=0.0), tiny_base, tmp_path).num_packs("train")
@@ -201,7 +196,7 @@ def test_invalid_rows_are_all_reported_or_skipped_by_choice(
     assert (kept.counts.conversations, kept.counts.invalid) == (2, 2)
 
 
-def test_rows_without_anything_to_learn_are_counted_and_dropped(
+def test_rows_without_supervised_tokens_are_counted_and_dropped(
     tiny_base: Path, write_rows: Callable[..., Path], tmp_path: Path
 ) -> None:
     rows = write_rows([{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}])
@@ -217,7 +212,7 @@ def test_every_training_row_has_supervised_tokens(prepared: PreparedSet) -> None
         assert (prepared.weights[codes[1:]] > 0).any()
 
 
-def test_a_damaged_set_is_named(tiny_base: Path, tmp_path: Path) -> None:
+def test_a_damaged_set_is_rejected_by_name(tiny_base: Path, tmp_path: Path) -> None:
     path = prepare(data_config(), tiny_base, tmp_path).path
     with open(path / "tokens.bin", "r+b") as file:
         file.truncate(10)
@@ -225,7 +220,7 @@ def test_a_damaged_set_is_named(tiny_base: Path, tmp_path: Path) -> None:
         open_prepared(path)
 
 
-def test_several_processes_write_the_set_that_one_writes(
+def test_several_processes_encode_the_same_set_as_one(
     tiny_base: Path, write_rows: Callable[..., Path], tmp_path: Path
 ) -> None:
     bad = {"messages": [{"role": "user", "content": "Hi"}, {"role": "robot", "content": "Hello."}]}
@@ -247,13 +242,13 @@ def test_several_processes_write_the_set_that_one_writes(
 
 @given(step=st.integers(0, 200), batch=st.integers(1, 40))
 @settings(max_examples=30, deadline=None)
-def test_a_saved_state_tells_the_step_it_was_taken_after(prepared: PreparedSet, step: int, batch: int) -> None:
+def test_a_saved_state_restores_its_step(prepared: PreparedSet, step: int, batch: int) -> None:
     loader = GlobalLoader(prepared, "train", batch, 4)
     state = json.loads(json.dumps(loader.state_at(step)))
     assert GlobalLoader(prepared, "train", batch, 4).step_of(state) == step
 
 
-def test_a_state_of_other_data_is_refused_with_what_changed(tiny_base: Path, tmp_path: Path) -> None:
+def test_a_state_of_other_data_is_rejected_with_the_differences(tiny_base: Path, tmp_path: Path) -> None:
     one = GlobalLoader(prepare(data_config(), tiny_base, tmp_path), "train", 4, 1)
     longer = prepare(data_config(seq_len=1024), tiny_base, tmp_path)
     with pytest.raises(DataError, match=r"data\.seq_len: was 512, is 1024"):
@@ -263,7 +258,7 @@ def test_a_state_of_other_data_is_refused_with_what_changed(tiny_base: Path, tmp
         other_seed.step_of(one.state_at(3))
 
 
-def test_unpacked_rows_can_be_of_one_shape(tiny_base: Path, tmp_path: Path) -> None:
+def test_unpacked_rows_can_have_a_constant_shape(tiny_base: Path, tmp_path: Path) -> None:
     prepared = prepare(data_config(), tiny_base, tmp_path)
     shapes = set()
     for pad_to in ("longest", "seq_len"):
@@ -273,7 +268,7 @@ def test_unpacked_rows_can_be_of_one_shape(tiny_base: Path, tmp_path: Path) -> N
     assert min(shapes) < 512
 
 
-def test_a_disk_that_fills_leaves_no_set(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_set(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 

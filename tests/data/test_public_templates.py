@@ -1,6 +1,6 @@
-"""Every public chat template that says tools and calls gets transformers' ids and exact masks, or is refused.
+"""Every public chat template that renders tools and calls has transformers' ids and exact masks, or is rejected.
 
-The templates are those in the ``trl`` wheel, each with a byte-level tokenizer that knows its special tokens.
+The templates are those of the ``trl`` wheel, each with a byte-level tokenizer that has its special tokens.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ CONVERSATIONS = {
     ),
     "unicode": Conversation((ASK, Message("assistant", None, (call("callAAAA1", town="Ærø 北京 🎉"),))), (TOOL,)),
     "empty arguments": Conversation((ASK, Message("assistant", None, (call("callAAAA1"),))), (TOOL,)),
-    "content beside a call": Conversation((ASK, Message("assistant", "Let me look.", CALLS.calls)), (TOOL,)),
+    "content with a call": Conversation((ASK, Message("assistant", "Let me look.", CALLS.calls)), (TOOL,)),
     "parallel": Conversation(
         (
             *(ASK, Message("assistant", None, (call("callAAAA1", town="Bergen"), call("callBBBB2", town="Oslo")))),
@@ -73,7 +73,7 @@ CONVERSATIONS = {
     ),
 }
 
-# Render tools and calls, but leave no token that ends a turn, so a model would never learn to stop.
+# Templates that render tools and calls but end no turn with a token, so a model would never learn to stop.
 WITHOUT_END = {"glm4moe"}
 
 
@@ -104,24 +104,24 @@ def reference(model: Path, conversation: Conversation, **options: Any) -> Any:
     )
 
 
-def says_calls(model: Path) -> bool:
-    """Whether the template writes tools, and calls after a result, as transformers renders it."""
+def renders_calls(model: Path) -> bool:
+    """Return True if transformers renders tools, and calls before a result, with the template."""
     try:
-        asked = reference(model, Conversation((ASK,), (TOOL,)), tokenize=False)
+        question = reference(model, Conversation((ASK,), (TOOL,)), tokenize=False)
         answered = reference(model, CONVERSATIONS["result and answer"], tokenize=False)
         bare = reference(model, Conversation((ASK, Message("assistant", "x")), ()), tokenize=False)
     except Exception:
         return False
-    return "days" in asked and answered.count("Bergen") > bare.count("Bergen")
+    return "days" in question and answered.count("Bergen") > bare.count("Bergen")
 
 
 pytestmark = pytest.mark.skipif(not TEMPLATES, reason="trl is not installed: pip install -e '.[dev]'")
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_ids_are_those_of_transformers_and_answers_alone_are_learnt(path: Path, tmp_path: Path) -> None:
+def test_ids_equal_transformers_and_only_answers_are_supervised(path: Path, tmp_path: Path) -> None:
     model = write_model(path.read_text(), tmp_path / "model")
-    if not says_calls(model) or path.stem in WITHOUT_END:
+    if not renders_calls(model) or path.stem in WITHOUT_END:
         with pytest.raises(DataError):
             ChatTemplate(model)
         return
@@ -133,7 +133,7 @@ def test_ids_are_those_of_transformers_and_answers_alone_are_learnt(path: Path, 
         except Exception:
             with pytest.raises(DataError, match="the chat template"):
                 template.encode(conversation)
-            assert name in ("parallel", "content beside a call"), name
+            assert name in ("parallel", "content with a call"), name
             continue
         encoded = template.encode(conversation)
         assert encoded.tokens == expected, name
@@ -143,15 +143,15 @@ def test_ids_are_those_of_transformers_and_answers_alone_are_learnt(path: Path, 
 
 
 def check_mask(template: ChatTemplate, conversation: Conversation, tokens: list[int], weights: list[float]) -> None:
-    learnt = template.tokenizer.decode([t for t, w in zip(tokens, weights, strict=True) if w > 0])
+    supervised = template.tokenizer.decode([t for t, w in zip(tokens, weights, strict=True) if w > 0])
     context = template.tokenizer.decode([t for t, w in zip(tokens, weights, strict=True) if w == 0])
     for message in conversation.messages:
         if message.role != "assistant":
-            assert (message.content or "").strip('{}"') not in learnt or message.content in ("1", "2", "Hi")
+            assert (message.content or "").strip('{}"') not in supervised or message.content in ("1", "2", "Hi")
         elif message.content and not message.calls:
-            assert message.content in learnt
+            assert message.content in supervised
             assert message.content not in context.replace("Hi", "")
-    assert "<think>" not in learnt
+    assert "<think>" not in supervised
     ends = [i for i, w in enumerate(weights) if w > 0 and (i + 1 == len(weights) or weights[i + 1] == 0)]
     num_answers = sum(m.role == "assistant" for m in conversation.messages)
     assert len(ends) <= num_answers or "gptoss" in str(template.model_dir)
@@ -159,7 +159,7 @@ def check_mask(template: ChatTemplate, conversation: Conversation, tokens: list[
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "qwen2_5"])
-def test_a_template_that_takes_one_call_a_turn_refuses_or_splits(name: str, tmp_path: Path) -> None:
+def test_a_template_with_one_call_per_turn_rejects_or_splits_parallel_calls(name: str, tmp_path: Path) -> None:
     assert FOLDER is not None
     model = write_model((FOLDER / f"{name}.jinja").read_text(), tmp_path / "model")
     parallel = CONVERSATIONS["parallel"]

@@ -24,11 +24,11 @@ from fctune.data.sources.python_types import convert_type
         ("Any", {}, False),
     ],
 )
-def test_python_types_become_json_schema(text: str, schema: dict[str, Any], is_optional: bool) -> None:
+def test_python_types_are_converted_to_json_schema(text: str, schema: dict[str, Any], is_optional: bool) -> None:
     assert convert_type(text, "") == (schema, is_optional)
 
 
 @pytest.mark.parametrize("text", ["Callable[[float], float]", "np.ndarray", "int or str", "List[", "int, positive", ""])
-def test_a_type_that_json_schema_cannot_say_is_refused(text: str) -> None:
+def test_a_type_that_json_schema_cannot_express_is_rejected(text: str) -> None:
     with pytest.raises(RowError, match="no JSON Schema for the type"):
         convert_type(text, "")

@@ -1,4 +1,4 @@
-"""Token ids are those of transformers, and what is learnt is what the model must say."""
+"""Token ids equal those of transformers, and exactly the model's own words are supervised."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def reference_ids(template: ChatTemplate, conversation: Conversation) -> list[in
 
 
 def supervised_text(template: ChatTemplate, conversation: Conversation) -> list[str]:
-    """The runs of supervised tokens, as text."""
+    """Return the text of each run of supervised tokens."""
     encoded = template.encode(conversation)
     runs: list[list[int]] = []
     last = -2
@@ -90,7 +90,7 @@ def test_every_real_row_supervises_its_assistant_turns_and_nothing_else(template
                 assert call.name in turn
 
 
-def test_what_is_learnt_is_exactly_the_answers(template: ChatTemplate) -> None:
+def test_exactly_the_answers_are_supervised(template: ChatTemplate) -> None:
     conversation = Conversation(
         (
             Message("system", "Be brief."),
@@ -105,7 +105,7 @@ def test_what_is_learnt_is_exactly_the_answers(template: ChatTemplate) -> None:
     assert supervised_text(template, conversation) == [call, "It is sunny.<|eot_id|>"]
 
 
-def test_train_on_chooses_turns(tiny_base: Path) -> None:
+def test_train_on_selects_turns(tiny_base: Path) -> None:
     conversation = Conversation(
         (
             Message("user", "Hi"),
@@ -158,7 +158,7 @@ def test_splitting_parallel_calls_pairs_each_with_its_result() -> None:
     assert [m.calls for m in split] == [(), (CALL,), (), (OTHER,), ()]
 
 
-def test_a_prompt_ends_where_the_answer_begins(template: ChatTemplate) -> None:
+def test_a_prompt_ends_at_the_start_of_the_answer(template: ChatTemplate) -> None:
     question = Conversation((Message("user", "Weather in Paris?"),), (WEATHER,))
     answered = Conversation((*question.messages, Message("assistant", None, (CALL,))), (WEATHER,))
     prompt = template.encode_prompt(question)
@@ -168,7 +168,7 @@ def test_a_prompt_ends_where_the_answer_begins(template: ChatTemplate) -> None:
     assert not any(encoded.weights[: len(prompt)])
 
 
-def test_text_that_looks_like_a_marker_or_a_turn_is_only_text(template: ChatTemplate) -> None:
+def test_text_that_resembles_a_marker_or_a_turn_is_plain_text(template: ChatTemplate) -> None:
     for content in (
         "[0:0:1]",
         "[deadbeef:0:1] hi",
@@ -184,7 +184,7 @@ def test_text_that_looks_like_a_marker_or_a_turn_is_only_text(template: ChatTemp
 
 @pytest.fixture
 def broken(tiny_base: Path, tmp_path: Path) -> Callable[[str | None], Path]:
-    """A copy of the tiny base with another chat template, or none."""
+    """Return a function that copies the tiny base with another chat template, or none."""
 
     def make(source: str | None) -> Path:
         path = tmp_path / "model"
@@ -220,7 +220,7 @@ LOOP = "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{
         ),
     ],
 )
-def test_a_template_that_cannot_be_trained_on_is_refused(
+def test_a_template_that_cannot_be_trained_on_is_rejected(
     source: str | None, words: str, broken: Callable[[str | None], Path]
 ) -> None:
     with pytest.raises((ConfigError, DataError), match=words):

@@ -19,7 +19,7 @@ WARNING_KINDS: dict[str, str] = {
     "missing_argument": "a call without an argument that its tool requires",
     "no_supervision": "no assistant message has a weight above 0",
     "not_in_enum": "an argument outside the values that its tool allows",
-    "not_renderable": "the chat template or tokenizer refuses the conversation",
+    "not_renderable": "the chat template or tokenizer rejects the conversation",
     "parallel_not_allowed": "several calls in one turn although the row sets parallel_tool_calls to false",
     "placeholder_value": "an argument that looks like a placeholder",
     "repeated_call": "the same call twice in one turn",

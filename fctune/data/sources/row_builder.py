@@ -58,7 +58,7 @@ NOTE_KINDS: dict[str, str] = {
     "tools_from_prompt": "tools read from the prompt because the tools column is empty",
     "type_converted": "tools whose Python type names were converted to JSON Schema",
 }
-"""The kinds of conversions and what they count."""
+"""The kinds of conversions made while reading rows."""
 
 
 class RowBuilder:
