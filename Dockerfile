@@ -1,17 +1,17 @@
-# The project, set up, for CUDA machines; the tests run in it, too.
+# The project, installed for CUDA machines, including its tests.
 #
-#   docker build --tag fctune .                                  # to run by itself, under Slurm or in a plain Job
-#   docker build --target sky --tag fctune:sky .                 # for SkyPilot, which sets its pods up with sudo
-#   docker run --rm fctune .venv/bin/python -m pytest --ignore tests/layout    # which asks git
+#   docker build --tag fctune .                                  # for docker, Slurm or a Kubernetes Job
+#   docker build --target sky --tag fctune:sky .                 # for SkyPilot, which needs sudo to set up its pods
+#   docker run --rm fctune .venv/bin/python -m pytest --ignore tests/layout    # needs git
 #
-# torch's wheels bring CUDA's libraries; the driver is the machine's. Python's versions are pinned by
-# constraints-$TORCH.txt, the system's by the tag of the base.
+# CUDA's libraries come with torch's wheels, the driver with the host. constraints-$TORCH.txt pins Python packages, and the
+# tag of the base image the system.
 FROM nvidia/cuda:12.9.1-base-ubuntu24.04 AS base
 
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 
-# gcc and Python's headers: torch.compile builds kernels where it runs. ibverbs, rdmacm: NCCL loads them for InfiniBand.
-# Ubuntu drops a version when its successor comes, so a pinned one would not build for long.
+# torch.compile needs gcc and Python's headers at run time; NCCL loads ibverbs and rdmacm for InfiniBand. Packages are not
+# pinned, because Ubuntu removes a version as soon as its successor is published.
 # hadolint ignore=DL3008
 RUN apt-get update \
   && apt-get install --yes --no-install-recommends \

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# One node's part of an acceptance run: a process a device. Exit 0 where the verdict is PASS, 1 for any other, 2 for a
-# config that does not hold; node 0 writes OUT/acceptance.json and OUT/acceptance.html.
+# Run one node's part of an acceptance run, with one process per device. Exit code 0 for the verdict PASS, 1 for any
+# other, 2 for an invalid config. Node 0 writes OUT/acceptance.json and OUT/acceptance.html.
 #
 #   NUM_NODES=2 NODE_RANK=0 DEVICES=8 MASTER_ADDR=node-0 sky/acceptance_node.sh configs/acceptance_2x8_h100.yaml OUT [key=value ...]
 #
-# Not through torchrun, which starts no rank before all nodes are there: a node that never comes could not be named.
+# Does not use torchrun, which starts no rank before all nodes have joined, so that a missing node could not be named.
 set -uo pipefail
 
 usage="usage: NUM_NODES=N NODE_RANK=R DEVICES=D MASTER_ADDR=HOST $0 CONFIG OUT [key=value ...]"
@@ -24,7 +24,7 @@ done
 
 code=0
 for pid in "${pids[@]}"; do
-  # A signal cuts a wait short, and its process lives on until the result is written.
+  # A signal interrupts wait while the process is still writing its result.
   wait "$pid"; ended=$?
   while kill -0 "$pid" 2>/dev/null; do wait "$pid"; ended=$?; done
   case $ended in

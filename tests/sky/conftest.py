@@ -1,4 +1,4 @@
-"""A home for SkyPilot that needs no network."""
+"""Fixtures for SkyPilot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.sky.skypilot import need_skypilot, write_catalog
 
 @pytest.fixture(scope="session")
 def skypilot_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a catalog of the one GPU that is named."""
+    """Create a home directory with a catalog of the one GPU in use, so that SkyPilot needs no network."""
     need_skypilot()
     home = tmp_path_factory.mktemp("home")
     write_catalog(home)

@@ -1,4 +1,4 @@
-"""A launch of a task by SkyPilot's own code against the address of a Kubernetes with nothing behind it."""
+"""Launch of a task by SkyPilot's own code against a fake Kubernetes API server."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.conftest import ROOT
 from tests.ranks import find_port
-from tests.sky.skypilot import ROOT, run_skypilot
+from tests.sky.skypilot import run_skypilot
 
 SECRET = "of-a-test-and-nowhere-else"
 VOLUME = ROOT / "sky" / "volumes" / "shared.yaml"
 
-# The volume as `sky volumes apply` makes it, then the task as `sky launch` does, in one process without its server.
+# Creates the volume like `sky volumes apply` and the task like `sky launch`, in one process without SkyPilot's server.
 LAUNCH = """
 import sys, yaml
 import sky
@@ -37,7 +38,7 @@ try:
                       zone=volume.zone, size=volume.size, config=volume.config, labels=volume.labels)
     config = yaml.safe_load(open(path))
     config.setdefault("config", {}).setdefault("kubernetes", {})["provision_timeout"] = 8
-    config.pop("service", None)  # of `sky serve`, which launches what is left
+    config.pop("service", None)  # used only by `sky serve`, which launches the rest
     task = sky.Task.from_yaml_config(config)
     task.update_secrets([(name, secret) for name in config.get("secrets", {})])
     execution.launch(task, cluster_name="fct", stream_logs=False)
@@ -48,27 +49,27 @@ except Exception as error:
 KUBECONFIG = """
 apiVersion: v1
 kind: Config
-current-context: stand-in
-clusters: [{{name: stand-in, cluster: {{server: "http://127.0.0.1:{port}"}}}}]
-contexts: [{{name: stand-in, context: {{cluster: stand-in, user: stand-in, namespace: default}}}}]
-users: [{{name: stand-in, user: {{token: none}}}}]
+current-context: fake
+clusters: [{{name: fake, cluster: {{server: "http://127.0.0.1:{port}"}}}}]
+contexts: [{{name: fake, context: {{cluster: fake, user: fake, namespace: default}}}}]
+users: [{{name: fake, user: {{token: none}}}}]
 """
 
 
 class Launched(NamedTuple):
-    """What a launch created, by kind and name; why it ended, since no pod ever runs; and in how many seconds."""
+    """Result of a launch: created objects by kind and name, why it ended (no pod ever runs), and its duration."""
 
     created: dict[str, dict[str, Any]]
     reason: str
     seconds: float
 
     def of_kind(self, plural: str) -> list[dict[str, Any]]:
-        """Pods, claims and so on."""
+        """Return the created objects of a kind, such as pods."""
         return [thing for key, thing in self.created.items() if key.startswith(f"{plural}-")]
 
 
 def launch(task: Path, home: Path, volume: Path = VOLUME) -> Launched:
-    """Launch a task."""
+    """Launch a task and record the objects that SkyPilot creates."""
     created = home / "created"
     created.mkdir()
     port = find_port()
@@ -83,13 +84,13 @@ def launch(task: Path, home: Path, volume: Path = VOLUME) -> Launched:
 
 
 def check(home: Path) -> str:
-    """What `sky check` says where nothing answers at the cluster's address."""
+    """Return the output of `sky check` when nothing answers at the cluster's address."""
     code = "from sky import check; check.check(clouds=['kubernetes'])"
     return run_skypilot(home, code, KUBECONFIG=point_to(find_port(), home)).stdout
 
 
 def point_to(port: int, home: Path) -> str:
-    """The file that says where the cluster is."""
+    """Write a kubeconfig that points to a local port."""
     file = home / ".kube" / "config"
     file.parent.mkdir()
     file.write_text(KUBECONFIG.format(port=port))
@@ -98,7 +99,7 @@ def point_to(port: int, home: Path) -> str:
 
 @contextmanager
 def serve(port: int, created: Path) -> Iterator[None]:
-    """The stand-in, while it is asked."""
+    """Run the fake API server."""
     program = str(Path(__file__).with_name("kubernetes_server.py"))
     server = subprocess.Popen([sys.executable, program, str(port), str(created)], env=dict(os.environ))
     try:

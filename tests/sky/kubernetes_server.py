@@ -1,8 +1,8 @@
-"""The address of a Kubernetes API with nothing behind it: it keeps what it is given and never runs a pod.
+"""A fake Kubernetes API server: it stores objects and never runs a pod.
 
     python tests/sky/kubernetes_server.py PORT FOLDER
 
-What is created is written to FOLDER, a JSON a thing. Schemas are not checked here; a test does.
+Created objects are written to FOLDER, one JSON file each. The tests validate them against the schemas.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Key = tuple[str, str | None, str, str]  # group and version, namespace, plural, 
 
 
 class Cluster:
-    """Two nodes of 8 H100 in a Nebius node group, two storage classes, and what is added."""
+    """Two nodes with 8 H100 in a Nebius node group, two storage classes, and the objects that clients create."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.things, self.lock = folder, dict[Key, dict[str, Any]](), threading.Lock()
@@ -59,7 +59,7 @@ class Cluster:
             self.keep("storage.k8s.io/v1", None, "storageclasses", thing)
 
     def keep(self, group: str, namespace: str | None, plural: str, thing: dict[str, Any]) -> dict[str, Any]:
-        """Store a thing under its name, or one made for it."""
+        """Store an object under its name or a generated one."""
         metadata = thing["metadata"]
         metadata.setdefault("name", metadata.get("generateName", "x-") + uuid.uuid4().hex[:5])
         metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": BORN, "resourceVersion": "1"}
@@ -70,7 +70,7 @@ class Cluster:
         return thing
 
     def create(self, group: str, namespace: str | None, plural: str, thing: dict[str, Any]) -> dict[str, Any]:
-        """Store what a client made; write it down as it came."""
+        """Store an object that a client created, and write it to the folder unchanged."""
         text = json.dumps(thing, indent=1)
         kept = self.keep(group, namespace, plural, thing)
         (self.folder / f"{plural}-{kept['metadata']['name']}.json").write_text(text)
@@ -79,7 +79,7 @@ class Cluster:
         return kept
 
     def find(self, group: str, namespace: str | None, plural: str, query: dict[str, list[str]]) -> list[dict[str, Any]]:
-        """Things of a kind that selectors let through."""
+        """Return the objects of a kind that match the query's selectors."""
         found = [
             thing
             for (of_group, of_namespace, of_plural, _), thing in self.things.items()
@@ -97,16 +97,16 @@ class Cluster:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """The verbs of the API on the cluster of the server."""
+    """Request handler for all verbs of the API."""
 
     protocol_version = "HTTP/1.1"
     cluster: Cluster
 
     def log_message(self, *_: Any) -> None:
-        """Not to the tests' output."""
+        """Keep requests out of the tests' output."""
 
     def answer(self) -> None:
-        """Any verb."""
+        """Handle a request of any verb."""
         url = urlparse(self.path)
         query = parse_qs(url.query)
         length = int(self.headers.get("Content-Length") or 0)
@@ -127,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
     def act(
         self, group: str, namespace: str | None, plural: str, name: str | None, query: dict[str, list[str]], body: Any
     ) -> None:
-        """What the verb asks of the cluster."""
+        """Apply a verb to the cluster."""
         if self.command == "POST" and plural.startswith("selfsubject"):
             return self.send(201, body | {"status": {"allowed": True}})
         if self.command == "POST":
@@ -151,7 +151,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_DELETE = do_PATCH = do_PUT = answer
 
     def send(self, code: int, value: Any) -> None:
-        """JSON, or nothing."""
+        """Send a JSON response, or an empty one."""
         body = b"" if value is None else json.dumps(value).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")

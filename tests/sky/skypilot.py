@@ -1,4 +1,4 @@
-"""SkyPilot as the tests ask it: in its own environment, which ``make sky`` makes, from a home that needs no network."""
+"""SkyPilot in its own virtual environment (``make sky``), with a home directory that needs no network."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.conftest import ROOT
+
 BIN = ROOT / ".venv-sky" / "bin"
 
-# A catalog of the one GPU that is named, and of SkyPilot's images: it downloads the whole one otherwise.
+# A catalog of the one GPU in use and of SkyPilot's images; SkyPilot would download the complete one.
 CATALOG = {
     "common/accelerators.csv": "AcceleratorName,Clouds\nH100,\"['AWS', 'nebius']\"\n",
     "common/metadata.csv": "GPU,MemoryGB,Manufacturer\nH100,80,NVIDIA\n",
@@ -22,13 +23,13 @@ CATALOG = {
 
 
 def need_skypilot() -> None:
-    """Skip the test where SkyPilot's environment is not here."""
+    """Skip the test if SkyPilot is not installed."""
     if not (BIN / "sky").exists():
         pytest.skip("SkyPilot is not installed: make sky")
 
 
 def write_catalog(home: Path) -> None:
-    """What SkyPilot would fetch into a home."""
+    """Write the catalog that SkyPilot would download into a home directory."""
     for name, text in CATALOG.items():
         path = home / ".sky" / "catalogs" / "v8" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +39,7 @@ def write_catalog(home: Path) -> None:
 def run_skypilot(
     home: Path, code: str, *arguments: str, timeout_s: float = 100, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Python that imports ``sky``, at the repository's root."""
+    """Run Python code that imports ``sky`` in the repository's root."""
     environment = os.environ | {"HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"} | more
     return subprocess.run(
         [str(BIN / "python"), "-c", code, *arguments],

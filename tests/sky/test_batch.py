@@ -1,4 +1,4 @@
-"""The batch scripts around srun, with Slurm's commands replaced by ones that write down how they were called."""
+"""The batch scripts around srun, with Slurm's commands replaced by ones that record their arguments."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.conftest import ROOT
+
 SCRIPTS = ["finetune_venv.sbatch", "finetune_container.sbatch"]
 
 COMMANDS = {
-    # Runs what it is given on this machine; scancel's signal reaches it by a file.
+    # Runs its command on this machine; scancel's signal reaches it through a file.
     "srun": """
         while [[ "$1" == --* ]]; do echo "$1" >> "$CALLS/srun"; shift; done
         exec "$@"
@@ -27,7 +28,7 @@ COMMANDS = {
     """,
 }
 
-# In place of a run: ends with CODE, at once or when it is asked to stop.
+# Replaces a run: exits with CODE, immediately or when asked to stop.
 RUN_NODE = """
     env | grep -E '^(CONFIG|FCTUNE_|MASTER_ADDR|SEED)' > "$CALLS/environment"
     echo "$@" > "$CALLS/arguments"
@@ -45,7 +46,7 @@ def write_script(path: Path, text: str) -> None:
 
 
 def start(folder: Path, name: str, code: int, waits: bool, *arguments: str, **more: str) -> subprocess.Popen[str]:
-    """The batch script in a tree of its own; as Slurm does, from a copy elsewhere, with its output in a file."""
+    """Start the batch script the way Slurm does: as a copy in a separate tree, with its output in a file."""
     for script in ("batch.sh", name):
         (folder / "sky" / "slurm").mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "sky" / "slurm" / script, folder / "sky" / "slurm")
@@ -85,12 +86,12 @@ def wait_for(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_run_that_ends_is_summed_up_and_the_job_with_it(name: str, tmp_path: Path) -> None:
+def test_a_completed_run_gets_a_summary_and_ends_the_job(name: str, tmp_path: Path) -> None:
     assert start(tmp_path, name, 0, False, "seed=3").wait(30) == 0
     summary = (tmp_path / "train_41_summary.txt").read_text()
     assert "job        41 (restart 0) on 2 nodes" in summary
     assert "exit code  0\n" in summary
-    assert "last said  step 7  loss 0.5" in summary
+    assert "last line  step 7  loss 0.5" in summary
     assert calls(tmp_path, "arguments") == ["seed=3"]
     assert {"--kill-on-bad-exit=0", "--wait=120"} <= set(calls(tmp_path, "srun"))
     assert not [call for call in calls(tmp_path, "scontrol") if call.startswith("requeue")]
@@ -98,20 +99,20 @@ def test_a_run_that_ends_is_summed_up_and_the_job_with_it(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_job_that_slurm_asks_to_stop_saves_and_goes_back_into_the_queue(name: str, tmp_path: Path) -> None:
+def test_a_job_that_slurm_asks_to_stop_saves_and_is_requeued(name: str, tmp_path: Path) -> None:
     job = start(tmp_path, name, 75, True)
     wait_for(tmp_path / "calls" / "started")
     job.send_signal(signal.SIGUSR1)  # --signal=B:USR1@300
     assert job.wait(30) == 75
     assert calls(tmp_path, "scancel") == ["--signal=USR1 41"]
     assert calls(tmp_path, "scontrol")[-1] == "requeue 41"
-    assert "exit code  75, asked to stop by USR1" in (tmp_path / "train_41_summary.txt").read_text()
+    assert "exit code  75, stop requested by USR1" in (tmp_path / "train_41_summary.txt").read_text()
 
 
-def test_a_run_that_ends_while_slurm_is_asked_keeps_its_code(tmp_path: Path) -> None:
+def test_a_run_that_ends_during_scancel_keeps_its_exit_code(tmp_path: Path) -> None:
     job = start(tmp_path, SCRIPTS[0], 75, True)
     wait_for(tmp_path / "calls" / "started")
-    slow = 'touch "$CALLS/usr1"; sleep 0.7'  # the run is over before scancel is
+    slow = 'touch "$CALLS/usr1"; sleep 0.7'  # the run ends before scancel does
     write_script(tmp_path / "bin" / "scancel", slow)
     job.send_signal(signal.SIGUSR1)
     assert job.wait(30) == 75
@@ -121,13 +122,15 @@ def test_a_run_that_ends_while_slurm_is_asked_keeps_its_code(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("code", "sent", "more"),
     [
-        (75, signal.SIGTERM, {}),  # cancelled, or preempted, when Slurm itself puts it back
+        (75, signal.SIGTERM, {}),  # cancelled, or preempted, in which case Slurm requeues it
         (75, signal.SIGUSR1, {"SLURM_RESTART_COUNT": "2", "MAX_REQUEUES": "2"}),
         (1, signal.SIGUSR1, {}),  # it failed
         (143, signal.SIGUSR1, {}),  # a node was killed
     ],
 )
-def test_a_job_that_is_over_stays_over(code: int, sent: signal.Signals, more: dict[str, str], tmp_path: Path) -> None:
+def test_a_cancelled_failed_or_exhausted_job_is_not_requeued(
+    code: int, sent: signal.Signals, more: dict[str, str], tmp_path: Path
+) -> None:
     job = start(tmp_path, SCRIPTS[0], code, True, **more)
     wait_for(tmp_path / "calls" / "started")
     job.send_signal(sent)
@@ -137,7 +140,7 @@ def test_a_job_that_is_over_stays_over(code: int, sent: signal.Signals, more: di
     assert not calls(tmp_path, "scontrol")
 
 
-def test_a_container_gets_the_volumes_and_the_head(tmp_path: Path) -> None:
+def test_a_container_gets_the_volumes_and_the_heads_address(tmp_path: Path) -> None:
     assert start(tmp_path, SCRIPTS[1], 0, False).wait(30) == 0
     environment = dict(line.split("=", 1) for line in calls(tmp_path, "environment"))
     assert environment["FCTUNE_SHARED"] == "/mnt/shared"
@@ -147,7 +150,7 @@ def test_a_container_gets_the_volumes_and_the_head(tmp_path: Path) -> None:
     assert f"{tmp_path}/network:/mnt/network" in mounts
 
 
-def test_the_choices_of_the_environment_reach_the_run(tmp_path: Path) -> None:
+def test_environment_overrides_reach_the_run(tmp_path: Path) -> None:
     assert start(tmp_path, SCRIPTS[0], 0, False, CONFIG="configs/x.yaml", SEED="5").wait(30) == 0
     environment = dict(line.split("=", 1) for line in calls(tmp_path, "environment"))
     assert environment["CONFIG"] == "configs/x.yaml"

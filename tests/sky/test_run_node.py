@@ -1,4 +1,4 @@
-"""The script that every launcher runs on a node: what it starts, how it hears, with which code it ends."""
+"""The script that every launcher runs on a node: its commands, signals and exit codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCES = ("data.sources.0.path=synthetic:train:100:1", f"model.path={ROOT / 'fc
 
 
 def copy_with_recorder(folder: Path) -> Path:
-    """The script in a tree whose `tune` writes down what it is given, and ends as it is told; all else is real."""
+    """Copy the script into a tree whose `tune` records its arguments and exits with a given code; the rest is real."""
     (folder / "sky").mkdir(parents=True)
     script = shutil.copy(ROOT / "sky" / "run_node.sh", folder / "sky")
     tools = folder / ".venv" / "bin"
@@ -90,12 +90,12 @@ LAUNCHERS = {
         "SKYPILOT_NODE_RANK",
     ),
     "Slurm": ({"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[a-b]", "SLURM_GPUS_ON_NODE": "8"}, "SLURM_NODEID"),
-    "by hand": ({"NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1"}, "NODE_RANK"),
+    "neither": ({"NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1"}, "NODE_RANK"),
 }
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_each_launcher_gives_the_same_command(launcher: str, tmp_path: Path) -> None:
+def test_each_launcher_results_in_the_same_command(launcher: str, tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)
     variables, rank = LAUNCHERS[launcher]
     environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="3", **variables)
@@ -118,7 +118,7 @@ def test_each_launcher_gives_the_same_command(launcher: str, tmp_path: Path) -> 
         assert option(words, "--nnodes") == "2"
         assert option(words, "--node_rank") == str(node)
         assert option(words, "--nproc_per_node") == "3"
-        assert option(words, "--rdzv_backend") == "static"  # c10d gives ranks as nodes come
+        assert option(words, "--rdzv_backend") == "static"  # c10d assigns ranks in the order of arrival
         assert option(words, "--rdzv_endpoint") == f"127.0.0.1:{environment['MASTER_PORT']}"
         assert "recipes/lora_fc_distributed" in words
         assert option(words, "--config") == TINY
@@ -127,17 +127,17 @@ def test_each_launcher_gives_the_same_command(launcher: str, tmp_path: Path) -> 
         assert "SIGTERM" not in option(words, "--signals-to-handle")
 
 
-def test_the_recipe_follows_the_config(tmp_path: Path) -> None:
+def test_the_config_selects_the_recipe(tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)
     done = run(script, environment_of(tmp_path, CONFIG=FULL, FCTUNE_CPU_RANKS="1"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "recipes/full_fc_distributed" in recorded(tmp_path, "")
 
 
-@pytest.mark.parametrize(("said", "code"), [("75", 75), ("2", 2), ("", 1), ("0", 1)])
-def test_the_exit_code_is_the_runs_own(said: str, code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recorded_code", "code"), [("75", 75), ("2", 2), ("", 1), ("0", 1)])
+def test_the_exit_code_is_the_one_in_exit_json(recorded_code: str, code: int, tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)
-    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", EXIT_JSON=said, TUNE_CODE="1")
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", EXIT_JSON=recorded_code, TUNE_CODE="1")
     stale = Path(environment["RUN"])
     stale.mkdir(parents=True)
     (stale / "exit.json").write_text('{"code": 75}')  # of an earlier run
@@ -145,7 +145,7 @@ def test_the_exit_code_is_the_runs_own(said: str, code: int, tmp_path: Path) -> 
     assert done.returncode == code, done.stdout + done.stderr
 
 
-def test_an_unfit_node_starts_nothing(tmp_path: Path) -> None:
+def test_nothing_starts_on_an_unfit_node_or_with_an_invalid_config(tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)
     environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1")
     unfit = run(script, environment | {"FCTUNE_NETWORK": str(tmp_path / "none")})
@@ -153,7 +153,7 @@ def test_an_unfit_node_starts_nothing(tmp_path: Path) -> None:
     assert "none: does not exist" in unfit.stdout
     wrong = run(script, environment, "epochz=1")
     assert wrong.returncode == 2
-    assert "did you mean epochs?" in wrong.stdout
+    assert "did you mean epochs?" in wrong.stderr
     without = run(script, environment | {"FCTUNE_CPU_RANKS": ""})
     assert without.returncode == 1
     assert "set FCTUNE_CPU_RANKS" in without.stderr
@@ -164,7 +164,7 @@ def test_an_unfit_node_starts_nothing(tmp_path: Path) -> None:
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
-    """A real run on one rank, in a session of its own, once it has taken steps."""
+    """Start a real run on one rank, in a separate session, and wait for its first steps."""
     environment = environment_of(folder, FCTUNE_CPU_RANKS="1")
     rows = "data.sources.0.path=synthetic:train:400:1"
     command = [str(ROOT / "sky" / "run_node.sh"), rows, "validation.every_n_steps=0", "parallel.mode=auto", *overrides]
@@ -188,14 +188,14 @@ def end(process: subprocess.Popen[bytes]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", ["all", "alone"])
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on(asked: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signaled", ["all", "script"])
+def test_a_run_that_is_asked_to_stop_saves_and_resumes(signaled: str, tmp_path: Path) -> None:
     process = start(tmp_path, "epochs=50")
     assert process.poll() is None, (tmp_path / "shown.txt").read_text()[-2000:]
-    if asked == "all":  # Slurm: every process of the job
+    if signaled == "all":  # Slurm: every process of the job
         for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
             one.send_signal(signal.SIGUSR1)
-    else:  # a container's end: its first process
+    else:  # the end of a container: only its first process
         process.send_signal(signal.SIGTERM)
     assert end(process) == 75
     ended = json.loads((tmp_path / "shared" / "runs" / "tiny_lora" / "exit.json").read_text())
@@ -210,7 +210,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(asked: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_two_nodes_train_together_and_both_say_why_a_run_failed(tmp_path: Path) -> None:
+def test_two_nodes_train_together_and_both_return_the_runs_exit_code(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"messages": "none"}\n')
     environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", NUM_NODES="2", MASTER_ADDR="127.0.0.1")
     for source, code in (("synthetic:train:200:1", 0), (str(tmp_path / "bad.jsonl"), 2)):

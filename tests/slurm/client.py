@@ -1,4 +1,4 @@
-"""SkyPilot's command line, as somebody calls it at the desk of a cluster."""
+"""SkyPilot's command line, called from the desk: the machine of a cluster's user."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ CONFIG = {
     "jobs": {"controller": {"consolidation_mode": True}},
 }
 
-# The controller of managed jobs waits, without end, for https://8.8.8.8 or https://1.1.1.1 to answer before it looks at
-# a job. Where neither can be reached, it is told to ask SkyPilot's own server, which can.
+# Before it checks a job, the controller of managed jobs waits indefinitely until https://8.8.8.8 or https://1.1.1.1
+# responds. For machines that can reach neither, this makes it query SkyPilot's own server instead.
 PROBE = """
 import importlib.abc, importlib.util, os, sys
 
@@ -46,8 +46,8 @@ class Finder(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Finder())
 """
 
-# SkyPilot brings itself to a cluster: uv from its installer's address, then Python 3.10 and its packages by uv. What is
-# not on a package index has a stand-in on the nodes: uv from its wheel, and the Python that is here.
+# SkyPilot installs itself on a cluster: uv with its online installer, then Python 3.10 and packages with uv. What is not
+# on a package index is replaced on the nodes: uv by its wheel, and Python by this machine's.
 CURL = """#!/bin/bash
 for word in "$@"; do
   if [ "$word" = https://astral.sh/uv/install.sh ]; then
@@ -61,7 +61,7 @@ UV = """#!/bin/bash
 words=()
 for word in "$@"; do [ "$word" != 3.10 ] || word={python}; words+=("$word"); done
 export SSL_CERT_FILE=${{SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}} UV_CACHE_DIR={home}/.cache/uv
-# Both nodes have one /tmp here, where each would have its own: what one makes, the other waits for.
+# Both nodes share /tmp here, unlike real nodes, so one waits for the other's environment.
 [ "$1" != venv ] || exec flock {home}/.uv.lock {home}/bin/uv-of-the-wheel "${{words[@]}}"
 flock {home}/.uv.lock true
 exec {home}/bin/uv-of-the-wheel "${{words[@]}}"
@@ -69,17 +69,17 @@ exec {home}/bin/uv-of-the-wheel "${{words[@]}}"
 
 
 class SkyPilot:
-    """A home and a copy of the project at the desk, from which ``sky`` is called."""
+    """Runs ``sky`` from a home directory and a copy of the project on the desk."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.home = cluster.root / "desk"
         self.project = copy_project(self.home / "fctune")
         self._write_home()
-        self._write_stand_ins()
+        self._write_replacements()
 
     def run(self, *words: str, timeout_s: float = 120, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """``sky`` to its end, which comes within the limit."""
+        """Run ``sky`` to completion."""
         done = subprocess.run(
             self._command(words),
             cwd=self.project,
@@ -95,7 +95,7 @@ class SkyPilot:
         return done
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        """``sky`` in the background, its output to be read."""
+        """Start ``sky`` in the background, with its output in a pipe."""
         return subprocess.Popen(
             self._command(words),
             cwd=self.project,
@@ -106,7 +106,7 @@ class SkyPilot:
         )
 
     def write_task(self, name: str, task: dict[str, Any]) -> str:
-        """A task's file in the desk's copy of the project; its name there."""
+        """Write a task to the desk's copy of the project, and return its name."""
         (self.project / name).write_text(yaml.safe_dump(task, sort_keys=False))
         return name
 
@@ -134,7 +134,7 @@ class SkyPilot:
         (self.home / "probe").mkdir()
         (self.home / "probe" / "sitecustomize.py").write_text(PROBE)
 
-    def _write_stand_ins(self) -> None:
+    def _write_replacements(self) -> None:
         home = self.cluster.home
         tools = home / "bin"
         tools.mkdir()

@@ -1,7 +1,7 @@
-"""A Slurm cluster on this machine: a login node and two nodes of 8 pretended H100, as namespaces on loopback; a desk.
+"""A Slurm cluster on this machine: a login node, two nodes with 8 fake H100 each, and a desk, as Linux namespaces.
 
-Users, hosts and mounts are those of the namespaces, so nothing of the machine's own is changed, and a node dies whole
-when its first process is killed. The GPUs are files: Slurm counts them, and nothing can run on them.
+Users, hosts and mounts belong to the namespaces, so the machine itself is not changed, and killing the first process of
+a node ends all of its processes. The GPUs are plain files: Slurm counts them, but nothing can run on them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ NODES = ("n0", "n1")
 USER, UID = "trainer", 23456
 DAEMONS = ("slurmctld", "slurmd", "munged", "sshd")
 
-# Slurm's own command, the nodes' and the login's. srun listens on the address of its host's name and a node calls back
-# from 127.0.0.1, so the hosts where srun is called have that address; the other node, which must differ, has another.
+# srun listens on the address of its host's name, and nodes call back from 127.0.0.1. So the hosts that call srun have
+# that address, and the other node, which must have a different one, does not.
 HOSTS = {"login": "127.0.0.1", "desk": "127.0.0.1", "n0": "127.0.0.1", "n1": "127.0.0.12"}
 LOGIN_ADDRESS = "127.0.0.10"
 
@@ -36,7 +36,7 @@ ClusterName=lab
 SlurmctldHost=login(127.0.0.1)
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 AuthType=auth/munge
-# cred_expire: how long a job that went back into the queue waits there, too.
+# cred_expire is also how long a requeued job waits.
 AuthInfo=socket={root}/run/munge.socket,cred_expire=5
 CredType=cred/munge
 SlurmUser=root
@@ -88,19 +88,19 @@ MaxStartups 100
 
 
 def why_not() -> str | None:
-    """What keeps a cluster from being brought up here; None where nothing does."""
+    """Return why no cluster can be started here; None if one can."""
     if os.geteuid() != 0:
-        return "not root, which Slurm's daemons and namespaces take"
+        return "Slurm's daemons and namespaces require root"
     missing = [name for name in DAEMONS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
     if missing:
         return f"{', '.join(missing)} not installed; on Debian `make test-slurm` installs them"
     if subprocess.run(["unshare", "--mount", "--uts", "--pid", "--fork", "true"], capture_output=True).returncode:
-        return "no namespaces may be made here"
+        return "this machine does not allow namespaces"
     return None
 
 
 def wait_until(holds: Callable[[], Any], what: str, timeout_s: float) -> Any:
-    """What ``holds`` returned when it was true at last."""
+    """Wait until ``holds`` returns a true value, and return it."""
     deadline = time.monotonic() + timeout_s
     while not (value := holds()):
         assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
@@ -109,7 +109,7 @@ def wait_until(holds: Callable[[], Any], what: str, timeout_s: float) -> Any:
 
 
 def copy_project(folder: Path) -> Path:
-    """The working tree as it is cloned: what git knows or would add."""
+    """Copy the working tree's tracked and untracked files, without benchmarks and tests."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
     for name in names:
@@ -121,27 +121,27 @@ def copy_project(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run's directory, read from outside."""
+    """Reads a run's directory."""
 
     folder: Path
 
     def steps(self) -> list[int]:
-        """That were taken, as they were written down."""
+        """Return the steps in metrics.jsonl, in order."""
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [json.loads(line)["step"] for line in lines]
 
     def last_step(self) -> int:
-        """0 before the first."""
+        """Return the last step; 0 before the first."""
         return (self.steps() or [0])[-1]
 
     def newest_checkpoint(self) -> int:
-        """The step of the newest one that is whole; 0: none is."""
+        """Return the step of the newest complete checkpoint; 0 if there is none."""
         found = self.folder.glob("checkpoints/checkpoint-*/_SUCCESS")
         return max((int(path.parent.name.rpartition("-")[2]) for path in found), default=0)
 
     def ended(self) -> dict[str, Any] | None:
-        """Why it ended, once it has."""
+        """Return exit.json; None if the run has not ended."""
         try:
             found: dict[str, Any] = json.loads((self.folder / "exit.json").read_text())
         except (FileNotFoundError, ValueError):
@@ -150,7 +150,7 @@ class RunFiles:
 
 
 class Cluster:
-    """The machines of a cluster under a folder of its own."""
+    """The machines of a cluster, with their files in a temporary folder."""
 
     def __init__(self) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="fctune-slurm-", dir="/tmp"))
@@ -160,14 +160,14 @@ class Cluster:
         self.machines: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
-        """Up, with both nodes idle."""
+        """Start all machines and wait until both nodes are idle."""
         self._write_files()
         for name in HOSTS:
             self.start_machine(name)
         self.wait_idle()
 
     def start_machine(self, name: str) -> None:
-        """A machine's first process, and with it the machine."""
+        """Start a machine through its first process."""
         command = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with open(self.log / f"{name}.out", "ab") as out:
             self.machines[name] = subprocess.Popen(
@@ -180,36 +180,36 @@ class Cluster:
             )
 
     def kill_machine(self, name: str) -> None:
-        """As a power cut: all that runs on it is gone at once."""
+        """Kill all processes of a machine at once, like a power failure."""
         machine = self.machines.pop(name)
         machine.kill()
         machine.wait()
 
     def stop(self) -> None:
-        """Every process of the cluster ends, and its folder goes."""
+        """Kill all machines and remove the folder."""
         for name in list(self.machines):
             self.kill_machine(name)
         shutil.rmtree(self.root, ignore_errors=True)
 
     def at_desk(self, words: Sequence[str]) -> list[str]:
-        """The command line that runs a command on the desk, where whoever uses the cluster sits."""
+        """Return the command line that runs a command on the desk."""
         return self.on_machine("desk", words)
 
     def on_machine(self, name: str, words: Sequence[str]) -> list[str]:
-        """The command line that runs a command as root on a machine."""
+        """Return the command line that runs a command as root on a machine."""
         outer = self.machines[name].pid
         (inner,) = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()
         return ["nsenter", "--target", inner, "--pid", "--mount", "--uts", "--", *words]
 
     def ssh(self, command: str, timeout_s: float = 60, check: bool = True) -> str:
-        """What a command that a user gives on the login node prints."""
+        """Run a command as the user on the login node, and return its output."""
         words = ["ssh", "-F", str(self.root / "etc" / "ssh_config"), "lab", f"bash -lc {shlex.quote(command)}"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
         assert not check or done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 
     def wait_idle(self, timeout_s: float = 90) -> None:
-        """Until both nodes wait for work."""
+        """Wait until both nodes are idle."""
         seen = ""
 
         def is_idle() -> bool:
@@ -220,17 +220,17 @@ class Cluster:
         wait_until(is_idle, f"both nodes idle: {seen!r}; see {self.log}", timeout_s)
 
     def run_files(self, name: str) -> RunFiles:
-        """Of a run on the shared disk."""
+        """Return the reader of a run on the shared disk."""
         return RunFiles(self.shared / "runs" / name)
 
     def processes(self) -> list[str]:
-        """Command lines of the user's processes, on any machine of the cluster."""
+        """List the command lines of the user's processes on all machines."""
         found = []
         for folder in Path("/proc").iterdir():
             try:
                 if folder.name.isdigit() and folder.stat().st_uid == UID:
                     found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-            except OSError:  # it has just ended
+            except OSError:  # the process has just ended
                 continue
         return found
 

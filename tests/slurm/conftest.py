@@ -1,4 +1,4 @@
-"""One cluster for all tests of the room; its logs are kept where one of them failed."""
+"""One Slurm cluster for all tests in this folder; its logs are kept if a test fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEPT = ROOT / "runs" / "test-slurm"
 
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """Up, both nodes idle; gone afterwards."""
+    """Start a cluster with two idle nodes, and stop it afterwards."""
     if reason := why_not():
         pytest.skip(f"no Slurm cluster: {reason}")
     cluster = Cluster()
@@ -33,7 +33,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 def keep_logs(cluster: Cluster) -> None:
-    """What Slurm, SkyPilot and the runs have said, where it outlives the cluster."""
+    """Copy the logs of Slurm, SkyPilot and the runs out of the cluster's folder."""
     shutil.rmtree(KEPT, ignore_errors=True)
     for folder in ("log", "desk/sky_logs", "desk/.sky/api_server", "shared/logs"):
         if (cluster.root / folder).is_dir():
@@ -47,14 +47,14 @@ def keep_logs(cluster: Cluster) -> None:
 
 @pytest.fixture(scope="session")
 def sky(cluster: Cluster) -> SkyPilot:
-    """The desk, with SkyPilot on it."""
+    """Return SkyPilot on the desk."""
     need_skypilot()
     return SkyPilot(cluster)
 
 
 @pytest.fixture(scope="session")
 def trial(cluster: Cluster) -> str:
-    """A config on the shared disk: the demo's with shorter packs, saved every 10 steps."""
+    """Write the demo's config with shorter packs and a checkpoint every 10 steps to the shared disk."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "tiny_lora.yaml").read_text())
     config["checkpoint"] = {"every_n_steps": 10}
     config["data"]["seq_len"] = 512

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One machine of the cluster, as the first process of namespaces of its own: its name, its users, its disks, its Slurm.
-# What it starts ends with it.
+# One machine of the cluster: the first process of new namespaces, which sets the host name, users, mounts and daemons.
+# All of its processes end with it.
 #
 #   unshare --mount --uts --pid --fork --kill-child --mount-proc tests/slurm/machine.sh FOLDER NAME
 set -euo pipefail
@@ -14,7 +14,7 @@ mkdir /mnt/shared /mnt/network /mnt/.kept
 mount --bind "$lab/shared" /mnt/shared
 mount --bind "$lab/network-$name" /mnt/network
 
-# Others than root cannot look into some folders (/root, say) that Python or the project may be in: they see those alone.
+# Python or the project may be in a folder that only root can enter, such as /root: make just these paths accessible.
 mapfile -t needed < "$lab/etc/needed"
 mapfile -t closed < "$lab/etc/closed"
 for i in "${!needed[@]}"; do

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install the Debian packages that are missing, as root; nothing that they bring is started. Without root or apt, say so.
+# Install missing Debian packages as root, without starting their daemons. Without root or apt, print a message.
 #
 #   tests/slurm/packages.sh NAME...
 set -euo pipefail
@@ -10,11 +10,11 @@ for name; do
 done
 [ ${#missing[@]} != 0 ] || exit 0
 if [ "$(id -u)" != 0 ] || ! command -v apt-get > /dev/null; then
-  echo "$0: not installed, as that takes root and apt-get: ${missing[*]}; the tests that need them are skipped" >&2
+  echo "$0: cannot install ${missing[*]} without root and apt-get; the tests that need them are skipped" >&2
   exit 0
 fi
 
-# Debian starts a daemon as soon as it is installed, listening everywhere, unless this says no.
+# Debian starts a daemon as soon as it is installed, listening on all addresses, unless this policy forbids it.
 policy=/usr/sbin/policy-rc.d
 if [ ! -e $policy ]; then
   printf '#!/bin/sh\nexit 101\n' > $policy

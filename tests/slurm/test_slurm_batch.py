@@ -1,4 +1,4 @@
-"""The sbatch script under a real Slurm: what a job leaves, how it is stopped and goes on, what ends it for good."""
+"""The sbatch script under a real Slurm: output files, stopping, resuming, and failures that end the job."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ SCRIPT = "sky/slurm/finetune_venv.sbatch"
 
 
 class Job:
-    """A job that was submitted from a clone in the user's home, on two nodes with a rank on the CPU of each."""
+    """A job submitted from a clone in the user's home, on two nodes with one CPU rank each."""
 
     def __init__(self, cluster: Cluster, clone: Path, trial: str, name: str, *overrides: str) -> None:
         self.cluster, self.clone = cluster, clone
         self.run = cluster.run_files(name)
-        choices = f"CONFIG={trial} OUTPUT_DIR=runs/{name} DATASET=synthetic:train:2000:1 FCTUNE_CPU_RANKS=1"
+        variables = f"CONFIG={trial} OUTPUT_DIR=runs/{name} DATASET=synthetic:train:2000:1 FCTUNE_CPU_RANKS=1"
         disks = "FCTUNE_SHARED=/mnt/shared FCTUNE_NETWORK=/mnt/network"
         words = " ".join(overrides)
-        submit = f"cd {clone} && {choices} {disks} sbatch --parsable {SCRIPT} {words}"
+        submit = f"cd {clone} && {variables} {disks} sbatch --parsable {SCRIPT} {words}"
         self.id = cluster.ssh(submit).strip()
 
     def facts(self) -> dict[str, str]:
-        """What Slurm says of it."""
+        """Return the job's properties according to Slurm."""
         return dict(re.findall(r"(\w+)=(\S*)", self.cluster.ssh(f"scontrol show job --oneliner {self.id}")))
 
     def wait_for_state(self, *states: str, timeout_s: float = 120) -> dict[str, str]:
-        """Its facts, once it is in one of these."""
+        """Wait until the job is in one of these states, and return its properties."""
         seen: dict[str, str] = {}
 
         def is_there() -> bool:
@@ -45,11 +45,11 @@ class Job:
         return seen
 
     def text(self, name: str) -> str:
-        """One of the files it leaves where it was submitted."""
+        """Read one of the files that the job writes to the directory it was submitted from."""
         return (self.clone / f"train_{self.id}{name}").read_text()
 
     def wait_for_checkpoint(self) -> int:
-        """The step of its first, once it is whole."""
+        """Wait for the job's first complete checkpoint, and return its step."""
         wait_until(lambda: self.run.newest_checkpoint() or self.run.ended(), f"a checkpoint of job {self.id}", 120)
         assert self.run.ended() is None, self.run.ended()
         return self.run.newest_checkpoint()
@@ -57,7 +57,7 @@ class Job:
 
 @pytest.fixture(scope="module")
 def clone(cluster: Cluster) -> Path:
-    """The project in the home that all nodes see, set up."""
+    """Create a clone with a .venv in the home that all nodes see."""
     folder = copy_project(cluster.home / "fctune")
     (folder / ".venv").symlink_to(ROOT / ".venv")
     subprocess.run(["chown", "--recursive", "--no-dereference", f"{UID}:{UID}", str(cluster.home)], check=True)
@@ -66,14 +66,14 @@ def clone(cluster: Cluster) -> Path:
 
 @pytest.fixture(autouse=True)
 def free_nodes(cluster: Cluster) -> Iterator[None]:
-    """Nothing of one test runs in the next."""
+    """Cancel all jobs after each test."""
     yield
     cluster.ssh("scancel --user $USER", check=False)
     cluster.wait_idle()
 
 
-def test_a_job_trains_on_both_nodes_and_leaves_its_log_and_a_summary(cluster: Cluster, clone: Path, trial: str) -> None:
-    job = Job(cluster, clone, trial, "whole", "max_steps=12")
+def test_a_job_trains_on_both_nodes_and_writes_a_log_and_a_summary(cluster: Cluster, clone: Path, trial: str) -> None:
+    job = Job(cluster, clone, trial, "complete", "max_steps=12")
     job.wait_for_state("COMPLETED")
     assert "preflight: 2 nodes are fit (n0, n1)" in job.text(".log")
     assert job.run.steps() == list(range(1, 13))
@@ -85,7 +85,7 @@ def test_a_job_trains_on_both_nodes_and_leaves_its_log_and_a_summary(cluster: Cl
     assert job.text(".err") == ""
 
 
-def test_a_job_that_slurm_asks_to_stop_saves_goes_back_into_the_queue_and_resumes_at_the_next_step(
+def test_a_job_that_slurm_asks_to_stop_saves_is_requeued_and_resumes_at_the_next_step(
     cluster: Cluster, clone: Path, trial: str
 ) -> None:
     job = Job(cluster, clone, trial, "asked", "max_steps=80")
@@ -97,16 +97,16 @@ def test_a_job_that_slurm_asks_to_stop_saves_goes_back_into_the_queue_and_resume
     assert 10 <= ended["step"] < 80
     facts = job.wait_for_state("COMPLETED")
     assert facts["Restarts"] == "1"
-    assert job.run.steps() == list(range(1, 81)), "no step is lost, none is taken twice"
+    assert job.run.steps() == list(range(1, 81)), "no step is lost or repeated"
     log = job.text(".log")
     assert f"going on from {ended['checkpoint']}, after step {ended['step']}" in log
     assert Path(ended["checkpoint"]).name.endswith(f"checkpoint-{ended['step']}")
     assert "(restart 1)" in job.text("_summary.txt")
 
 
-def test_a_job_whose_node_dies_goes_on_from_its_last_checkpoint(cluster: Cluster, clone: Path, trial: str) -> None:
-    job = Job(cluster, clone, trial, "robbed", "max_steps=50")
-    whole = job.wait_for_checkpoint()
+def test_a_job_whose_node_dies_resumes_from_its_last_checkpoint(cluster: Cluster, clone: Path, trial: str) -> None:
+    job = Job(cluster, clone, trial, "interrupted", "max_steps=50")
+    saved = job.wait_for_checkpoint()
     cluster.kill_machine("n1")
     job.wait_for_state("PENDING", "COMPLETING", "REQUEUED", "FAILED", "NODE_FAIL")
     cluster.start_machine("n1")
@@ -114,11 +114,11 @@ def test_a_job_whose_node_dies_goes_on_from_its_last_checkpoint(cluster: Cluster
     assert facts["JobState"] == "COMPLETED", job.text(".log")[-3000:] + job.text(".err")
     assert facts["Restarts"] == "1"
     (step,) = re.findall(r"going on from \S+, after step (\d+)", job.text(".log"))
-    assert whole <= int(step) < 50
+    assert saved <= int(step) < 50
     assert job.run.steps() == list(range(1, 51))
 
 
-def test_a_job_with_a_wrong_config_stays_over_with_its_own_code(cluster: Cluster, clone: Path, trial: str) -> None:
+def test_a_job_with_an_invalid_config_ends_with_exit_code_2(cluster: Cluster, clone: Path, trial: str) -> None:
     job = Job(cluster, clone, trial, "wrong", "optimizer.lrr=1")
     facts = job.wait_for_state("FAILED")
     assert facts["ExitCode"] == "2:0"
@@ -128,7 +128,9 @@ def test_a_job_with_a_wrong_config_stays_over_with_its_own_code(cluster: Cluster
     assert not job.run.folder.exists()
 
 
-def test_a_node_without_the_shared_disk_stops_both_in_a_line(cluster: Cluster, clone: Path, trial: str) -> None:
+def test_a_node_without_the_shared_disk_stops_both_nodes_with_one_line_each(
+    cluster: Cluster, clone: Path, trial: str
+) -> None:
     subprocess.run(cluster.on_machine("n1", ["umount", "/mnt/shared"]), check=True)
     try:
         job = Job(cluster, clone, trial, "alone", "max_steps=5")

@@ -1,4 +1,4 @@
-"""SkyPilot's own command line on a real Slurm: launch, logs, evaluation, a rank that fails, a node that dies, down."""
+"""SkyPilot's command line on a real Slurm: launch, logs, evaluation, a failing rank, a dying node, teardown."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
 from tests.sky.kubernetes import SECRET
-from tests.sky.test_tasks import INFRASTRUCTURE, SKY, flatten, load
+from tests.sky.task_files import INFRASTRUCTURE, SKY, find_differing_keys, load
 from tests.slurm.client import SkyPilot
 from tests.slurm.cluster import UID, Cluster, wait_until
 
@@ -24,25 +22,20 @@ NAME = "fct"
 TASK = "sky/slurm/finetune.yaml"
 
 
-def choices(trial: str, **more: str) -> list[str]:
-    """A trial run's, as --env of a launch: one rank on the CPU of each node."""
+def list_envs(trial: str, **more: str) -> list[str]:
+    """List the --env options of a trial run with one CPU rank per node."""
     envs = {"CONFIG": trial, "DATASET": "synthetic:train:2000:1", "FCTUNE_CPU_RANKS": "1", "OMP_NUM_THREADS": "1"}
     return [word for name, value in (envs | more).items() for word in ("--env", f"{name}={value}")]
 
 
-def differing(first: dict[str, Any], second: dict[str, Any]) -> set[str]:
-    one, other = flatten(first), flatten(second)
-    return {key for key in one | other if one.get(key) != other.get(key)}
-
-
 @pytest.fixture(scope="module")
 def launched(sky: SkyPilot, trial: str) -> str:
-    """The cluster of a launch, its job submitted: of a task that differs in keys of infrastructure alone."""
-    assert differing(load(SKY / "finetune.yaml"), load(sky.project / TASK)) == INFRASTRUCTURE
+    """Launch the task, which differs from Kubernetes' only in infrastructure; return the SkyPilot cluster's name."""
+    assert find_differing_keys(load(SKY / "finetune.yaml"), load(sky.project / TASK)) == INFRASTRUCTURE
     checked = sky.run("check", "slurm", timeout_s=120)
     assert "Slurm: enabled" in checked.stdout
-    choice = choices(trial, OUTPUT_DIR="runs/launched", MAX_STEPS="40")
-    words = ["launch", "--yes", "--detach-run", "--cluster", NAME, TASK, *choice, "--secret", "HF_TOKEN"]
+    env_options = list_envs(trial, OUTPUT_DIR="runs/launched", MAX_STEPS="40")
+    words = ["launch", "--yes", "--detach-run", "--cluster", NAME, TASK, *env_options, "--secret", "HF_TOKEN"]
     sky.run(*words, timeout_s=300)
     return NAME
 
@@ -73,19 +66,19 @@ def test_a_launch_trains_on_two_nodes_while_its_logs_are_followed(
     assert sky.run("logs", launched, "--status", check=False).returncode == 0
 
 
-def test_a_secret_is_written_to_no_file(cluster: Cluster, sky: SkyPilot, launched: str) -> None:
+def test_secrets_are_not_written_to_any_file(cluster: Cluster, sky: SkyPilot, launched: str) -> None:
     for folder in (cluster.shared, cluster.log, sky.home / "sky_logs", sky.home / ".sky" / "generated"):
         for path in folder.rglob("*"):
             if path.is_file():
                 assert SECRET.encode() not in path.read_bytes(), path
 
 
-def test_exec_evaluates_what_was_trained(cluster: Cluster, sky: SkyPilot, launched: str) -> None:
+def test_exec_evaluates_the_trained_run(cluster: Cluster, sky: SkyPilot, launched: str) -> None:
     original = load(SKY / "eval.yaml")
     task = json.loads(json.dumps(original))
     task["resources"]["infra"] = "slurm"
     del task["volumes"]
-    assert differing(original, task) == {"resources.infra", "volumes"}
+    assert find_differing_keys(original, task) == {"resources.infra", "volumes"}
     name = sky.write_task("sky/slurm-eval.yaml", task)
     done = sky.run("exec", launched, name, "--env", "RUN=runs/launched", timeout_s=180)
     answers = cluster.shared / "runs" / "launched" / "eval" / "smoke.jsonl"
@@ -94,9 +87,9 @@ def test_exec_evaluates_what_was_trained(cluster: Cluster, sky: SkyPilot, launch
     assert answers.with_suffix(".html").is_file()
 
 
-def test_the_readmes_commands_look_into_a_cluster(sky: SkyPilot, launched: str) -> None:
+def test_the_documented_commands_inspect_a_cluster(sky: SkyPilot, launched: str) -> None:
     shown = {}
-    for command in re.findall(r"^\$ sky exec fctune '(.*?)'", (ROOT / "README.md").read_text(), re.M):
+    for command in re.findall(r"^\$ sky exec fctune '(.*?)'", (SKY / "README.md").read_text(), re.M):
         if command.startswith(("df", "tail")):
             shown[command] = sky.run("exec", launched, command).stdout
     df, logs, metrics = shown.values()
@@ -106,11 +99,11 @@ def test_the_readmes_commands_look_into_a_cluster(sky: SkyPilot, launched: str) 
     assert '"loss"' in metrics
 
 
-def test_a_run_is_watched_and_stopped_beside_its_job(
+def test_a_run_is_inspected_and_stopped_while_its_job_runs(
     cluster: Cluster, sky: SkyPilot, launched: str, trial: str
 ) -> None:
     run = cluster.run_files("stopped")
-    sky.run("exec", "--detach-run", launched, TASK, *choices(trial, OUTPUT_DIR="runs/stopped", EPOCHS="50"))
+    sky.run("exec", "--detach-run", launched, TASK, *list_envs(trial, OUTPUT_DIR="runs/stopped", EPOCHS="50"))
     wait_until(lambda: run.last_step() >= 3, "three steps", 120)
     job = cluster.ssh("squeue --noheader --format %A").strip()
     assert "n0" in cluster.ssh(f"srun --overlap --jobid={job} --nodes=2 --ntasks-per-node=1 hostname")
@@ -121,24 +114,24 @@ def test_a_run_is_watched_and_stopped_beside_its_job(
     assert Path(ended["checkpoint"]).name == f"checkpoint-{ended['step']}"
 
 
-def test_a_rank_that_fails_fails_the_job_with_its_reason(
+def test_a_failing_rank_fails_the_job_with_its_reason(
     cluster: Cluster, sky: SkyPilot, launched: str, trial: str
 ) -> None:
     run = cluster.run_files("failing")
-    choice = choices(trial, OUTPUT_DIR="runs/failing", EPOCHS="50")
-    sky.run("exec", "--detach-run", launched, TASK, *choice)
+    env_options = list_envs(trial, OUTPUT_DIR="runs/failing", EPOCHS="50")
+    sky.run("exec", "--detach-run", launched, TASK, *env_options)
     wait_until(lambda: run.last_step() >= 10, "ten steps", 120)
     (victim,) = [process for process in workers() if b"\0GROUP_RANK=1\0" in process.environ]
     os.kill(victim.pid, signal.SIGKILL)
     done = sky.run("logs", launched, check=False, timeout_s=120)
     assert done.returncode == 100, done.stdout
     assert "Signal 9 (SIGKILL)" in done.stdout
-    ended = wait_until(run.ended, "the run says why it ended", 30)
+    ended = wait_until(run.ended, "the run writes exit.json", 30)
     assert ended["code"] == 1
     assert ended["reason"].startswith("rank 0: "), ended
 
 
-def test_a_wrong_config_fails_the_job_in_a_line(cluster: Cluster, sky: SkyPilot, launched: str) -> None:
+def test_an_invalid_config_fails_the_job_with_one_line(cluster: Cluster, sky: SkyPilot, launched: str) -> None:
     start = time.monotonic()
     words = ["exec", launched, TASK, "--env", "CONFIG=configs/tiny_lorra.yaml", "--env", "FCTUNE_CPU_RANKS=1"]
     done = sky.run(*words, check=False, timeout_s=120)
@@ -147,11 +140,11 @@ def test_a_wrong_config_fails_the_job_in_a_line(cluster: Cluster, sky: SkyPilot,
     assert time.monotonic() - start < 120
 
 
-def test_down_leaves_nothing(cluster: Cluster, sky: SkyPilot, launched: str) -> None:
+def test_down_leaves_no_jobs_processes_or_files(cluster: Cluster, sky: SkyPilot, launched: str) -> None:
     sky.run("down", "--yes", launched)
     cluster.wait_idle()
     assert cluster.ssh("squeue --noheader").strip() == ""
-    # SkyPilot keeps a connection, and what watches its own jobs is left to cgroups, which this cluster has none of.
+    # SkyPilot keeps a connection open, and leaves its job watcher to cgroups, which this cluster does not have.
     left = [line for line in cluster.processes() if not re.search("^sshd|sky/skylet/subprocess_daemon", line)]
     assert not left
     assert not [path for path in (cluster.home / ".sky_clusters").glob("*") if path.is_dir()]
@@ -162,19 +155,19 @@ def test_a_managed_job_whose_node_dies_recovers_and_resumes_at_the_right_step(
     cluster: Cluster, sky: SkyPilot, trial: str
 ) -> None:
     run = cluster.run_files("managed")
-    choice = choices(trial, OUTPUT_DIR="runs/managed", MAX_STEPS="60")
-    sky.run("jobs", "launch", "--yes", "--detach-run", "--name", "managed", TASK, *choice, timeout_s=180)
-    whole = wait_until(run.newest_checkpoint, "a checkpoint", 240)
+    env_options = list_envs(trial, OUTPUT_DIR="runs/managed", MAX_STEPS="60")
+    sky.run("jobs", "launch", "--yes", "--detach-run", "--name", "managed", TASK, *env_options, timeout_s=180)
+    saved = wait_until(run.newest_checkpoint, "a checkpoint", 240)
     cluster.kill_machine("n1")
     stopped_at = run.last_step()
     assert stopped_at < 60
-    wait_until(lambda: not cluster.ssh("squeue --noheader"), "Slurm has ended the job of the dead node", 90)
+    wait_until(lambda: not cluster.ssh("squeue --noheader"), "Slurm ends the job of the dead node", 90)
     cluster.start_machine("n1")
-    wait_until(lambda: (run.ended() or {}).get("code") == 0, "the job ends well", 300)
+    wait_until(lambda: (run.ended() or {}).get("code") == 0, "the job succeeds", 300)
     assert run.steps() == list(range(1, 61))
     log = (cluster.shared / "logs" / "managed" / "node-0.log").read_text()
     (step,) = re.findall(r"going on from \S+, after step (\d+)", log)
-    assert whole <= int(step) <= stopped_at
+    assert saved <= int(step) <= stopped_at
     queue = wait_until(lambda: succeeded(sky), "the job is done", 90)
     assert re.search(r"managed .* 1 +SUCCEEDED", queue), queue
 
@@ -185,14 +178,14 @@ def succeeded(sky: SkyPilot) -> str:
 
 
 class Process:
-    """One of the machine's, with its environment."""
+    """A process of this machine and its environment."""
 
     def __init__(self, folder: Path) -> None:
         self.pid, self.environ = int(folder.name), (folder / "environ").read_bytes()
 
 
 def workers() -> list[Process]:
-    """Those of the cluster's user that torchrun has started."""
+    """List the processes of the cluster's user that torchrun has started."""
     found = []
     for folder in Path("/proc").iterdir():
         try:
