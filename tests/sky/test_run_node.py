@@ -206,7 +206,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_resumes(signaled: str, tmp_path: 
     lines = (tmp_path / "shared" / "runs" / "tiny_lora" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, ended["step"] + 4))
     log = (tmp_path / "shared" / "logs" / "tiny_lora" / "node-0.log").read_text()
-    assert f"going on from {ended['checkpoint']}" in log
+    assert f"resuming from {ended['checkpoint']}" in log
 
 
 @pytest.mark.slow

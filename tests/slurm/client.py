@@ -46,8 +46,8 @@ class Finder(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Finder())
 """
 
-# SkyPilot installs itself on a cluster: uv with its online installer, then Python 3.10 and packages with uv. What is not
-# on a package index is replaced on the nodes: uv by its wheel, and Python by this machine's.
+# SkyPilot installs itself on a cluster: uv with its online installer, then Python 3.10 and packages with uv. Nodes get
+# replacements for what is not on a package index: uv from its wheel, and this machine's Python.
 CURL = """#!/bin/bash
 for word in "$@"; do
   if [ "$word" = https://astral.sh/uv/install.sh ]; then

@@ -99,7 +99,7 @@ def test_a_job_that_slurm_asks_to_stop_saves_is_requeued_and_resumes_at_the_next
     assert facts["Restarts"] == "1"
     assert job.run.steps() == list(range(1, 81)), "no step is lost or repeated"
     log = job.text(".log")
-    assert f"going on from {ended['checkpoint']}, after step {ended['step']}" in log
+    assert f"resuming from {ended['checkpoint']}, after step {ended['step']}" in log
     assert Path(ended["checkpoint"]).name.endswith(f"checkpoint-{ended['step']}")
     assert "(restart 1)" in job.text("_summary.txt")
 
@@ -113,7 +113,7 @@ def test_a_job_whose_node_dies_resumes_from_its_last_checkpoint(cluster: Cluster
     facts = job.wait_for_state("COMPLETED", "FAILED", timeout_s=150)
     assert facts["JobState"] == "COMPLETED", job.text(".log")[-3000:] + job.text(".err")
     assert facts["Restarts"] == "1"
-    (step,) = re.findall(r"going on from \S+, after step (\d+)", job.text(".log"))
+    (step,) = re.findall(r"resuming from \S+, after step (\d+)", job.text(".log"))
     assert saved <= int(step) < 50
     assert job.run.steps() == list(range(1, 51))
 

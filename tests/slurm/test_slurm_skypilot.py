@@ -166,7 +166,7 @@ def test_a_managed_job_whose_node_dies_recovers_and_resumes_at_the_right_step(
     wait_until(lambda: (run.ended() or {}).get("code") == 0, "the job succeeds", 300)
     assert run.steps() == list(range(1, 61))
     log = (cluster.shared / "logs" / "managed" / "node-0.log").read_text()
-    (step,) = re.findall(r"going on from \S+, after step (\d+)", log)
+    (step,) = re.findall(r"resuming from \S+, after step (\d+)", log)
     assert saved <= int(step) <= stopped_at
     queue = wait_until(lambda: succeeded(sky), "the job is done", 90)
     assert re.search(r"managed .* 1 +SUCCEEDED", queue), queue
