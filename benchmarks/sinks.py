@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from fctune.distributed import init_distributed, shutdown_distributed
     from fctune.models.lora import apply_lora_, init_adapters_
     from fctune.telemetry.sinks import ConsoleSink, SinkGroup
-    from fctune.training.loop import train
+    from fctune.training.loop import build_loader, train
     from fctune.training.run_directory import RunDirectory
     from fctune.training.setup import build_base, open_sinks, prepare_data, shard_and_load_, start_state
 
@@ -160,9 +160,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     with open_sinks(config, directory, num_steps, world) as sinks:
         turns = Turns(sinks, arguments.steps, accompany)
-        train(
-            config, start_state(model, config, num_steps, gradient_sync), prepared, num_steps, world, SinkGroup(turns)
-        )
+        state = start_state(model, config, num_steps, gradient_sync)
+        train(config, state, build_loader(config, prepared), num_steps, world, SinkGroup(turns))
         turns.close()
     shutdown_distributed()
     halves = turns.halves

@@ -28,7 +28,7 @@ from fctune.data.conversation import Conversation, Message
 from fctune.data.synthetic import iter_conversations
 from fctune.errors import ConfigError
 from fctune.models.export import export_merged
-from fctune.training.loop import count_steps, train
+from fctune.training.loop import build_loader, count_steps, train
 from fctune.training.run_directory import RunDirectory
 from fctune.training.setup import build_base, open_sinks, prepare_data, shard_and_load_, start_state
 
@@ -203,10 +203,11 @@ def train_phase(base: Path, out: Path, rows: str, lr: tuple[float, float], batch
     prepared = prepare_data(config, base, world)
     model = build_base(config, base, world)
     gradient_sync = shard_and_load_(model, config, base, world)
-    num_steps = count_steps(config, prepared, world)
+    loader = build_loader(config, prepared)
+    num_steps = count_steps(config, loader, world)
     state = start_state(model, config, num_steps, gradient_sync)
     with open_sinks(config, run, num_steps, world) as sinks:
-        train(config, state, prepared, num_steps, world, sinks)
+        train(config, state, loader, num_steps, world, sinks)
     export_merged(model, base, run.export / "merged", is_writer=True)
 
 

@@ -24,14 +24,19 @@ class NonFiniteError(RuntimeError):
     """The loss or gradient norm of a step is NaN or infinite; the weights are those before the step, on every rank."""
 
 
-def count_steps(config: RunConfig, prepared: PreparedSet, world: World) -> int:
+def build_loader(config: RunConfig, prepared: PreparedSet) -> GlobalLoader:
+    """Build the loader of the training split."""
+    return GlobalLoader(prepared, "train", config.global_batch_size, config.seed, pad_to=config.data.pad_to)
+
+
+def count_steps(config: RunConfig, loader: GlobalLoader, world: World) -> int:
     """Return the number of optimizer steps of the run.
 
     Raises:
         DataError: fewer packs than ranks, so that some ranks would never have data.
         ConfigError: a global batch has fewer packs than there are ranks.
     """
-    num_packs = prepared.num_packs("train")
+    prepared, num_packs = loader.prepared, loader.prepared.num_packs("train")
     if num_packs < world.world_size:
         raise DataError(
             f"the training split has {num_packs:,} {'packs' if prepared.is_packed else 'conversations'}, fewer than "
@@ -42,14 +47,14 @@ def count_steps(config: RunConfig, prepared: PreparedSet, world: World) -> int:
             f"global_batch_size={config.global_batch_size}: under the {world.world_size} ranks of this run; "
             f"use {world.world_size} or more, or fewer ranks."
         )
-    steps = config.epochs * GlobalLoader(prepared, "train", config.global_batch_size, config.seed).steps_per_epoch
+    steps = config.epochs * loader.steps_per_epoch
     return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
 def train(
     config: RunConfig,
     state: TrainState,
-    prepared: PreparedSet,
+    loader: GlobalLoader,
     num_steps: int,
     world: World,
     sinks: SinkGroup,
@@ -61,7 +66,7 @@ def train(
     Args:
         config: of the run.
         state: what training changes.
-        prepared: training and validation data.
+        loader: of the training split; its prepared set also has the validation split.
         num_steps: last optimizer step.
         world: this rank.
         sinks: receive the metrics of each step.
@@ -71,7 +76,6 @@ def train(
     Raises:
         NonFiniteError: a step was not finite and ``on_nonfinite`` is stop.
     """
-    loader = GlobalLoader(prepared, "train", config.global_batch_size, config.seed, pad_to=config.data.pad_to)
     state.model.train()
     num_nonfinite = 0  # in a row
     prefetcher = Prefetcher(loader, world, config.micro_batch_size, state.model.attention_kernel, num_steps)
@@ -109,9 +113,9 @@ def train(
             elapsed_s = time.perf_counter() - started
             costs = {name: seconds for callback in callbacks for name, seconds in callback.step_costs().items()}
             metrics = meter.measure(data, result, lr, wait_s, elapsed_s, costs)
-            if _is_validation_due(config, prepared, step, is_last):
+            if _is_validation_due(config, loader.prepared, step, is_last):
                 started = time.perf_counter()
-                metrics["validation_loss"] = validation_loss(config, state.model, prepared, world)
+                metrics["validation_loss"] = validation_loss(config, state.model, loader.prepared, world)
                 metrics["validation_time_s"] = time.perf_counter() - started
             for callback in callbacks:
                 metrics |= callback.measure(step, is_last)

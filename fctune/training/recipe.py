@@ -29,7 +29,7 @@ from fctune.training.callbacks.evaluation import EvaluationCallback
 from fctune.training.callbacks.hang_watch import HangWatch
 from fctune.training.callbacks.stop import StopCallback
 from fctune.training.entry import Run
-from fctune.training.loop import count_steps, train
+from fctune.training.loop import build_loader, count_steps, train
 from fctune.training.out_of_memory import MemorySnapshot, suggest_less_memory
 from fctune.training.run_directory import installed_versions
 from fctune.training.setup import build_base, open_sinks, plan_parallelism, prepare_data, shard_and_load_, start_state
@@ -44,6 +44,7 @@ class FineTuning(ABC):
     model: CausalLM
     layout: ParallelLayout
     prepared: PreparedSet
+    loader: GlobalLoader
     num_steps: int
     sinks: SinkGroup
     checkpoint: CheckpointCallback
@@ -88,7 +89,8 @@ class FineTuning(ABC):
         self.select_trainable_()
         self.layout = plan_parallelism(self.model, self.config, self.world)
         self.prepared = prepare_data(self.config, self.model_dir, self.world)
-        self.num_steps = count_steps(self.config, self.prepared, self.world)
+        self.loader = self.build_loader()
+        self.num_steps = count_steps(self.config, self.loader, self.world)
         hosts = distributed.all_gather_objects(platform.node())
         if self.world.is_main:
             self.run.directory.describe(num_steps=self.num_steps, data=self.prepared.describe(), hosts=hosts)
@@ -96,6 +98,10 @@ class FineTuning(ABC):
         self.state = start_state(self.model, self.config, self.num_steps, gradient_sync)
         self.start_callbacks(self.state)
         self.sinks = open_sinks(self.config, self.run.directory, self.num_steps, self.world, hosts)
+
+    def build_loader(self) -> GlobalLoader:
+        """Build the loader of the training split."""
+        return build_loader(self.config, self.prepared)
 
     def load_checkpoint(self) -> GradientSync:
         """Load the base's weights into shards and initialize the other trainable parameters."""
@@ -111,10 +117,9 @@ class FineTuning(ABC):
             DataError: the data is not that of the run.
         """
         config, run, world = self.config, self.run, self.world
-        loader = GlobalLoader(self.prepared, "train", config.global_batch_size, config.seed)
         base_digest = distributed.run_on_rank_0(lambda: digest_model(self.model_dir, WEIGHT_FILES))
         facts = RunFacts(config.to_dict(), base_digest, self.num_steps, installed_versions())
-        checkpointer = Checkpointer(state, self.hf_weights(), loader, facts, world)
+        checkpointer = Checkpointer(state, self.hf_weights(), self.loader, facts, world)
         if run.resume is not None:
             checkpointer.restore_(run.resume)
 
@@ -137,7 +142,7 @@ class FineTuning(ABC):
         assert self.state is not None
         hours = self.run.directory.gpu_hours()
         with self.sinks:
-            train(self.config, self.state, self.prepared, self.num_steps, self.world, self.sinks, self.callbacks, hours)
+            train(self.config, self.state, self.loader, self.num_steps, self.world, self.sinks, self.callbacks, hours)
 
     def save_checkpoint(self) -> None:
         """Save the last checkpoint and write the exports."""

@@ -1,4 +1,7 @@
-"""The pieces of a run, built in the order that sharding asks for: shape, cut, then fill."""
+"""Building the parts of a run: data, model, parallelism, optimizer and metric sinks.
+
+A model is built without memory on the meta device, then sharded, then loaded, so that no rank ever holds all of it.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ _PROGRESS_ROWS = 5_000
 
 
 def prepare_data(config: RunConfig, model_dir: Path, world: World) -> PreparedSet:
-    """The prepared set, written by rank 0 where it is not there yet and mapped by every rank."""
+    """Return the prepared set, written by rank 0 unless it exists and memory-mapped by every rank."""
     shown = 0
 
     def show(counts: Counts) -> None:
@@ -134,7 +137,7 @@ def shard_and_load_(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
     logger.info(
-        "model: %s parameters, %s trained, %s, on %s x %d",
+        "model: %s parameters, %s trainable, %s, on %s x %d",
         f"{total:,}",
         f"{trained:,}",
         model.precision,
@@ -153,7 +156,7 @@ def start_state(model: CausalLM, config: RunConfig, num_steps: int, gradient_syn
     """Create the optimizer of the trained parameters and the schedule of the run's steps."""
     component, arguments = resolve_component(config.optimizer)
     if component.__module__.startswith("torchao."):
-        # They compile their step, and torch 2.13's cache of such takes that of one shape or optimizer for another's.
+        # They compile their step, and torch 2.13's autograd cache confuses steps of different shapes or optimizers.
         functorch.enable_autograd_cache = False
     optimizer = component([p for p in model.parameters() if p.requires_grad], **arguments)
     scheduler = build_scheduler(optimizer, config.lr_scheduler, num_steps)
@@ -163,7 +166,7 @@ def start_state(model: CausalLM, config: RunConfig, num_steps: int, gradient_syn
 def open_sinks(
     config: RunConfig, run: RunDirectory, num_steps: int, world: World, hosts: Sequence[str] = ()
 ) -> SinkGroup:
-    """Where metrics and alerts go; nowhere on ranks that do not write. ``hosts`` are the ranks' machines, in order."""
+    """Open the sinks of metrics and alerts on rank 0, none on other ranks; ``hosts`` are the machines of all ranks."""
     if not world.is_main:
         return SinkGroup()
     services: list[BackgroundSink] = []
@@ -176,6 +179,6 @@ def open_sinks(
         services.append(open_service("tensorboard", lambda: TensorBoardSink(run.path / "tensorboard")))
     if prometheus.port is not None:
         services.append(open_service("prometheus", lambda: PrometheusSink(prometheus, run.path.name, num_steps)))
-    watchman = BackgroundSink("alerts", lambda: AlertMonitor(run.path, services, hosts))  # closed before those it tells
+    alerts = BackgroundSink("alerts", lambda: AlertMonitor(run.path, services, hosts))  # closed before the services
     console = ConsoleSink(Console(), num_steps, config.log_every_n_steps)
-    return SinkGroup(JsonlSink(run.metrics), console, watchman, *services)
+    return SinkGroup(JsonlSink(run.metrics), console, alerts, *services)

@@ -91,16 +91,24 @@ def _rank(
     import torch
 
     from fctune.checkpoint import fault_hooks
-    from fctune.data.loader import GlobalLoader
+    from fctune.data.loader import GlobalLoader, GlobalStep
     from fctune.training.entry import run_recipe
     from recipes.full_fc_distributed import FullFunctionCallingRecipe
     from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 
-    recipe = FullFunctionCallingRecipe if FULL in argv else LoRAFunctionCallingRecipe
+    class ShiftedLoader(GlobalLoader):
+        """Returns the data of the next step, as a cursor that is off by one after resuming would."""
+
+        def step_at(self, step: int) -> GlobalStep:
+            return dataclasses.replace(super().step_at(step + 1), step=step)
+
+    class ShiftedRecipe(LoRAFunctionCallingRecipe):
+        def build_loader(self) -> GlobalLoader:
+            return ShiftedLoader(self.prepared, "train", self.config.global_batch_size, self.config.seed)
+
+    recipe: Any = FullFunctionCallingRecipe if FULL in argv else LoRAFunctionCallingRecipe
+    recipe = ShiftedRecipe if is_shifted else recipe
     torch.set_num_threads(1)
-    if is_shifted:  # the control: a cursor that is off by one after a resume
-        right = GlobalLoader.step_at
-        GlobalLoader.step_at = lambda self, step: dataclasses.replace(right(self, step + 1), step=step)  # type: ignore[method-assign]
     if fault is not None and fault.rank == rank:
         seen = Counter[str]()
 

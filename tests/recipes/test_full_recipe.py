@@ -46,7 +46,7 @@ def test_a_run_logs_where_it_runs_and_why(tmp_path: Path) -> None:
     for words in (
         "attention: flash attention, one call a conversation",
         "layout: DDP, 2 copies (auto: the base fits in one device, so only adapter gradients are sent)",
-        "memory by estimate, a rank: ",
+        "estimated memory per rank: ",
     ):
         assert words in out, out
 

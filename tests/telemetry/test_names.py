@@ -15,7 +15,7 @@ from fctune.distributed import World
 from fctune.telemetry.metrics import RankMetrics, StepTimeStats, aggregate_ranks
 from fctune.telemetry.names import METRICS, find_metric
 from fctune.telemetry.sinks import SinkGroup
-from fctune.training.loop import count_steps, train
+from fctune.training.loop import build_loader, count_steps, train
 from fctune.training.setup import build_base, plan_parallelism, prepare_data, shard_and_load_, start_state
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
@@ -37,9 +37,10 @@ def run_steps(world: World, model: Path, folder: Path) -> list[dict[str, Any]]:
     layout = plan_parallelism(shaped, config, world)
     prepared = prepare_data(config, model, world)
     gradient_sync = shard_and_load_(shaped, config, model, world, layout)
-    num_steps = count_steps(config, prepared, world)
+    loader = build_loader(config, prepared)
+    num_steps = count_steps(config, loader, world)
     train(
-        config, start_state(shaped, config, num_steps, gradient_sync), prepared, num_steps, world, SinkGroup(Recorder())
+        config, start_state(shaped, config, num_steps, gradient_sync), loader, num_steps, world, SinkGroup(Recorder())
     )
     return written
 

@@ -19,7 +19,7 @@ from fctune.data.prepared_set import open_prepared, prepare
 from fctune.distributed import World
 from fctune.telemetry.profiler import StepProfiler
 from fctune.telemetry.sinks import SinkGroup
-from fctune.training.loop import train
+from fctune.training.loop import build_loader, train
 from fctune.training.setup import build_base, shard_and_load_, start_state
 from tests.ranks import run_ranks
 from tests.training.training_runs import Recorder, make_config
@@ -28,11 +28,11 @@ NUM_STEPS = 5
 
 
 def run_training(world: World, config: RunConfig, prepared_path: Path) -> list[dict[str, Any]]:
-    prepared = open_prepared(prepared_path)
+    loader = build_loader(config, open_prepared(prepared_path))
     model = build_base(config, Path(config.model.path), world)
     gradient_sync = shard_and_load_(model, config, Path(config.model.path), world)
     recorder = Recorder()
-    train(config, start_state(model, config, NUM_STEPS, gradient_sync), prepared, NUM_STEPS, world, SinkGroup(recorder))
+    train(config, start_state(model, config, NUM_STEPS, gradient_sync), loader, NUM_STEPS, world, SinkGroup(recorder))
     return recorder.metrics
 
 

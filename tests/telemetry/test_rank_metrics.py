@@ -17,7 +17,7 @@ from fctune.distributed import World
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.telemetry.metrics import RankMetrics, aggregate_ranks
 from fctune.telemetry.sinks import SinkGroup
-from fctune.training.loop import train
+from fctune.training.loop import build_loader, train
 from fctune.training.prefetch import Prefetcher, StepData
 from fctune.training.setup import build_base, shard_and_load_, start_state
 from tests.ranks import run_ranks
@@ -71,7 +71,7 @@ def train_with_a_slow_disk(world: World, config: RunConfig, prepared_path: Path)
 
     Prefetcher.take = take_late  # type: ignore[method-assign]
     dist.all_gather = count_gather
-    prepared = open_prepared(prepared_path)
+    loader = build_loader(config, open_prepared(prepared_path))
     model = build_base(config, Path(config.model.path), world)
     assert config.adapter is not None
     apply_lora_(model, config.adapter)
@@ -79,7 +79,7 @@ def train_with_a_slow_disk(world: World, config: RunConfig, prepared_path: Path)
     init_adapters_(model, config.seed)
     recorder = Recorder()
     state = start_state(model, config, NUM_STEPS, gradient_sync)
-    train(config, state, prepared, NUM_STEPS, world, SinkGroup(recorder), gpu_hours=100.0)
+    train(config, state, loader, NUM_STEPS, world, SinkGroup(recorder), gpu_hours=100.0)
     return {"metrics": recorder.metrics, "gathers": gathers}
 
 

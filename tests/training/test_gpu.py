@@ -13,13 +13,12 @@ import torch
 from fctune.config.schema import RunConfig
 from fctune.data.prepared_set import open_prepared, prepare
 from fctune.distributed import World
-from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
-from fctune.training.loop import train
-from fctune.training.setup import build_base, shard_and_load_, start_state
+from fctune.training.loop import build_loader, train
+from fctune.training.setup import start_state
 from tests.ranks import run_ranks
-from tests.training.training_runs import Recorder, make_config
+from tests.training.training_runs import Recorder, build_trainable, make_config
 
 pytestmark = pytest.mark.gpu
 
@@ -44,16 +43,12 @@ class SyncCounter(Callback):
 
 def run_steps(world: World, config: RunConfig, path: Path) -> dict[str, Any]:
     """Losses and the host's waits of each step."""
-    model = build_base(config, Path(config.model.path), world)
-    if config.adapter is not None:
-        apply_lora_(model, config.adapter)
-    gradient_sync = shard_and_load_(model, config, Path(config.model.path), world)
-    init_adapters_(model, config.seed)
+    model, gradient_sync = build_trainable(config, world)
     recorder, counter = Recorder(), SyncCounter()
     train(
         config,
         start_state(model, config, 4, gradient_sync),
-        open_prepared(path),
+        build_loader(config, open_prepared(path)),
         4,
         world,
         SinkGroup(recorder),

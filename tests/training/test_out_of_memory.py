@@ -1,4 +1,4 @@
-"""A run whose memory is full says what lay where and what the planner would change, and its record keeps it."""
+"""A run out of memory records its allocations and suggests settings that fit."""
 
 from __future__ import annotations
 
@@ -38,37 +38,37 @@ def run_in_little_memory(world: World, argv: list[str]) -> dict[str, Any]:
     return run_on_rank(world, argv, LimitedRecipe)
 
 
-def test_an_allocator_that_has_no_more_ends_the_run_with_the_planners_view(tmp_path: Path) -> None:
+def test_running_out_of_memory_ends_the_run_with_the_planners_advice(tmp_path: Path) -> None:
     large = ["micro_batch_size=64", "global_batch_size=64", "data.seq_len=2048", "data.packed=true"]
     rows = ["data.sources.0.path=synthetic:train:900:1", "data.validation_share=0", "parallel.mode=auto"]
     (result,) = run_ranks(run_in_little_memory, 1, arguments_for(tmp_path, *large, *rows))
     assert result["code"] == 1, result
     ended = json.loads((tmp_path / "run" / "exit.json").read_text())
     assert "can't allocate memory" in ended["reason"] or "MemoryError" in ended["reason"]
-    assert "By plan a rank needs" in ended["reason"]
-    assert "What fits, the fastest first: " in ended["reason"]
+    assert "The planner expects " in ended["reason"]
+    assert "Settings that fit, fastest first: " in ended["reason"]
     assert ended["reason"] in result["err"]
     judged = {one.name: one for one in judge_run(read_run(tmp_path / "run"))}
     assert judged["no out-of-memory"].status == "FAIL"
 
 
-def test_what_fits_is_named_the_fastest_first_and_needs_less(tmp_path: Path) -> None:
+def test_suggested_settings_need_less_memory(tmp_path: Path) -> None:
     overrides = [f"output_dir={tmp_path}", f"model.path={TINY_BASE}", "micro_batch_size=4096", "global_batch_size=8192"]
     overrides += ["data.seq_len=2048", "parallel.mode=auto"]
     config = load_config(ROOT / "configs" / "tiny_lora.yaml", overrides)
     text = suggest_less_memory(config, TINY_BASE, World(0, 2, 0, torch.device("cpu"), 2))
-    assert text.startswith("By plan a rank needs ")
-    needed = float(text.split(" needs ")[1].split(" of ")[0])
-    fits = text[text.index("What fits, the fastest first: ") :]
+    assert text.startswith("The planner expects ")
+    needed = float(text.split(" expects ")[1].split(" of ")[0])
+    fits = text[text.index("Settings that fit, fastest first: ") :]
     offered = [float(part.split(" GiB)")[0]) for part in fits.split("(")[1:]]
     assert 1 <= len(offered) <= 3
     assert max(offered) < needed
 
 
-def test_a_planner_that_fails_is_not_the_error_that_is_seen(tmp_path: Path) -> None:
+def test_an_error_of_the_planner_does_not_hide_the_runs_error(tmp_path: Path) -> None:
     config = load_config(CONFIGS["lora"], [f"output_dir={tmp_path}"])
     text = suggest_less_memory(config, tmp_path / "gone", World(0, 1, 0, torch.device("cpu"), 1))
-    assert text.startswith("The planner has no view of it (ConfigError: ")
+    assert text.startswith("The planner has no advice (ConfigError: ")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_planner_that_fails_is_not_the_error_that_is_seen(tmp_path: Path) -> N
         (lambda: torch.empty(2) @ torch.empty(3), False),
     ],
 )
-def test_errors_of_memory_are_told_from_others(make: Callable[[], Any], due: bool) -> None:
+def test_out_of_memory_errors_are_recognized(make: Callable[[], Any], due: bool) -> None:
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         make()
     assert is_out_of_memory(caught.value) is due
@@ -87,23 +87,23 @@ def test_errors_of_memory_are_told_from_others(make: Callable[[], Any], due: boo
 
 @pytest.mark.parametrize(
     "message",
-    [  # as CUDA, cuBLAS and NCCL word it, whose memory is not the allocator's
+    [  # of CUDA, cuBLAS and NCCL, which allocate outside of torch's allocator
         "CUDA error: out of memory",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
     ],
 )
-def test_memory_that_is_full_beside_the_allocator_is_out_of_memory(message: str) -> None:
+def test_errors_outside_of_the_allocator_are_recognized(message: str) -> None:
     assert is_out_of_memory(RuntimeError(message))
 
 
-def test_on_a_cpu_nothing_is_attached(tmp_path: Path) -> None:
+def test_no_snapshot_is_written_on_the_cpu(tmp_path: Path) -> None:
     snapshot = MemorySnapshot(tmp_path, World(0, 1, 0, torch.device("cpu")), keeps_history=True)
     assert not snapshot.file.exists()
 
 
 @pytest.mark.gpu
-def test_a_full_gpu_leaves_a_snapshot_that_torch_reads(tmp_path: Path) -> None:
+def test_a_full_gpu_writes_a_snapshot_that_torch_reads(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     snapshot = MemorySnapshot(tmp_path, World(0, 1, 0, device), keeps_history=True)
     held = torch.empty(512 * MIB, dtype=torch.uint8, device=device)

@@ -16,15 +16,14 @@ from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import open_prepared, prepare
 from fctune.distributed import World
-from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.parallel.sharding import GradientSync
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
-from fctune.training.loop import NonFiniteError, train
+from fctune.training.loop import NonFiniteError, build_loader, train
 from fctune.training.prefetch import Prefetcher
-from fctune.training.setup import build_base, shard_and_load_, start_state
+from fctune.training.setup import start_state
 from tests.ranks import run_ranks
-from tests.training.training_runs import make_config
+from tests.training.training_runs import build_trainable, make_config
 
 NUM_MICRO_BATCHES = 4
 
@@ -59,15 +58,11 @@ class CountingCallback(Callback):
 
 def count_collectives(world: World, config: RunConfig, path: Path, holds_gradients: bool) -> dict[str, Any]:
     """Collectives of the first step, and the sizes to hold them against."""
-    model = build_base(config, Path(config.model.path), world)
-    if config.adapter is not None:
-        apply_lora_(model, config.adapter)
-    gradient_sync = shard_and_load_(model, config, Path(config.model.path), world)
+    model, gradient_sync = build_trainable(config, world)
     if not holds_gradients:
         gradient_sync = GradientSync(model, gradient_sync.num_copies, holds_gradients=False)
-    init_adapters_(model, config.seed)
-    counter = CountingCallback()
-    train(config, start_state(model, config, 1, gradient_sync), open_prepared(path), 1, world, SinkGroup(), [counter])
+    counter, loader = CountingCallback(), build_loader(config, open_prepared(path))
+    train(config, start_state(model, config, 1, gradient_sync), loader, 1, world, SinkGroup(), [counter])
     return {
         "calls": counter.steps[0].calls,
         "numbers": counter.steps[0].numbers,
@@ -111,11 +106,8 @@ def test_shards_scatter_large_gradients_at_once_but_sum_them_over_copies_once(
 
 def train_until_not_finite(world: World, config: RunConfig, path: Path) -> bool:
     """Whether the weights at the end are, bit for bit, those before the step that was not finite."""
-    model = build_base(config, Path(config.model.path), world)
-    apply_lora_(model, config.adapter)  # type: ignore[arg-type]
-    gradient_sync = shard_and_load_(model, config, Path(config.model.path), world)
-    init_adapters_(model, config.seed)
-    state = start_state(model, config, 8, gradient_sync)
+    model, gradient_sync = build_trainable(config, world)
+    state, loader = start_state(model, config, 8, gradient_sync), build_loader(config, open_prepared(path))
     trained = state.optimizer.param_groups[0]["params"]
     seen: list[list[Tensor]] = []
 
@@ -124,7 +116,7 @@ def train_until_not_finite(world: World, config: RunConfig, path: Path) -> bool:
             seen.append([p.detach().clone() for p in trained])
 
     with pytest.raises(NonFiniteError):
-        train(config, state, open_prepared(path), 8, world, SinkGroup(), [Snapshots()])
+        train(config, state, loader, 8, world, SinkGroup(), [Snapshots()])
     moments = [value for s in state.optimizer.state.values() for value in s.values() if value.dim()]
     return (
         1 < len(seen) == state.step < 8

@@ -17,16 +17,15 @@ from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet, open_prepared, prepare
 from fctune.distributed import World
 from fctune.models.base_weights import load_base_
-from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.models.sources import read_architecture
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
-from fctune.training.loop import train
+from fctune.training.loop import build_loader, train
 from fctune.training.prefetch import make_inputs
-from fctune.training.setup import build_base, shard_and_load_, start_state
+from fctune.training.setup import start_state
 from tests.models.model_samples import load_reference
 from tests.ranks import run_ranks
-from tests.training.training_runs import Recorder, make_config
+from tests.training.training_runs import Recorder, build_trainable, make_config
 
 NUM_STEPS = 20
 LR = 2e-3
@@ -55,16 +54,12 @@ class FirstWeights(Callback):
 
 def train_ours(world: World, config: RunConfig, path: Path) -> tuple[list[float], list[float], dict[str, Any]]:
     """Losses, gradient norms, and what the weights were at the start."""
-    model = build_base(config, Path(config.model.path), world)
-    if config.adapter is not None:
-        apply_lora_(model, config.adapter)
-    gradient_sync = shard_and_load_(model, config, Path(config.model.path), world)
-    init_adapters_(model, config.seed)
+    model, gradient_sync = build_trainable(config, world)
     recorder, first = Recorder(), FirstWeights(model)
     train(
         config,
         start_state(model, config, NUM_STEPS, gradient_sync),
-        open_prepared(path),
+        build_loader(config, open_prepared(path)),
         NUM_STEPS,
         world,
         SinkGroup(recorder),

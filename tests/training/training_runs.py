@@ -12,15 +12,16 @@ from fctune.config.loading import parse_config
 from fctune.config.schema import RunConfig
 from fctune.data.prepared_set import open_prepared
 from fctune.distributed import World
+from fctune.models.causal_lm import CausalLM
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.parallel.sharding import GradientSync
 from fctune.telemetry.sinks import SinkGroup
-from fctune.training.loop import count_steps, train
+from fctune.training.loop import build_loader, count_steps, train
 from fctune.training.setup import build_base, shard_and_load_, start_state
 
 ADAPTER = {"rank": 4, "alpha": 8, "dropout": 0.1, "modules": ["q_proj", "v_proj", "o_proj", "down_proj", "lm_head"]}
 
-# What a step measures of the machine, not of the model.
+# Metrics of the machine, which differ between equal runs.
 MEASURED = {
     *("tokens_per_s", "step_time_s", "data_time_s", "compute_time_s", "compute_skew", "slowest_rank"),
     *("tflops_per_device", "hardware_tflops_per_device", "tokens_per_s_per_device", "peak_memory_gib"),
@@ -28,12 +29,12 @@ MEASURED = {
     *("peak_memory_max_gib", "memory_active_gib", "gpu_hours"),
 }
 
-# Four-bit weights share scales by the 16,384.
+# 4-bit weights share a scale among 16,384.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}
 
 
 class Recorder:
-    """Keeps what a run reports."""
+    """Sink that keeps all metrics."""
 
     def __init__(self) -> None:
         self.metrics: list[dict[str, Any]] = []
@@ -46,6 +47,7 @@ class Recorder:
 
 
 def make_config(model: Path, output: Path, **changes: Any) -> RunConfig:
+    """Return the config of a small float64 run; dicts in ``changes`` extend the default ones."""
     raw = {
         "output_dir": str(output / "run"),
         "model": {"path": str(model)},
@@ -78,19 +80,26 @@ def make_config(model: Path, output: Path, **changes: Any) -> RunConfig:
     return config
 
 
-def run_training(world: World, config: RunConfig, prepared_path: Path, holds_gradients: bool = True) -> dict[str, Any]:
-    """Train like the recipe; returns the metrics and the full weights."""
-    prepared = open_prepared(prepared_path)
+def build_trainable(config: RunConfig, world: World) -> tuple[CausalLM, GradientSync]:
+    """Build, shard and load a model with initialized adapters, as a recipe does."""
     model = build_base(config, Path(config.model.path), world)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
     gradient_sync = shard_and_load_(model, config, Path(config.model.path), world)
+    init_adapters_(model, config.seed)
+    return model, gradient_sync
+
+
+def run_training(world: World, config: RunConfig, prepared_path: Path, holds_gradients: bool = True) -> dict[str, Any]:
+    """Train like the recipe; returns the metrics and the full weights."""
+    loader = build_loader(config, open_prepared(prepared_path))
+    num_steps = count_steps(config, loader, world)
+    model, gradient_sync = build_trainable(config, world)
     if not holds_gradients:
         gradient_sync = GradientSync(model, gradient_sync.num_copies, holds_gradients=False)
-    init_adapters_(model, config.seed)
-    state = start_state(model, config, count_steps(config, prepared, world), gradient_sync)
+    state = start_state(model, config, num_steps, gradient_sync)
     recorder = Recorder()
-    train(config, state, prepared, count_steps(config, prepared, world), world, SinkGroup(recorder))
+    train(config, state, loader, num_steps, world, SinkGroup(recorder))
     weights = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and config.adapter is not None and config.adapter.base != "bf16":
@@ -102,6 +111,7 @@ def run_training(world: World, config: RunConfig, prepared_path: Path, holds_gra
 
 
 def compare(one: dict[str, Any], other: dict[str, Any], rtol: float, atol: float) -> None:
+    """Compare the data, losses and weights of two results of ``run_training``."""
     assert len(one["metrics"]) == len(other["metrics"]) > 0
     for a, b in zip(one["metrics"], other["metrics"], strict=True):
         assert a["data_digest"] == b["data_digest"]

@@ -39,7 +39,7 @@ class EvaluationCallback(Callback):
         if best is None or metrics["eval_accuracy"] > best["accuracy"]:
             self.state.best = {"step": step, "accuracy": metrics["eval_accuracy"], "evaluations_since": 0}
         else:
-            best["evaluations_since"] += 1
+            self.state.best = {**best, "evaluations_since": best["evaluations_since"] + 1}
         return metrics
 
     def on_step_end(self, step: int, is_last: bool) -> bool:
