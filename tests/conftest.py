@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from fctune.calls.bfcl.cases import SIMULATORS
+
 # The same examples every time, so that a run says what the code does; HYPOTHESIS_PROFILE=random looks further.
 settings.register_profile("same", derandomize=True)
 settings.register_profile("random", derandomize=False)
@@ -90,6 +92,14 @@ def write_rows(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def without_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the simulated classes of the bfcl-eval wheel impossible to import."""
+    package = "bfcl_eval.eval_checker.multi_turn_eval.func_source_code"
+    for module in SIMULATORS.values():
+        monkeypatch.setitem(sys.modules, f"{package}.{module}", None)
 
 
 def run_unheard(*arguments: str) -> int:

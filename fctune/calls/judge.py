@@ -1,224 +1,130 @@
-"""Predictions in a file judged against a suite: a row out for each row in, and rates by category.
-
-Each prediction counts as one, also where ids repeat. A case of a scored category without a prediction counts as wrong,
-and so does an answer that never came. There is no rate over categories.
-"""
+"""Judge the calls of one answer: strict typed match, the kind of error, and the counts that rates are made of."""
 
 from __future__ import annotations
 
-import json
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
 
-from fctune.calls.cases import Case
-from fctune.calls.formats.base import Parsed
-from fctune.calls.metrics import Outcome, judge, judge_failure, rate, score
-from fctune.calls.predictions import Prediction, read_predictions
+from fctune.calls.formats.base import Malformed, Parsed
+from fctune.calls.matching import align, count_equal_arguments, describe_differences, is_exact_match
+from fctune.data.conversation import Call, Tool
 from fctune.data.tool_schema import ToolSet
-from fctune.errors import ConfigError
-from fctune.files import open_atomically, write_atomically
 
-_encode = json.JSONEncoder(ensure_ascii=False).encode
+ErrorKind = Literal[
+    "correct", "wrong_name", "wrong_arguments", "wrong_count", "missed_call", "false_call", "malformed", "no_answer"
+]
+ERROR_KINDS: tuple[str, ...] = get_args(ErrorKind)
 
 
-class Verdict(NamedTuple):
-    """What came of one prediction.
+class Outcome(NamedTuple):
+    """Verdict on one case and the counts behind its rates; equal outcomes can be counted together.
 
-    ``category`` is None where there is no such case, ``valid`` where it could not be judged; ``reason`` says why it is
-    not True. ``outcome`` is the strict typed match, where there is one. Of a text there are ``parsed``, its strict
-    reading, and ``lenient``, whether the lenient one is valid and why not.
+    ``num_malformed`` counts stretches that were meant as calls but cannot be read. Arguments are counted over calls
+    paired with an expected call of the same name. ``num_schema_valid`` is None where the tools are unknown.
     """
 
-    category: str | None
-    valid: bool | None
+    verdict: ErrorKind
+    num_expected: int
+    num_called: int
+    num_malformed: int = 0
+    num_names_matched: int = 0
+    num_arguments_expected: int = 0
+    num_arguments_called: int = 0
+    num_arguments_matched: int = 0
+    num_schema_valid: int | None = None
+
+    @property
+    def is_correct(self) -> bool:
+        """True if the case counts as solved."""
+        return self.verdict == "correct"
+
+
+class BenchmarkVerdict(NamedTuple):
+    """A benchmark's own verdict, reported next to ours.
+
+    ``valid`` and ``reason`` are the benchmark's, to which a malformed call is no call at all; ``typed`` is the verdict
+    of the strict typed match, which the benchmark's own rules may relax.
+    """
+
+    valid: bool
+    reason: str
+    typed: ErrorKind
+
+
+class Judgement(NamedTuple):
+    """Result of judging one answer.
+
+    ``reason`` is the first problem, empty if the answer is correct. ``differences`` lists every problem, one line each;
+    a correct answer may still differ from its tool's schema. ``benchmark`` is set for benchmark cases only.
+    """
+
+    outcome: Outcome
     reason: str = ""
-    outcome: Outcome | None = None
-    parsed: Parsed | None = None
-    lenient: tuple[bool, str] | None = None
+    differences: tuple[str, ...] = ()
+    benchmark: BenchmarkVerdict | None = None
+
+    @property
+    def is_correct(self) -> bool:
+        """True if the case counts as solved."""
+        return self.outcome.verdict == "correct"
 
 
-class Suite(ABC):
-    """Cases that predictions are judged against."""
+def judge(expected: Sequence[Call], parsed: Parsed, tools: Sequence[Tool] | ToolSet = ()) -> Judgement:
+    """Compare calls with the expected ones as typed values, in any order.
 
-    @abstractmethod
-    def judge(self, prediction: Prediction) -> Verdict:
-        """The verdict on one prediction."""
-
-    @abstractmethod
-    def ids(self) -> Iterable[str]:
-        """The ids of all cases of the categories that are scored, when every prediction was judged."""
-
-    def select_rates(self, category: str, rates: dict[str, Any]) -> dict[str, Any]:
-        """Those of the strict match's rates that say something of a category."""
-        return rates
-
-
-class CaseSuite(Suite):
-    """Cases with their expected calls; a prediction is valid if its calls are those, typed and in any order."""
-
-    def __init__(self, cases: Iterable[Case]) -> None:
-        self._cases = {case.id: (case, ToolSet(case.prompt.tools)) for case in cases}
-
-    def judge(self, prediction: Prediction) -> Verdict:
-        """As ``Suite`` says."""
-        if prediction.id not in self._cases:
-            return Verdict(None, False, "no such case")
-        case, tools = self._cases[prediction.id]
-        readings = prediction.read(case.prompt.tools)
-        if readings is None:
-            failure = prediction.failure or "a case of one turn needs calls or text"
-            return Verdict(case.category, False, failure, judge_failure(len(case.expected), failure))
-        strict, lenient = (judge(case.expected, parsed, tools) for parsed in readings)
-        return Verdict(
-            case.category,
-            strict.is_correct,
-            _reason(strict),
-            strict,
-            *((readings[0], (lenient.is_correct, _reason(lenient))) if prediction.text is not None else ()),
-        )
-
-    def ids(self) -> Iterable[str]:
-        """As ``Suite`` says."""
-        return self._cases
-
-
-def score_file(
-    suite: Suite, predictions: str | Path, out: str | Path, default_format: str | None = None
-) -> dict[str, Any]:
-    """Judge a file of predictions, write a row for each in its order, and return the summary.
-
-    An out row has ``id``, ``category``, ``valid`` and ``reason``; ``verdict`` and ``differences`` of the strict typed
-    match, where there is one; and of a text the ``calls`` and ``malformed`` stretches of its strict reading, and
-    ``valid_lenient`` and ``reason_lenient`` of its lenient one. The out file is whole or not there.
-
-    The summary has ``categories``, each with ``n``, ``num_missing``, the rate ``valid``, where there were texts the
-    rate ``valid_lenient``, and ``verdicts`` and ``rates`` of the strict match as ``score`` gives them; or ``n`` and
-    ``not_run``, the reason. Beside them are ``unknown_ids`` with how often each came, ``missing_ids`` and
-    ``num_repeated_ids``.
+    A malformed stretch makes the answer wrong whatever else it holds: it is neither a call nor an abstention.
 
     Args:
-        suite: The cases.
-        predictions: JSONL; see ``read_predictions``.
-        out: The JSONL file to write; the summary is written beside it, with the suffix ``.summary.json``.
-        default_format: The wire format of texts whose row names none.
-
-    Raises:
-        ConfigError: The out file cannot be written, or there is no such format.
-        DataError: What is wrong with the predictions.
+        expected: Calls that are due; empty if the model should abstain.
+        parsed: The answer as read.
+        tools: Tools on offer; with them the calls are also validated against the schemas.
     """
-    out = Path(out)
-    if out.exists() and not out.is_file():
-        raise ConfigError(f"--out {out}: is no file; name one.")
-    if out.exists() and Path(predictions).exists() and out.samefile(predictions):
-        raise ConfigError(f"--out {out}: is the file of predictions; name another.")
-    count = _Count()
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        # What JSON can say and UTF-8 cannot, half of a pair of surrogates, stays as JSON says it.
-        with open_atomically(out, errors="backslashreplace") as rows:
-            for prediction in read_predictions(predictions, default_format):
-                verdict = suite.judge(prediction)
-                rows.write(_to_row(prediction.id, verdict))
-                count.add(prediction.id, verdict)
-            summary = {"predictions": str(predictions), **count.summarise(suite)}
-            text = json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
-            write_atomically(out.with_suffix(".summary.json"), text.encode("utf-8", "backslashreplace"))
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}).") from None
-    return summary
+    calls = parsed.calls
+    if not isinstance(tools, ToolSet):
+        tools = ToolSet(tools)
+    num_schema_valid = sum(map(tools.accepts, calls)) if tools else None
+    is_correct = not parsed.malformed and is_exact_match(expected, calls)
+    if is_correct and num_schema_valid in (None, len(calls)):
+        num_arguments = sum(len(call.arguments) for call in calls)
+        counts = (len(calls), len(calls), 0, len(calls), num_arguments, num_arguments, num_arguments)
+        return Judgement(Outcome("correct", *counts, num_schema_valid))
+    pairs = [(expected[row], calls[column]) for row, column in align(expected, calls)]
+    differences = [describe_malformed(stretch) for stretch in parsed.malformed]
+    differences.extend(describe_differences(expected, calls))
+    differences.extend(f"schema: {line}" for call in calls if tools for line in tools.find_errors(call))
+    outcome = Outcome(
+        verdict="correct" if is_correct else classify([call.name for call in expected], parsed),
+        num_expected=len(expected),
+        num_called=len(calls),
+        num_malformed=len(parsed.malformed),
+        num_names_matched=len(pairs),
+        num_arguments_expected=sum(len(due.arguments) for due, _ in pairs),
+        num_arguments_called=sum(len(given.arguments) for _, given in pairs),
+        num_arguments_matched=sum(count_equal_arguments(due, given) for due, given in pairs),
+        num_schema_valid=num_schema_valid,
+    )
+    return Judgement(outcome, "" if is_correct else differences[0], tuple(differences))
 
 
-@dataclass(slots=True)
-class _Count:
-    """What is counted of a file."""
-
-    tallies: dict[str, _Tally] = field(default_factory=dict)
-    ids: Counter[str] = field(default_factory=Counter)
-    unknown: Counter[str] = field(default_factory=Counter)
-
-    def add(self, case_id: str, verdict: Verdict) -> None:
-        self.ids[case_id] += 1
-        if verdict.category is None:
-            self.unknown[case_id] += 1
-        else:
-            self._tally(verdict.category).add(verdict)
-
-    def summarise(self, suite: Suite) -> dict[str, Any]:
-        missing = [case_id for case_id in suite.ids() if case_id not in self.ids]
-        for case_id in missing:
-            verdict = suite.judge(Prediction(case_id, 0, failure="no prediction"))
-            assert verdict.category is not None
-            self._tally(verdict.category).add(verdict, is_missing=True)
-        return {
-            "categories": {name: tally.summarise(suite, name) for name, tally in sorted(self.tallies.items())},
-            "unknown_ids": dict(self.unknown),
-            "missing_ids": missing,
-            "num_repeated_ids": sum(times > 1 for times in self.ids.values()),
-        }
-
-    def _tally(self, category: str) -> _Tally:
-        if category not in self.tallies:
-            self.tallies[category] = _Tally()
-        return self.tallies[category]
+def judge_failure(num_expected: int, reason: str) -> Judgement:
+    """Judge a case without an answer: wrong even if no call was due, and part of every denominator."""
+    return Judgement(Outcome("no_answer", num_expected, num_called=0), reason, (f"no answer: {reason}",))
 
 
-@dataclass(slots=True)
-class _Tally:
-    """What is counted of one category."""
-
-    valid: Counter[bool | None] = field(default_factory=Counter)
-    valid_leniently: Counter[bool | None] = field(default_factory=Counter)
-    outcomes: Counter[Outcome] = field(default_factory=Counter)
-    num_texts: int = 0
-    num_missing: int = 0
-    not_run: str = ""
-
-    def add(self, verdict: Verdict, is_missing: bool = False) -> None:
-        self.valid[verdict.valid] += 1
-        self.valid_leniently[verdict.lenient[0] if verdict.lenient else verdict.valid] += 1
-        self.num_texts += verdict.lenient is not None
-        self.num_missing += is_missing
-        if verdict.valid is None:
-            self.not_run = verdict.reason
-        if (outcome := verdict.outcome) is not None:
-            self.outcomes[outcome._replace(differences=()) if outcome.differences else outcome] += 1
-
-    def summarise(self, suite: Suite, category: str) -> dict[str, Any]:
-        n = self.valid.total()
-        if self.not_run:
-            return {"n": n, "not_run": self.not_run}
-        summary: dict[str, Any] = {"n": n, "num_missing": self.num_missing, "valid": rate(self.valid[True], n)}
-        if self.num_texts:
-            summary["valid_lenient"] = rate(self.valid_leniently[True], n)
-        if self.outcomes:
-            scores = score({category: self.outcomes})[category]
-            summary["verdicts"] = scores["verdicts"]
-            summary["rates"] = suite.select_rates(category, scores["rates"])
-        return summary
+def classify(names: Sequence[str], parsed: Parsed) -> ErrorKind:
+    """Return the kind of error of calls that do not match the expected ones, given the expected names."""
+    if parsed.malformed:
+        return "malformed"
+    if not names:
+        return "false_call"
+    if not parsed.calls:
+        return "missed_call"
+    if len(names) != len(parsed.calls):
+        return "wrong_count"
+    return "wrong_arguments" if sorted(names) == sorted(call.name for call in parsed.calls) else "wrong_name"
 
 
-def _to_row(case_id: str, verdict: Verdict) -> str:
-    row: dict[str, Any] = {
-        "id": case_id,
-        "category": verdict.category,
-        "valid": verdict.valid,
-        "reason": verdict.reason,
-    }
-    if verdict.outcome is not None:
-        row["verdict"] = verdict.outcome.verdict
-        if verdict.outcome.differences:
-            row["differences"] = verdict.outcome.differences
-    if verdict.parsed is not None:
-        row["calls"] = [{"name": call.name, "arguments": call.arguments} for call in verdict.parsed.calls]
-        row["malformed"] = [{"start": m.start, "end": m.end, "reason": m.reason} for m in verdict.parsed.malformed]
-    if verdict.lenient is not None:
-        row["valid_lenient"], row["reason_lenient"] = verdict.lenient
-    return _encode(row) + "\n"
-
-
-def _reason(outcome: Outcome) -> str:
-    return "" if outcome.is_correct else next(iter(outcome.differences), outcome.verdict)
+def describe_malformed(stretch: Malformed) -> str:
+    """Format a malformed stretch; calls that arrived as data have no position in a text."""
+    position = f" at {stretch.start}-{stretch.end}" if stretch.end else ""
+    return f"malformed{position}: {stretch.reason}"

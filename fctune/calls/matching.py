@@ -1,4 +1,4 @@
-"""Whether calls are the expected ones: typed equality, order-free, and the best pairing of those that differ."""
+"""Match calls with the expected ones: typed equality in any order, and the best pairing of calls that differ."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from fctune.data.conversation import Call
 
-# Above it calls of one name are paired in order: the best pairing costs the cube.
+# With more calls of one name they are paired in order: the best pairing takes cubic time.
 MAX_ASSIGNED = 48
 
 
 def value_key(value: Any) -> Hashable:
-    """A key that two argument values share exactly when they are equal as typed JSON values.
+    """Return a key that is equal for two argument values exactly if they are equal as typed JSON values.
 
     Types count: ``"5"`` is not ``5`` and ``true`` is not ``1``. ``5`` and ``5.0`` are equal, as JSON has one type of
-    number and JSON Schema takes ``5.0`` for an integer; many serialisers write one for the other. Key order in
-    objects does not count, order in lists does, strings count to the letter. NaN equals nothing.
+    number and JSON Schema takes ``5.0`` for an integer; many serializers write one for the other. The order of keys in
+    objects is ignored, that of lists is not; strings are compared exactly. NaN equals nothing.
     """
     if isinstance(value, bool) or value is None:
         return (type(value).__name__, value)
@@ -32,12 +32,12 @@ def value_key(value: Any) -> Hashable:
 
 
 def is_equal(left: Any, right: Any, is_same_number_type: bool = False) -> bool:
-    """Whether two argument values are equal as typed JSON values, as ``value_key`` says.
+    """Compare two argument values as typed JSON values; see ``value_key``.
 
     Args:
         left: One value.
         right: The other.
-        is_same_number_type: Tell ``5`` from ``5.0`` as well.
+        is_same_number_type: Also distinguish ``5`` from ``5.0``.
     """
     if value_key(left) != value_key(right):
         return False
@@ -45,14 +45,14 @@ def is_equal(left: Any, right: Any, is_same_number_type: bool = False) -> bool:
 
 
 def call_key(call: Call) -> Hashable:
-    """A key that two calls share exactly when name and arguments are equal; the id does not count."""
+    """Return a key that is equal for two calls exactly if name and arguments are equal; ids are ignored."""
     return (call.name, value_key(call.arguments))
 
 
 def is_exact_match(expected: Sequence[Call], actual: Sequence[Call]) -> bool:
-    """Whether the calls are the expected ones, each as often, in any order.
+    """Return True if the calls are the expected ones, each as often, in any order.
 
-    Equality of calls is transitive, so counting them pairs them as well as any assignment could.
+    Equality of calls is transitive, so counting them is as good as any assignment.
     """
     if len(expected) != len(actual):
         return False
@@ -62,7 +62,7 @@ def is_exact_match(expected: Sequence[Call], actual: Sequence[Call]) -> bool:
 
 
 def count_equal_arguments(expected: Call, actual: Call) -> int:
-    """How many arguments both calls have with equal values."""
+    """Count the arguments that both calls have with equal values."""
     return sum(
         key in actual.arguments and value_key(value) == value_key(actual.arguments[key])
         for key, value in expected.arguments.items()
@@ -70,38 +70,39 @@ def count_equal_arguments(expected: Call, actual: Call) -> int:
 
 
 def align(expected: Sequence[Call], actual: Sequence[Call]) -> list[tuple[int, int]]:
-    """The pairs ``(place in expected, place in actual)`` of calls of one name that share most arguments in all.
+    """Pair calls of the same name so that the pairs share most arguments in total.
 
-    Each call is in one pair at most; as many are paired as can be. Calls that are equal are paired with each other,
-    which never costs a shared argument: what two calls share with a third, they share among themselves.
+    Returns index pairs ``(expected, actual)``. Each call is in at most one pair, and as many as possible are paired.
+    Equal calls are paired with each other, which never loses a shared argument: what two calls share with a third, they
+    share with each other.
     """
     pairs: list[tuple[int, int]] = []
-    left_by_key: dict[Hashable, list[int]] = defaultdict(list)
-    for place in reversed(range(len(actual))):
-        left_by_key[call_key(actual[place])].append(place)
-    waiting: list[int] = []
-    for place, call in enumerate(expected):
-        if same := left_by_key[call_key(call)]:
-            pairs.append((place, same.pop()))
+    unpaired_by_key: dict[Hashable, list[int]] = defaultdict(list)
+    for column in reversed(range(len(actual))):
+        unpaired_by_key[call_key(actual[column])].append(column)
+    rows: list[int] = []
+    for row, call in enumerate(expected):
+        if same := unpaired_by_key[call_key(call)]:
+            pairs.append((row, same.pop()))
         else:
-            waiting.append(place)
-    taken = {place for _, place in pairs}
-    offered = [place for place in range(len(actual)) if place not in taken]
-    more = assign(
-        [expected[place].name for place in waiting],
-        [actual[place].name for place in offered],
-        lambda row, column: count_equal_arguments(expected[waiting[row]], actual[offered[column]]),
+            rows.append(row)
+    paired = {column for _, column in pairs}
+    columns = [column for column in range(len(actual)) if column not in paired]
+    assigned = assign(
+        [expected[row].name for row in rows],
+        [actual[column].name for column in columns],
+        lambda row, column: count_equal_arguments(expected[rows[row]], actual[columns[column]]),
     )
-    return sorted([*pairs, *((waiting[row], offered[column]) for row, column in more)])
+    return sorted([*pairs, *((rows[row], columns[column]) for row, column in assigned)])
 
 
 def assign(expected: Sequence[str], actual: Sequence[str], gain: Callable[[int, int], int]) -> list[tuple[int, int]]:
-    """The pairs of places of one name with the greatest sum of gains, as many as can be.
+    """Pair indices of equal names with the greatest total gain, as many as possible.
 
     Args:
-        expected: The names of the calls that are due.
-        actual: The names of the calls that were made.
-        gain: What pairing a place of ``expected`` with one of ``actual`` is worth, 0 or more.
+        expected: Names of the calls that are due.
+        actual: Names of the calls that were made.
+        gain: Value, at least 0, of pairing an index of ``expected`` with one of ``actual``.
     """
     rows_by_name: dict[str, list[int]] = defaultdict(list)
     columns_by_name: dict[str, list[int]] = defaultdict(list)
@@ -121,7 +122,7 @@ def assign(expected: Sequence[str], actual: Sequence[str], gain: Callable[[int, 
 
 
 def describe_differences(expected: Sequence[Call], actual: Sequence[Call]) -> tuple[str, ...]:
-    """What differs, one line each: calls that are missing or were not expected, arguments of those that pair."""
+    """List differences, one line each: missing and unexpected calls, and the arguments of paired calls."""
     lines: list[str] = []
     pairs = align(expected, actual)
     for row, column in pairs:
@@ -133,16 +134,16 @@ def describe_differences(expected: Sequence[Call], actual: Sequence[Call]) -> tu
                 lines.append(f"{name}.{key}: {shorten(given[key])}, expected {shorten(value)}")
         lines.extend(f"{name}.{key}: {shorten(given[key])}, not expected" for key in given if key not in due)
     rows, columns = {row for row, _ in pairs}, {column for _, column in pairs}
-    lines.extend(f"{call.name}: not called" for place, call in enumerate(expected) if place not in rows)
-    lines.extend(f"{call.name[:80]}: not expected" for place, call in enumerate(actual) if place not in columns)
+    lines.extend(f"{call.name}: not called" for row, call in enumerate(expected) if row not in rows)
+    lines.extend(f"{call.name[:80]}: not expected" for column, call in enumerate(actual) if column not in columns)
     return tuple(lines)
 
 
 def _best_assignment(gains: list[list[int]]) -> list[tuple[int, int]]:
-    """Pairs of row and column with the greatest sum, as many as there are rows or columns.
+    """Find the pairs of row and column with the greatest sum, as many as there are rows or columns.
 
-    The Hungarian method with potentials, one shortest augmenting path a row: H. W. Kuhn (1955), in the form of
-    J. Munkres (1957); cubic.
+    The Hungarian method with potentials, one shortest augmenting path per row, in cubic time: H. W. Kuhn (1955), in the
+    form of J. Munkres (1957).
     """
     if not gains or not gains[0]:
         return []
@@ -153,7 +154,7 @@ def _best_assignment(gains: list[list[int]]) -> list[tuple[int, int]]:
     if len(set(best)) == num_rows:
         return list(enumerate(best))
     row_price, column_price = [0] * (num_rows + 1), [0] * (num_columns + 1)
-    # Column 0 stands for "no column yet"; rows count from 1.
+    # Column 0 means "no column yet"; rows count from 1.
     row_of = [0] * (num_columns + 1)
     for row in range(1, num_rows + 1):
         row_of[0], column = row, 0
@@ -190,7 +191,7 @@ def _number_types(value: Any) -> Any:
 
 
 def shorten(value: Any) -> str:
-    """A value as a message shows it, in 80 characters at most."""
-    # Cut before it is printed: a hostile value may be megabytes.
+    """Format a value for a message, in at most 80 characters."""
+    # Cut before it is formatted: a hostile value may be megabytes.
     text = repr(value[:80] if isinstance(value, (str, list)) else value)
     return text if len(text) <= 80 else text[:77] + "..."

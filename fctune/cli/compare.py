@@ -1,9 +1,9 @@
-"""Compare two evaluations of the same cases, such as a base model and the model tuned from it.
+"""Compare two evaluations of the same cases, such as a base model and its fine-tune: ``fctune compare``.
 
     python -m eval.compare BEFORE.jsonl AFTER.jsonl [--show 5] [--lenient] [--json FILE]
 
-The files are what ``eval.tool_calls --out`` writes. Cases are paired by id: the difference comes with an interval for
-paired shares (Tango), p is McNemar's exact test on the cases that changed, not corrected for the number of categories.
+The files are those of ``eval.tool_calls --out``. Cases are paired by id: the difference has an interval for paired
+proportions (Tango), and p is McNemar's exact test on the cases that changed, not corrected for multiple categories.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fctune.cli.files import write_file
 from fctune.cli.tables import format_rate, make_console, make_table
-from fctune.errors import ConfigError, DataError
+from fctune.errors import DataError
 from fctune.evaluation.paired import Comparison, compare_rows
 from fctune.evaluation.results import Row, read_rows, read_settings
 
@@ -46,18 +47,18 @@ def run(arguments: argparse.Namespace) -> int:
 def _read(path: str) -> list[Row]:
     rows = read_rows(path)
     if not rows:
-        raise DataError(f"{path}: holds no results.")
+        raise DataError(f"{path}: contains no results. Pass a file that eval.tool_calls wrote.")
     return rows
 
 
 def _check_settings(before: str, after: str) -> None:
-    """Two runs of suites of one name may be of other cases, or give answers other room."""
+    """Require the same cases and answer length; suites of one name may differ in both."""
     first, second = read_settings(before) or {}, read_settings(after) or {}
     for key in ("cases_digest", "max_new_tokens"):
         if key in first and key in second and first[key] != second[key]:
             raise DataError(
                 f"{before} and {after}: {key} is {first[key]} in one and {second[key]} in the other. "
-                "Evaluate both models on the same cases and terms."
+                "Evaluate both models on the same cases with the same options."
             )
 
 
@@ -90,8 +91,4 @@ def _write_json(path: Path, compared: list[Comparison]) -> None:
             "turned_right": row.turned_right,
             "turned_wrong": row.turned_wrong,
         }
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written ({error.strerror}).") from None
+    write_file(path, "--json", lambda: json.dumps(found, indent=2) + "\n")

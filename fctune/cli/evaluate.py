@@ -1,16 +1,16 @@
-"""Measure whether a model calls the right function with the right arguments.
+"""Measure whether a model calls the right function with the right arguments: ``fctune eval``.
 
     python -m eval.tool_calls --model MODEL --suite smoke|synthetic|bfcl|FILE [--out FILE]
     torchrun --nproc_per_node 8 -m eval.tool_calls --model MODEL --suite bfcl
     tune run --nproc_per_node 8 eval/tool_calls --config FILE
 
-MODEL is a Hugging Face directory, a run's output directory, an adapter's, hf:NAME, or the address of a server that
-speaks OpenAI's chat completions (its key in FCTUNE_API_KEY). Answers are read in the wire format of the model's chat
-template, strictly and as serving engines read, and compared with the expected calls: names and typed arguments,
-order-free. BFCL's multi-turn cases are played: the calls are made on the benchmark's simulated classes, by name from an
-allow-list, until the model calls no more. Nothing that a model wrote is ever run.
+MODEL is a Hugging Face directory, the output directory of a run or of an adapter, hf:NAME, or the URL of a server with
+OpenAI's chat completions (its key in FCTUNE_API_KEY). Answers are read in the call format of the model's chat template,
+strictly and as serving engines do, and compared with the expected calls: names and typed arguments, in any order. In
+BFCL's multi-turn cases the calls are made on the benchmark's simulated classes, by name from an allow-list, until the
+model makes no more. Code that a model writes is never executed.
 
-Every case is written to --out as it finishes; the same command again goes on where it was stopped.
+Each case is written to --out as it finishes; re-run the same command to resume.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
@@ -28,20 +28,20 @@ from rich.progress import Progress, TaskID
 from fctune.calls.formats.base import CallFormat
 from fctune.calls.formats.registry import FORMATS, detect_format, get_format
 from fctune.cli.eval_options import find_suite
-from fctune.cli.tables import make_console, make_score_table
+from fctune.cli.tables import make_console, make_score_table, print_not_run
 from fctune.config.loading import read_environment
-from fctune.distributed import World, init_distributed, run_on_all_ranks, shutdown_distributed
 from fctune.errors import CheckpointError, ConfigError, DataError
-from fctune.evaluation.dialogue import summarise_run
 from fctune.evaluation.proposals import write_proposals
 from fctune.evaluation.results import ResultsFile, Row
-from fctune.evaluation.run import describe_run, run_suite
 from fctune.evaluation.suites import Suite, benchmark_of, load_suite
+from fctune.evaluation.summary import summarise_run
 from fctune.generation.endpoint import EndpointEngine
 from fctune.generation.engine import Engine, Sampling
 from fctune.generation.http_client import RetryPolicy
-from fctune.generation.in_process import InProcessEngine
-from fctune.generation.model_files import find_model
+from fctune.generation.model_files import ModelFiles, find_model
+
+if TYPE_CHECKING:
+    from fctune.distributed import World
 
 T = TypeVar("T")
 
@@ -50,23 +50,33 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate a model; 0 done, 1 below --min-accuracy or with unanswered cases, 2 wrong usage or input."""
     world = None
     try:
-        world = init_distributed() if int(read_environment().get("WORLD_SIZE", "1")) > 1 else None
+        world = _join_world()
         code = _run(arguments, world)
     except (ConfigError, DataError, CheckpointError) as error:
         if world is None or world.is_main:  # every rank raises it
             print(error, file=sys.stderr)
         return 2
     if world is not None:
+        from fctune.distributed import shutdown_distributed
+
         shutdown_distributed()
     return code
+
+
+def _join_world() -> World | None:
+    if int(read_environment().get("WORLD_SIZE", "1")) == 1:
+        return None
+    from fctune.distributed import init_distributed
+
+    return init_distributed()
 
 
 def _run(arguments: argparse.Namespace, world: World | None) -> int:
     suite = open_suite(arguments, has_multi_turn=True)
     if arguments.propose is not None and (name := benchmark_of(suite)) is not None:
         raise ConfigError(
-            f"--propose: {suite.name} is a benchmark ({name}). Rows made from its failures would be trained on, and it "
-            "would measure nothing any more. Propose from a suite of your own."
+            f"--propose: {suite.name} belongs to a benchmark ({name}), which training on its failures would make "
+            "useless. Propose from a suite of your own."
         )
     rows, settings, results = ask(arguments, suite, world)
     if rows is None:
@@ -74,22 +84,31 @@ def _run(arguments: argparse.Namespace, world: World | None) -> int:
     summary = {"model": arguments.model, "adapter": arguments.adapter, **summarise_run(suite, rows, settings)}
     results.write_summary(summary)
     console = make_console()
-    console.print(make_score_table(arguments.model, summary))
-    _report(arguments, console, suite, rows, summary, results)
+    title = f"tool-call accuracy of {arguments.model} on {suite.name}"
+    console.print(make_score_table(title, summary))
+    print_not_run(console, suite.not_run)
+    console.print(f"results: {results.path}", soft_wrap=True)
+    _write_exports(arguments, console, suite, rows, summary)
+    _warn_of_unparsed_calls(console, rows, summary)
     return _judge_run(arguments, console, summary)
 
 
 def ask(
     arguments: argparse.Namespace, suite: Suite, world: World | None = None
 ) -> tuple[list[Row] | None, dict[str, Any], ResultsFile]:
-    """The rows of all cases, on the first process, what they were made with, and the file they are in."""
+    """Run a suite on the model; returns the rows (on the main process), their settings and their file."""
     if _is_server(arguments) and world is not None:
-        raise ConfigError(f"--model {arguments.model}: a server is asked by one process; raise --concurrency instead.")
-    engine, call_format = _on_every_rank(world, lambda: _open_engine(arguments, world))
-    place = (world.rank, world.world_size) if world else (0, 1)
-    results = ResultsFile(arguments.out or _default_out(arguments, suite), *place)
+        raise ConfigError(f"--model {arguments.model}: only one process can query a server; raise --concurrency.")
+    named = get_format(arguments.format) if arguments.format else None
+    files = None if _is_server(arguments) else find_model(arguments.model, arguments.adapter)
+    rank, world_size = (world.rank, world.world_size) if world else (0, 1)
+    results = ResultsFile(arguments.out or _default_out(arguments, suite), rank, world_size)
+    # torch is imported below; paths and names are checked by now.
+    from fctune.evaluation.run import describe_run, run_suite
+
+    engine, call_format = _on_every_rank(world, lambda: _open_engine(arguments, files, named, world))
     console = make_console()
-    show = console.is_terminal and place[0] == 0
+    show = console.is_terminal and rank == 0
     with Progress(console=console, transient=True) if show else nullcontext() as progress:
         task = progress.add_task(f"{len(suite.all_cases):,} cases") if progress else TaskID(0)
         rows = run_suite(
@@ -98,7 +117,7 @@ def ask(
             call_format,
             results,
             max_new_tokens=arguments.max_new_tokens,
-            # So that a server has others to answer while a step waits for its slowest.
+            # More conversations than requests in flight, so that the server stays busy during the slowest answers.
             num_at_once=4 * arguments.concurrency if _is_server(arguments) else arguments.batch_size,
             is_fresh=arguments.fresh,
             world=world,
@@ -112,7 +131,7 @@ def _is_server(arguments: argparse.Namespace) -> bool:
 
 
 def open_suite(arguments: argparse.Namespace, has_multi_turn: bool = False) -> Suite:
-    """The suite that is named, by the name of one that comes with fctune or by its path."""
+    """Load the suite that --suite names: a built-in one or a file."""
     suite = load_suite(
         find_suite(arguments.suite),
         seed=arguments.seed,
@@ -123,15 +142,16 @@ def open_suite(arguments: argparse.Namespace, has_multi_turn: bool = False) -> S
         has_multi_turn=has_multi_turn,
     ).select(limit=arguments.limit)
     if arguments.min_accuracy is not None and suite.benchmark is not None:
-        raise ConfigError(f"--min-accuracy: {suite.benchmark} has no accuracy over all its categories.")
+        raise ConfigError(f"--min-accuracy: {suite.benchmark} has no accuracy over all its categories. Leave it out.")
     return suite
 
 
-def _open_engine(arguments: argparse.Namespace, world: World | None) -> tuple[Engine, CallFormat | None]:
-    """Who answers, and the format its text is read in; None: the server reads the calls itself."""
-    named = get_format(arguments.format) if arguments.format else None
+def _open_engine(
+    arguments: argparse.Namespace, files: ModelFiles | None, named: CallFormat | None, world: World | None
+) -> tuple[Engine, CallFormat | None]:
+    """Open the model or server; returns it with the call format of its text, None if the server parses the calls."""
     sampling = Sampling(arguments.temperature, arguments.seed or 0)
-    if _is_server(arguments):
+    if files is None:
         retry_policy = RetryPolicy(max_attempts=arguments.attempts, timeout_s=arguments.timeout)
         return EndpointEngine(
             arguments.model,
@@ -142,15 +162,20 @@ def _open_engine(arguments: argparse.Namespace, world: World | None) -> tuple[En
             arguments.request,
             retry_policy,
         ), named
-    files = find_model(arguments.model, arguments.adapter)
+    from fctune.generation.in_process import InProcessEngine
+
     device = world.device if world else None
     engine = InProcessEngine(files.model_dir, files.adapter_dir, arguments.batch_size, sampling, device)
     return engine, named or detect_format(engine.template.source)
 
 
 def _on_every_rank(world: World | None, action: Callable[[], T]) -> T:
-    """What ``action`` returns here, once it has worked on every rank."""
-    return action() if world is None else run_on_all_ranks(action)
+    """Run ``action`` and return its result once it has succeeded on every rank."""
+    if world is None:
+        return action()
+    from fctune.distributed import run_on_all_ranks
+
+    return run_on_all_ranks(action)
 
 
 def _default_out(arguments: argparse.Namespace, suite: Suite) -> Path:
@@ -158,18 +183,9 @@ def _default_out(arguments: argparse.Namespace, suite: Suite) -> Path:
     return Path("runs") / "eval" / (name + ("_adapter" if arguments.adapter else "")) / f"{suite.name}.jsonl"
 
 
-def _report(
-    arguments: argparse.Namespace,
-    console: Console,
-    suite: Suite,
-    rows: list[Row],
-    summary: dict[str, Any],
-    results: ResultsFile,
+def _write_exports(
+    arguments: argparse.Namespace, console: Console, suite: Suite, rows: list[Row], summary: dict[str, Any]
 ) -> None:
-    for reason in dict.fromkeys(suite.not_run.values()):
-        names = [category for category, why in suite.not_run.items() if why == reason]
-        console.print(f"not run: {', '.join(names)} ({reason})", soft_wrap=True, highlight=False)
-    console.print(f"each case: {results.path}", soft_wrap=True)
     if arguments.html is not None:
         from fctune.report.eval_page import write_eval_html
 
@@ -177,16 +193,7 @@ def _report(
         console.print(f"page: {arguments.html}", soft_wrap=True)
     if arguments.propose is not None:
         count = _write("--propose", arguments.propose, lambda path: write_proposals(suite, rows, path))
-        console.print(f"{count:,} drafts, not reviewed: {arguments.propose}", soft_wrap=True)
-    if summary["settings"]["format"] == "served" and not any(row["calls"] for row in rows):
-        told = [name for name, f in FORMATS.items() if any(f.parse(row["answer"]).calls for row in rows)]
-        if told:
-            console.print(
-                f"The server sent no call, but text that reads as calls in {', '.join(told)}: "
-                f"pass --format {told[0]}, or start it with its tool-call parser.",
-                style="yellow",
-                soft_wrap=True,
-            )
+        console.print(f"{count:,} draft rows to review: {arguments.propose}", soft_wrap=True)
 
 
 def _write(option: str, path: Path, write: Any) -> Any:
@@ -197,18 +204,31 @@ def _write(option: str, path: Path, write: Any) -> Any:
         raise ConfigError(f"{option} {path}: cannot be written ({error.strerror}).") from None
 
 
+def _warn_of_unparsed_calls(console: Console, rows: list[Row], summary: dict[str, Any]) -> None:
+    if summary["settings"]["format"] != "served" or any(row["calls"] for row in rows):
+        return
+    matching = [name for name, f in FORMATS.items() if any(f.parse(row["answer"]).calls for row in rows)]
+    if matching:
+        console.print(
+            f"The server sent no calls, only text that can be parsed as calls in {', '.join(matching)}: "
+            f"pass --format {matching[0]}, or start the server with its tool-call parser.",
+            style="yellow",
+            soft_wrap=True,
+        )
+
+
 def _judge_run(arguments: argparse.Namespace, console: Console, summary: dict[str, Any]) -> int:
     code = 0
-    if lost := summary["num_no_answer"]:
-        again = "; run the same command again to ask them anew" if _is_server(arguments) else ""
-        said = f"{lost:,} of {summary['num_cases']:,} cases have no answer and count as wrong{again}"
-        console.print(said, style="bold red", soft_wrap=True)
+    if num_unanswered := summary["num_no_answer"]:
+        hint = "; re-run the same command to ask them again" if _is_server(arguments) else ""
+        message = f"{num_unanswered:,} of {summary['num_cases']:,} cases have no answer and count as wrong{hint}"
+        console.print(message, style="bold red", soft_wrap=True)
         code = 1 if _is_server(arguments) else 0
     if arguments.min_accuracy is not None:
         accuracy = summary["scores"]["all"]["rates"]["accuracy"]["rate"]
         if accuracy < arguments.min_accuracy:
             console.print(
-                f"accuracy {accuracy:.1%} is under the {arguments.min_accuracy:.0%} asked for", style="bold red"
+                f"accuracy {accuracy:.1%} is below --min-accuracy {arguments.min_accuracy:.0%}", style="bold red"
             )
             code = 1
     return code

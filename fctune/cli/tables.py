@@ -1,8 +1,9 @@
-"""The tables that evaluation prints."""
+"""Tables of the evaluation commands."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from rich import box
@@ -10,49 +11,57 @@ from rich.console import Console
 from rich.table import Table
 
 from fctune.calls.metrics import wilson_interval
+from fctune.terminal import Terminal
 
-_WIDTH_OF_A_PIPE = 140
+_PIPE_WIDTH = 140
 
 
 def make_console() -> Console:
-    """A console that does not fold tables where nobody's screen ends."""
-    return Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)
+    """Create a console that does not wrap tables in files and pipes, and survives a closed pipe."""
+    return Terminal(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 
 
 def make_table(title: str, *columns: str, num_text: int = 1) -> Table:
-    """A table whose first ``num_text`` columns are text and whose others are numbers."""
+    """Create a table whose first ``num_text`` columns hold text and whose others hold numbers."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for place, name in enumerate(columns):
-        table.add_column(name, justify="left" if place < num_text else "right")
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index < num_text else "right")
     return table
 
 
 def format_rate(successes: int, n: int) -> str:
-    """A share with its 95 % interval."""
+    """Format a proportion with its 95 % interval."""
     if n == 0:
         return "-"
     low, high = wilson_interval(successes, n)
     return f"{successes / n:.1%} ({low:.1%} - {high:.1%})"
 
 
-def make_score_table(model: str, summary: dict[str, Any]) -> Table:
-    """Accuracy by category in both readings, and what went wrong in the strict one."""
-    is_bfcl = "official" in summary
-    columns = ["category", "n", "accuracy", "95 % interval", "lenient", *(["BFCL", "typed"] if is_bfcl else [])]
-    table = make_table(f"tool-call accuracy of {model} on {summary['suite']}", *columns)
-    table.add_column("what went wrong")
+def make_score_table(title: str, summary: Mapping[str, Any]) -> Table:
+    """Make a table of a summary: accuracy by category in both readings, and the errors of the strict one."""
+    has_benchmark = "official" in summary
+    columns = ["category", "n", "accuracy", "95 % interval", "lenient", *(["BFCL", "typed"] if has_benchmark else [])]
+    table = make_table(title, *columns)
+    table.add_column("errors")
     for category, scores in summary["scores"].items():
         rate = scores["rates"]["accuracy"]
         lenient = summary["lenient"][category]["rates"]["accuracy"]
-        wrong = {v: n for v, n in scores["verdicts"].items() if n and v != "correct"}
+        errors = {verdict: n for verdict, n in scores["verdicts"].items() if n and verdict != "correct"}
         table.add_row(
             category,
             f"{scores['n']:,}",
             f"{rate['rate']:.1%}",
             f"{rate['low']:.1%} - {rate['high']:.1%}",
             f"{lenient['rate']:.1%}",
-            *([f"{summary[name][category]['rate']:.1%}" for name in ("official", "typed")] if is_bfcl else []),
-            ", ".join(f"{n} {v}" for v, n in wrong.items()),
+            *([f"{summary[name][category]['rate']:.1%}" for name in ("official", "typed")] if has_benchmark else []),
+            ", ".join(f"{n} {verdict}" for verdict, n in errors.items()),
             style="bold" if category == "all" else "",
         )
     return table
+
+
+def print_not_run(console: Console, not_run: Mapping[str, str]) -> None:
+    """Print the categories that were not run, grouped by reason."""
+    for reason in dict.fromkeys(not_run.values()):
+        names = [category for category, why in not_run.items() if why == reason]
+        console.print(f"not run: {', '.join(names)} ({reason})", soft_wrap=True, highlight=False)

@@ -1,10 +1,10 @@
-"""Measure how fast models answer: time to the first token, tokens a second, memory.
+"""Measure inference speed: time to first token, tokens per second, memory; ``fctune throughput``.
 
     python -m eval.throughput --model BASE --model TUNED [--model http://HOST:PORT] [--widths 1,8,32]
 
-A width is the batch in this process and the requests in flight at a server. Every answer is made --new-tokens long
-(servers are asked to). Models are measured in turn, --rounds times after a round of warming up, and the round of median
-speed is shown; all models are held at once. --served-model names the model of the servers, FCTUNE_API_KEY holds a key.
+A width is the batch size in this process, or the requests in flight at a server. Every answer is --new-tokens long, if
+the server supports it. Models take turns in --rounds rounds after a warm-up, and the round of median speed is shown;
+all models are loaded at once. --served-model names the model of the servers, FCTUNE_API_KEY holds their key.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from fctune.cli import evaluate
 from fctune.cli.eval_options import parse_eval_arguments
@@ -24,10 +23,11 @@ from fctune.cli.tables import make_console, make_table
 from fctune.config.loading import read_environment
 from fctune.data.conversation import Conversation
 from fctune.errors import ConfigError
-from fctune.evaluation.throughput import Speed, measure_endpoint, measure_in_process, measure_rounds
 from fctune.generation.endpoint import EndpointEngine
-from fctune.generation.in_process import InProcessEngine
 from fctune.generation.model_files import find_model
+
+if TYPE_CHECKING:
+    from fctune.evaluation.throughput import Speed
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,28 +36,37 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--rounds and --new-tokens: expected 1 or more.")
     prompts = _prompts(arguments)
     named = [(model, width) for model in arguments.model for width in arguments.widths]
-    measures = [measure for model in arguments.model for measure in _measures(arguments, model, prompts)]
+    from fctune.evaluation.throughput import measure_rounds
+
+    measures = [measure for model in arguments.model for measure in _make_measures(arguments, model, prompts)]
     console = make_console()
     with console.status("measuring") as status:
         speeds = measure_rounds(
             measures,
             arguments.rounds,
-            lambda place, speed: status.update(f"{named[place][0]}, {named[place][1]} at a time"),
+            lambda index, speed: status.update(f"{named[index][0]}, {named[index][1]} at a time"),
         )
     if arguments.json is not None:
         _write_json(arguments.json, named, speeds)
-    console.print(_table(named, speeds, arguments.new_tokens))
+    console.print(_make_table(named, speeds, arguments.new_tokens))
     return 0
 
 
 def _prompts(arguments: argparse.Namespace) -> list[Conversation]:
     suite = evaluate.open_suite(parse_eval_arguments(["--model", arguments.model[0], "--suite", arguments.suite]))
-    wanted = arguments.num_prompts or max(arguments.widths)
-    return [suite.cases[place % len(suite.cases)].prompt for place in range(wanted)]
+    num_prompts = arguments.num_prompts or max(arguments.widths)
+    return [suite.cases[index % len(suite.cases)].prompt for index in range(num_prompts)]
 
 
-def _measures(arguments: argparse.Namespace, model: str, prompts: list[Conversation]) -> list[Callable[[], Speed]]:
-    if model.startswith(("http://", "https://")):
+def _is_server(model: str) -> bool:
+    return model.startswith(("http://", "https://"))
+
+
+def _make_measures(arguments: argparse.Namespace, model: str, prompts: list[Conversation]) -> list[Callable[[], Speed]]:
+    from fctune.evaluation.throughput import measure_endpoint, measure_in_process
+    from fctune.generation.in_process import InProcessEngine
+
+    if _is_server(model):
         server = EndpointEngine(model, arguments.served_model, read_environment().get("FCTUNE_API_KEY") or None)
         return [_bind(measure_endpoint, server, prompts, width, arguments.new_tokens) for width in arguments.widths]
     engine = InProcessEngine(*find_model(model))
@@ -68,10 +77,12 @@ def _bind(measure: Callable[..., Speed], *values: object) -> Callable[[], Speed]
     return lambda: measure(*values)
 
 
-def _table(named: list[tuple[str, int]], speeds: list[Speed], num_new_tokens: int) -> object:
+def _make_table(named: list[tuple[str, int]], speeds: list[Speed], num_new_tokens: int) -> object:
+    import torch
+
     threads = f"{torch.get_num_threads()} thread{'' if torch.get_num_threads() == 1 else 's'}"
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {threads}"
-    columns = ("model", "at a time", "first token", "95 %", "tokens/s", "of one, after the first", "memory")
+    columns = ("model", "at a time", "first token", "p95", "tokens/s", "decoding, per prompt", "memory")
     table = make_table(f"throughput, {num_new_tokens} new tokens ({where})", *columns)
     for (model, width), speed in zip(named, speeds, strict=True):
         memory = "-" if speed.memory_bytes is None else f"{speed.memory_bytes / 2**30:.2f} GiB"

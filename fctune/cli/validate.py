@@ -1,10 +1,10 @@
-"""Check an exported model: whole, loadable, of finite weights, the right template and format, and does it call a tool.
+"""Check an exported model: files, finite weights, chat template, call format, and a tool call: ``fctune validate``.
 
     python -m eval.validate DIR [--like MODEL] [--format NAME] [--suite smoke | --no-calls] [--json FILE]
 
-DIR is a model directory, or a run's output directory, of which export/merged is checked and held against export/adapter
-on the run's base. --like names the checkpoint whose logits it is to have, as eval.tool_calls names models. For scripts:
-exit code 0 where every check holds, 1 where one fails, 2 for wrong usage.
+DIR is a model directory, or a run's output directory, whose export/merged is checked and compared with export/adapter
+on the run's base. --like is a model, named as in eval.tool_calls, whose logits DIR should reproduce. Exit code 0 if
+every check passes, 1 if one fails, 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
@@ -20,8 +21,10 @@ from fctune.cli.eval_options import parse_eval_arguments
 from fctune.cli.files import write_file
 from fctune.cli.tables import make_console
 from fctune.errors import ConfigError
-from fctune.evaluation.validation import Check, Validator
 from fctune.generation.model_files import ModelFiles, find_model
+
+if TYPE_CHECKING:
+    from fctune.evaluation.validation import Check
 
 _MARKS = {"ok": "[green]ok[/]     ", "failed": "[bold red]failed[/] ", "skipped": "[dim]skipped[/]"}
 
@@ -32,6 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     options = ["--num-cases", str(arguments.num_cases)] if arguments.num_cases else []
     eval_arguments = parse_eval_arguments(["--model", str(model_dir), "--suite", arguments.suite, *options])
     suite = None if arguments.no_calls else evaluate.open_suite(eval_arguments)
+    # torch is imported here; paths and names are checked by now.
+    from fctune.evaluation.validation import Validator
+
     validator = Validator(model_dir, like, arguments.format, suite, arguments.max_kl, arguments.max_new_tokens)
     console = make_console()
     checks: list[Check] = []
@@ -45,10 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find(arguments: argparse.Namespace) -> tuple[Path, ModelFiles | None]:
-    """What is checked, and what it is held against."""
+    """Return the model directory to check, and the model to compare it with."""
     path = Path(arguments.model)
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such directory.")
+        raise ConfigError(f"{path}: no such directory. Pass a model directory or a run's output directory.")
     merged, adapter = path / "export" / "merged", path / "export" / "adapter"
     model_dir = merged if merged.is_dir() else path
     if arguments.like is not None:

@@ -1,107 +1,128 @@
-"""An answer read as calls, strictly and as serving engines read; and whether they are the right ones."""
+"""From an answer to its judgement: read strictly and as serving engines read, judged in both readings, kept as a row.
+
+Every command takes this path: evaluation of a model or server, prediction files, served checks, and training runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fctune.calls.cases import Case
 from fctune.calls.formats.base import CallFormat, Malformed, Parsed
-from fctune.calls.metrics import Outcome, judge_failure
+from fctune.calls.judge import Judgement
+from fctune.calls.tool_calls import Reading, read_tool_calls
 from fctune.data.conversation import Call, Tool
-from fctune.evaluation.suites import Suite
+from fctune.evaluation.cases import Case
+from fctune.evaluation.multi_turn import MultiTurnCase
 from fctune.generation.engine import Answer
-from fctune.parsing.json_reader import ParseError, decode_json
 
 Row = dict[str, Any]
 
 
-def read_answer(answer: Answer, call_format: CallFormat | None, tools: Sequence[Tool] = ()) -> tuple[Parsed, Parsed]:
-    """The strict reading of an answer and the lenient one.
+def read_answer(answer: Answer, call_format: CallFormat | None, tools: Sequence[Tool] = ()) -> Reading:
+    """Read the calls of an answer, strictly and leniently.
 
     Args:
-        answer: What the model said.
-        call_format: The wire format of its text; None: the server has read the calls out of it.
-        tools: What was on offer.
+        answer: The model's answer.
+        call_format: The call format of its text; None: the server has parsed the calls.
+        tools: The tools on offer.
     """
     if call_format is not None:
-        return call_format.parse_both(answer.text, tools)
-    return _read_served(answer, lenient=False), _read_served(answer, lenient=True)
+        return Reading(*call_format.parse_both(answer.text, tools))
+    return read_tool_calls(answer.tool_calls or (), answer.text.strip())
 
 
-def judge_answer(suite: Suite, case: Case, answer: Answer, call_format: CallFormat | None) -> Row:
-    """The row of a case for the results: prompt, answer, calls and verdict of both readings, in plain values."""
-    strict, lenient = read_answer(answer, call_format, case.prompt.tools)
-    row: Row = {
-        "id": case.id,
-        "category": case.category,
-        "verdict": "",
-        "differences": [],
-        "answer": answer.text,
-        "is_cut": answer.is_cut,
-        "seconds": answer.seconds,
-        "calls": _plain_calls(strict.calls),
-        "malformed": [stretch.reason for stretch in strict.malformed],
-        "lenient": {
-            "verdict": "",
-            "calls": _plain_calls(lenient.calls),
-            "malformed": [stretch.reason for stretch in lenient.malformed],
-        },
-        "expected_calls": _plain_calls(case.expected),
-        "messages": [message.to_openai() for message in case.prompt.messages],
-        "tools": [tool.to_openai() for tool in case.prompt.tools],
-    }
-    if answer.tool_calls is not None and call_format is None:
-        row["tool_calls"] = list(answer.tool_calls)
+def judge_reading(case: Case, reading: Reading) -> tuple[Judgement, Judgement]:
+    """Judge a single-turn answer in its strict and in its lenient reading."""
+    strict = case.judge(reading.strict)
+    return strict, strict if reading.lenient is reading.strict else case.judge(reading.lenient)
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedAnswer:
+    """One answer to a single-turn case, with both readings and their judgements."""
+
+    case: Case
+    answer: Answer
+    reading: Reading
+    strict: Judgement
+    lenient: Judgement
+
+    def to_row(self) -> Row:
+        """Return the row of the results: prompt, answer, calls and verdicts, in plain values."""
+        case, answer, (strict, lenient) = self.case, self.answer, self.reading
+        row: Row = {
+            "id": case.id,
+            "category": case.category,
+            "verdict": self.strict.outcome.verdict,
+            "differences": list(case.describe_differences(strict, self.strict)),
+            "answer": answer.text,
+            "is_cut": answer.is_cut,
+            "seconds": answer.seconds,
+            **to_plain(strict),
+            "lenient": {"verdict": self.lenient.outcome.verdict, **to_plain(lenient)},
+            "expected_calls": to_plain_calls(case.expected),
+            "messages": [message.to_openai() for message in case.prompt.messages],
+            "tools": [tool.to_openai() for tool in case.prompt.tools],
+        }
+        if answer.tool_calls is not None:
+            row["tool_calls"] = list(answer.tool_calls)
+        if answer.error is not None:
+            row["error"] = answer.error
+        return row | to_benchmark_fields(self.strict)
+
+
+def judge_answer(case: Case, answer: Answer, call_format: CallFormat | None) -> JudgedAnswer:
+    """Read and judge an answer to a single-turn case.
+
+    Args:
+        case: The case.
+        answer: The model's answer, or the error in its place.
+        call_format: The call format of its text; None: the server has parsed the calls.
+    """
+    reading = read_answer(answer, call_format, case.prompt.tools)
     if answer.error is not None:
-        row["error"] = answer.error
-    outcome, details = judge_row(suite, case, row)
-    row |= {"verdict": outcome.verdict, "differences": list(outcome.differences), **details}
-    row["lenient"]["verdict"] = judge_row(suite, case, row, lenient=True)[0].verdict
-    return row
+        failure = case.judge_failure(answer.error)
+        return JudgedAnswer(case, answer, reading, failure, failure)
+    return JudgedAnswer(case, answer, reading, *judge_reading(case, reading))
 
 
-def judge_row(suite: Suite, case: Case, row: Row, lenient: bool = False) -> tuple[Outcome, dict[str, Any]]:
-    """The outcome of a row of the results, and what else the suite keeps of its verdict."""
+def judge_row(case: Case | MultiTurnCase, row: Row, lenient: bool = False) -> Judgement:
+    """Judge a row of the results again, from the calls that it holds."""
     if row.get("error") is not None:
-        return judge_failure(len(case.expected), row["error"]), {}
-    reading = row["lenient"] if lenient else row
-    calls = tuple(Call(call["name"], call["arguments"]) for call in reading["calls"])
-    return suite.judge(case, Parsed(calls, tuple(Malformed(0, 0, reason) for reason in reading["malformed"])))
+        return case.judge_failure(row["error"])
+    if isinstance(case, Case):
+        return case.judge(from_plain(row["lenient"] if lenient else row))
+    turns = [[from_plain(step["lenient"] if lenient else step) for step in turn] for turn in row["turns"]]
+    return case.judge(turns, row.get("stopped"), bool(row.get("is_unanswered")))
 
 
-def _read_served(answer: Answer, lenient: bool) -> Parsed:
-    calls: list[Call] = []
-    malformed: list[Malformed] = []
-    for sent in answer.tool_calls or ():
-        call = _read_served_call(sent, lenient)
-        if isinstance(call, Call):
-            calls.append(call)
-        else:
-            malformed.append(Malformed(0, 0, call))
-    return Parsed(tuple(calls), tuple(malformed), answer.text.strip())
+def to_benchmark_fields(judgement: Judgement) -> Row:
+    """Return the fields of a row that hold a benchmark's own verdict, if there is one."""
+    if (benchmark := judgement.benchmark) is None:
+        return {}
+    return {"bfcl": {"valid": benchmark.valid, "reason": benchmark.reason, "typed": benchmark.typed}}
 
 
-def _read_served_call(sent: Mapping[str, Any], lenient: bool) -> Call | str:
-    """A call of OpenAI's protocol, in which arguments are a string of JSON; or the reason why it is none."""
-    function = sent.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(name, str) or not name:
-        return "a call without function.name"
-    arguments = function.get("arguments")
-    if isinstance(arguments, str) and not (lenient and not arguments.strip()):
-        try:
-            arguments = decode_json(arguments, lenient)
-        except ParseError as error:
-            return f"arguments are not JSON: {error.reason}"
-    elif lenient:
-        arguments = arguments or {}
-    else:
-        return f"arguments are not a string but {type(arguments).__name__}"
-    if not isinstance(arguments, dict):
-        return f"arguments are not an object but {type(arguments).__name__}"
-    return Call(name, arguments)
+def to_plain(*parsed: Parsed) -> Row:
+    """Return the calls and malformed stretches of one or several readings as JSON values."""
+    return {
+        "calls": [call for one in parsed for call in to_plain_calls(one.calls)],
+        "malformed": [
+            {"start": stretch.start, "end": stretch.end, "reason": stretch.reason}
+            for one in parsed
+            for stretch in one.malformed
+        ],
+    }
 
 
-def _plain_calls(calls: Sequence[Call]) -> list[Row]:
+def to_plain_calls(calls: Sequence[Call]) -> list[Row]:
+    """Return calls as JSON values."""
     return [{"name": call.name, "arguments": call.arguments} for call in calls]
+
+
+def from_plain(reading: Row) -> Parsed:
+    """Return the reading that ``to_plain`` made a row of."""
+    calls = tuple(Call(call["name"], call["arguments"]) for call in reading["calls"])
+    return Parsed(calls, tuple(Malformed(**stretch) for stretch in reading["malformed"]))

@@ -1,9 +1,9 @@
-"""Tool-call accuracy of a model that is being trained.
+"""Tool-call accuracy of a model while it is being trained.
 
-The merged weights are gathered, one tensor at a time, into a second model that answers; each rank answers its share.
-The model in training is read and not used: its mode, caches, shards and the random generators stay as they are, and
-what is measured is what the export would score, since both are the same weights in the same code. It asks for memory
-for the whole model on every rank while it lasts.
+The merged weights are gathered, one tensor at a time, into a second model that answers; each rank answers its share of
+the cases. The model in training is only read: its mode, caches, shards and the random generators stay as they are. The
+accuracy is that of the export, which has the same weights in the same code. Needs memory for the complete model on
+every rank meanwhile.
 """
 
 from __future__ import annotations
@@ -19,27 +19,31 @@ import numpy as np
 import torch
 
 from fctune import distributed
-from fctune.calls.cases import read_cases
 from fctune.calls.formats.registry import detect_format
-from fctune.calls.metrics import Outcome, score
 from fctune.config.schema import EvalConfig
 from fctune.distributed import World
-from fctune.evaluation.judging import judge_answer, judge_row
+from fctune.evaluation.cases import read_cases
+from fctune.evaluation.run import ask_cases
 from fctune.evaluation.suites import Suite
+from fctune.evaluation.summary import tally_judgements
 from fctune.generation.in_process import InProcessEngine
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import iter_merged
 
-# Rates that are written beside the accuracy.
-_RATES = ("tool_selection", "tool_f1", "argument_f1", "schema_valid", "false_call", "missed_call")
+# Rates that are logged in addition to the accuracy.
+RATES = ("tool_selection", "tool_f1", "argument_f1", "schema_valid", "false_call", "missed_call")
 
 
 class LiveEvaluation:
     """Measures a model in training on held-out cases. Every rank calls every method at the same step.
 
-    Raises (at construction):
-        ConfigError: no cases are named, or the model's template has no call format that is known.
-        DataError: cases that cannot be read.
+    Args:
+        config: The cases and how much time they may take.
+        model_dir: The base model's directory, for its config, tokenizer and chat template.
+        world: This process among all ranks.
+
+    Raises:
+        DataError: The cases cannot be read.
     """
 
     def __init__(self, config: EvalConfig, model_dir: Path, world: World):
@@ -53,9 +57,9 @@ class LiveEvaluation:
         self._started = time.perf_counter()
 
     def is_within_budget(self) -> bool:
-        """Whether one more evaluation, as long as the last one, keeps to the share of time; the same on all ranks.
+        """Return True, on all ranks, if another evaluation like the last one stays within the share of time.
 
-        The first is always made.
+        True if there was none yet.
         """
         trained_s = time.perf_counter() - self._started - self.spent_s
         mine = self.spent_s + self._last_s <= self.config.max_share_of_time * (trained_s + self.spent_s)
@@ -63,22 +67,26 @@ class LiveEvaluation:
 
     @torch.no_grad()
     def measure(self, model: CausalLM) -> dict[str, Any]:
-        """Accuracy and its parts, ``eval_*``, equal on all ranks."""
+        """Evaluate the model and return the accuracy and its parts, ``eval_*``, equal on all ranks.
+
+        Raises:
+            ConfigError: The call format of the model's chat template is unknown.
+        """
         started = time.perf_counter()
-        with _same_randomness():
+        with _random_state_restored():
             engine = self._engine(model)
             call_format = detect_format(engine.template.source)
             share = self.suite.cases[self.world.rank :: self.world.world_size]
-            outcomes: list[tuple[str, Outcome]] = []
-            for answer in engine.answer([case.prompt for case in share], self.config.max_new_tokens) if share else ():
-                case = share[answer.index]
-                row = judge_answer(self.suite, case, answer, call_format)
-                outcomes.append((case.category, judge_row(self.suite, case, row)[0]))
+            judged = [
+                (one.case.category, one.strict, one.lenient)
+                for one in ask_cases(share, engine, call_format, self.config.max_new_tokens)
+            ]
             del engine
-        everyones = [one for of_rank in distributed.all_gather_objects(outcomes) for one in of_rank]
+        gathered = [one for of_rank in distributed.all_gather_objects(judged) for one in of_rank]
         self._last_s = time.perf_counter() - started
         self.spent_s += self._last_s
-        return _describe(everyones) | {"eval_time_s": self._last_s}
+        summary = tally_judgements(self.suite, gathered).summarise()
+        return _to_metrics(summary["scores"]) | {"eval_time_s": self._last_s}
 
     def _engine(self, model: CausalLM) -> InProcessEngine:
         from accelerate import init_empty_weights
@@ -91,16 +99,16 @@ class LiveEvaluation:
         weights = {name: tensor.to(device) for name, tensor in iter_merged(model)}
         answering.load_state_dict(weights, strict=False, assign=True)
         answering.tie_weights()
-        left = [name for name, parameter in answering.named_parameters() if parameter.is_meta]
-        assert not left, f"weights that training does not have: {left[:3]}"
+        missing = [name for name, parameter in answering.named_parameters() if parameter.is_meta]
+        assert not missing, f"weights missing from the model in training: {missing[:3]}"
         if (self.model_dir / "generation_config.json").is_file():
             answering.generation_config = GenerationConfig.from_pretrained(str(self.model_dir), local_files_only=True)
         return InProcessEngine(self.model_dir, batch_size=self.config.batch_size, device=device, model=answering.eval())
 
 
 @contextmanager
-def _same_randomness() -> Iterator[None]:
-    """Leave every random generator as it was found."""
+def _random_state_restored() -> Iterator[None]:
+    """Restore the state of every random generator."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         yield
@@ -108,22 +116,19 @@ def _same_randomness() -> Iterator[None]:
     np.random.set_state(numpy)
 
 
-def _describe(outcomes: list[tuple[str, Outcome]]) -> dict[str, Any]:
-    by_category: dict[str, list[Outcome]] = {}
-    for category, outcome in outcomes:
-        by_category.setdefault(category, []).append(outcome)
-    everything = score({"all": [outcome for _, outcome in outcomes]})["all"]
-    accuracy = everything["rates"]["accuracy"]
-    found: dict[str, Any] = {
+def _to_metrics(scores: dict[str, Any]) -> dict[str, Any]:
+    rates = scores["all"]["rates"]
+    accuracy = rates["accuracy"]
+    metrics: dict[str, Any] = {
         "eval_accuracy": accuracy["rate"],
         "eval_accuracy_low": accuracy["low"],
         "eval_accuracy_high": accuracy["high"],
-        "eval_num_cases": len(outcomes),
+        "eval_num_cases": scores["all"]["n"],
     }
-    for name in _RATES:
-        if (rate := everything["rates"][name]["rate"]) is not None:
-            found[f"eval_{name}"] = rate
-    for category, rates in sorted(score(by_category).items()):
-        if len(by_category) > 1:
-            found[f"eval_accuracy/{category}"] = rates["rates"]["accuracy"]["rate"]
-    return found
+    for name in RATES:
+        if (share := rates[name]["rate"]) is not None:
+            metrics[f"eval_{name}"] = share
+    categories = sorted(scores.keys() - {"all"})
+    for category in categories if len(categories) > 1 else ():
+        metrics[f"eval_accuracy/{category}"] = scores[category]["rates"]["accuracy"]["rate"]
+    return metrics

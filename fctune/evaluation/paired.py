@@ -1,4 +1,4 @@
-"""Two models on the same cases: how far apart they are, and whether that may be chance."""
+"""Compare two models on the same cases: the paired difference in accuracy and its significance."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from fctune.evaluation.judging import Row
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One category of cases under both models, each case paired with itself.
+    """Results of two models on one category of cases, paired by case.
 
-    ``difference`` is the share that is right after, less the share before, with its 95 % interval; ``p_value`` is
-    McNemar's. ``turned_right`` and ``turned_wrong`` hold the ids of the cases that changed.
+    ``turned_right`` and ``turned_wrong`` hold the ids of the cases that changed.
     """
 
     category: str
@@ -28,40 +27,40 @@ class Comparison:
 
     @property
     def difference(self) -> tuple[float, float, float]:
-        """The difference and its bounds."""
+        """Accuracy after minus accuracy before, with the bounds of its 95 % interval."""
         right, wrong = len(self.turned_right), len(self.turned_wrong)
         return ((right - wrong) / self.n, *paired_difference_interval(right, wrong, self.n))
 
     @property
     def p_value(self) -> float:
-        """Of McNemar's exact test."""
+        """Two-sided p-value of McNemar's exact test."""
         return mcnemar_p(len(self.turned_right), len(self.turned_wrong))
 
 
 def compare_rows(
     before: Sequence[Row], after: Sequence[Row], has_total: bool = True, lenient: bool = False
 ) -> list[Comparison]:
-    """The comparison of each category, and one of ``all`` of them at the end.
+    """Compare each category, and ``all`` of them at the end.
 
     Args:
         before: Rows of results.
         after: Rows of results of the same cases.
-        has_total: Whether the categories may be taken together.
+        has_total: Also compare all categories together; not for a benchmark.
         lenient: Compare the lenient reading.
 
     Raises:
-        DataError: The rows are not of the same cases.
+        DataError: The rows are of different cases.
     """
     first, second = {row["id"]: row for row in before}, {row["id"]: row for row in after}
-    if lone := first.keys() ^ second.keys():
+    if unpaired := first.keys() ^ second.keys():
         raise DataError(
-            f"{len(lone):,} cases are in one and not in the other, such as {min(lone)!r}. "
+            f"{len(unpaired):,} cases are in only one of the two results, such as {min(unpaired)!r}. "
             "Evaluate both models on the same cases."
         )
     for i, row in first.items():
         if row.get("expected_calls") != second[i].get("expected_calls"):
             raise DataError(
-                f"case {i!r} expects other calls in one than in the other. Evaluate both on the same cases."
+                f"case {i!r} expects different calls in the two results. Evaluate both models on the same cases."
             )
     categories = sorted({row["category"] for row in before} - {"all"})
     names = [*categories, "all"] if has_total or not categories else categories
@@ -69,16 +68,16 @@ def compare_rows(
 
 
 def mcnemar_p(turned_right: int, turned_wrong: int) -> float:
-    """Two-sided p of McNemar's exact test: how likely so lopsided a split of the changed cases is by tossing coins.
+    """Return the two-sided p-value of McNemar's exact test on the cases that changed.
 
-    Q. McNemar, Psychometrika 12 (1947), with binomial probabilities in place of the chi-square.
+    Q. McNemar, Psychometrika 12 (1947), with binomial probabilities instead of the chi-square approximation.
     """
     n = turned_right + turned_wrong
     tail, ways = 1, 1
     for k in range(min(turned_right, turned_wrong)):
         ways = ways * (n - k) // (k + 1)
         tail += ways
-    # One whole number by another: 2.0 ** n overflows with a thousand changes.
+    # Integer division: 2.0 ** n overflows with a thousand changes.
     share: float = 2 * tail / 2**n
     return min(1.0, share)
 
@@ -86,11 +85,11 @@ def mcnemar_p(turned_right: int, turned_wrong: int) -> float:
 def paired_difference_interval(
     turned_right: int, turned_wrong: int, n: int, confidence: float = 0.95
 ) -> tuple[float, float]:
-    """Bounds of the difference of two shares of the same ``n`` cases; (-1, 1) where ``n`` is 0.
+    """Return the score interval of the difference between two paired proportions; (-1, 1) if ``n`` is 0.
 
     T. Tango, Equivalence test and confidence interval for the difference in proportions for the paired-sample design,
-    Statistics in Medicine 17 (1998): the differences that a score test does not reject. Unlike Wald's it keeps its
-    coverage with few cases and few changes.
+    Statistics in Medicine 17 (1998): the differences that a score test does not reject. Unlike Wald's interval, it
+    keeps its coverage with few cases and few changes.
     """
     if n == 0:
         return -1.0, 1.0
@@ -113,11 +112,11 @@ def _compare(name: str, before: dict[str, Row], after: dict[str, Row], lenient: 
 
 
 def _score(right: int, wrong: int, n: int, difference: float) -> float:
-    """Tango's statistic: standard errors from the observed difference down to the assumed one."""
+    """Return Tango's statistic: the observed minus the assumed difference, in standard errors."""
     a = 2 * n
     b = (2 * n - right + wrong) * difference - right - wrong
     c = -wrong * difference * (1 - difference)
-    # The likeliest probability of turning wrong, given the difference.
+    # Maximum likelihood estimate of the probability of turning wrong, given the difference.
     q = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)
     variance = n * (2 * q + difference * (1 - difference))
     distance = right - wrong - n * difference
@@ -126,10 +125,10 @@ def _score(right: int, wrong: int, n: int, difference: float) -> float:
     return distance / math.sqrt(variance)
 
 
-def _solve(falling: Callable[[float], float]) -> float:
-    """Where a falling function on [-1, 1] crosses zero."""
+def _solve(decreasing: Callable[[float], float]) -> float:
+    """Find the zero of a decreasing function on [-1, 1] by bisection."""
     low, high = -1.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if falling(middle) > 0 else (low, middle)
+        low, high = (middle, high) if decreasing(middle) > 0 else (low, middle)
     return (low + high) / 2

@@ -1,4 +1,4 @@
-"""From failures to data: cases that a model got wrong, as draft rows for a person to review and train on."""
+"""Draft training rows from the cases that a model got wrong, for a person to review."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fctune.calls.metrics import VERDICTS
+from fctune.calls.judge import ERROR_KINDS
 from fctune.data.conversation import Call, Message
 from fctune.errors import ConfigError
 from fctune.evaluation.judging import Row
@@ -15,7 +15,7 @@ from fctune.evaluation.suites import Suite, benchmark_of
 
 
 def write_proposals(suite: Suite, rows: Sequence[Row], path: str | Path) -> int:
-    """Writes the failures as JSONL, by error class, and returns their count; see ``propose``."""
+    """Write the failures as JSONL, sorted by kind of error, and return their count; see ``propose``."""
     drafts = propose(suite, rows)
     text = "".join(json.dumps(draft, ensure_ascii=True) + "\n" for draft in drafts)
     Path(path).write_text(text, encoding="utf-8")
@@ -23,22 +23,22 @@ def write_proposals(suite: Suite, rows: Sequence[Row], path: str | Path) -> int:
 
 
 def propose(suite: Suite, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The failures as rows in OpenAI shape: ``messages`` up to and with the answer that was due, and ``tools``.
+    """Return the failures as rows in OpenAI's shape: ``messages``, including the expected answer, and ``tools``.
 
-    Beside them stand ``reviewed`` (false), ``error_class``, ``case``, ``suite`` and, under ``got``, what the model said
-    instead and what is wrong with it. Where no call was due the answer is left out, which no reader of rows takes: a
-    person has to write it.
+    Each row also has ``reviewed`` (false), ``error_class``, ``case``, ``suite`` and ``got``: the model's answer and
+    what is wrong with it. If no call was due, the expected answer is empty and the row is rejected by every reader
+    until a person has written one.
 
-    A case that is trained on measures nothing any more; ``fctune data check --eval-suite`` finds those that were.
+    Training on a case makes it useless for evaluation; ``fctune data check --eval-suite`` finds such cases.
 
     Raises:
         ConfigError: The suite is a benchmark.
     """
     if (name := benchmark_of(suite)) is not None:
-        raise ConfigError(f"{suite.name}: is a benchmark ({name}), of which nothing may be trained on.")
+        raise ConfigError(f"{suite.name}: belongs to a benchmark ({name}), which must not be trained on.")
     cases = {case.id: case for case in suite.cases}
     drafts = []
-    for row in sorted(rows, key=lambda row: VERDICTS.index(row["verdict"])):
+    for row in sorted(rows, key=lambda row: ERROR_KINDS.index(row["verdict"])):
         case = cases.get(row["id"])
         if case is None or row["verdict"] in ("correct", "no_answer"):
             continue

@@ -1,7 +1,7 @@
-"""The results of an evaluation on disk: a line a case as it finishes, and the settings that they were made with.
+"""Results of an evaluation on disk: one line for each case as it finishes, and the settings of the run.
 
-A run that was killed leaves what it had; the next one with the same settings goes on from there. Several ranks write a
-file each, which are put together at the end, or by the next run.
+A killed run keeps its finished cases; the next run with the same settings resumes from there. Several ranks write one
+file each, which are merged at the end or by the next run.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ Row = dict[str, Any]
 
 
 class ResultsFile:
-    """``results.jsonl``, ``results.settings.json`` and ``results.summary.json`` beside it.
+    """``results.jsonl`` with its ``results.settings.json`` and ``results.summary.json``.
 
     Args:
-        path: The first of them.
-        rank: Of this process; with others it writes to ``results.rank<N>.jsonl``.
-        world_size: How many processes write.
-
-    Raises:
-        ConfigError: It cannot be written.
+        path: The ``.jsonl`` file.
+        rank: Rank of this process; if there are several, it writes to ``results.rank<N>.jsonl``.
+        world_size: Number of processes that write.
     """
 
     def __init__(self, path: str | Path, rank: int = 0, world_size: int = 1):
@@ -40,15 +37,15 @@ class ResultsFile:
         self._file: IO[bytes] | None = None
 
     def start(self, settings: Mapping[str, Any], is_fresh: bool = False) -> dict[str, Row]:
-        """The rows that need no second answer, by id; one process does this, before any appends.
+        """Return the finished rows of an earlier run, by id; called by one process, before any appends.
 
         Args:
-            settings: What the answers depend on. They must be what the rows that are there were made with.
-            is_fresh: Forget what is there.
+            settings: Everything that the answers depend on; must equal the settings of existing rows.
+            is_fresh: Discard existing results.
 
         Raises:
-            ConfigError: The results there are of other settings, or the place cannot be written.
-            DataError: What is there are no results.
+            ConfigError: Existing results have other settings, another run is writing them, or they cannot be written.
+            DataError: The existing files are not results.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +70,7 @@ class ResultsFile:
         return finished
 
     def append(self, row: Row) -> None:
-        """Write a row, so that it is there whatever becomes of this process."""
+        """Write one row and flush it, so that it survives this process."""
         try:
             if self._file is None:
                 self._file = self._part.open("ab")
@@ -83,20 +80,20 @@ class ResultsFile:
             raise self._unwritable(error) from None
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def release(self) -> None:
-        """Let others write here."""
+        """Release the lock, so that other processes may write the results."""
         if self._lock is not None:
             self._lock_path.unlink(missing_ok=True)
             self._lock.close()
             self._lock = None
 
     def finish(self, order: Sequence[str]) -> list[Row]:
-        """The rows of all ranks in the order of ids, and the file in that order; one process does this."""
+        """Merge the rows of all ranks in the given order of ids, and return them; called by one process."""
         self.close()
         try:
             rows = {row["id"]: row for path in (self.path, *self._parts()) for row in read_rows(path)}
@@ -110,33 +107,33 @@ class ResultsFile:
         return ordered
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write what came of it."""
+        """Write the summary next to the results."""
         try:
             self._write(self.summary_path, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
         except OSError as error:
             raise self._unwritable(error) from None
 
     def _take_lock(self) -> None:
-        """Keep others from replacing the files while this process writes; given up with the process."""
+        """Keep other processes from replacing the files; the lock ends with this process."""
         lock = self._lock_path.open("ab")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._lock = lock
         except BlockingIOError:
             lock.close()
-            raise ConfigError(f"{self.path}: another evaluation is writing to it. Name another file: --out.") from None
+            raise ConfigError(f"{self.path}: another evaluation is writing to it. Pass another --out.") from None
 
     def _check(self, settings: Mapping[str, Any]) -> None:
-        there = read_settings(self.path)
-        if there is None:
+        existing = read_settings(self.path)
+        if existing is None:
             raise ConfigError(
-                f"{self.path}: holds results, and no {self.settings_path.name} says of what. "
+                f"{self.path}: contains results, but {self.settings_path.name}, which describes them, is missing. "
                 "Pass --fresh to replace them, or another --out."
             )
-        if differ := _describe_changes(there, json.loads(json.dumps(settings))):
-            shown = "\n".join(f"  {line}" for line in differ)
+        if differences := _describe_changes(existing, json.loads(json.dumps(settings))):
+            shown = "\n".join(f"  {line}" for line in differences)
             raise ConfigError(
-                f"{self.path}: holds results of other settings\n{shown}\n"
+                f"{self.path}: contains results of other settings\n{shown}\n"
                 "Pass --fresh to replace them, or another --out to keep both."
             )
 
@@ -154,7 +151,7 @@ class ResultsFile:
 
 
 def read_settings(path: str | Path) -> dict[str, Any] | None:
-    """The settings that results were made with; None where none are beside them."""
+    """Return the settings of a results file; None if they are missing."""
     try:
         settings = json.loads(Path(path).with_suffix(".settings.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -163,14 +160,14 @@ def read_settings(path: str | Path) -> dict[str, Any] | None:
 
 
 def read_rows(path: str | Path, is_partial: bool = False) -> list[Row]:
-    """The rows of a results file; none where there is no file and ``is_partial``.
+    """Read the rows of a results file.
 
     Args:
         path: The file.
-        is_partial: Leave out a last line that was cut in half.
+        is_partial: The file may be missing, and its last line incomplete, which is then ignored.
 
     Raises:
-        DataError: No such file, no rows, or rows that are no results.
+        DataError: The file is missing or has invalid rows.
     """
     path = Path(path)
     try:
@@ -187,23 +184,23 @@ def read_rows(path: str | Path, is_partial: bool = False) -> list[Row]:
         try:
             row = json.loads(line)
             if not isinstance(row["id"], str) or not isinstance(row["category"], str):
-                raise ValueError("id and category are not both text")
+                raise ValueError("id and category must be strings")
             rows.append({**row, "verdict": str(row["verdict"])})
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}:{number}: not results of eval.tool_calls ({error}).") from None
+            raise DataError(f"{path}:{number}: not a result of eval.tool_calls ({error}).") from None
     return rows
 
 
-def _describe_changes(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _describe_changes(existing: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [
-        f"{key}: {json.dumps(there.get(key))} there, {json.dumps(now.get(key))} now"
-        for key in sorted(there.keys() | now.keys())
-        if there.get(key) != now.get(key)
+        f"{key}: was {json.dumps(existing.get(key))}, is now {json.dumps(new.get(key))}"
+        for key in sorted(existing.keys() | new.keys())
+        if existing.get(key) != new.get(key)
     ]
 
 
 def _to_line(row: Row) -> bytes:
-    # Half of a surrogate pair, which a model may well write, cannot be UTF-8; escaped it can be read back.
+    # Half a surrogate pair, which a model may write, cannot be encoded as UTF-8; escaped it can be read back.
     text = json.dumps(row, ensure_ascii=False)
     try:
         return text.encode() + b"\n"

@@ -1,4 +1,6 @@
-"""A run of a suite over a model: what has no answer yet is asked, judged and put down, on one process or many."""
+"""Run a suite on a model: ask the cases that have no answer yet, judge the answers and write them, on any number of
+processes.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,12 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from fctune import __version__, distributed
-from fctune.calls.cases import Case
 from fctune.calls.formats.base import CallFormat
 from fctune.data.conversation import Message
 from fctune.distributed import World
+from fctune.evaluation.cases import Case
 from fctune.evaluation.dialogue import ask_multi_turn
-from fctune.evaluation.judging import Row, judge_answer
+from fctune.evaluation.judging import JudgedAnswer, Row, judge_answer
 from fctune.evaluation.multi_turn import MultiTurnCase
 from fctune.evaluation.results import ResultsFile
 from fctune.evaluation.suites import Suite
@@ -22,7 +24,7 @@ AnyCase = TypeVar("AnyCase", Case, MultiTurnCase)
 
 
 def describe_run(suite: Suite, engine: Engine, call_format: CallFormat | None, max_new_tokens: int) -> dict[str, Any]:
-    """What the answers and verdicts of a run depend on."""
+    """Return everything that the answers and judgements of a run depend on."""
     return {
         "suite": suite.name,
         "num_cases": len(suite.all_cases),
@@ -32,6 +34,22 @@ def describe_run(suite: Suite, engine: Engine, call_format: CallFormat | None, m
         "fctune": __version__,
         **engine.describe(),
     }
+
+
+def ask_cases(
+    cases: Sequence[Case], engine: Engine, call_format: CallFormat | None, max_new_tokens: int
+) -> Iterator[JudgedAnswer]:
+    """Ask single-turn cases and yield the judged answers as they arrive.
+
+    Args:
+        cases: The cases to ask.
+        engine: The model or server.
+        call_format: The call format of its text; None: the server has parsed the calls.
+        max_new_tokens: Maximum length of an answer.
+    """
+    if cases:
+        for answer in engine.answer([case.prompt for case in cases], max_new_tokens):
+            yield judge_answer(cases[answer.index], answer, call_format)
 
 
 def run_suite(
@@ -46,20 +64,20 @@ def run_suite(
     world: World | None = None,
     on_row: Callable[[Row, int, int], None] = lambda row, num_done, num_cases: None,
 ) -> list[Row] | None:
-    """The rows of all cases in the suite's order, on the first process; None on the others.
+    """Run a suite and return the rows of all cases in its order, on the main process; None on the others.
 
-    Every process calls this; each asks its share of what is not answered yet.
+    Every process calls this function and asks its share of the cases that have no answer yet.
 
     Args:
-        suite: What is asked.
-        engine: Who answers.
-        call_format: How the answers are read; None: the server has read the calls.
-        results: Where rows go, and where those of an earlier run are.
-        max_new_tokens: The most that an answer may be.
-        num_at_once: How many conversations of several turns advance together on each process.
-        is_fresh: Forget an earlier run.
-        world: This process among several; None: it is alone.
-        on_row: Called with each row that is new here, the count of cases of this process that have one, and of all.
+        suite: The cases to ask.
+        engine: The model or server.
+        call_format: The call format of its text; None: the server has parsed the calls.
+        results: Where rows are written, and where those of an earlier run are.
+        max_new_tokens: Maximum length of an answer.
+        num_at_once: Number of multi-turn conversations that advance together on each process.
+        is_fresh: Discard the results of an earlier run.
+        world: This process among several; None: there is only one.
+        on_row: Called with each new row, the number of rows and the number of cases of this process.
     """
     settings = describe_run(suite, engine, call_format, max_new_tokens)
 
@@ -67,19 +85,19 @@ def run_suite(
         return list(results.start(settings, is_fresh))
 
     finished = set(start() if world is None else distributed.run_on_rank_0(start))
-    share = _deal([case for case in suite.cases if case.id not in finished], world)
-    talks = _deal([case for case in suite.multi_turn if case.id not in finished], world)
+    share = _take_share([case for case in suite.cases if case.id not in finished], world)
+    dialogues = _take_share([case for case in suite.multi_turn if case.id not in finished], world)
     is_first = not finished and not share
 
     def ask() -> None:
         try:
             rows = chain(
-                _ask_once(suite, share, engine, call_format, max_new_tokens),
-                ask_multi_turn(talks, engine, call_format, max_new_tokens, num_at_once, is_first),
+                (judged.to_row() for judged in ask_cases(share, engine, call_format, max_new_tokens)),
+                ask_multi_turn(dialogues, engine, call_format, max_new_tokens, num_at_once, is_first),
             )
             for number, row in enumerate(rows, start=1):
                 results.append(row)
-                on_row(row, number, len(share) + len(talks))
+                on_row(row, number, len(share) + len(dialogues))
         finally:
             results.close()
 
@@ -96,8 +114,8 @@ def run_suite(
     return results.finish([case.id for case in suite.all_cases])
 
 
-def _deal(cases: list[AnyCase], world: World | None) -> list[AnyCase]:
-    """This process's share: longest first and dealt out, so that ranks have about the same to do."""
+def _take_share(cases: list[AnyCase], world: World | None) -> list[AnyCase]:
+    """Deal the cases out to the processes, longest first, so that each has about the same amount of work."""
     dealt = sorted(cases, key=lambda case: -sum(len(message.content or "") for message in _messages_of(case)))
     return dealt if world is None else dealt[world.rank :: world.world_size]
 
@@ -106,11 +124,3 @@ def _messages_of(case: Case | MultiTurnCase) -> Sequence[Message]:
     if isinstance(case, Case):
         return case.prompt.messages
     return [message for turn in case.turns for message in turn.messages]
-
-
-def _ask_once(
-    suite: Suite, cases: Sequence[Case], engine: Engine, call_format: CallFormat | None, max_new_tokens: int
-) -> Iterator[Row]:
-    if cases:
-        for answer in engine.answer([case.prompt for case in cases], max_new_tokens):
-            yield judge_answer(suite, cases[answer.index], answer, call_format)

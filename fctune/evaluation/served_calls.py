@@ -1,11 +1,11 @@
-"""What vLLM's or SGLang's own parser makes of texts; run by ``fctune.evaluation.serving`` in the Python that has them.
+"""Parse texts with vLLM's or SGLang's own parser; run by ``fctune.evaluation.serving`` in the Python that has them.
 
     PYTHON served_calls.py vllm|sglang PARSER MODEL_DIR < requests.jsonl > replies.jsonl
 
 A request is ``{"id", "text", "tools"}``, a reply ``{"id", "calls": [{"name", "arguments"}]}`` with arguments as the
 string that a client gets, or ``{"id", "error"}``; the first reply is ``{"version"}``. Exit code 3: not installed.
 
-Nothing of fctune is imported, so that the servers' own pins of torch and transformers hold here.
+Imports nothing of fctune, so that the servers' own pins of torch and transformers hold here.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-# Some parsers search by regular expressions that take exponential time; a server would stand still with them.
+# Some parsers use regular expressions that take exponential time and would block a server.
 MAX_PARSE_S = 2.0
 
 Parse = Callable[[str, list[dict[str, Any]]], list[dict[str, str]]]
 
 
 def main(server: str, parser: str, model_dir: str) -> int:
-    """Answer every request on stdin; 0 done, 3 the server is not installed or has no such parser."""
+    """Answer every request on stdin; returns 0, or 3 if the server is not installed or has no such parser."""
     # The servers log to stdout.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
         version, parse = (open_vllm if server == "vllm" else open_sglang)(parser, model_dir)
-    except Exception as error:  # whatever an import of this size raises
+    except Exception as error:  # such imports can raise anything
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 3
     replies.write(json.dumps({"version": version}) + "\n")
-    signal.signal(signal.SIGALRM, _give_up)
+    signal.signal(signal.SIGALRM, _raise_timeout)
     for line in sys.stdin:
         request = json.loads(line)
         reply: dict[str, Any] = {"id": request["id"]}
         try:
             signal.setitimer(signal.ITIMER_REAL, MAX_PARSE_S)
-            # Without tools a server does not look for calls.
+            # A server only looks for calls if the request has tools.
             reply["calls"] = parse(request["text"], request["tools"]) if request["tools"] else []
             signal.setitimer(signal.ITIMER_REAL, 0)
-        except Exception as error:  # a server would answer 500
+        except Exception as error:  # a server would answer with status 500
             signal.setitimer(signal.ITIMER_REAL, 0)
             reply["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         replies.write(json.dumps(reply) + "\n")
@@ -53,12 +53,12 @@ def main(server: str, parser: str, model_dir: str) -> int:
     return 0
 
 
-def _give_up(*_: Any) -> None:
+def _raise_timeout(*_: Any) -> None:
     raise TimeoutError(f"the parser took over {MAX_PARSE_S:g} s")
 
 
 def open_vllm(name: str, model_dir: str) -> tuple[str, Parse]:
-    """VLLM's version, and its parser of that name as its chat completions use it."""
+    """Return vLLM's version and its parser of that name, used as in its chat completions."""
     vllm = import_module("vllm")
     try:
         protocol = import_module("vllm.entrypoints.openai.chat_completion.protocol")
@@ -71,9 +71,9 @@ def open_vllm(name: str, model_dir: str) -> tuple[str, Parse]:
     takes_tools = "tools" in inspect.signature(parser_class.__init__).parameters
 
     def parse(text: str, tools: list[dict[str, Any]]) -> list[dict[str, str]]:
-        asked = [{"role": "user", "content": ""}]
-        request = protocol.ChatCompletionRequest(model="model", messages=asked, tools=tools)
-        # A new one for each answer, as the server makes: parsers keep what they have seen.
+        messages = [{"role": "user", "content": ""}]
+        request = protocol.ChatCompletionRequest(model="model", messages=messages, tools=tools)
+        # A new parser for each answer, as in the server: parsers have state.
         parser = parser_class(tokenizer, request.tools) if takes_tools else parser_class(tokenizer)
         found = parser.extract_tool_calls(text, parser.adjust_request(request))
         return [{"name": call.function.name, "arguments": call.function.arguments} for call in found.tool_calls]
@@ -83,7 +83,7 @@ def open_vllm(name: str, model_dir: str) -> tuple[str, Parse]:
 
 
 def open_sglang(name: str, model_dir: str) -> tuple[str, Parse]:
-    """SGLang's version, and its parser of that name as its chat completions use it."""
+    """Return SGLang's version and its parser of that name, used as in its chat completions."""
     sglang = import_module("sglang")
     tool_class = import_module("sglang.srt.entrypoints.openai.protocol").Tool
     parser_class = import_module("sglang.srt.function_call.function_call_parser").FunctionCallParser

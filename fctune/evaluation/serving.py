@@ -1,7 +1,7 @@
-"""Accuracy as served: a model's texts through the parsers that vLLM and SGLang deploy it with.
+"""Accuracy as served: a model's texts read by the tool-call parsers of vLLM and SGLang.
 
-They are lenient in ways of their own: SGLang drops calls of tools that are not on offer, one bad block can cost all
-calls of a turn, a parser may raise. So a model may be better or worse as served than as read here.
+Those parsers are lenient in their own ways: SGLang drops calls of tools that are not on offer, one bad block can cost
+all calls of a turn, and a parser may raise. A model may therefore be better or worse when served than as read here.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from fctune.calls.formats.base import Server
-from fctune.calls.metrics import Outcome, judge_failure
+from fctune.calls.judge import Judgement
 from fctune.errors import ConfigError
-from fctune.evaluation.judging import Row, read_answer
+from fctune.evaluation.cases import Case
+from fctune.evaluation.judging import JudgedAnswer, Row, judge_answer
 from fctune.evaluation.suites import Suite
+from fctune.evaluation.summary import tally_judgements
 from fctune.generation.engine import Answer
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a server's parser made of the texts: the outcome of each case by its id, and the server's version."""
+    """Judgements of the texts as one server's parser read them, by case id, and their rates by category."""
 
     version: str
     parser: str
-    outcomes: dict[str, Outcome]
+    judgements: dict[str, Judgement]
+    scores: dict[str, Any]
 
 
 def parse_as_served(
@@ -40,20 +43,19 @@ def parse_as_served(
     python: str = sys.executable,
     timeout_s: float = 600.0,
 ) -> Served:
-    """The outcomes of a run's answers, had this server read them.
+    """Judge the answers of a run as this server would read them.
 
     Args:
-        server: Whose parser.
-        suite: The cases that the rows are of.
-        rows: Rows of results with the model's text.
-        model_dir: Whose tokenizer the parser is given.
-        parser: By the name that the server has for it.
-        python: The interpreter that the server is installed for; servers pin other versions of torch than this
-            project does, and of one another.
-        timeout_s: For all texts.
+        server: The server whose parser is used.
+        suite: The cases of the rows.
+        rows: Rows of results, with the model's texts.
+        model_dir: Model directory, for the tokenizer that the parser needs.
+        parser: The server's name of the parser.
+        python: Interpreter of the environment with the server, which pins other versions of torch than this project.
+        timeout_s: Time limit for all texts.
 
     Raises:
-        ConfigError: The server is not installed there, or has no such parser, or does not finish.
+        ConfigError: The server is not installed there, has no such parser, or does not finish.
     """
     requests = "".join(
         json.dumps({"id": row["id"], "text": _served_text(row["answer"]), "tools": row["tools"]}) + "\n" for row in rows
@@ -67,25 +69,23 @@ def parse_as_served(
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{server}: its parser {parser} did not finish within {timeout_s:g} s.") from None
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines()
-        reason = said[-1] if said else f"exit code {done.returncode}"
+        lines = done.stderr.strip().splitlines()
+        reason = lines[-1] if lines else f"exit code {done.returncode}"
         raise ConfigError(f"{server}: its parser {parser} cannot be run in {python} ({reason}).")
     first, *lines = done.stdout.splitlines()
     replies = {reply["id"]: reply for reply in map(json.loads, lines)}
     cases = {case.id: case for case in suite.cases}
-    outcomes: dict[str, Outcome] = {}
-    for row in rows:
-        case, reply = cases[row["id"]], replies[row["id"]]
-        failed = row.get("error") or reply.get("error")
-        if failed is not None:
-            outcomes[case.id] = judge_failure(len(case.expected), failed)
-            continue
-        sent: list[dict[str, Any]] = [{"function": call} for call in reply["calls"]]
-        parsed, _ = read_answer(Answer(0, tool_calls=tuple(sent)), None, case.prompt.tools)
-        outcomes[case.id] = suite.judge(case, parsed)[0]
-    return Served(json.loads(first)["version"], parser, outcomes)
+    judged = [_judge_reply(cases[row["id"]], row, replies[row["id"]]) for row in rows]
+    tally = tally_judgements(suite, ((one.case.category, one.strict, one.lenient) for one in judged))
+    judgements = {one.case.id: one.strict for one in judged}
+    return Served(json.loads(first)["version"], parser, judgements, tally.summarise()["scores"])
+
+
+def _judge_reply(case: Case, row: Row, reply: dict[str, Any]) -> JudgedAnswer:
+    error = row.get("error") or reply.get("error")
+    return judge_answer(case, Answer(0, tool_calls=tuple(reply.get("calls", ())), error=error), None)
 
 
 def _served_text(text: str) -> str:
-    """The text behind the thinking, which servers take off before they look for calls."""
+    """Return the text after the thinking, which servers remove before they look for calls."""
     return text.split("</think>", 1)[1].lstrip("\n") if "</think>" in text else text

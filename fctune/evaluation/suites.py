@@ -1,86 +1,146 @@
-"""Suites: which cases are asked, and how an answer to one is judged."""
+"""Suites: the cases that a model is asked, by name, and where they are loaded from."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fctune.calls.bfcl.cases import CATEGORIES
-from fctune.calls.cases import Case, make_cases, read_cases
-from fctune.calls.formats.base import Parsed
-from fctune.calls.metrics import Outcome, judge
+from fctune.calls.bfcl.cases import CATEGORIES, MULTI_TURN, category_of
 from fctune.config.parsing import parse_dataclass
 from fctune.data.conversation import Conversation
 from fctune.data.synthetic import iter_cases
-from fctune.errors import ConfigError
-from fctune.evaluation.bfcl import BFCL, open_bfcl
+from fctune.errors import ConfigError, DataError
+from fctune.evaluation.bfcl import BFCL, find_installed_data, load_category, resolve_categories
+from fctune.evaluation.cases import Case, make_cases, read_cases
 from fctune.evaluation.multi_turn import MultiTurnCase
 
-Judge = Callable[[Case, Parsed], tuple[Outcome, dict[str, Any]]]
+AnyCase = Case | MultiTurnCase
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class Suite:
-    """Cases and how they are judged.
+    """Cases of one or several turns, which judge the answers to them.
 
-    ``judge`` gives the outcome of a case and what else is to be kept of the verdict. ``benchmark`` names the public
-    benchmark that the cases are of, of which nothing may be trained on; its categories are not summed up. ``not_run``
-    says of categories that were asked for why they are left out. ``multi_turn`` are cases that one answer does not
-    settle; they judge themselves.
+    Attributes:
+        name: The suite's name.
+        cases: Cases that one answer settles.
+        benchmark: The public benchmark that the cases belong to: it must not be trained on, and its categories are not
+            summed up.
+        not_run: Categories that were requested and left out, with the reason.
+        multi_turn: Cases of several turns.
     """
 
     name: str
     cases: tuple[Case, ...]
     benchmark: str | None = None
     not_run: dict[str, str] = field(default_factory=dict)
-    judge: Judge = field(default=lambda case, parsed: (judge(case.expected, parsed, case.prompt.tools), {}))
     multi_turn: tuple[MultiTurnCase, ...] = ()
 
+    def __post_init__(self) -> None:
+        self._by_id: dict[str, AnyCase] = {case.id: case for case in self.all_cases}
+
     @property
-    def all_cases(self) -> list[Case | MultiTurnCase]:
-        """Those of one turn and of several, in order."""
+    def all_cases(self) -> list[AnyCase]:
+        """Single-turn and multi-turn cases, in order."""
         return [*self.cases, *self.multi_turn]
 
+    def find(self, case_id: str) -> AnyCase | None:
+        """Return the case with this id, or None."""
+        return self._by_id.get(case_id)
+
     def digest(self) -> str:
-        """Hex digest, 16 characters, of the cases: ids, what is asked and what is expected."""
+        """Return a hex digest, 16 characters, of the cases: ids, prompts and expected calls."""
         digest = hashlib.blake2b(digest_size=8)
         for case in self.cases:
             expected = [[call.name, call.arguments] for call in case.expected]
             row: list[Any] = [case.id, case.category, case.prompt.digest(), expected]
             digest.update(json.dumps(row, sort_keys=True).encode("utf-8", "surrogatepass") + b"\n")
-        for talk in self.multi_turn:
-            turns = [Conversation(turn.messages, turn.tools).digest() for turn in talk.turns]
-            question = [talk.question.answers, talk.question.initial_config, talk.question.classes]
-            row = [talk.id, talk.category, turns, question, talk.max_steps]
+        for dialogue in self.multi_turn:
+            turns = [Conversation(turn.messages, turn.tools).digest() for turn in dialogue.turns]
+            question = [dialogue.question.answers, dialogue.question.initial_config, dialogue.question.classes]
+            row = [dialogue.id, dialogue.category, turns, question, dialogue.max_steps]
             digest.update(json.dumps(row, sort_keys=True).encode("utf-8", "surrogatepass") + b"\n")
         return digest.hexdigest()
 
     def select(self, categories: Sequence[str] = (), limit: int | None = None) -> Suite:
-        """The suite with these categories alone, and of each the first ``limit`` cases.
+        """Return the suite with these categories only, or all if empty, and the first ``limit`` cases of each.
 
         Raises:
-            ConfigError: a category that no case has.
+            ConfigError: No case has one of the categories.
         """
         known = {case.category for case in self.all_cases} | self.not_run.keys()
         if unknown := [name for name in categories if name not in known]:
             raise ConfigError(
-                f"--categories {unknown[0]}: {self.name} has none of it; it has {', '.join(sorted(known))}."
+                f"--categories {unknown[0]}: not a category of {self.name}; it has {', '.join(sorted(known))}."
             )
         seen: Counter[str] = Counter()
 
-        def is_kept(case: Case | MultiTurnCase) -> bool:
+        def is_kept(case: AnyCase) -> bool:
             seen[case.category] += 1
             return (not categories or case.category in categories) and (limit is None or seen[case.category] <= limit)
 
         cases, multi_turn = tuple(filter(is_kept, self.cases)), tuple(filter(is_kept, self.multi_turn))
         return replace(self, cases=cases, multi_turn=multi_turn)
+
+
+class BfclSuite(Suite):
+    """The leaderboard's categories that are named, or that case ids passed to ``find`` belong to.
+
+    Args:
+        data_dir: The wheel's data directory.
+        categories: Categories or groups of them to load at once.
+        has_plain_names: Write ``a_b`` for a function ``a.b``, for models that cannot write dots.
+
+    Raises:
+        ConfigError: A category does not exist.
+        DataError: The directory is missing or does not have the wheel's layout.
+    """
+
+    def __init__(self, data_dir: str | Path, categories: Sequence[str] = (), has_plain_names: bool = False) -> None:
+        if not Path(data_dir).is_dir():
+            raise DataError(
+                f"{data_dir}: no such directory. Pass the data directory of the bfcl-eval wheel: "
+                "site-packages/bfcl_eval/data."
+            )
+        runnable, not_run = resolve_categories(categories)
+        super().__init__("bfcl", (), BFCL, not_run)
+        self._data_dir = Path(data_dir)
+        self._has_plain_names = has_plain_names
+        self._loaded: dict[str, dict[str, AnyCase]] = {}
+        for category in runnable:
+            self._add(category)
+
+    def find(self, case_id: str) -> AnyCase | None:
+        """Return the case with this id, or None; adds its category to the suite."""
+        if (case := self._by_id.get(case_id)) is not None:
+            return case
+        category = category_of(case_id)
+        if category in CATEGORIES and case_id in self._load(category):
+            self._add(category)
+        return self._by_id.get(case_id)
+
+    def _load(self, category: str) -> dict[str, AnyCase]:
+        if category not in self._loaded:
+            single, multi, not_run = load_category(self._data_dir, category, self._has_plain_names)
+            cases: list[AnyCase] = [*single, *multi]
+            self._loaded[category] = {case.id: case for case in cases}
+            self.not_run |= not_run
+        return self._loaded[category]
+
+    def _add(self, category: str) -> None:
+        cases = self._load(category)
+        self._by_id |= cases
+        if category in MULTI_TURN:
+            self.multi_turn += tuple(case for case in cases.values() if isinstance(case, MultiTurnCase))
+        else:
+            self.cases += tuple(case for case in cases.values() if isinstance(case, Case))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,30 +177,27 @@ def load_suite(
     has_plain_names: bool = False,
     has_multi_turn: bool = False,
 ) -> Suite:
-    """The suite of a YAML file, or of a JSONL file of cases as ``fctune.calls.cases`` reads them.
+    """Load a suite from a YAML file, or from a JSONL file of cases; see ``fctune.evaluation.cases``.
 
     Args:
-        path: ``.yaml`` or JSONL.
-        seed: of a synthetic suite, in place of the file's.
-        num_cases: of a synthetic suite, in place of the file's.
-        categories: which to ask; empty: all that the file names.
-        bfcl_data: the benchmark's data directory; None: that of the installed wheel.
-        has_plain_names: whether names of tools may hold no dots, as servers' own protocols ask.
-        has_multi_turn: whether the benchmark's multi-turn categories are opened or left out.
+        path: The ``.yaml`` or JSONL file.
+        seed: Seed of a synthetic suite; default: the file's.
+        num_cases: Size of a synthetic suite; default: the file's.
+        categories: Categories to run; empty: all that the file names.
+        bfcl_data: The benchmark's data directory; None: that of the installed wheel.
+        has_plain_names: Write underscores for dots in the tools' names, as servers' own protocols require.
+        has_multi_turn: Include the benchmark's multi-turn categories.
 
     Raises:
-        ConfigError: no such file, not a suite, or categories that it has not.
-        DataError: cases that are none: no expected calls, calls of tools that are not on offer, ids that repeat.
+        ConfigError: The file is missing or not a suite, or it does not have one of the categories.
+        DataError: There are invalid cases: no expected calls, calls of tools that are not on offer, repeated ids.
     """
     path = Path(path)
     if path.suffix not in (".yaml", ".yml"):
         return Suite(path.stem, tuple(read_cases(path))).select(categories)
     spec = _read_spec(path)
     if spec.bfcl is not None:
-        names = list(categories) or spec.bfcl.categories
-        opened = open_bfcl(bfcl_data or spec.bfcl.data, names, has_plain_names, has_multi_turn)
-        benchmark = spec.benchmark or BFCL
-        return Suite(path.stem, opened.cases, benchmark, opened.not_run, opened.judge, opened.multi_turn)
+        return _load_bfcl(path.stem, spec, categories, bfcl_data, has_plain_names, has_multi_turn)
     if spec.synthetic is not None:
         made = iter_cases(num_cases or spec.synthetic.num_cases, spec.synthetic.seed if seed is None else seed)
         rows = [case.to_json() for case in made]
@@ -152,11 +209,29 @@ def load_suite(
 
 
 def benchmark_of(suite: Suite) -> str | None:
-    """The benchmark that a suite is, by its name or by the ids of its cases; None if it is none."""
+    """Return the benchmark that a suite belongs to, by its declaration or by the ids of its cases, or None."""
     if suite.benchmark is not None:
         return suite.benchmark
     prefixes = tuple(f"{category}_" for category in CATEGORIES)
     return BFCL if any(case.id.startswith(prefixes) for case in suite.all_cases) else None
+
+
+def _load_bfcl(
+    name: str,
+    spec: _SuiteFile,
+    categories: Sequence[str],
+    data: str | None,
+    has_plain_names: bool,
+    has_multi_turn: bool,
+) -> Suite:
+    assert spec.bfcl is not None
+    runnable, not_run = resolve_categories(list(categories) or spec.bfcl.categories)
+    data = data or spec.bfcl.data
+    run = [category for category in runnable if has_multi_turn or category not in MULTI_TURN]
+    left_out = {name: "needs several turns, which this command does not run" for name in runnable if name not in run}
+    suite = BfclSuite(data if data is not None else find_installed_data(), run, has_plain_names)
+    benchmark = spec.benchmark or BFCL
+    return Suite(name, suite.cases, benchmark, {**left_out, **suite.not_run, **not_run}, suite.multi_turn)
 
 
 def _read_spec(path: Path) -> _SuiteFile:

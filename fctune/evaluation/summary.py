@@ -1,60 +1,107 @@
-"""What came of a run, from its rows: rates by category in both readings."""
+"""Summaries of judged answers: rates by category in both readings."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fctune.calls.metrics import Outcome, rate, score
+from fctune.calls.judge import Judgement, Outcome
+from fctune.calls.metrics import rate, score_outcomes
 from fctune.evaluation.judging import Row, judge_row
 from fctune.evaluation.suites import Suite
 
-# What these measure is not given where any call will do.
-_NAMED_RATES = ("tool_", "argument_")
+# In live_relevance any call will do: nothing is known of its name, its arguments or the number of calls.
+_RATES_OF_ANY_CALL = ("accuracy", "well_formed", "missed_call", "schema_valid")
 
 
-def summarise(suite: Suite, rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The summary of a run as it is written.
+class Tally:
+    """Counts judged answers and computes their rates; the one summary of every command.
 
-    ``scores`` and ``lenient`` hold what ``fctune.calls.metrics.score`` gives, by category; with one ``all`` over them
-    unless the suite is a benchmark, whose categories are not to be summed up. A case without a row counts as one
-    without an answer. Of the leaderboard there are also ``official``, its own verdict, also on what is malformed, and
-    ``typed``, the strict typed match.
+    Args:
+        has_total: Also compute rates over all categories, as ``all``; a benchmark's must not be added up.
+    """
+
+    def __init__(self, has_total: bool) -> None:
+        self._has_total = has_total
+        self._strict: dict[str, Counter[Outcome]] = {}
+        self._lenient: dict[str, Counter[Outcome]] = {}
+        self._official: dict[str, Counter[bool]] = {}
+        self._typed: dict[str, Counter[bool]] = {}
+        self._has_benchmark = False
+
+    def add(self, category: str, strict: Judgement, lenient: Judgement) -> None:
+        """Count one answer, in both readings."""
+        if category not in self._strict:
+            self._strict[category], self._lenient[category] = Counter(), Counter()
+            self._official[category], self._typed[category] = Counter(), Counter()
+        self._strict[category][strict.outcome] += 1
+        self._lenient[category][lenient.outcome] += 1
+        if (benchmark := strict.benchmark) is not None:
+            self._has_benchmark = True
+            self._official[category][benchmark.valid] += 1
+            self._typed[category][benchmark.typed == "correct"] += 1
+
+    def summarise(self) -> dict[str, Any]:
+        """Return the rates by category.
+
+        ``scores`` and ``lenient`` hold the output of ``fctune.calls.metrics.score_outcomes`` for the strict and the
+        lenient reading. Cases of the leaderboard also give ``official``, its own verdict, and ``typed``, the strict
+        typed match; answers that never came count as wrong in both.
+        """
+        summary = {"scores": self._score(self._strict), "lenient": self._score(self._lenient)}
+        if self._has_benchmark:
+            for name, counts in (("official", self._official), ("typed", self._typed)):
+                summary[name] = {key: rate(counts[key][True], self._strict[key].total()) for key in sorted(counts)}
+        return summary
+
+    def _score(self, outcomes: Mapping[str, Counter[Outcome]]) -> dict[str, Any]:
+        by_category = {name: outcomes[name] for name in sorted(outcomes)}
+        if self._has_total and by_category:
+            # Also the category of cases that name none.
+            by_category.pop("all", None)
+            by_category["all"] = sum(outcomes.values(), Counter())
+        scores = score_outcomes(by_category)
+        if "live_relevance" in scores:
+            rates = scores["live_relevance"]["rates"]
+            scores["live_relevance"]["rates"] = {name: rates[name] for name in _RATES_OF_ANY_CALL}
+        return scores
+
+
+def tally_judgements(suite: Suite, judged: Iterable[tuple[str, Judgement, Judgement]]) -> Tally:
+    """Count ``(category, strict, lenient)`` of a suite's answers."""
+    tally = Tally(has_total=suite.benchmark is None)
+    for category, strict, lenient in judged:
+        tally.add(category, strict, lenient)
+    return tally
+
+
+def summarise_run(suite: Suite, rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Summarise the rows of a run, with the rates of ``Tally.summarise``.
+
+    A case without a row counts as one without an answer.
+
+    Args:
+        suite: The cases.
+        rows: Rows of results.
+        settings: What the answers depend on; copied into the summary.
     """
     by_id = {row["id"]: row for row in rows}
-    readings: dict[str, dict[str, list[Outcome]]] = {"scores": defaultdict(list), "lenient": defaultdict(list)}
-    official: dict[str, dict[str, list[bool]]] = {"official": defaultdict(list), "typed": defaultdict(list)}
-    for case in suite.cases:
-        row = by_id.get(case.id, {"error": "no row in the results"})
-        for name, outcomes in readings.items():
-            outcome = judge_row(suite, case, row, lenient=name == "lenient")[0]
-            outcomes[case.category].append(outcome)
-            if suite.benchmark is None and case.category != "all":
-                outcomes["all"].append(outcome)
-        verdict = row.get("bfcl", {})
-        official["official"][case.category].append(bool(verdict.get("valid")))
-        official["typed"][case.category].append(verdict.get("typed") == "correct")
-    summary = {
+    cases = suite.all_cases
+    missing: Row = {"error": "no row in the results"}
+    judged = (
+        (case.category, judge_row(case, row), judge_row(case, row, lenient=True))
+        for case in cases
+        for row in (by_id.get(case.id, missing),)
+    )
+    tally = tally_judgements(suite, judged)
+    return {
         "suite": suite.name,
         "benchmark": suite.benchmark,
-        "num_cases": len(suite.cases),
-        "num_no_answer": sum(by_id.get(case.id, {"error": ""}).get("error") is not None for case in suite.cases),
+        "num_cases": len(cases),
+        "num_no_answer": sum(by_id.get(case.id, missing).get("error") is not None for case in cases),
         "num_cut": sum(bool(row.get("is_cut")) for row in rows),
         "not_run": dict(suite.not_run),
         "settings": dict(settings),
-        **{name: _score(outcomes) for name, outcomes in readings.items()},
+        **tally.summarise(),
     }
-    if any("bfcl" in row for row in rows):
-        for name, by_category in official.items():
-            summary[name] = {category: rate(sum(held), len(held)) for category, held in by_category.items()}
-    return summary
-
-
-def _score(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
-    names = sorted(outcomes, key=lambda name: (name == "all", name))
-    scores = score({name: outcomes[name] for name in names})
-    if "live_relevance" in scores:
-        rates = scores["live_relevance"]["rates"]
-        scores["live_relevance"]["rates"] = {n: rate for n, rate in rates.items() if not n.startswith(_NAMED_RATES)}
-    return scores

@@ -1,4 +1,4 @@
-"""How fast a model answers: time to the first token, tokens a second, memory; by batch here, by concurrency there."""
+"""Measure inference speed: time to first token, tokens per second and memory, by batch size or by concurrency."""
 
 from __future__ import annotations
 
@@ -20,18 +20,24 @@ from fctune.data.conversation import Conversation
 from fctune.generation.endpoint import EndpointEngine
 from fctune.generation.in_process import InProcessEngine
 
-# Gives up and resets the highest resident size of this process; see proc(5).
+# Writing 5 resets this process's peak resident size; see proc(5).
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """One measurement: ``width`` prompts at a time, all of ``num_tokens`` new tokens in ``total_s`` seconds.
+    """One measurement with ``width`` prompts at a time.
 
-    ``first_s`` is the median time to a prompt's first token, ``first_p95_s`` the 95th percentile.
-    ``tokens_per_s`` is over all prompts and from the start; ``decode_per_s`` of one prompt, after its first token.
-    ``memory_bytes`` is the most held: of the GPU's memory where there is one, else of this process; None of a server.
+    Attributes:
+        width: Batch size in process, or requests in flight at a server.
+        num_prompts: Number of prompts.
+        num_tokens: New tokens of all prompts.
+        total_s: Seconds for all prompts.
+        first_s: Median time to first token, in seconds.
+        first_p95_s: 95th percentile of the time to first token.
+        decode_per_s: Median tokens per second of one prompt after its first token; None for a single token.
+        memory_bytes: Peak GPU memory, or peak resident size of this process without a GPU; None for a server.
     """
 
     width: int
@@ -45,20 +51,20 @@ class Speed:
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens of all prompts together, a second."""
+        """New tokens of all prompts per second."""
         return self.num_tokens / self.total_s
 
 
 def measure_in_process(
     engine: InProcessEngine, prompts: Sequence[Conversation], width: int, num_new_tokens: int
 ) -> Speed:
-    """Batches of ``width`` prompts, each answered with exactly ``num_new_tokens`` tokens."""
+    """Measure batches of ``width`` prompts, each answered with exactly ``num_new_tokens`` tokens."""
     encoded = [engine.template.encode_prompt(prompt) for prompt in prompts]
     _reset_memory(engine.device)
     first, decode, num_tokens = [], [], 0
     start = _now(engine.device)
-    for place in range(0, len(encoded), width):
-        batch = encoded[place : place + width]
+    for position in range(0, len(encoded), width):
+        batch = encoded[position : position + width]
         clock = _Clock(engine.device)
         begun = _now(engine.device)
         generated = engine.generate(
@@ -75,9 +81,9 @@ def measure_in_process(
 
 
 def measure_endpoint(engine: EndpointEngine, prompts: Sequence[Conversation], width: int, num_new_tokens: int) -> Speed:
-    """All prompts, ``width`` requests in flight, streamed.
+    """Measure streamed answers with ``width`` requests in flight.
 
-    A server that does not know ``ignore_eos`` may end answers early; tokens are counted as they come.
+    A server that does not support ``ignore_eos`` may end answers early; tokens are counted as they arrive.
     """
     with ThreadPoolExecutor(width) as pool:
         start = time.perf_counter()
@@ -93,22 +99,27 @@ def measure_endpoint(engine: EndpointEngine, prompts: Sequence[Conversation], wi
 def measure_rounds(
     measures: Sequence[Callable[[], Speed]], num_rounds: int, on_speed: Callable[[int, Speed], None]
 ) -> list[Speed]:
-    """Of each measure the round of median speed.
+    """Run all measurements in several rounds and return each one's round of median speed.
 
-    Rounds go over all measures in turn, so that what the machine does meanwhile meets them alike. The first, of warming
-    up, is thrown away.
+    Measurements take turns, so that other load on the machine affects them alike. The first round is a warm-up and is
+    discarded.
+
+    Args:
+        measures: The measurements.
+        num_rounds: Number of rounds after the warm-up.
+        on_speed: Called with the index and the result of each measurement.
     """
     rounds: list[list[Speed]] = [[] for _ in measures]
     for number in range(num_rounds + 1):
-        for place, measure in enumerate(measures):
+        for index, measure in enumerate(measures):
             speed = measure()
-            on_speed(place, speed)
-            rounds[place] += [speed] if number else []
+            on_speed(index, speed)
+            rounds[index] += [speed] if number else []
     return [sorted(found, key=lambda speed: speed.tokens_per_s)[len(found) // 2] for found in rounds]
 
 
 class _Clock:
-    """A logits processor that notes when the first token's logits are there, and changes nothing."""
+    """A logits processor that records the time of the first token's logits and changes nothing."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -152,7 +163,7 @@ def _reset_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    with contextlib.suppress(OSError):  # not Linux, or not allowed: the peak is then that of the process so far
+    with contextlib.suppress(OSError):  # not Linux, or not permitted: the peak is then that of the process so far
         _CLEAR_REFS.write_text("5")
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fctune.calls.metrics import VERDICTS
+from fctune.calls.judge import ERROR_KINDS
 from fctune.report.page import Cell, Page, Tone, draw_interval, escape, make_table
 
 _MAX_CASES = 1_000
@@ -105,7 +105,7 @@ def _add_accuracy(page: Page, summary: Mapping[str, Any]) -> None:
 
 def _add_error_classes(page: Page, summary: Mapping[str, Any]) -> None:
     counts = {category: scores["verdicts"] for category, scores in summary["scores"].items()}
-    seen = [verdict for verdict in VERDICTS if any(row[verdict] for row in counts.values())]
+    seen = [verdict for verdict in ERROR_KINDS if any(row[verdict] for row in counts.values())]
     page.add_section(
         "Error classes",
         _make_heatmap("Category", list(counts), seen, lambda category, verdict: counts[category][verdict]),
@@ -115,8 +115,8 @@ def _add_error_classes(page: Page, summary: Mapping[str, Any]) -> None:
 
 def _add_confusions(page: Page, rows: Sequence[Row]) -> None:
     pairs = Counter((row["verdict"], row["lenient"]["verdict"]) for row in rows)
-    strict = [verdict for verdict in VERDICTS if any(pair[0] == verdict for pair in pairs)]
-    lenient = [verdict for verdict in VERDICTS if any(pair[1] == verdict for pair in pairs)]
+    strict = [verdict for verdict in ERROR_KINDS if any(pair[0] == verdict for pair in pairs)]
+    lenient = [verdict for verdict in ERROR_KINDS if any(pair[1] == verdict for pair in pairs)]
     readings = _make_heatmap("Strict / lenient", strict, lenient, lambda first, second: pairs[first, second])
     tools: Counter[tuple[str, str]] = Counter()
     for row in rows:

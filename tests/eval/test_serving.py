@@ -51,7 +51,7 @@ def smoke() -> Suite:
 def rows_of(suite: Suite, texts: list[str], format_name: str = "hermes") -> list[dict[str, Any]]:
     answers = [Answer(i, text) for i, text in enumerate(texts)]
     reader = FORMATS[format_name]
-    return [judge_answer(suite, case, answer, reader) for case, answer in zip(suite.cases, answers, strict=True)]
+    return [judge_answer(c, answer, reader).to_row() for c, answer in zip(suite.cases, answers, strict=True)]
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -82,13 +82,13 @@ def test_a_servers_own_parser_reads_what_is_right_and_drops_what_it_drops(
     right = [FORMATS["hermes"].render(case.expected) or "You are welcome." for case in smoke.cases]
     served = parse_as_served(server, smoke, rows_of(smoke, right), tiny_base, "hermes", python_of(server))
     assert served.version.lower().startswith(server)
-    assert {outcome.verdict for outcome in served.outcomes.values()} == {"correct"}
+    assert all(judgement.is_correct for judgement in served.judgements.values())
     # One bad block: both servers then give a client no call at all, which looks like an answer in words.
     half = [right[0], right[1], right[2].replace('"city": "Madrid"', '"city": Madrid'), right[3]]
     rows = rows_of(smoke, half)
     served = parse_as_served(server, smoke, rows, tiny_base, "hermes", python_of(server))
     assert rows[2]["verdict"] == "malformed"
-    assert served.outcomes["two_cities"].verdict == "missed_call"
+    assert served.judgements["two_cities"].outcome.verdict == "missed_call"
 
 
 @pytest.mark.parametrize("server", [needs("sglang")])
@@ -99,7 +99,7 @@ def test_a_call_of_a_tool_that_is_not_on_offer_is_dropped_by_sglang(
     rows = rows_of(smoke, ["No.", "No.", "No.", call])
     served = parse_as_served(server, smoke, rows, tiny_base, "hermes", python_of(server))
     assert rows[3]["verdict"] == "false_call"
-    assert served.outcomes["thanks"].verdict == "correct"
+    assert served.judgements["thanks"].outcome.verdict == "correct"
 
 
 @pytest.mark.parametrize("server", [needs(server) for server in SERVERS])

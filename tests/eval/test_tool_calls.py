@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from eval import compare, tool_calls
-from fctune.calls.cases import read_cases
 from fctune.calls.formats.registry import FORMATS
 from fctune.cli import evaluate
 from fctune.cli.eval_options import parse_eval_arguments
 from fctune.data.synthetic import iter_cases
 from fctune.errors import DataError
+from fctune.evaluation.cases import read_cases
 from fctune.evaluation.results import read_rows
 from fctune.evaluation.suites import load_suite
 from tests.calls.bfcl_wheel import data_dir, needs_wheel
@@ -71,13 +71,16 @@ def test_the_same_command_again_asks_nothing_and_another_is_refused(
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ("", "holds no cases"),
+        ("", "contains no cases"),
         ("{", "not JSON"),
         ('{"messages": 3}', "expected an object with messages"),
         ('{"messages": [{"role": "user", "content": "Hi"}]}', "no expected_calls"),
         ('{"messages": [{"role": "user", "content": "Hi"}], "expected_calls": {}}', "expected a list of calls"),
-        ('{"messages": [{"role": "user", "content": "Hi"}], "expected_calls": [{"nam": 1}]}', "1 row is no case"),
-        ('{"id": 1, "messages": [{"role": "user", "content": "Hi"}], "expected_calls": []}\n' * 2, "ids must differ"),
+        ('{"messages": [{"role": "user", "content": "Hi"}], "expected_calls": [{"nam": 1}]}', "1 invalid case"),
+        (
+            '{"id": 1, "messages": [{"role": "user", "content": "Hi"}], "expected_calls": []}\n' * 2,
+            "ids must be unique",
+        ),
     ],
 )
 def test_a_file_that_holds_no_cases_is_named(rows: str, words: str, tmp_path: Path) -> None:

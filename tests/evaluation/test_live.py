@@ -87,7 +87,7 @@ def test_it_scores_what_the_export_scores_and_leaves_training_as_it_was(
 
 def answers_of(world: World, config_argv: list[str], cases: Path) -> dict[str, list[str]]:
     """Answers of a model whose adapters do something: out of training, and from its export."""
-    from fctune.calls.cases import read_cases
+    from fctune.evaluation.cases import read_cases
     from fctune.models.export import export_merged
     from fctune.models.lora import apply_lora_, init_adapters_
     from fctune.training.setup import build_base, shard_and_load_

@@ -10,23 +10,31 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.bfcl import multi_turn as bfcl_multi_turn
 from fctune.calls.bfcl.cases import MULTI_TURN
-from fctune.calls.bfcl.multi_turn import load_simulators
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation
 from fctune.errors import ConfigError, DataError
-from fctune.evaluation import multi_turn
-from fctune.evaluation.dialogue import judge_turns, summarise_run
+from fctune.evaluation.judging import judge_row
 from fctune.evaluation.multi_turn import MultiTurnCase
 from fctune.evaluation.results import ResultsFile, read_rows
 from fctune.evaluation.run import run_suite
 from fctune.evaluation.suites import Suite, benchmark_of, load_suite
+from fctune.evaluation.summary import summarise_run
 from fctune.generation.endpoint import EndpointEngine, to_messages
 from fctune.generation.engine import Answer
 from tests.calls.bfcl_wheel import SHARED_DIRECTORIES, data_dir, needs_wheel
 from tests.conftest import ROOT
-from tests.evaluation.player import BROKEN, HERMES, Player, everything, gold, place_of, run, sample, stray_plan
+from tests.evaluation.scripted_engine import (
+    BROKEN,
+    HERMES,
+    Player,
+    gold,
+    load_multi_turn_suite,
+    place_of,
+    run,
+    sample,
+    stray_plan,
+)
 from tests.generation.fault_server import Handler, serve
 
 pytestmark = needs_wheel
@@ -61,13 +69,13 @@ def test_the_answers_replayed_are_right(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_800_answers_replayed_are_right(tmp_path: Path) -> None:
-    suite = everything()
+    suite = load_multi_turn_suite()
     assert len(suite.multi_turn) == 800
     assert_all_right(suite, run(suite, Player(suite), tmp_path / "out.jsonl"))
 
 
 def test_a_function_that_is_held_out_comes_in_its_turn_with_the_benchmarks_words() -> None:
-    cases = {case.id: case for case in everything().multi_turn}
+    cases = {case.id: case for case in load_multi_turn_suite().multi_turn}
     case = cases["multi_turn_miss_func_2"]  # holds out cp and cat until its fifth turn
     names = [[tool.name for tool in turn.tools] for turn in case.turns]
     assert not {"cp", "cat"} & {name for turn in names[:4] for name in turn}
@@ -129,7 +137,7 @@ def test_a_malformed_call_ends_its_turn_and_is_never_right(tmp_path: Path) -> No
     for row in run(suite, Player(suite, sloppy), tmp_path / "out.jsonl"):
         assert row["verdict"] == row["lenient"]["verdict"] == "malformed"
         assert row["bfcl"]["valid"]
-        assert any(line.startswith("turn 1: malformed: ") for line in row["differences"])
+        assert any(line.startswith("turn 1: malformed at ") for line in row["differences"])
 
 
 def test_of_an_answer_with_a_malformed_call_none_is_made(tmp_path: Path) -> None:
@@ -302,11 +310,10 @@ def test_a_server_that_is_gone_is_not_asked_for_all_the_rest(tmp_path: Path) -> 
     assert sum("not asked: 8 conversations in a row" in row["error"] for row in rows) == 32
 
 
-def test_calls_that_take_for_ever_end_the_conversation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bfcl_multi_turn, "MAX_TIME_S", 0.05)
-    suite = everything()
+def test_calls_that_take_for_ever_end_the_conversation(tmp_path: Path) -> None:
+    suite = load_multi_turn_suite()
     case = next(case for case in suite.multi_turn if case.question.classes[0] == "GorillaFileSystem")
-    suite = replace(suite, multi_turn=(case,))
+    suite = replace(suite, multi_turn=(replace(case, max_time_s=0.05),))
     (row,) = run(suite, Player(suite, lambda *_: [*SHARED_DIRECTORIES, Call("find", {})]), tmp_path / "out.jsonl")
     assert row["stopped"] == "turn 1, step 1: its calls take more than 0.05 s"
     assert row["verdict"] not in ("correct", "no_answer")
@@ -333,7 +340,7 @@ def test_whatever_a_model_writes_the_next_prompt_can_be_written(name: str, tmp_p
             json.dumps(to_messages(prompt.messages), ensure_ascii=False).encode()
             return super().say(index, prompt)
 
-    suite = everything()
+    suite = load_multi_turn_suite()
     wanted = {"GorillaFileSystem", "MathAPI"}
     case = next(case for case in suite.multi_turn if wanted <= set(case.question.classes))
     calls = "".join(
@@ -350,7 +357,7 @@ def test_whatever_a_model_writes_the_next_prompt_can_be_written(name: str, tmp_p
 
 def test_a_conversation_leaves_nothing_to_the_next(tmp_path: Path) -> None:
     """Two of one case, step by step beside each other, with other calls."""
-    case = next(case for case in everything().multi_turn if case.id == "multi_turn_base_0")
+    case = next(case for case in load_multi_turn_suite().multi_turn if case.id == "multi_turn_base_0")
     first, second = case.start(), case.start()
     assert "'temp'" not in first.play([Call("cd", {"folder": "document"}), Call("mkdir", {"dir_name": "temp"})])[1]
     assert second.play([Call("pwd", {})]) != first.play([Call("pwd", {})])
@@ -419,9 +426,10 @@ def test_the_verdicts_of_the_results_are_those_of_the_summary(tmp_path: Path) ->
     rows = run(suite, Player(suite, stray_plan), tmp_path / "out.jsonl")
     cases = {case.id: case for case in suite.multi_turn}
     for row in rows:
-        outcome, details = judge_turns(cases[row["id"]], row)
-        assert (outcome.verdict, list(outcome.differences)) == (row["verdict"], row["differences"])
-        assert details["bfcl"] == row["bfcl"]
+        judgement = judge_row(cases[row["id"]], row)
+        assert (judgement.outcome.verdict, list(judgement.differences)) == (row["verdict"], row["differences"])
+        assert judgement.benchmark is not None
+        assert judgement.benchmark._asdict() == row["bfcl"]
     summary = summarise_run(suite, rows[1:], {})
     assert sum(score["n"] for score in summary["scores"].values()) == len(rows) == summary["num_cases"]
     right = sum(row["verdict"] == "correct" for row in rows[1:])
@@ -429,12 +437,7 @@ def test_the_verdicts_of_the_results_are_those_of_the_summary(tmp_path: Path) ->
     assert summary["num_no_answer"] == 1
 
 
-def test_without_the_wheel_the_categories_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> Any:
-        monkeypatch.setattr(bfcl_multi_turn, "_PACKAGE", "no_such_package_at_all")
-        return load_simulators.__wrapped__()
-
-    monkeypatch.setattr(multi_turn, "load_simulators", fail)
+def test_without_the_wheel_the_categories_are_not_run(without_wheel: None) -> None:
     path = ROOT / "eval" / "suites" / "bfcl.yaml"
     suite = load_suite(path, categories=["multi_turn"], bfcl_data=str(data_dir()), has_multi_turn=True)
     assert suite.all_cases == []
@@ -443,7 +446,7 @@ def test_without_the_wheel_the_categories_are_not_run(monkeypatch: pytest.Monkey
 
 
 def test_they_are_a_benchmark_and_are_selected_like_other_categories() -> None:
-    suite = everything()
+    suite = load_multi_turn_suite()
     assert not suite.not_run
     assert benchmark_of(suite) == benchmark_of(replace(suite, benchmark=None)) == "BFCL v4"
     assert [case.id for case in suite.select(["multi_turn_miss_func"], limit=2).multi_turn] == [

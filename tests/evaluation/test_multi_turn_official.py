@@ -1,104 +1,20 @@
-"""The benchmark's own loop over multi-turn cases, run beside ours with a model that makes mistakes."""
+"""The benchmark's own loop over multi-turn cases and ours, with the same model that makes mistakes."""
 
 from __future__ import annotations
 
-import ast
-import copy
-import itertools
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fctune.calls.bfcl.cases import MULTI_TURN
-from fctune.data.conversation import Call, Conversation
-from fctune.evaluation.multi_turn import MultiTurnCase
+from fctune.data.conversation import Conversation
 from fctune.generation.endpoint import to_messages
-from tests.calls.bfcl_wheel import data_dir, needs_wheel, official_multi_turn_checker
-from tests.evaluation.player import Plan, Player, run, sample, stray_plan
-from tests.evaluation.test_eval_suites import official_convert_to_tool
+from tests.calls.bfcl_wheel import needs_wheel, official_multi_turn_checker
+from tests.evaluation.official_loop import OfficialHandler, official_loop
+from tests.evaluation.scripted_engine import Player, run, sample, stray_plan
 
 pytestmark = needs_wheel
-
-
-def official_loop() -> Callable[..., tuple[list[list[Any]], Any]]:
-    """The wheel's own loop over one case, cut out of a module that imports what is not installed."""
-    import bfcl_eval.constants.default_prompts as prompts
-    import bfcl_eval.constants.executable_backend_config as backend
-    from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_utils
-    from bfcl_eval.utils import is_memory, is_memory_prereq
-
-    source = (data_dir().parent / "model_handler" / "base_handler.py").read_text()
-    (loop,) = (
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef) and node.name == "inference_multi_turn_FC"
-    )
-    loop.decorator_list = []
-    names = {**vars(prompts), **vars(backend), **vars(multi_turn_utils), "deepcopy": copy.deepcopy, "Any": Any}
-    names |= {"is_memory": is_memory, "is_memory_prereq": is_memory_prereq, "print": lambda *_: None}
-    exec(compile(ast.Module([loop], []), "base_handler.py", "exec"), names)
-    return names["inference_multi_turn_FC"]  # type: ignore[no-any-return]
-
-
-class OfficialHandler:
-    """A model to the wheel's loop: what its handler of OpenAI's completions does, saying what a plan has."""
-
-    numbers = itertools.count()
-
-    def __init__(self, case: MultiTurnCase, plan: Plan):
-        self.case, self.plan, self.convert = case, plan, official_convert_to_tool()
-        self.model_name_underline_replaced = f"loop{next(self.numbers)}"
-        self.asked: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = []
-        self.num_calls = 0
-
-    def _pre_query_processing_FC(self, data: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
-        return {"message": []}
-
-    def _compile_tools(self, data: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
-        return {**data, "tools": [{"type": "function", "function": f} for f in self.convert(entry["function"])]}
-
-    def add_first_turn_message_FC(self, data: dict[str, Any], said: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**data, "message": data["message"] + said}
-
-    _add_next_turn_user_message_FC = add_first_turn_message_FC
-
-    def _query_FC(self, data: dict[str, Any]) -> tuple[list[Call] | str, float]:
-        self.asked.append(copy.deepcopy((data["message"], data["tools"])))
-        roles = [message["role"] for message in data["message"]]
-        last = len(roles) - 1 - roles[::-1].index("user")
-        return self.plan(self.case, roles.count("user") - 1, roles[last:].count("assistant")), 0.0
-
-    def _parse_query_response_FC(self, said: list[Call] | str) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": said if isinstance(said, str) else "Done."}
-        if isinstance(said, list) and said:
-            calls = []
-            for call in said:
-                self.num_calls += 1
-                function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-                calls.append({"id": f"call{self.num_calls:05d}", "type": "function", "function": function})
-            message |= {"content": None, "tool_calls": calls}
-        return {"model_responses": said, "message": message, "input_token": 0, "output_token": 0}
-
-    def _add_assistant_message_FC(self, data: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
-        return {**data, "message": [*data["message"], response["message"]]}
-
-    def decode_execute(self, said: list[Call] | str, has_tool_call_tag: bool) -> list[str]:
-        if isinstance(said, str):
-            raise ValueError(said)
-        return [f"{c.name}({','.join(f'{key}={value!r}' for key, value in c.arguments.items())})" for c in said]
-
-    def _add_execution_results_FC(
-        self, data: dict[str, Any], results: list[str], response: dict[str, Any]
-    ) -> dict[str, Any]:
-        calls = response["message"]["tool_calls"]
-        told = [
-            {"role": "tool", "content": result, "tool_call_id": call["id"]}
-            for result, call in zip(results, calls, strict=True)
-        ]
-        return {**data, "message": data["message"] + told}
 
 
 @pytest.mark.parametrize("category", MULTI_TURN)

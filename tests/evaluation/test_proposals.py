@@ -31,7 +31,7 @@ def suite() -> Suite:
 
 def judged(suite: Suite, *texts: str) -> list[dict[str, object]]:
     answers = [Answer(i, text) for i, text in enumerate(texts)]
-    return [judge_answer(suite, case, a, FORMATS["hermes"]) for case, a in zip(suite.cases, answers, strict=True)]
+    return [judge_answer(c, a, FORMATS["hermes"]).to_row() for c, a in zip(suite.cases, answers, strict=True)]
 
 
 def test_failures_are_drafts_by_error_class_and_say_what_went_wrong(suite: Suite, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_draft_is_a_row_that_teaches_the_expected_calls(suite: Suite) -> None:
 def test_nothing_is_drafted_from_a_benchmark_by_its_name_or_by_its_ids() -> None:
     bfcl = load_suite(SUITES / "bfcl.yaml", categories=["simple_python"])
     for suite in (bfcl, replace(bfcl, name="mine", benchmark=None)):
-        with pytest.raises(ConfigError, match=r"is a benchmark \(BFCL v4\), of which nothing may be trained on"):
+        with pytest.raises(ConfigError, match=r"belongs to a benchmark \(BFCL v4\), which must not be trained on"):
             propose(suite, [])
 
 

@@ -21,7 +21,7 @@ from fctune.errors import ConfigError, DataError
 from fctune.evaluation.results import ResultsFile, read_rows
 from fctune.evaluation.run import describe_run, run_suite
 from fctune.evaluation.suites import Suite, load_suite
-from fctune.evaluation.summary import summarise
+from fctune.evaluation.summary import summarise_run
 from fctune.generation.engine import Answer
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
@@ -88,7 +88,7 @@ def test_what_got_no_answer_counts_as_wrong_and_is_asked_again(suite: Suite, tmp
     path = tmp_path / "results.jsonl"
     lost = [suite.cases[3].id, suite.cases[7].id]
     rows = run(suite, Oracle(suite, lost=lost), path)
-    summary = summarise(suite, rows, {})
+    summary = summarise_run(suite, rows, {})
     overall = summary["scores"]["all"]
     assert (overall["n"], overall["rates"]["accuracy"]["successes"], summary["num_no_answer"]) == (30, 28, 2)
     assert overall["verdicts"]["no_answer"] == 2
@@ -99,7 +99,7 @@ def test_what_got_no_answer_counts_as_wrong_and_is_asked_again(suite: Suite, tmp
 
 def test_a_case_without_a_row_counts_as_wrong(suite: Suite, tmp_path: Path) -> None:
     rows = run(suite, Oracle(suite), tmp_path / "results.jsonl")
-    summary = summarise(suite, rows[5:], {})
+    summary = summarise_run(suite, rows[5:], {})
     assert summary["scores"]["all"]["rates"]["accuracy"] | {"low": 0, "high": 0} == {
         "rate": 25 / 30,
         "successes": 25,
@@ -114,15 +114,15 @@ def test_results_of_other_settings_are_never_mixed(suite: Suite, tmp_path: Path)
     path = tmp_path / "results.jsonl"
     run(suite, Oracle(suite), path)
     other = load_suite(ROOT / "eval" / "suites" / "synthetic.yaml", num_cases=30, seed=7)
-    with pytest.raises(ConfigError, match='model: "oracle" there, "another" now'):
+    with pytest.raises(ConfigError, match='model: was "oracle", is now "another"'):
         run(suite, Oracle(suite, name="another"), path)
     with pytest.raises(ConfigError, match=r"cases_digest: .*\n.*--fresh"):
         run(other, Oracle(other), path)
-    with pytest.raises(ConfigError, match="max_new_tokens: 256 there, 8 now"):
+    with pytest.raises(ConfigError, match="max_new_tokens: was 256, is now 8"):
         run(suite, Oracle(suite), path, max_new_tokens=8)
     assert len(run(other, Oracle(other), path, is_fresh=True)) == 30
     path.with_suffix(".settings.json").unlink()
-    with pytest.raises(ConfigError, match=r"no results\.settings\.json says of what"):
+    with pytest.raises(ConfigError, match=r"results\.settings\.json, which describes them, is missing"):
         run(other, Oracle(other), path)
 
 
@@ -152,7 +152,7 @@ def test_half_a_surrogate_pair_is_written_and_read_back(suite: Suite, tmp_path: 
 def test_what_are_no_results_is_a_sentence(content: str, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text(content)
-    with pytest.raises(DataError, match=r"results\.jsonl:1: not results of eval\.tool_calls"):
+    with pytest.raises(DataError, match=r"results\.jsonl:1: not a result of eval\.tool_calls"):
         read_rows(path)
 
 

@@ -11,7 +11,7 @@ import pytest
 from fctune.calls.formats.registry import FORMATS
 from fctune.evaluation.judging import judge_answer
 from fctune.evaluation.suites import Suite, load_suite
-from fctune.evaluation.summary import summarise
+from fctune.evaluation.summary import summarise_run
 from fctune.generation.engine import Answer
 from fctune.report.eval_page import write_eval_html
 from tests.calls.bfcl_wheel import needs_wheel
@@ -33,8 +33,8 @@ def make_page(path: Path, suite: Suite, texts: list[str], **settings: Any) -> li
     rows = []
     for case, text in zip(suite.cases, texts, strict=True):
         answer = Answer(0, text, error=None if text else "no connection within 10 s", is_cut=len(text) > 5000)
-        rows.append(judge_answer(suite, case, answer, FORMATS["hermes"]))
-    summary = {"model": "runs/x", **summarise(suite, rows, {"format": "hermes", **settings})}
+        rows.append(judge_answer(case, answer, FORMATS["hermes"]).to_row())
+    summary = {"model": "runs/x", **summarise_run(suite, rows, {"format": "hermes", **settings})}
     write_eval_html(summary, rows, path)
     return rows
 

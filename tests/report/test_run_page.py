@@ -19,7 +19,7 @@ from fctune.evaluation.judging import judge_answer
 from fctune.evaluation.paired import compare_rows
 from fctune.evaluation.results import ResultsFile
 from fctune.evaluation.suites import Suite, load_suite
-from fctune.evaluation.summary import summarise
+from fctune.evaluation.summary import summarise_run
 from fctune.generation.engine import Answer
 from fctune.report.run_page import write_run_html
 from fctune.runs.record import read_run
@@ -47,10 +47,10 @@ def write_results(path: Path, suite: Suite, texts: list[str], model: str) -> lis
     file.start(settings)
     rows = []
     for case, text in zip(suite.cases, texts, strict=True):
-        rows.append(judge_answer(suite, case, Answer(0, text), FORMATS["hermes"]))
+        rows.append(judge_answer(case, Answer(0, text), FORMATS["hermes"]).to_row())
         file.append(rows[-1])
     file.finish([case.id for case in suite.cases])
-    file.write_summary({"model": model, "adapter": None, **summarise(suite, rows, settings)})
+    file.write_summary({"model": model, "adapter": None, **summarise_run(suite, rows, settings)})
     return rows
 
 

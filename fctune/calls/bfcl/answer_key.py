@@ -1,6 +1,6 @@
-"""The strict typed match for the leaderboard's cases: as ``score`` judges, where each value has alternatives.
+"""Strict typed match for the leaderboard's cases, in which each value has alternatives.
 
-Beside the benchmark's own verdict, which takes ``"New York"`` for ``"new-york"`` and pairs calls greedily.
+Reported next to the benchmark's own verdict, which accepts ``"New York"`` for ``"new-york"`` and pairs calls greedily.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 from fctune.calls.bfcl.cases import BfclCase
 from fctune.calls.bfcl.checker import language_of, read_source
 from fctune.calls.formats.base import Parsed
+from fctune.calls.judge import ErrorKind, Outcome, classify
 from fctune.calls.matching import assign, is_equal, value_key
-from fctune.calls.metrics import Outcome, Verdict, classify
 from fctune.data.conversation import Call
 from fctune.data.tool_schema import ToolSet
 
-# More than any call has arguments: a pair that fits in all of them comes before all pairs that do not.
-_WHOLE = 1_000_000
+# More than any call has arguments: pairs that match completely are preferred to all others.
+_COMPLETE_MATCH_GAIN = 1_000_000
 
 
 class AnswerKey:
-    """The answer of a single-turn case, made ready to judge many predictions.
+    """The answer of a single-turn case, prepared to judge many predictions.
 
-    A value matches if it equals one of its alternatives as typed JSON, letter by letter. An argument that the answer
-    lets be left out counts as due where it was given. In Java and JavaScript the value that the source text stands for
-    is compared; calls are not held against a schema there, as all of them write text.
+    A value matches if it equals one of its alternatives as typed JSON, character for character. An optional argument
+    counts as due if it was given. In Java and JavaScript the value of the source text is compared, and calls are not
+    validated against their schemas, as every argument is text there.
     """
 
     def __init__(self, case: BfclCase) -> None:
@@ -43,21 +43,21 @@ class AnswerKey:
 
     @property
     def num_expected(self) -> int:
-        """How many calls are due; where any is, one."""
+        """Number of calls that are due; one in live_relevance, where any call will do."""
         return len(self._answers) or int(self._needs_any_call)
 
     def judge(self, parsed: Parsed, is_exact: bool = False) -> Outcome:
-        """The outcome of one prediction.
+        """Compare the calls of one prediction with the answer.
 
         Args:
-            parsed: What the model wrote.
-            is_exact: The calls are known to be the answer, as ``BfclVerdict`` says.
+            parsed: The answer as read.
+            is_exact: The calls are known to be the answer; see ``BfclVerdict``.
         """
         calls = parsed.calls
         accepts = self._accepts
         num_schema_valid = sum([accepts(call) for call in calls]) if accepts else None
         if self._needs_any_call:
-            verdict: Verdict = "malformed" if parsed.malformed else "correct" if calls else "missed_call"
+            verdict: ErrorKind = "malformed" if parsed.malformed else "correct" if calls else "missed_call"
             return Outcome(verdict, 1, len(calls), len(parsed.malformed), num_schema_valid=num_schema_valid)
         names = self._names
         if is_exact and not parsed.malformed:
@@ -65,11 +65,11 @@ class AnswerKey:
             counts = (len(calls), len(calls), 0, len(calls), num_arguments, num_arguments, num_arguments)
             return Outcome("correct", *counts, num_schema_valid)
         if (fitted := self._fit_in_order(calls)) is not None:
-            pairs = [(place, place) for place in range(len(calls))]
+            pairs = [(index, index) for index in range(len(calls))]
         else:
             pairs, fitted = self._pair(calls)
         is_correct = (
-            not parsed.malformed and len(pairs) == len(names) == len(calls) and all(fit.is_whole for fit in fitted)
+            not parsed.malformed and len(pairs) == len(names) == len(calls) and all(fit.is_complete for fit in fitted)
         )
         return Outcome(
             "correct" if is_correct else classify(names, parsed),
@@ -84,7 +84,7 @@ class AnswerKey:
         )
 
     def _fit_in_order(self, calls: Sequence[Call]) -> list[_Fit] | None:
-        """How calls fit that stand where the answer has them, as most do; None where another pairing may be better."""
+        """Pair calls in order, which most predictions keep; None if another pairing may be better."""
         if len(calls) != len(self._answers):
             return None
         fitted = []
@@ -92,18 +92,18 @@ class AnswerKey:
             if call.name != answer.name:
                 return None
             fit = self._fit(answer, call)
-            if not fit.is_whole and len(calls) > 1:
+            if not fit.is_complete and len(calls) > 1:
                 return None
             fitted.append(fit)
         return fitted
 
     def _pair(self, calls: Sequence[Call]) -> tuple[list[tuple[int, int]], list[_Fit]]:
-        """The best pairing of answers and calls, and how each pair fits."""
+        """Find the best pairing of answers and calls, and how each pair fits."""
         fits = {}
 
         def gain(row: int, column: int) -> int:
             fit = fits[row, column] = self._fit(self._answers[row], calls[column])
-            return fit.num_matched + (_WHOLE if fit.is_whole else 0)
+            return fit.num_matched + (_COMPLETE_MATCH_GAIN if fit.is_complete else 0)
 
         pairs = assign(self._names, [call.name for call in calls], gain)
         return pairs, [fits.get(pair) or self._fit(self._answers[pair[0]], calls[pair[1]]) for pair in pairs]
@@ -120,7 +120,7 @@ class AnswerKey:
             value = arguments[key]
             if is_source:
                 value = self._read(value, answer.schemas.get(key))
-            # A text or whole number is its own key; nine arguments of ten are one.
+            # A string or integer, like nine arguments of ten, is its own key.
             value_type = type(value)
             key_of_value = value if value_type is str or value_type is int else value_key(value)
             if key_of_value in keys or (objects and any(_fits_alternative(value, other) for other in objects)):
@@ -135,15 +135,15 @@ class AnswerKey:
 
 
 class _Fit(NamedTuple):
-    """How a call fits an answer: arguments that match, arguments that are due, and whether nothing is left over."""
+    """How a call fits an answer; ``is_complete`` if every argument matches and none is missing or extra."""
 
     num_matched: int
     num_due: int
-    is_whole: bool
+    is_complete: bool
 
 
 class _Parameter(NamedTuple):
-    """The alternatives of a parameter: keys of the values that hold no object, and those that do."""
+    """The alternatives of a parameter: keys of the values without objects, and the values that hold objects."""
 
     keys: frozenset[Hashable]
     objects: tuple[Any, ...]
@@ -168,7 +168,7 @@ def _holds_object(value: Any) -> bool:
 
 
 def _fits_alternative(value: Any, alternative: Any) -> bool:
-    """Whether a value is that of an answer in which an object holds a list of alternatives for each key."""
+    """Match a value with an answer whose objects hold a list of alternatives for each key."""
     if isinstance(alternative, dict) and isinstance(value, dict):
         return value.keys() <= alternative.keys() and all(
             any(_fits_alternative(value[key], other) for other in others) if key in value else "" in others

@@ -1,6 +1,6 @@
-"""The cases of the Berkeley Function Calling Leaderboard, v4, from the data directory of the ``bfcl-eval`` wheel.
+"""Cases of the Berkeley Function Calling Leaderboard, v4, read from the data directory of the ``bfcl-eval`` wheel.
 
-Nothing of it is copied into this project; its licence is Apache-2.0.
+None of its data is copied into this project; its licence is Apache-2.0.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ SIMULATORS = {
 class BfclCase:
     """One question of the leaderboard.
 
-    ``turns`` holds the messages of each turn in OpenAI shape; single-turn cases have one. ``answers`` are the expected
-    calls with their alternatives, in multi-turn cases per turn a list of calls as Python writes them; relevance and
-    irrelevance have none. ``classes`` and ``initial_config`` say which simulated classes a multi-turn case is played
-    on, and from what state; ``held_out`` which of its functions come only in a later turn, by the turn's place.
+    ``turns`` holds the messages of each turn in OpenAI's shape; single-turn cases have one. ``answers`` holds the
+    expected calls with their alternatives, or, in multi-turn cases, a list of calls in Python syntax for each turn; it
+    is empty in relevance and irrelevance. ``classes`` and ``initial_config`` name the simulated classes of a multi-turn
+    case and their initial state; ``held_out`` the functions that are only offered from a later turn on, by its index.
     """
 
     id: str
@@ -64,11 +64,11 @@ class BfclCase:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """What may be called."""
+        """The functions as tools, with the benchmark's own types."""
         return tuple(map(Tool, self.functions))
 
     def without_dots(self) -> BfclCase:
-        """The same with ``a_b`` for a function ``a.b``, for models that cannot write dots; multi-turn has none."""
+        """Rename functions ``a.b`` to ``a_b``, for models that cannot write dots; multi-turn cases have none."""
         functions = tuple({**function, "name": function["name"].replace(".", "_")} for function in self.functions)
         if self.classes:
             return self
@@ -77,24 +77,25 @@ class BfclCase:
 
 
 def category_of(case_id: str) -> str:
-    """The category that a case's id names, whether or not there is such a case."""
+    """Return the category that a case's id names, whether or not the case exists."""
     return case_id.rpartition("_")[0]
 
 
 def read_bfcl(data_dir: str | Path, category: str) -> list[BfclCase]:
-    """The cases of one category, in the order of its file.
+    """Read the cases of one category, in the order of its file.
 
     Args:
         data_dir: The wheel's ``bfcl_eval/data``.
         category: One of ``CATEGORIES``.
 
     Raises:
-        ConfigError: No such category, or one that is not scored here.
-        DataError: The files are not there, or not as the wheel has them.
+        ConfigError: The category does not exist or is not scored here.
+        DataError: The files are missing or do not have the wheel's layout.
     """
     if category not in CATEGORIES:
         raise ConfigError(
-            f"{category}: no category of the leaderboard that is scored here.\n  Known: {', '.join(CATEGORIES)}."
+            f"{category}: not a category of the leaderboard that can be scored.\n"
+            f"  Expected one of {', '.join(CATEGORIES)}."
         )
     directory = Path(data_dir)
     questions = _read_rows(directory / f"BFCL_v4_{category}.json")
@@ -104,14 +105,16 @@ def read_bfcl(data_dir: str | Path, category: str) -> list[BfclCase]:
     functions = _read_functions(directory) if category in MULTI_TURN else {}
     try:
         if [question["id"] for question in questions] != [answer["id"] for answer in answers]:
-            raise DataError(f"{directory}: the questions and answers of {category} have different ids.")
+            raise DataError(
+                f"{directory}: the questions and answers of {category} have different ids. Reinstall bfcl-eval."
+            )
         return [
             _case(question, answer["ground_truth"], category, functions)
             for question, answer in zip(questions, answers, strict=True)
         ]
     except (KeyError, TypeError) as error:
         raise DataError(
-            f"{directory}: the rows of {category} are not the leaderboard's ({error!r}).\n"
+            f"{directory}: the rows of {category} do not have the leaderboard's shape ({error!r}).\n"
             "  Pass the data directory of the bfcl-eval wheel: site-packages/bfcl_eval/data."
         ) from None
 
@@ -120,7 +123,7 @@ def _case(
     question: dict[str, Any], answers: list[Any], category: str, functions: dict[str, list[dict[str, Any]]]
 ) -> BfclCase:
     classes = tuple(question["involved_classes"]) if category in MULTI_TURN else ()
-    # The wheel offers what the data names as ``excluded_function``, too: it never reads that key.
+    # The wheel also offers what the data names as ``excluded_function``: it never reads that key.
     offered = [function for name in classes for function in functions[name]]
     return BfclCase(
         id=question["id"],
@@ -130,7 +133,7 @@ def _case(
         answers=tuple(answers),
         classes=classes,
         initial_config=question["initial_config"] if classes else {},
-        held_out={int(place): tuple(names) for place, names in question.get("missed_function", {}).items()},
+        held_out={int(turn): tuple(names) for turn, names in question.get("missed_function", {}).items()},
     )
 
 
@@ -149,5 +152,5 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     except ValueError as error:
         raise DataError(f"{path}: not JSON Lines ({error}).") from None
     if not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path}: rows that are no objects. Pass the wheel's bfcl_eval/data.")
+        raise DataError(f"{path}: expected every row to be an object. Pass the wheel's bfcl_eval/data.")
     return rows

@@ -1,13 +1,13 @@
 """The verdict of the Berkeley Function Calling Leaderboard, v4, on single-turn cases.
 
-Agrees with the ``ast_checker`` of the ``bfcl-eval`` wheel on every verdict, its peculiarities included: it is a
-yardstick, and a better one would measure something else. The rules that surprise:
+Agrees with ``ast_checker`` of the ``bfcl-eval`` wheel on every verdict, including its peculiarities: it is a yardstick,
+and a better one would measure something else. Its surprising rules:
 
-- A string matches without its spaces, case and ``,./-_*^``; lists of strings likewise, one level deep.
-- An integer passes for a float, never a float for an integer; in lists neither.
-- An argument whose schema type is not the type of the answer counts as a variable: it is compared exactly.
-- Calls may come in any order, but each expected one takes the first that fits, without trying another pairing.
-- The schema's defaults, enums and bounds are not looked at.
+- Strings match regardless of case, spaces and ``,./-_*^``; strings in lists likewise, one level deep.
+- An integer passes for a float, but never a float for an integer; in lists, neither does.
+- If an argument's schema type is not the type of the answer, it is taken for a variable and compared exactly.
+- Calls may come in any order, but each expected call takes the first that fits, without trying another pairing.
+- Defaults, enums and bounds of the schema are ignored.
 
 Where the wheel's checker would raise, the verdict is "not valid".
 """
@@ -35,16 +35,16 @@ PYTHON_TYPES: dict[str, type] = {
 _NESTED_SOURCE_TYPES = ("Array", "ArrayList", "array")
 _DROPPED = str.maketrans({**dict.fromkeys(" ,./-_*^"), "'": '"'})
 
-# What a parameter may be, as the answers have it: values, lists of values, objects of alternatives.
+# The possible values of a parameter in the answers: values, lists of values, objects of alternatives.
 Alternatives = Sequence[Any]
 Answer = Mapping[str, Mapping[str, Alternatives]]
 
 
 class BfclVerdict(NamedTuple):
-    """Whether the benchmark takes the calls; ``reason`` is empty if so, else says what is wrong first.
+    """The benchmark's verdict on the calls of one case; ``reason`` is the first problem, empty if valid.
 
-    ``is_exact`` says that each argument was found to be one of its alternatives as typed JSON, letter by letter, and
-    that none is missing or left over: any stricter rule takes the calls as well. Where it is false, they may be.
+    ``is_exact`` is True only if every argument is one of its alternatives as typed JSON, character for character, and
+    none is missing or extra: any stricter rule accepts the calls as well. False says nothing.
     """
 
     valid: bool
@@ -60,82 +60,73 @@ class _MismatchError(Exception):
     """One call is not the expected one; the message is the reason."""
 
 
-def judge_bfcl(
-    category: str,
-    functions: Sequence[Mapping[str, Any]],
-    answers: Sequence[Answer],
-    calls: Sequence[Call],
-    dots_as_underscores: bool = False,
-) -> BfclVerdict:
-    """The benchmark's verdict on the calls of one case.
+class CallChecker:
+    """Checks calls against the answer of one single-turn case; prepared once for many predictions.
 
     Args:
         category: The category's name, which decides how many calls are due and in which language values are written.
         functions: The case's functions as its question file has them.
-        answers: The case's ``ground_truth``; not looked at in relevance and irrelevance, which have none.
-        calls: What the model called. In the categories of Java and JavaScript each value is a string of source text.
-        dots_as_underscores: Expect ``a_b`` where a function is called ``a.b``, for models that cannot write dots.
+        answers: The case's ``ground_truth``; ignored in relevance and irrelevance, which have none.
     """
-    check = _Check(language_of(category), dots_as_underscores, {})
-    return _judge(check, category, lambda answer: _find_function(category, functions, answer), answers, calls)
-
-
-class BfclJudge:
-    """The verdict of ``judge_bfcl`` on one case, made ready for many predictions of it."""
 
     def __init__(self, category: str, functions: Sequence[Mapping[str, Any]], answers: Sequence[Answer]) -> None:
+        self._category = category
+        self._answers = answers
+        self._functions = [_find_function(category, functions, answer) for answer in answers]
         language = language_of(category)
-        ready: dict[int, _Ready] = {}
-        found = {id(answer): _find_function(category, functions, answer) for answer in answers}
+        prepared: dict[int, _Prepared] = {}
         if language == "python":
-            ready = {id(answer): _make_ready(found[id(answer)], answer) for answer in answers}
-        self._check = _Check(language, False, ready)
-        self._case = (category, lambda answer: found[id(answer)], answers)
+            prepared = {id(a): _prepare(f, a) for f, a in zip(self._functions, answers, strict=True)}
+        self._comparison = _Comparison(language, prepared)
 
-    def judge(self, calls: Sequence[Call]) -> BfclVerdict:
-        """The verdict on one prediction."""
-        return _judge(self._check, *self._case, calls)
+    def check(self, calls: Sequence[Call]) -> BfclVerdict:
+        """Return the benchmark's verdict on one prediction.
 
-
-def _judge(
-    check: _Check,
-    category: str,
-    find_function: Callable[[Answer], Mapping[str, Any]],
-    answers: Sequence[Answer],
-    calls: Sequence[Call],
-) -> BfclVerdict:
-    if "relevance" in category:
-        return _judge_relevance("irrelevance" not in category, calls)
-    is_parallel = "parallel" in category
-    num_due = len(answers) if is_parallel or "multiple" in category else 1
-    if len(calls) != num_due:
-        return BfclVerdict(False, f"{len(calls)} calls instead of {num_due}")
-    try:
-        if not is_parallel:
-            is_exact = check.require(find_function(answers[0]), calls[0], answers[0]) and len(answers) == 1
+        Args:
+            calls: The model's calls. In the Java and JavaScript categories each value is a string of source text.
+        """
+        category, answers = self._category, self._answers
+        if "relevance" in category:
+            return _check_relevance("irrelevance" not in category, calls)
+        is_parallel = "parallel" in category
+        num_due = len(answers) if is_parallel or "multiple" in category else 1
+        if len(calls) != num_due:
+            return BfclVerdict(False, f"{len(calls)} calls instead of {num_due}")
+        require = self._comparison.require
+        try:
+            if not is_parallel:
+                is_exact = require(self._functions[0], calls[0], answers[0]) and len(answers) == 1
+                return _EXACT if is_exact else _VALID
+            remaining = list(calls)
+            is_exact = True
+            for function, answer in zip(self._functions, answers, strict=True):
+                found = _find_match(require, function, remaining, answer)
+                if found is None:
+                    return BfclVerdict(False, f"no call fits the expected {next(iter(answer))}")
+                del remaining[found[0]]
+                is_exact = is_exact and found[1]
             return _EXACT if is_exact else _VALID
-        left = list(calls)
-        is_exact = True
-        for answer in answers:
-            taken = _first_fitting(check, find_function(answer), left, answer)
-            if taken is None:
-                return BfclVerdict(False, f"no call fits the expected {next(iter(answer))}")
-            del left[taken[0]]
-            is_exact = is_exact and taken[1]
-        return _EXACT if is_exact else _VALID
-    except _MismatchError as mismatch:
-        return BfclVerdict(False, str(mismatch))
-    except (TypeError, KeyError, IndexError, AttributeError, ValueError, NotImplementedError, RecursionError) as error:
-        return BfclVerdict(False, f"the answer or its schema cannot be compared with: {type(error).__name__}")
+        except _MismatchError as mismatch:
+            return BfclVerdict(False, str(mismatch))
+        except (
+            TypeError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            ValueError,
+            NotImplementedError,
+            RecursionError,
+        ) as error:
+            return BfclVerdict(False, f"the answer or its schema cannot be compared with: {type(error).__name__}")
 
 
 def language_of(category: str) -> str:
-    """In which language a category's values are written: ``python``, ``java`` or ``javascript``."""
+    """Return the language that a category's values are written in: ``python``, ``java`` or ``javascript``."""
     return next((language for language in ("java", "javascript") if category.endswith(language)), "python")
 
 
 def read_source(value: Any, schema: Mapping[str, Any], language: str) -> Any:
-    """The value of an argument's source text in Java or JavaScript, by its schema; other values as they are."""
+    """Read an argument's Java or JavaScript source text by its schema; other values are returned as they are."""
     if language == "python" or type(value) is not str:
         return value
     type_name = schema["type"]
@@ -145,18 +136,18 @@ def read_source(value: Any, schema: Mapping[str, Any], language: str) -> Any:
 
 
 def standardize(text: str) -> str:
-    """The text as the benchmark compares it: without case, spaces and ``,./-_*^``, with one kind of quote."""
+    """Normalize a string as the benchmark does: lower case, double quotes, no spaces or ``,./-_*^``."""
     return text.translate(_DROPPED).lower()
 
 
-def _judge_relevance(is_due: bool, calls: Sequence[Call]) -> BfclVerdict:
+def _check_relevance(is_due: bool, calls: Sequence[Call]) -> BfclVerdict:
     if bool(calls) == is_due:
         return BfclVerdict(True)
     return BfclVerdict(False, "no call where one was due" if is_due else "a call where none was due")
 
 
 def _find_function(category: str, functions: Sequence[Mapping[str, Any]], answer: Answer) -> Mapping[str, Any]:
-    """The function that an answer calls; in the simple categories the only one, whatever its name."""
+    """Return the function that an answer calls; in the simple categories the only one, whatever its name."""
     if "multiple" not in category and "parallel" not in category:
         return functions[0]
     name = next(iter(answer))
@@ -166,44 +157,44 @@ def _find_function(category: str, functions: Sequence[Mapping[str, Any]], answer
     return {}
 
 
-def _first_fitting(
-    check: _Check, function: Mapping[str, Any], calls: Sequence[Call], answer: Answer
+def _find_match(
+    require: Callable[[Mapping[str, Any], Call, Answer], bool],
+    function: Mapping[str, Any],
+    calls: Sequence[Call],
+    answer: Answer,
 ) -> tuple[int, bool] | None:
-    for place, call in enumerate(calls):
+    """Return the position of the first call that fits, and whether it does exactly."""
+    for position, call in enumerate(calls):
         try:
-            return place, check.require(function, call, answer)
+            return position, require(function, call, answer)
         except _MismatchError:
             continue
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class _Check:
-    """The comparison of one call with one answer."""
+class _Comparison:
+    """Compares one call with one answer; ``prepared`` is keyed by the identity of the answer."""
 
     language: str
-    dots_as_underscores: bool
-    # By the identity of an answer.
-    ready: Mapping[int, _Ready]
+    prepared: Mapping[int, _Prepared]
 
     def require(self, function: Mapping[str, Any], call: Call, answer: Answer) -> bool:
-        """Raise ``_MismatchError`` unless the call is the expected one; whether it was found to be so exactly."""
+        """Raise ``_MismatchError`` unless the call is the expected one; return True if it is so exactly."""
         name: str = function["name"]
-        if self.dots_as_underscores:
-            name = name.replace(".", "_")
         if call.name != name:
             raise _MismatchError(f"calls {call.name[:80]} instead of {name}")
         alternatives = next(iter(answer.values()))
         schemas = function["parameters"]["properties"]
-        ready = self.ready.get(id(answer), _NOTHING_READY)
+        prepared = self.prepared.get(id(answer), _UNPREPARED)
         arguments = call.arguments
-        is_whole = is_exact = ready.due is not None and ready.due <= arguments.keys()
-        if not is_whole:
+        has_all_due = is_exact = prepared.due is not None and prepared.due <= arguments.keys()
+        if not has_all_due:
             for parameter in function["parameters"]["required"]:
                 if parameter not in arguments:
                     raise _MismatchError(f"required {parameter} is missing")
         for parameter, value in arguments.items():
-            known = ready.known.get(parameter)
+            known = prepared.known.get(parameter)
             if known is not None and type(value) is known.type:
                 if value in known.values:
                     continue
@@ -220,14 +211,14 @@ class _Check:
                 raise _MismatchError(f"{parameter} {mismatch}") from None
             if not fits:
                 raise _MismatchError(f"{parameter} is {shorten(value)}, expected {shorten(alternatives[parameter])}")
-        if not is_whole:
+        if not has_all_due:
             for parameter, values in alternatives.items():
                 if parameter not in arguments and "" not in values:
                     raise _MismatchError(f"{parameter} is missing and has no default")
         return is_exact
 
     def _fits(self, value: Any, schema: Mapping[str, Any], alternatives: Alternatives) -> bool:
-        """Whether an argument is among its alternatives; raises where its type alone rules it out."""
+        """Return True if an argument is among its alternatives; raise if its type alone rules it out."""
         type_name = schema["type"]
         value, due, item_due = self._read(value, type_name, schema)
         if type_name == "tuple" and type(value) is tuple:
@@ -242,16 +233,16 @@ class _Check:
         if due is list and item_due is dict:
             return any(_dicts_fit(value, alternative) for alternative in alternatives)
         if due is str:
-            wanted = standardize(value)
-            return any(type(item) is str and standardize(item) == wanted for item in alternatives)
+            standardized = standardize(value)
+            return any(type(item) is str and standardize(item) == standardized for item in alternatives)
         if due is list:
-            # By place: an object among the alternatives raises, as in the wheel.
-            lists = [[_plain(items[place]) for place in range(len(items))] for items in alternatives]
-            return [_plain(item) for item in value] in lists
+            # By index: an object among the alternatives raises, as in the wheel.
+            lists = [[_standardize_string(items[index]) for index in range(len(items))] for items in alternatives]
+            return [_standardize_string(item) for item in value] in lists
         return value in alternatives
 
     def _read(self, value: Any, type_name: str, schema: Mapping[str, Any]) -> tuple[Any, type, type | None]:
-        """The value in Python's types, the type due and that of its items."""
+        """Return the value in Python's types, the expected type and that of its items."""
         if self.language == "python":
             due = PYTHON_TYPES[type_name]
             item_due = PYTHON_TYPES[schema["items"]["type"]] if due is list else None
@@ -267,28 +258,27 @@ class _Check:
 
 
 class _Known(NamedTuple):
-    """Alternatives that all have the type due, which a value of that type is one of or not."""
+    """Alternatives that all have the expected type: a value of that type can be looked up."""
 
     type: type
     values: frozenset[Any]
     standardized: frozenset[str]
 
 
-class _Ready(NamedTuple):
-    """What of an answer is made ready: the parameters that no call may lack, and those of plain alternatives.
+class _Prepared(NamedTuple):
+    """The parameters of an answer that no call may lack, and those whose alternatives are plain values.
 
-    ``due`` is None where that cannot be said beforehand.
+    ``due`` is None if it cannot be known in advance.
     """
 
     due: frozenset[str] | None
     known: Mapping[str, _Known]
 
 
-_NOTHING_READY = _Ready(None, {})
+_UNPREPARED = _Prepared(None, {})
 
 
-def _make_ready(function: Mapping[str, Any], answer: Answer) -> _Ready:
-    """Of the alternatives those that are texts, or numbers, or true and false, and nothing else."""
+def _prepare(function: Mapping[str, Any], answer: Answer) -> _Prepared:
     schemas = function.get("parameters", {}).get("properties", {})
     parameters = next(iter(answer.values()))
     known = {}
@@ -299,12 +289,12 @@ def _make_ready(function: Mapping[str, Any], answer: Answer) -> _Ready:
             known[parameter] = _Known(due, frozenset(alternatives), standardized)
     required = function.get("parameters", {}).get("required")
     if required is None or list(answer) != [function.get("name")]:
-        return _Ready(None, known)
-    return _Ready(frozenset(required).union(key for key, values in parameters.items() if "" not in values), known)
+        return _Prepared(None, known)
+    return _Prepared(frozenset(required).union(key for key, values in parameters.items() if "" not in values), known)
 
 
 def _is_variable(value: Any, alternatives: Alternatives, due: type[Any], item_due: type[Any] | None) -> bool | None:
-    """Whether a value of a right type is to be compared as it is; None for a value of a wrong type."""
+    """Return True if a value is compared exactly, as a variable; None if its type is wrong."""
     answer_type = _answer_type(alternatives)
     if type(value) is not due:
         return True if answer_type is not None and type(value) is answer_type else None
@@ -321,7 +311,7 @@ def _answer_type(alternatives: Alternatives) -> type | None:
 
 
 def _items_have_type(items: Sequence[Any], answer: Any, due: type) -> bool:
-    """Whether every item has the type due or that of the answer's items; anything passes where that is no list."""
+    """Return True if every item has the expected type or that of the answer's items, or if the answer is no list."""
     if type(answer) is not list:
         return True
     answer_type = _answer_type(answer)
@@ -330,10 +320,10 @@ def _items_have_type(items: Sequence[Any], answer: Any, due: type) -> bool:
 
 def _dict_fits(value: Mapping[str, Any], alternative: Mapping[str, Alternatives]) -> bool:
     has_only = all(
-        key in alternative and _plain(item) in [_plain(answer) for answer in alternative[key]]
+        key in alternative and _standardize_string(item) in [_standardize_string(answer) for answer in alternative[key]]
         for key, item in value.items()
     )
-    # Looked at in either case, as in the wheel, where an answer without items raises here.
+    # Evaluated in either case, as in the wheel, where an answer without items raises here.
     has_all = all(key in value or "" in answers for key, answers in alternative.items())
     return has_only and has_all
 
@@ -344,5 +334,5 @@ def _dicts_fit(values: Sequence[Any], answers: Sequence[Any]) -> bool:
     )
 
 
-def _plain(value: Any) -> Any:
+def _standardize_string(value: Any) -> Any:
     return standardize(value) if type(value) is str else value

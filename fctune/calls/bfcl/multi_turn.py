@@ -1,21 +1,20 @@
 """The verdict of the Berkeley Function Calling Leaderboard, v4, on multi-turn cases.
 
-The calls of a turn are played on simulated classes - a file system, a car, a broker - and the answer's calls on a
-second set of them. After every turn that expects calls, the model has made one, all public attributes of both sets are
-equal, and each result of the answer's calls is among the model's results of all turns so far. Neither the order of
-calls nor more of them count otherwise.
+The calls of a turn are made on simulated classes - a file system, a car, a broker - and the answer's calls on a second
+set of instances. A case is valid if, after every turn that expects calls, the model has made at least one call, all
+public attributes of both sets are equal, and each result of the answer's calls is among the model's results of all
+turns so far. The order of calls and additional calls do not matter otherwise.
 
-The classes are those of the ``bfcl-eval`` wheel, where it is installed. Its own checker gives each call to ``eval``,
-with all of Python in reach, and keeps the instances for the next time. Here a call is looked up by name among the
-public methods of the case's classes and made with keyword arguments, on fresh instances. What follows of it:
+The classes are those of the ``bfcl-eval`` wheel, if it is installed. Its own checker passes each call to ``eval``, with
+all of Python in reach, and reuses the instances. Here a call is looked up by name among the public methods of the
+case's classes and made with keyword arguments, on fresh instances. Consequences:
 
-- A name that is no tool of the case is an error, which is what the wheel's checker says of all but Python's own
-  functions.
+- A name that is not a tool of the case is an error, as it is to the wheel's checker for all but Python's own functions.
 - Calls that would take forever are errors: powers and precisions of more than ``MAX_DIGITS`` digits, cases of more than
   ``MAX_TIME_S`` seconds.
 
-Two peculiarities are kept, as they decide verdicts: an argument goes through its Python source text, in which a name
-before a bracket loses the space between, and a tool's name there gets its instance's before it.
+Two peculiarities are kept because they decide verdicts: an argument goes through its Python source text, in which a
+name before a bracket loses the space between, and a tool's name there is prefixed with its instance's.
 """
 
 from __future__ import annotations
@@ -47,19 +46,18 @@ MAX_TIME_S = 1.0
 _PACKAGE = "bfcl_eval.eval_checker.multi_turn_eval.func_source_code"
 _CALLEE = re.compile(r"\b([a-zA-Z_]\w*)\s*(?=\()")
 
-Simulators = Mapping[str, type]
+SimulatedClasses = Mapping[str, type]
 
 
-class _TooLongError(BaseException):
-    """The time of a case is over; no ``except Exception`` of a simulated class may catch it."""
+class _TimeLimitError(BaseException):
+    """The time of a case is over; not an ``Exception``, so that no simulated class catches it."""
 
 
-@functools.cache
-def load_simulators() -> Simulators:
-    """The simulated classes by name.
+def load_simulators() -> SimulatedClasses:
+    """Load the simulated classes by name.
 
     Raises:
-        ConfigError: The wheel is not installed, or is not the version that this module knows.
+        ConfigError: The wheel is not installed, or not in a version that this module knows.
     """
     found: dict[str, type] = {}
     for name, module in SIMULATORS.items():
@@ -68,32 +66,38 @@ def load_simulators() -> Simulators:
         except (ImportError, AttributeError) as error:
             raise ConfigError(
                 f"multi-turn categories need the wheel bfcl-eval ({error}).\n"
-                "  Install it without its 6 GB of needs: pip install --no-deps bfcl-eval==2026.3.23"
+                "  Install it without its 6 GB of dependencies: pip install --no-deps bfcl-eval==2026.3.23"
             ) from None
     return found
 
 
-def judge_multi_turn(case: BfclCase, turns: Sequence[Sequence[Sequence[Call]]], simulators: Simulators) -> BfclVerdict:
-    """The benchmark's verdict on the calls of one multi-turn case.
+def check_multi_turn(
+    case: BfclCase,
+    turns: Sequence[Sequence[Sequence[Call]]],
+    classes: SimulatedClasses,
+    max_time_s: float = MAX_TIME_S,
+) -> BfclVerdict:
+    """Return the benchmark's verdict on the calls of one multi-turn case.
 
     Args:
         case: A case of a multi-turn category.
         turns: The model's calls: for each turn of the user its steps, for each step the calls of one answer.
-        simulators: What ``load_simulators`` gives.
+        classes: The simulated classes, from ``load_simulators``.
+        max_time_s: CPU seconds that the calls may take.
     """
     if len(turns) != len(case.answers):
         return BfclVerdict(False, f"{len(turns)} turns instead of {len(case.answers)}")
     try:
-        with _numbers_kept(), _time_limited(MAX_TIME_S):
-            return _judge_turns(case, turns, simulators)
-    except _TooLongError:
-        return BfclVerdict(False, f"its calls take more than {MAX_TIME_S} s")
+        with _precision_restored(), _time_limit(max_time_s):
+            return _check_turns(case, turns, classes)
+    except _TimeLimitError:
+        return BfclVerdict(False, f"its calls take more than {max_time_s} s")
     except RecursionError:
-        return BfclVerdict(False, "its calls lead to a state that holds itself")
+        return BfclVerdict(False, "its calls lead to a state that contains itself")
 
 
-def _judge_turns(case: BfclCase, turns: Sequence[Sequence[Sequence[Call]]], simulators: Simulators) -> BfclVerdict:
-    model, expected = World(case, simulators, "model"), World(case, simulators, "expected")
+def _check_turns(case: BfclCase, turns: Sequence[Sequence[Sequence[Call]]], classes: SimulatedClasses) -> BfclVerdict:
+    model, expected = SimulatedTools(case, classes, "model"), SimulatedTools(case, classes, "expected")
     results: Counter[str] = Counter()
     for number, (steps, answer) in enumerate(zip(turns, case.answers, strict=True), start=1):
         made = [model.make(call) for step in steps for call in step]
@@ -104,50 +108,52 @@ def _judge_turns(case: BfclCase, turns: Sequence[Sequence[Sequence[Call]]], simu
         if not made:
             return BfclVerdict(False, f"turn {number}: no call where one was due")
         if (differing := model.find_difference(expected)) is not None:
-            return BfclVerdict(False, f"turn {number}: {differing} is not what the expected calls make of it")
+            return BfclVerdict(False, f"turn {number}: {differing} differs from its value after the expected calls")
         if missing := Counter(due) - results:
-            return BfclVerdict(False, f"turn {number}: no call gave {next(iter(missing))[:200]}")
+            return BfclVerdict(False, f"turn {number}: no call returned {next(iter(missing))[:200]}")
     return BfclVerdict(True)
 
 
-class World:
+class SimulatedTools:
     """Fresh instances of a case's simulated classes, and the tools they offer.
 
     Args:
         case: A case of a multi-turn category.
-        simulators: What ``load_simulators`` gives.
-        side: Goes into the names of the instances, which a result may show.
+        classes: The simulated classes, from ``load_simulators``.
+        side: Part of the instances' names, which a result may show.
+        max_time_s: CPU seconds that one ``play`` may take.
     """
 
-    def __init__(self, case: BfclCase, simulators: Simulators, side: str) -> None:
+    def __init__(self, case: BfclCase, classes: SimulatedClasses, side: str, max_time_s: float = MAX_TIME_S) -> None:
+        self._max_time_s = max_time_s
         self._instances: dict[str, Any] = {}
         self._tools: dict[str, Callable[..., Any]] = {}
         self._owners: dict[str, str] = {}
         for name in case.classes:
-            instance = self._instances[name] = simulators[name]()
+            instance = self._instances[name] = classes[name]()
             if hasattr(instance, "_load_scenario"):
-                # Through JSON, as deep a copy as any: the simulators change what they are given.
+                # A deep copy through JSON: the simulators change what they are given.
                 scenario = json.loads(json.dumps(case.initial_config.get(name, {})))
                 instance._load_scenario(scenario, long_context="long_context" in case.category)
-            for tool, function in vars(simulators[name]).items():
+            for tool, function in vars(classes[name]).items():
                 if inspect.isfunction(function) and not tool.startswith("_"):
                     self._tools[tool] = functools.partial(function, instance)
                     self._owners[tool] = re.sub(r"[-./:]", "_", f"{side}_{case.id}_{name}_instance")
 
     def play(self, calls: Sequence[Call]) -> list[str]:
-        """What each call gives, or what went wrong with it, as text.
+        """Make the calls and return each one's result, or its error, as text.
 
         Raises:
-            TimeoutError: They take longer than a whole case may; the state is not to be used any more.
+            TimeoutError: The calls take longer than a complete case may; the state must not be used any more.
         """
         try:
-            with _numbers_kept(), _time_limited(MAX_TIME_S):
+            with _precision_restored(), _time_limit(self._max_time_s):
                 return [self.make(call) for call in calls]
-        except _TooLongError:
-            raise TimeoutError(f"its calls take more than {MAX_TIME_S:g} s") from None
+        except _TimeLimitError:
+            raise TimeoutError(f"its calls take more than {self._max_time_s:g} s") from None
 
     def make(self, call: Call) -> str:
-        """Make the call; its result, or what went wrong, as text."""
+        """Make one call and return its result, or its error, as text."""
         try:
             if call.name not in self._tools:
                 raise NameError(f"name {call.name[:80]!r} is not defined")
@@ -158,7 +164,7 @@ class World:
             return f"Error during execution: {error}"
 
     def read_answer(self, text: str) -> Call:
-        """The call of an answer, whose first argument may stand there without its name."""
+        """Read a call of an answer, whose first argument may be positional."""
         reader = PythonReader(text)
         try:
             return Call(*reader.read_call(0)[0])
@@ -168,8 +174,8 @@ class World:
             (_, others), _ = PythonReader(f"{name}({text[end:].lstrip(' ,')}").read_call(0)
             return Call(name, {next(iter(inspect.signature(self._tools[name]).parameters)): value, **others})
 
-    def find_difference(self, expected: World) -> str | None:
-        """The first public attribute that is not equal in both."""
+    def find_difference(self, expected: SimulatedTools) -> str | None:
+        """Return the first public attribute whose value differs."""
         for name, instance in expected._instances.items():
             mine = vars(self._instances[name])
             for attribute, value in vars(instance).items():
@@ -193,14 +199,14 @@ def _to_text(result: Any) -> str:
     if type(result) is str:
         return result
     if type(result) is dict:
-        # Some hold what JSON does not have.
+        # Some hold values that JSON lacks.
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             return json.dumps(result)
     return str(result)
 
 
 def _require_bounded(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise for arithmetic whose time or memory grows with a value rather than with what was written."""
+    """Raise for arithmetic whose time or memory grows with a value rather than with the text of the call."""
     for key in ("precision", "decimal_places"):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             if abs(int(arguments.get(key, 0))) > MAX_DIGITS:
@@ -212,8 +218,8 @@ def _require_bounded(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _numbers_kept() -> Iterator[None]:
-    """Undo what the simulated calculator does to the precision of the whole process."""
+def _precision_restored() -> Iterator[None]:
+    """Restore the process's numeric precision, which the simulated calculator changes."""
     with decimal.localcontext():
         mpmath = sys.modules.get("mpmath")
         precision = mpmath.mp.prec if mpmath is not None else None
@@ -225,17 +231,17 @@ def _numbers_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _time_limited(seconds: float) -> Iterator[None]:
-    """Raise ``_TooLongError`` after so many seconds of this process's own time; only the main thread can be stopped.
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise ``_TimeLimitError`` after that much CPU time of this process; only the main thread can be interrupted.
 
-    Not SIGALRM, which test runners and launchers use for limits of their own.
+    SIGALRM is left to test runners and launchers, which use it for their own limits.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(*_: Any) -> None:
-        raise _TooLongError
+        raise _TimeLimitError
 
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)

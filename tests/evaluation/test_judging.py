@@ -25,15 +25,15 @@ def served(*functions: Any) -> Answer:
     [
         ({"name": "f", "arguments": '{"a": 1}'}, {"a": 1}, {"a": 1}),
         ({"name": "f", "arguments": "{}"}, {}, {}),
-        ({"name": "f", "arguments": {"a": 1}}, "not a string but dict", {"a": 1}),
+        ({"name": "f", "arguments": {"a": 1}}, {"a": 1}, {"a": 1}),
         ({"name": "f", "arguments": ""}, "not JSON", {}),
-        ({"name": "f", "arguments": None}, "not a string but NoneType", {}),
-        ({"name": "f"}, "not a string but NoneType", {}),
+        ({"name": "f", "arguments": None}, "not an object but NoneType", {}),
+        ({"name": "f"}, "not an object but NoneType", {}),
         ({"name": "f", "arguments": '{"a": 1'}, "not JSON", None),
         ({"name": "f", "arguments": "[1]"}, "not an object but list", "not an object but list"),
-        ({"name": "", "arguments": "{}"}, "without function.name", "without function.name"),
-        ({"name": 3, "arguments": "{}"}, "without function.name", "without function.name"),
-        (None, "without function.name", "without function.name"),
+        ({"name": "", "arguments": "{}"}, "a call without a name", "a call without a name"),
+        ({"name": 3, "arguments": "{}"}, "a call without a name", "a call without a name"),
+        (None, "a call without a name", "a call without a name"),
     ],
 )
 def test_served_calls_are_read_by_the_protocol_and_leniently(function: Any, strict: Any, lenient: Any) -> None:
@@ -67,13 +67,12 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("format_name", ["hermes", "pythonic", "xlam", "qwen3_coder"])
 def test_hostile_text_gets_a_verdict_that_can_be_written_and_read_again(name: str, format_name: str) -> None:
-    suite = load_suite(ROOT / "eval" / "suites" / "smoke.yaml")
-    case = suite.cases[0]
+    case = load_suite(ROOT / "eval" / "suites" / "smoke.yaml").cases[0]
     start = time.monotonic()
-    row = judge_answer(suite, case, Answer(0, HOSTILE[name]), FORMATS[format_name])
+    row = judge_answer(case, Answer(0, HOSTILE[name]), FORMATS[format_name]).to_row()
     assert time.monotonic() - start < 10
     assert row["verdict"] not in ("", "correct")
     again = json.loads(json.dumps(row))
     for lenient in (False, True):
-        outcome, _ = judge_row(suite, case, again, lenient)
-        assert outcome.verdict == (row["lenient"] if lenient else row)["verdict"]
+        judgement = judge_row(case, again, lenient)
+        assert judgement.outcome.verdict == (row["lenient"] if lenient else row)["verdict"]

@@ -24,12 +24,12 @@ Plan = Callable[[MultiTurnCase, int, int], list[Call] | str]
 
 
 @functools.cache
-def everything() -> Suite:
+def load_multi_turn_suite() -> Suite:
     return load_suite(ROOT / "eval" / "suites" / "bfcl.yaml", categories=["multi_turn"], has_multi_turn=True)
 
 
 def sample(every: int = 40, categories: Sequence[str] = ()) -> Suite:
-    suite = everything().select(categories)
+    suite = load_multi_turn_suite().select(categories)
     return replace(suite, multi_turn=suite.multi_turn[::every])
 
 

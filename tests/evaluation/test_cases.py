@@ -1,4 +1,4 @@
-"""Cases of your own: what a row may say, and what is wrong with one that is none."""
+"""Cases of your own: accepted rows, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.cases import read_cases
 from fctune.data.conversation import Call
 from fctune.errors import DataError
+from fctune.evaluation.cases import read_cases
 
 WriteRows = Callable[..., Path]
 ASKED: dict[str, Any] = {
@@ -20,7 +20,7 @@ ASKED: dict[str, Any] = {
 CALL = {"name": "f", "arguments": {"a": 1}}
 
 
-def test_expected_calls_stand_by_themselves_or_in_the_last_message(write_rows: WriteRows) -> None:
+def test_expected_calls_are_a_field_of_their_own_or_the_last_message(write_rows: WriteRows) -> None:
     answer = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]}
     first, second, third = read_cases(
         write_rows(
@@ -54,7 +54,7 @@ def test_expected_calls_stand_by_themselves_or_in_the_last_message(write_rows: W
         ([], "expected an object with messages"),
     ],
 )
-def test_a_row_that_is_no_case_is_named_with_its_line(write_rows: WriteRows, row: Any, words: str) -> None:
+def test_an_invalid_case_is_reported_with_its_line(write_rows: WriteRows, row: Any, words: str) -> None:
     path = write_rows([{**ASKED, "expected_calls": []}, row])
     with pytest.raises(DataError) as error:
         read_cases(path)
@@ -62,16 +62,16 @@ def test_a_row_that_is_no_case_is_named_with_its_line(write_rows: WriteRows, row
     assert words in str(error.value)
 
 
-def test_ids_differ(write_rows: WriteRows) -> None:
+def test_ids_must_be_unique(write_rows: WriteRows) -> None:
     row = {**ASKED, "expected_calls": [], "id": "x"}
     with pytest.raises(DataError, match="2 cases have the id 'x'"):
         read_cases(write_rows([row, row]))
 
 
-def test_no_file_no_rows_and_no_json_are_said(write_rows: WriteRows, tmp_path: Path) -> None:
+def test_a_missing_an_empty_and_a_broken_file_are_reported(write_rows: WriteRows, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         read_cases(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match="holds no cases"):
+    with pytest.raises(DataError, match="contains no cases"):
         read_cases(write_rows([]))
     (tmp_path / "broken.jsonl").write_text("{")
     with pytest.raises(DataError, match="not JSON"):

@@ -1,4 +1,4 @@
-"""Rows of predictions: what is taken, what is a fault of the model, and what is a fault of the file."""
+"""Rows of predictions: accepted shapes, errors of the model and errors of the file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.predictions import Prediction, read_predictions
 from fctune.data.conversation import Call, Tool
 from fctune.errors import ConfigError, DataError
+from fctune.evaluation.predictions import Prediction, read_predictions
 
 WriteRows = Callable[..., Path]
 CALL = {"name": "f", "arguments": {"a": 1}}
@@ -32,7 +32,7 @@ def read_one(write_rows: WriteRows, row: Any, default_format: str | None = None)
         {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
     ],
 )
-def test_calls_are_taken_as_endpoints_give_them(write_rows: WriteRows, call: Any) -> None:
+def test_calls_are_read_as_endpoints_send_them(write_rows: WriteRows, call: Any) -> None:
     strict, lenient = read_one(write_rows, {"id": "x", "calls": [call]}).read([]) or (None, None)
     assert strict is lenient
     assert strict is not None
@@ -44,17 +44,17 @@ def test_calls_are_taken_as_endpoints_give_them(write_rows: WriteRows, call: Any
     [
         ({"calls": [{"arguments": {}}]}, "without a name"),
         ({"calls": [{"name": "", "arguments": {}}]}, "without a name"),
-        ({"calls": [{"name": "f"}]}, "no object but NoneType"),
-        ({"calls": [{"name": "f", "arguments": [1]}]}, "no object but list"),
-        ({"calls": [{"name": "f", "arguments": "{"}]}, "no JSON"),
+        ({"calls": [{"name": "f"}]}, "not an object but NoneType"),
+        ({"calls": [{"name": "f", "arguments": [1]}]}, "not an object but list"),
+        ({"calls": [{"name": "f", "arguments": "{"}]}, "not JSON"),
         ({"calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}, "duplicate key"),
-        ({"calls": ["f"]}, "no object but str"),
-        ({"calls": "f()"}, "no list but str"),
-        ({"calls": {"f": {}}}, "no list but dict"),
+        ({"calls": ["f"]}, "as an object, got str"),
+        ({"calls": "f()"}, "a list of calls, got str"),
+        ({"calls": {"f": {}}}, "a list of calls, got dict"),
         ({"calls": [], "malformed": ["not closed"]}, "not closed"),
     ],
 )
-def test_what_a_model_got_wrong_is_malformed(write_rows: WriteRows, row: Any, reason: str) -> None:
+def test_invalid_calls_of_a_model_are_malformed(write_rows: WriteRows, row: Any, reason: str) -> None:
     strict, _ = read_one(write_rows, {"id": "x", **row}).read([]) or (None, None)
     assert strict is not None
     assert reason in strict.malformed[0].reason
@@ -62,12 +62,12 @@ def test_what_a_model_got_wrong_is_malformed(write_rows: WriteRows, row: Any, re
 
 
 @pytest.mark.parametrize("value", ["NaN", "1e999", '{"a": 1, "a": 2}', "[" * 200 + "]" * 200])
-def test_values_that_are_no_json_are_malformed_and_not_a_fault_of_the_file(tmp_path: Path, value: str) -> None:
+def test_values_that_are_not_json_are_malformed_and_not_an_error_of_the_file(tmp_path: Path, value: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "x", "calls": [{"name": "f", "arguments": {"a": ' + value + "}}]}\n")
     (prediction,) = read_predictions(path)
     assert prediction.calls is not None
-    assert prediction.calls.malformed
+    assert prediction.calls.strict.malformed
 
 
 def test_a_text_is_read_in_both_readings(write_rows: WriteRows) -> None:
@@ -91,7 +91,7 @@ def test_the_format_of_a_text_may_be_given_once_for_all(write_rows: WriteRows) -
 
 def test_turns_hold_steps_of_calls_or_text(write_rows: WriteRows) -> None:
     row = {"id": "x", "turns": [[[CALL, CALL], "[f(a=2)]"], []], "format": "pythonic"}
-    turns = read_one(write_rows, row).read_turns(TOOLS)
+    turns = read_one(write_rows, row).read_turns([TOOLS])
     assert turns is not None
     assert [[step[0].calls for step in turn] for turn in turns] == [
         [(Call("f", {"a": 1}), Call("f", {"a": 1})), (Call("f", {"a": 2}),)],
@@ -106,10 +106,10 @@ def test_a_row_without_an_answer_is_a_failure(write_rows: WriteRows, row: Any) -
     prediction = read_one(write_rows, {"id": "x", **row})
     assert prediction.read([]) is None
     assert prediction.read_turns([]) is None
-    assert prediction.failure == row.get("error", "the row holds no calls, text or turns")
+    assert prediction.failure == row.get("error", "the row has no calls, text or turns")
 
 
-def test_all_faults_of_a_file_are_in_one_report_with_their_lines(tmp_path: Path) -> None:
+def test_all_errors_of_a_file_are_reported_at_once_with_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [
         '{"id": "x", "calls": []}',
@@ -127,10 +127,10 @@ def test_all_faults_of_a_file_are_in_one_report_with_their_lines(tmp_path: Path)
     with pytest.raises(DataError) as error:
         list(read_predictions(path))
     lines = str(error.value).split("\n")
-    assert lines[0] == f"{path}: 8 rows are no predictions"
+    assert lines[0] == f"{path}: 8 invalid predictions"
     for number, words in [
         (2, "expected a key in double quotes"),
-        (3, "not list"),
+        (3, "got list"),
         (4, "no id"),
         (5, "no id"),
         (6, "pass --format"),
@@ -141,7 +141,7 @@ def test_all_faults_of_a_file_are_in_one_report_with_their_lines(tmp_path: Path)
         assert any(line.startswith(f"  {path}:{number}: ") and words in line for line in lines), (number, words)
 
 
-def test_ids_may_be_numbers_and_bytes_may_be_none_of_utf8(tmp_path: Path) -> None:
+def test_ids_may_be_numbers_and_bytes_need_not_be_utf8(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(
         json.dumps({"id": 5, "calls": [CALL]}).encode() + b'\n{"id": "\xff", "text": "\xfe", "format": "xlam"}\n'
@@ -151,9 +151,9 @@ def test_ids_may_be_numbers_and_bytes_may_be_none_of_utf8(tmp_path: Path) -> Non
     assert second.read([]) is not None
 
 
-def test_no_file_and_no_rows_are_said(tmp_path: Path) -> None:
+def test_a_missing_and_an_empty_file_are_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         list(read_predictions(tmp_path / "none.jsonl"))
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(DataError, match="holds no predictions"):
+    with pytest.raises(DataError, match="contains no predictions"):
         list(read_predictions(tmp_path / "empty.jsonl"))

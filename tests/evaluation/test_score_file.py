@@ -1,4 +1,4 @@
-"""Files of predictions judged whole: a row out for each row in, agreement with the leaderboard, honest denominators."""
+"""Scoring a file of predictions: one row out for each row in, agreement with the leaderboard, denominators."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.bfcl.cases import CATEGORIES, MULTI_TURN, BfclCase, read_bfcl
-from fctune.calls.bfcl.suite import BfclSuite, to_source_tool
-from fctune.calls.cases import read_cases
+from fctune.calls.bfcl.cases import CATEGORIES, MULTI_TURN, BfclCase, category_of, read_bfcl
 from fctune.calls.formats.registry import FORMATS
-from fctune.calls.judge import CaseSuite, score_file
 from fctune.calls.metrics import wilson_interval
 from fctune.data.conversation import Call, Tool
 from fctune.errors import ConfigError, DataError
+from fctune.evaluation.bfcl import to_tool
+from fctune.evaluation.cases import read_cases
+from fctune.evaluation.score_file import score_file
+from fctune.evaluation.suites import BfclSuite, Suite
 from tests.calls.bfcl_wheel import (
     PYTHON_CATEGORIES,
     SOURCE_CATEGORIES,
@@ -33,8 +34,7 @@ from tests.calls.bfcl_wheel import (
     official_multi_turn_checker,
 )
 from tests.calls.mutations import mutate, mutate_source
-from tests.calls.test_bfcl_multi_turn import gold_turns
-from tests.calls.test_bfcl_multi_turn import mutate as mutate_turns
+from tests.calls.turn_mutations import gold_turns, mutate_turns
 
 WriteRows = Callable[..., Path]
 
@@ -53,7 +53,7 @@ def score_bfcl(
 
 
 @needs_wheel
-def test_a_row_comes_out_for_each_that_goes_in_with_the_official_verdict(write_rows: WriteRows) -> None:
+def test_each_row_gets_the_official_verdict(write_rows: WriteRows) -> None:
     rng = random.Random(21)
     check = official_checker()
     rows, official = [], []
@@ -69,14 +69,19 @@ def test_a_row_comes_out_for_each_that_goes_in_with_the_official_verdict(write_r
     assert [row["valid"] for row in out] == official
     assert all(bool(row["reason"]) != row["valid"] for row in out)
     assert all(row["category"] == row["id"].rpartition("_")[0] for row in out)
-    for category, scores in summary["categories"].items():
+    assert all(row["valid"] == row["bfcl"]["valid"] == (row["verdict"] == "correct") for row in out)
+    for category, scores in summary["scores"].items():
         mine = [row for row in out if row["category"] == category]
         assert len(mine) == 300
         num_valid = sum(row["valid"] for row in mine)
-        assert scores["n"] == 300 + scores["num_missing"]
-        assert (scores["valid"]["successes"], scores["valid"]["n"]) == (num_valid, scores["n"])
-        assert (scores["valid"]["low"], scores["valid"]["high"]) == wilson_interval(num_valid, scores["n"])
-        assert scores["rates"]["accuracy"]["successes"] == sum(row["verdict"] == "correct" for row in mine)
+        num_missing = sum(category_of(case_id) == category for case_id in summary["missing_ids"])
+        accuracy = scores["rates"]["accuracy"]
+        assert scores["n"] == 300 + num_missing
+        assert (accuracy["successes"], accuracy["n"]) == (num_valid, scores["n"])
+        assert (accuracy["low"], accuracy["high"]) == wilson_interval(num_valid, scores["n"])
+        assert summary["official"][category] == accuracy
+        num_typed = sum(row["bfcl"]["typed"] == "correct" for row in mine)
+        assert summary["typed"][category]["successes"] == num_typed
 
 
 @needs_wheel
@@ -91,11 +96,12 @@ def test_multi_turn_rows_get_the_official_verdict(write_rows: WriteRows) -> None
     out, summary = score_bfcl(write_rows(rows))
     assert [row["valid"] for row in out] == official
     assert 0 < sum(official) < len(official)
-    assert set(summary["categories"]) == set(MULTI_TURN)
-    for category, scores in summary["categories"].items():
-        # Cases of which there is no prediction are in the denominator.
-        assert scores["n"] == 40 + scores["num_missing"] >= 200
-        assert scores["valid"]["n"] == scores["n"], category
+    assert set(summary["scores"]) == set(MULTI_TURN)
+    for category, scores in summary["scores"].items():
+        # Cases without a prediction are in the denominator.
+        num_missing = sum(case_id.startswith(category) for case_id in summary["missing_ids"])
+        assert scores["n"] == 40 + num_missing >= 200
+        assert scores["rates"]["accuracy"]["n"] == scores["n"], category
 
 
 @needs_wheel
@@ -109,11 +115,11 @@ def test_gold_as_text_gets_the_verdict_of_gold_as_calls(name: str, write_rows: W
     assert [row["valid"] for row in by_text] == [row["valid"] for row in by_calls]
     assert [row["valid_lenient"] for row in by_text] == [row["valid"] for row in by_calls]
     assert all(row["calls"] == to_json(calls[row["id"]]) for row in by_text)
-    assert summary["categories"]["simple_python"]["valid"]["successes"] == 400
+    assert summary["scores"]["simple_python"]["rates"]["accuracy"]["successes"] == 400
 
 
 def _tools(case: Case) -> tuple[Tool, ...]:
-    return tuple(map(to_source_tool, case.tools)) if case.category == "simple_java" else case.tools
+    return tuple(to_tool(function, case.category) for function in case.functions)
 
 
 def _source(case_id: str, calls: list[Call]) -> list[Call]:
@@ -130,12 +136,12 @@ def test_both_readings_are_reported(write_rows: WriteRows) -> None:
     (row,), summary = score_bfcl(write_rows([{"id": case.id, "text": text, "format": "bfcl"}]))
     assert (row["valid"], row["reason"], row["verdict"]) == (False, "0 calls instead of 1", "missed_call")
     assert (row["valid_lenient"], row["reason_lenient"]) == (True, "")
-    scores = summary["categories"]["simple_python"]
-    assert (scores["valid"]["successes"], scores["valid_lenient"]["successes"], scores["n"]) == (0, 1, 400)
+    rates = [summary[reading]["simple_python"]["rates"]["accuracy"] for reading in ("scores", "lenient")]
+    assert [(rate["successes"], rate["n"]) for rate in rates] == [(0, 400), (1, 400)]
 
 
 @needs_wheel
-def test_a_malformed_call_is_never_taken_for_abstaining(write_rows: WriteRows) -> None:
+def test_a_malformed_call_never_counts_as_abstaining(write_rows: WriteRows) -> None:
     rows = [
         {"id": "irrelevance_0", "text": '<tool_call>{"name": "f"', "format": "hermes"},
         {"id": "irrelevance_1", "calls": ["f"]},
@@ -156,18 +162,18 @@ def test_a_malformed_call_is_never_taken_for_abstaining(write_rows: WriteRows) -
     assert out[0]["reason"].startswith("malformed at 0-23: not closed")
     assert out[0]["malformed"] == [{"start": 0, "end": 23, "reason": "not closed by </tool_call>"}]
     assert out[4]["reason"] == "timed out"
-    rates = summary["categories"]["irrelevance"]["rates"]
+    rates = summary["scores"]["irrelevance"]["rates"]
     assert {name: rates[name]["successes"] for name in ("abstention", "false_call", "well_formed")} == {
         "abstention": 2, "false_call": 1, "well_formed": 3,
     }  # fmt: skip
     assert rates["abstention"]["n"] == 240
-    assert set(summary["categories"]["live_relevance"]["rates"]) == {
+    assert set(summary["scores"]["live_relevance"]["rates"]) == {
         "accuracy", "well_formed", "missed_call", "schema_valid",
     }  # fmt: skip
 
 
 @needs_wheel
-def test_missing_unknown_and_repeated_ids_are_counted_and_said(write_rows: WriteRows) -> None:
+def test_missing_unknown_and_repeated_ids_are_counted(write_rows: WriteRows) -> None:
     gold = {case.id: to_json(gold_calls(case)) for case in load_cases("live_parallel")}
     ids = [*list(gold)[:10], *list(gold)[:2], "live_parallel_999-0-0", "no_such_0", "memory_0-customer-0", "x", ""]
     out, summary = score_bfcl(write_rows([{"id": i, "calls": gold.get(i, [])} for i in ids]))
@@ -177,10 +183,10 @@ def test_missing_unknown_and_repeated_ids_are_counted_and_said(write_rows: Write
     assert summary["missing_ids"] == list(gold)[10:]
     assert summary["unknown_ids"] == dict.fromkeys(ids[12:], 1)
     assert summary["num_repeated_ids"] == 2
-    scores = summary["categories"]["live_parallel"]
-    assert (scores["n"], scores["num_missing"], scores["valid"]["successes"]) == (18, 6, 12)
+    scores = summary["scores"]["live_parallel"]
+    assert (scores["n"], scores["rates"]["accuracy"]["successes"]) == (18, 12)
     assert scores["verdicts"]["no_answer"] == 6
-    assert list(summary["categories"]) == ["live_parallel"]
+    assert list(summary["scores"]) == ["live_parallel"]
 
 
 @needs_wheel
@@ -188,10 +194,10 @@ def test_a_named_category_is_scored_without_any_prediction(write_rows: WriteRows
     case = load_cases("multiple")[0]
     rows = [{"id": case.id, "calls": to_json(gold_calls(case))}]
     _, summary = score_bfcl(write_rows(rows), "live_relevance", "multi_turn_base")
-    assert {name: (scores["n"], scores["num_missing"]) for name, scores in summary["categories"].items()} == {
+    assert {name: (scores["n"], scores["verdicts"]["no_answer"]) for name, scores in summary["scores"].items()} == {
         "live_relevance": (16, 16), "multi_turn_base": (200, 200), "multiple": (200, 199),
     }  # fmt: skip
-    with pytest.raises(ConfigError, match="no category"):
+    with pytest.raises(ConfigError, match="not a category"):
         score_bfcl(write_rows(rows), "memory")
 
 
@@ -201,7 +207,7 @@ def test_an_answer_of_the_wrong_shape_is_wrong(write_rows: WriteRows) -> None:
     rows = [{"id": case.id, "turns": [[[]]]}, {"id": "multi_turn_base_0", "calls": []}]
     out, _ = score_bfcl(write_rows(rows))
     assert [(row["valid"], row["reason"]) for row in out] == [
-        (False, "a case of one turn needs calls or text"),
+        (False, "a single-turn case needs calls or text"),
         (False, "a multi-turn case needs turns"),
     ]
 
@@ -218,18 +224,16 @@ def test_steps_of_a_turn_may_be_text(write_rows: WriteRows) -> None:
     assert [row["valid"] for row in out] == [True, False, False]
     assert [row["valid_lenient"] for row in out] == [True, False, True]
     assert out[1]["reason"].startswith("turn 1: malformed")
-    assert summary["categories"]["multi_turn_base"]["valid_lenient"]["successes"] == 2
+    assert summary["lenient"]["multi_turn_base"]["rates"]["accuracy"]["successes"] == 2
 
 
 @needs_wheel
-def test_multi_turn_is_not_run_without_the_wheel(write_rows: WriteRows, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent() -> None:
-        raise ConfigError("multi-turn categories need the wheel\n  Install it")
-
-    monkeypatch.setattr("fctune.calls.bfcl.suite.load_simulators", absent)
+def test_multi_turn_is_not_run_without_the_wheel(write_rows: WriteRows, without_wheel: None) -> None:
     (row,), summary = score_bfcl(write_rows([{"id": "multi_turn_base_0", "turns": []}]))
-    assert (row["valid"], row["reason"]) == (None, "multi-turn categories need the wheel")
-    assert summary["categories"] == {"multi_turn_base": {"n": 200, "not_run": "multi-turn categories need the wheel"}}
+    assert (row["category"], row["valid"]) == ("multi_turn_base", None)
+    assert row["reason"].startswith("multi-turn categories need the wheel bfcl-eval")
+    assert summary["scores"] == {}
+    assert summary["not_run"] == {"multi_turn_base": row["reason"]}
 
 
 @needs_wheel
@@ -241,7 +245,7 @@ def test_dots_may_be_expected_as_underscores(write_rows: WriteRows) -> None:
     assert (row["valid"], row["verdict"]) == (False, "wrong_name")
     (row,), summary = score_bfcl(rows, dots_as_underscores=True)
     assert (row["valid"], row["verdict"]) == (True, "correct")
-    assert summary["categories"]["parallel_multiple"]["rates"]["schema_valid"]["successes"] == len(calls)
+    assert summary["scores"]["parallel_multiple"]["rates"]["schema_valid"]["successes"] == len(calls)
 
 
 @needs_wheel
@@ -293,12 +297,12 @@ def test_cases_of_your_own_are_scored_the_same_way(write_rows: WriteRows) -> Non
         ]
     )
     out = predictions.with_name("out.jsonl")
-    summary = score_file(CaseSuite(read_cases(cases)), predictions, out)
+    summary = score_file(Suite("cases", tuple(read_cases(cases))), predictions, out)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["id"], row["category"], row["valid"], row["reason"]) for row in rows] == [
         ("c0", "single", True, ""),
         ("c0", "single", False, "f.a: '1', expected 1"),
-        ("c0", "single", False, "malformed: unknown key 'parameters'"),
+        ("c0", "single", False, "malformed at 5-65: unknown key 'parameters'"),
         ("c2", "none", True, ""),
         ("c2", "none", False, "refused"),
         ("c9", None, False, "no such case"),
@@ -306,27 +310,29 @@ def test_cases_of_your_own_are_scored_the_same_way(write_rows: WriteRows) -> Non
     assert rows[2]["valid_lenient"] is True
     assert rows[1]["differences"] == ["f.a: '1', expected 1", "schema: a: '1' is not of type 'integer'"]
     assert (summary["missing_ids"], summary["unknown_ids"]) == (["c1"], {"c9": 1})
-    single, none = summary["categories"]["single"], summary["categories"]["none"]
-    assert (single["n"], single["valid"]["successes"], single["valid_lenient"]["successes"]) == (4, 1, 2)
-    assert (none["n"], none["valid"]["successes"]) == (2, 1)
+    single, none = summary["scores"]["single"], summary["scores"]["none"]
+    lenient = summary["lenient"]["single"]["rates"]["accuracy"]
+    assert (single["n"], single["rates"]["accuracy"]["successes"], lenient["successes"]) == (4, 1, 2)
+    assert (none["n"], none["rates"]["accuracy"]["successes"]) == (2, 1)
+    assert (summary["scores"]["all"]["n"], summary["scores"]["all"]["rates"]["accuracy"]["successes"]) == (6, 2)
     assert single["rates"]["schema_valid"] | {"low": 0, "high": 0, "rate": 0} == {
         "rate": 0, "successes": 1, "n": 2, "low": 0, "high": 0,
     }  # fmt: skip
 
 
-def test_the_out_file_is_whole_or_not_there(write_rows: WriteRows, tmp_path: Path) -> None:
-    suite = CaseSuite(read_cases(write_rows(CASES, "cases.jsonl")))
+def test_the_output_file_is_complete_or_absent(write_rows: WriteRows, tmp_path: Path) -> None:
+    suite = Suite("cases", tuple(read_cases(write_rows(CASES, "cases.jsonl"))))
     out = tmp_path / "out.jsonl"
-    with pytest.raises(DataError, match="1 row is no prediction"):
+    with pytest.raises(DataError, match="1 invalid prediction"):
         score_file(suite, write_rows([{"id": "c0", "calls": []}, {"calls": []}]), out)
     assert {path.name for path in tmp_path.iterdir()} == {"cases.jsonl", "rows.jsonl"}
     predictions = write_rows([{"id": "c0", "calls": []}])
-    with pytest.raises(ConfigError, match="name another"):
+    with pytest.raises(ConfigError, match="Pass another file"):
         score_file(suite, predictions, predictions)
     with pytest.raises(ConfigError, match="cannot be written"):
         score_file(suite, predictions, "/proc/nowhere/out.jsonl")
     for other in (tmp_path, "/dev/null"):
-        with pytest.raises(ConfigError, match="is no file"):
+        with pytest.raises(ConfigError, match="not a file"):
             score_file(suite, predictions, other)
     score_file(suite, predictions, out)
     score_file(suite, predictions, out)
@@ -334,7 +340,7 @@ def test_the_out_file_is_whole_or_not_there(write_rows: WriteRows, tmp_path: Pat
 
 
 def test_what_utf8_cannot_say_comes_out_as_json_says_it(write_rows: WriteRows, tmp_path: Path) -> None:
-    suite = CaseSuite(read_cases(write_rows(CASES, "cases.jsonl")))
+    suite = Suite("cases", tuple(read_cases(write_rows(CASES, "cases.jsonl"))))
     rows = [{"id": "\ud800", "calls": []}, {"id": "c0", "calls": [{"name": "\udfff", "arguments": {"\ud83d": "é"}}]}]
     score_file(suite, write_rows(rows), tmp_path / "out.jsonl")
     out = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -342,7 +348,7 @@ def test_what_utf8_cannot_say_comes_out_as_json_says_it(write_rows: WriteRows, t
     assert "\udfff" in "".join(out[1]["differences"])
 
 
-def test_a_directory_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_data_directory_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="bfcl_eval/data"):
         BfclSuite(tmp_path / "none")
 
@@ -352,7 +358,7 @@ def test_every_category_of_the_leaderboard_can_be_scored(write_rows: WriteRows) 
     first = {category: read_bfcl(data_dir(), category)[0] for category in CATEGORIES}
     rows = [_answer(case) for case in first.values()]
     out, summary = score_bfcl(write_rows(rows))
-    assert set(summary["categories"]) == set(CATEGORIES)
+    assert set(summary["scores"]) == set(CATEGORIES)
     assert {row["category"] for row in out if not row["valid"]} <= {"simple_java", "simple_javascript"}
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from fctune.calls.formats.base import Malformed, Parsed
 from fctune.calls.formats.registry import get_format
-from fctune.calls.metrics import VERDICTS, Outcome, judge, judge_failure, score, wilson_interval
+from fctune.calls.judge import ERROR_KINDS, Judgement, judge, judge_failure
+from fctune.calls.metrics import score_outcomes, wilson_interval
 from fctune.data.conversation import Call, Tool
 from fctune.data.tool_schema import ToolSet
 
@@ -54,16 +55,16 @@ def parsed(*calls: Call, malformed: int = 0) -> Parsed:
     ],
 )
 def test_each_case_has_one_verdict(expected: list[Call], actual: Parsed, verdict: str) -> None:
-    outcome = judge(expected, actual, TOOLS)
-    assert outcome.verdict == verdict
-    assert verdict in VERDICTS
-    assert outcome.is_correct == (verdict == "correct")
-    assert bool(outcome.differences) == (verdict != "correct")
+    judgement = judge(expected, actual, TOOLS)
+    assert judgement.outcome.verdict == verdict
+    assert verdict in ERROR_KINDS
+    assert judgement.is_correct == judgement.outcome.is_correct == (verdict == "correct")
+    assert bool(judgement.differences) == bool(judgement.reason) == (verdict != "correct")
 
 
 def test_a_malformed_call_never_counts_as_abstaining() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": 1}'
-    rates = score({"irrelevance": [judge([], get_format("hermes").parse(text))]})["irrelevance"]["rates"]
+    rates = rates_by_name(judge([], get_format("hermes").parse(text)))
     assert rates["abstention"]["rate"] == 0
     assert rates["false_call"]["rate"] == 0
     assert rates["well_formed"]["rate"] == 0
@@ -72,7 +73,8 @@ def test_a_malformed_call_never_counts_as_abstaining() -> None:
 
 def test_an_answer_that_never_came_is_wrong_and_in_every_denominator() -> None:
     cases = [judge_failure(0, "timed out"), judge_failure(2, "timed out"), judge([], parsed())]
-    assert {case.verdict for case in cases} == {"no_answer", "correct"}
+    assert {case.outcome.verdict for case in cases} == {"no_answer", "correct"}
+    assert cases[0].reason == "timed out"
     assert cases[0].differences == ("no answer: timed out",)
     rates = rates_of(*cases)
     for name, counts in {
@@ -83,20 +85,29 @@ def test_an_answer_that_never_came_is_wrong_and_in_every_denominator() -> None:
 
 
 def test_counted_outcomes_score_as_a_list_of_them() -> None:
-    cases = [judge([ONE], parsed(ONE), TOOLS)] * 3 + [judge([ONE, TWO], parsed(TWO), TOOLS)] * 2
-    assert score({"all": cases}) == score({"all": Counter(cases)})
+    judged = [judge([ONE], parsed(ONE), TOOLS)] * 3 + [judge([ONE, TWO], parsed(TWO), TOOLS)] * 2
+    outcomes = [judgement.outcome for judgement in judged]
+    assert score_outcomes({"all": outcomes}) == score_outcomes({"all": Counter(outcomes)})
 
 
 def test_tools_may_be_made_ready_once() -> None:
     tools = ToolSet(TOOLS)
     for actual in (parsed(ONE), parsed(Call("f", {"a": "1"})), parsed(Call("h", {}))):
         assert judge([ONE], actual, tools) == judge([ONE], actual, TOOLS)
-    assert judge([ONE], parsed(ONE), ToolSet(())).num_schema_valid is None
+    assert judge([ONE], parsed(ONE), ToolSet(())).outcome.num_schema_valid is None
 
 
-def rates_of(*cases: Outcome) -> dict[str, Any]:
-    rates: dict[str, Any] = score({"all": cases})["all"]["rates"]
-    return {name: (rate["successes"], rate["n"]) for name, rate in rates.items()}
+def score_judged(cases: dict[str, list[Judgement]]) -> dict[str, Any]:
+    return score_outcomes({name: [judgement.outcome for judgement in judged] for name, judged in cases.items()})
+
+
+def rates_by_name(*cases: Judgement) -> dict[str, Any]:
+    rates: dict[str, Any] = score_judged({"all": list(cases)})["all"]["rates"]
+    return rates
+
+
+def rates_of(*cases: Judgement) -> dict[str, Any]:
+    return {name: (rate["successes"], rate["n"]) for name, rate in rates_by_name(*cases).items()}
 
 
 def test_rates_count_what_they_say() -> None:
@@ -131,14 +142,14 @@ def test_rates_count_what_they_say() -> None:
 
 def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
     cases = [judge([ONE], parsed(ONE)), judge([ONE, TWO], parsed(ONE)), judge([], parsed(ONE, TWO))]
-    rates = score({"all": cases})["all"]["rates"]
+    rates = rates_by_name(*cases)
     precision, recall, f1 = (rates[f"tool_{name}"]["rate"] for name in ("precision", "recall", "f1"))
     assert f1 == pytest.approx(2 * precision * recall / (precision + recall))
     assert rates["tool_f1"]["low"] < f1 < rates["tool_f1"]["high"]
 
 
 def test_what_was_never_asked_has_no_rate() -> None:
-    rates = score({"irrelevance": [judge([], parsed())], "empty": []})
+    rates = score_judged({"irrelevance": [judge([], parsed())], "empty": []})
     assert rates["irrelevance"]["rates"]["missed_call"]["rate"] is None
     assert rates["irrelevance"]["rates"]["schema_valid"]["rate"] is None
     assert rates["empty"]["n"] == 0
@@ -146,7 +157,7 @@ def test_what_was_never_asked_has_no_rate() -> None:
 
 
 def test_categories_are_never_summed() -> None:
-    scores = score({"a": [judge([], parsed())], "b": [judge([ONE], parsed())]})
+    scores = score_judged({"a": [judge([], parsed())], "b": [judge([ONE], parsed())]})
     assert list(scores) == ["a", "b"]
     assert [scores[name]["rates"]["accuracy"]["rate"] for name in "ab"] == [1.0, 0.0]
     assert [scores[name]["verdicts"]["missed_call"] for name in "ab"] == [0, 1]

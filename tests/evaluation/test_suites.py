@@ -1,11 +1,9 @@
-"""Suites: what is in them, what of them is refused, and BFCL's prompts held against the wheel's own."""
+"""Suites: their contents, their errors, and BFCL's prompts compared with the wheel's own."""
 
 from __future__ import annotations
 
-import ast
 import copy
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,13 @@ from fctune.calls.formats.base import Parsed
 from fctune.calls.formats.registry import FORMATS, get_format
 from fctune.data.conversation import Call
 from fctune.errors import ConfigError, DataError
-from fctune.evaluation.bfcl import open_bfcl, to_tool
+from fctune.evaluation.bfcl import to_tool
 from fctune.evaluation.judging import judge_answer
-from fctune.evaluation.suites import benchmark_of, load_suite
+from fctune.evaluation.suites import BfclSuite, benchmark_of, load_suite
 from fctune.generation.engine import Answer
 from tests.calls.bfcl_wheel import data_dir, needs_wheel
 from tests.conftest import ROOT
+from tests.evaluation.official_loop import official_convert_to_tool
 
 SUITES = ROOT / "eval" / "suites"
 
@@ -41,7 +40,7 @@ def test_expected_calls_of_the_smoke_suite_are_right_in_every_format(name: str) 
     suite, call_format = load_suite(SUITES / "smoke.yaml"), get_format(name)
     for case in suite.cases:
         text = call_format.render(case.expected, case.prompt.tools) if case.expected else "You are welcome."
-        assert judge_answer(suite, case, Answer(0, text), call_format)["verdict"] == "correct"
+        assert judge_answer(case, Answer(0, text), call_format).strict.is_correct
 
 
 def test_a_seed_makes_the_synthetic_suite_again() -> None:
@@ -87,7 +86,7 @@ ASKED = [{"role": "user", "content": "Hi"}]
         ),
         (
             {"description": "x", "tools": [TOOL], "cases": [{"messages": ASKED, "expected_calls": [{"name": "g"}]}]},
-            "1 row is no case",
+            "1 invalid case",
         ),
         (
             {
@@ -138,7 +137,7 @@ def test_bfcl_asks_every_single_turn_case_and_says_what_it_leaves_out() -> None:
 def test_bfcl_gold_is_right_but_for_the_seven_that_the_benchmark_refuses_itself() -> None:
     suite = load_suite(SUITES / "bfcl.yaml")
     asked = [case for case in suite.cases if case.expected and not case.category.startswith("simple_java")]
-    wrong = [case.id for case in asked if not suite.judge(case, Parsed(case.expected))[0].is_correct]
+    wrong = [case.id for case in asked if not case.judge(Parsed(case.expected)).is_correct]
     assert len(asked) == 2351
     assert len(wrong) == 7
 
@@ -148,27 +147,11 @@ def test_malformed_is_never_right_and_what_the_benchmark_says_is_kept() -> None:
     suite = load_suite(SUITES / "bfcl.yaml", categories=list(RELEVANCE))
     for category, abstains in (("irrelevance", True), ("live_irrelevance", True), ("live_relevance", False)):
         case = next(case for case in suite.cases if case.category == category)
-        rows = [judge_answer(suite, case, Answer(0, text), FORMATS["hermes"]) for text in ("No.", "<tool_call>{")]
+        answers = (Answer(0, "No."), Answer(0, "<tool_call>{"))
+        rows = [judge_answer(case, answer, FORMATS["hermes"]).to_row() for answer in answers]
         assert rows[0]["verdict"] == ("correct" if abstains else "missed_call")
         assert rows[1]["verdict"] == "malformed"
         assert [row["bfcl"]["valid"] for row in rows] == [abstains, abstains]
-
-
-def official_convert_to_tool() -> Any:
-    """The wheel's own functions, cut out of a module that imports what is not installed."""
-    import bfcl_eval.constants.type_mappings as mappings
-    from bfcl_eval.constants.enums import ModelStyle
-
-    source = (data_dir().parent / "model_handler" / "utils.py").read_text()
-    wanted = [
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.name in ("_cast_to_openai_type", "convert_to_tool")
-    ]
-    names: dict[str, Any] = {"copy": copy, "re": re, "json": json, "ModelStyle": ModelStyle}
-    names["GORILLA_TO_OPENAPI"] = mappings.GORILLA_TO_OPENAPI
-    exec(compile(ast.Module(wanted, []), "utils.py", "exec"), names)
-    return lambda functions: names["convert_to_tool"](functions, mappings.GORILLA_TO_OPENAPI, ModelStyle.OSSMODEL)
 
 
 @needs_wheel
@@ -187,15 +170,15 @@ def test_tools_are_shown_as_the_benchmark_shows_them(category: str) -> None:
 
 @needs_wheel
 def test_names_without_dots_are_expected_where_they_are_offered() -> None:
-    opened = open_bfcl(None, ["multiple", "simple_python"], has_plain_names=True)
-    dotted = open_bfcl(None, ["multiple", "simple_python"], has_plain_names=False)
+    names = ["multiple", "simple_python"]
+    opened, dotted = BfclSuite(data_dir(), names, has_plain_names=True), BfclSuite(data_dir(), names)
     assert any("." in tool.name for case in dotted.cases for tool in case.prompt.tools)
     for case in opened.cases:
         assert not any("." in tool.name for tool in case.prompt.tools)
-        assert opened.judge(case, Parsed(case.expected))[0].is_correct
+        assert case.judge(Parsed(case.expected)).is_correct
     case = next(case for case in dotted.cases if "." in case.expected[0].name)
     plain = Call(case.expected[0].name.replace(".", "_"), case.expected[0].arguments)
-    assert not dotted.judge(case, Parsed((plain,)))[0].is_correct
+    assert not case.judge(Parsed((plain,))).is_correct
 
 
 @pytest.mark.parametrize(
@@ -203,4 +186,4 @@ def test_names_without_dots_are_expected_where_they_are_offered() -> None:
 )
 def test_a_category_that_is_none_is_a_sentence(names: list[str], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
-        open_bfcl(tmp_path, names, False)
+        BfclSuite(tmp_path, names)

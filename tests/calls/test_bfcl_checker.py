@@ -1,4 +1,4 @@
-"""Our verdicts are the leaderboard's: against the wheel's own checker, run beside ours."""
+"""Single-turn verdicts agree with the wheel's own checker, run on the same predictions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from fctune.calls.bfcl.checker import BfclJudge, BfclVerdict, judge_bfcl
+from fctune.calls.bfcl.checker import BfclVerdict, CallChecker
 from fctune.calls.bfcl.source_values import JAVA_TYPES, JAVASCRIPT_TYPES, read_java, read_javascript
 from fctune.data.conversation import Call
 from tests.calls.bfcl_wheel import (
@@ -24,7 +24,7 @@ from tests.calls.bfcl_wheel import (
 )
 from tests.calls.mutations import as_source, invented_case, mutate, mutate_source
 
-# The leaderboard's own answers that its own checker does not take.
+# The leaderboard's own answers that its own checker rejects.
 BROKEN_GOLD = {
     "parallel_multiple_12",
     "parallel_multiple_26",
@@ -41,15 +41,14 @@ FUNCTION = {
 
 
 def verdict(case: Case, calls: Sequence[Call]) -> BfclVerdict:
-    judge = BfclJudge(case.category, case.functions, case.answers)
-    found = judge_bfcl(case.category, case.functions, case.answers, calls)
-    ready = judge.judge(calls)
-    assert (ready.valid, ready.reason) == judge.judge(calls)[:2] == found[:2], (case.id, calls)
-    return ready
+    checker = CallChecker(case.category, case.functions, case.answers)
+    found = checker.check(calls)
+    assert checker.check(calls) == found, (case.id, calls)
+    return found
 
 
 def count_disagreements(predictions: Sequence[tuple[Case, list[Call]]]) -> tuple[int, int, list[str]]:
-    """How many the official checker takes, how many it raises on, and each prediction where ours is not the same."""
+    """Count the predictions that the official checker accepts and raises on, and list those where ours disagrees."""
     check = official_checker()
     differing, num_valid, num_raised = [], 0, 0
     for case, calls in predictions:
@@ -78,14 +77,14 @@ def test_gold_gets_the_official_verdict_and_the_same_seven_fail() -> None:
 def test_50000_mutated_predictions_get_the_official_verdict() -> None:
     rng = random.Random(20260)
     cases = list(python_cases())
-    # Every category as often as any other: some have 16 cases, one has 1,053.
+    # Every category equally often: some have 16 cases, one has 1,053.
     by_category = {category: [case for case in cases if case.category == category] for category in
                    dict.fromkeys(case.category for case in cases)}  # fmt: skip
     chosen = [rng.choice(by_category[rng.choice(list(by_category))]) for _ in range(25_000)]
     chosen += [rng.choice(cases) for _ in range(30_000)]
     num_valid, num_raised, differing = count_disagreements([(case, mutate(case, rng)) for case in chosen])
     assert differing == []
-    # The mutations are worth something only if both verdicts are common, and raising is not.
+    # The mutations are only useful if both verdicts are common and raising is rare.
     assert 0.15 < num_valid / len(chosen) < 0.6
     assert num_raised < 0.01 * len(chosen)
 
@@ -224,10 +223,10 @@ def test_hostile_source_text_is_read_in_time(text: str) -> None:
 
 def test_a_call_is_due_in_relevance_and_none_in_irrelevance() -> None:
     call = Call("f", {})
-    assert judge_bfcl("live_relevance", [], [], [call]).valid
-    assert not judge_bfcl("live_relevance", [], [], []).valid
-    assert judge_bfcl("irrelevance", [], [], []).valid
-    assert not judge_bfcl("live_irrelevance", [], [], [call]).valid
+    assert CallChecker("live_relevance", [], []).check([call]).valid
+    assert not CallChecker("live_relevance", [], []).check([]).valid
+    assert CallChecker("irrelevance", [], []).check([]).valid
+    assert not CallChecker("live_irrelevance", [], []).check([call]).valid
 
 
 @pytest.mark.parametrize(
@@ -242,12 +241,5 @@ def test_a_call_is_due_in_relevance_and_none_in_irrelevance() -> None:
     ],
 )
 def test_the_reason_names_what_is_wrong(calls: list[Call], reason: str) -> None:
-    assert judge_bfcl("simple_python", [FUNCTION], [{"f": {"a": ["x"]}}], calls) == BfclVerdict(False, reason)
-
-
-def test_dots_may_be_written_as_underscores_where_the_model_has_no_dots() -> None:
-    function = {**FUNCTION, "name": "m.f"}
-    answers = [{"m.f": {"a": ["x"]}}]
-    calls = [Call("m_f", {"a": "X."})]
-    assert not judge_bfcl("simple_python", [function], answers, calls).valid
-    assert judge_bfcl("simple_python", [function], answers, calls, dots_as_underscores=True).valid
+    checker = CallChecker("simple_python", [FUNCTION], [{"f": {"a": ["x"]}}])
+    assert checker.check(calls) == BfclVerdict(False, reason)

@@ -1,7 +1,8 @@
-"""Cases of an evaluation: a conversation, the tools on offer, and the calls that are due."""
+"""Cases of an evaluation: a conversation, the tools on offer, the calls that are due, and how an answer is judged."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -9,35 +10,53 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fctune.calls.formats.base import Parsed
+from fctune.calls.judge import Judgement, judge, judge_failure
 from fctune.data.conversation import Call, Conversation
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.row_builder import ReadContext
 from fctune.data.sources.row_formats import read_row
+from fctune.data.tool_schema import ToolSet
 from fctune.errors import DataError
 
 _NUM_SHOWN = 10
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Case:
-    """One question: the conversation up to where the model is to act, and the calls that are due there, if any."""
+    """One question: the conversation up to where the model is to act, and the calls that are due, if any."""
 
     id: str
     category: str
     prompt: Conversation
     expected: tuple[Call, ...]
 
+    @functools.cached_property
+    def _tools(self) -> ToolSet:
+        return ToolSet(self.prompt.tools)
+
+    def judge(self, parsed: Parsed) -> Judgement:
+        """Judge one reading of an answer: correct if its calls are the expected ones, typed and in any order."""
+        return judge(self.expected, parsed, self._tools)
+
+    def judge_failure(self, reason: str) -> Judgement:
+        """Judge a case without an answer."""
+        return judge_failure(len(self.expected), reason)
+
+    def describe_differences(self, parsed: Parsed, judgement: Judgement) -> tuple[str, ...]:
+        """List everything that is wrong with an answer, one line each."""
+        return judgement.differences
+
 
 def read_cases(path: str | Path) -> list[Case]:
-    """The cases of a JSONL file.
+    """Read a JSONL file of cases.
 
-    A row is in OpenAI shape: ``messages`` and ``tools``, with ``expected_calls`` (a list of name and arguments, empty
-    where no call is due), or without it where the last message is the assistant's answer that is expected. Calls are
-    of tools that are on offer. ``id`` and ``kind`` name the case and its category; absent, they are the line's number
-    and "all".
+    Rows have OpenAI's shape: ``messages`` and ``tools``, with ``expected_calls`` (a list of name and arguments, empty
+    if no call is due), or without it if the last message is the expected answer. Only tools on offer may be expected.
+    ``id`` and ``kind`` name the case and its category; the defaults are the line number and "all".
 
     Raises:
-        DataError: no such file, no rows, or rows that are no cases, all of them in one report.
+        DataError: The file is missing or empty, or has invalid rows, all of which are reported.
     """
     path = Path(path)
     if not path.is_file():
@@ -47,14 +66,14 @@ def read_cases(path: str | Path) -> list[Case]:
 
 
 def make_cases(path: Path, rows: Iterable[tuple[str, int, Any]]) -> list[Case]:
-    """The cases of rows, as ``read_cases`` takes them.
+    """Make cases of rows with the shape that ``read_cases`` documents.
 
     Args:
-        path: of the file that they are from, for messages.
-        rows: where each stands, its number, and the row, or the ``RowError`` that it is.
+        path: The file they come from, for messages.
+        rows: Position of each row for messages, its number, and the row or the ``RowError`` that reading it raised.
 
     Raises:
-        DataError: no rows, or rows that are no cases, all of them in one report.
+        DataError: There are no rows, or invalid ones, all of which are reported.
     """
     cases: list[Case] = []
     problems: list[str] = []
@@ -64,13 +83,13 @@ def make_cases(path: Path, rows: Iterable[tuple[str, int, Any]]) -> list[Case]:
             cases.append(_read_case(row, where, number, context))
         except RowError as error:
             problems.append(f"{where}: {error.pointer + ': ' if error.pointer else ''}{error.reason}")
-    problems += [f"{path}: {n} cases have the id {i!r}; ids must differ" for i, n in _repeated_ids(cases)]
+    problems += [f"{path}: {n} cases have the id {i!r}; ids must be unique" for i, n in _repeated_ids(cases)]
     if problems:
         shown = "\n".join(f"  {problem}" for problem in problems[:_NUM_SHOWN])
-        count = "1 row is no case" if len(problems) == 1 else f"{len(problems):,} rows are no cases"
-        raise DataError(f"{path}: {count}\n{shown}\nFix what is named, or take it out.")
+        count = "1 invalid case" if len(problems) == 1 else f"{len(problems):,} invalid cases"
+        raise DataError(f"{path}: {count}\n{shown}\nFix these rows or remove them.")
     if not cases:
-        raise DataError(f"{path}: holds no cases.")
+        raise DataError(f"{path}: contains no cases.")
     return cases
 
 
@@ -90,6 +109,7 @@ def _read_case(row: Any, where: str, number: int, context: ReadContext) -> Case:
         raise row
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
         raise RowError("", "unknown_row_format", "expected an object with messages, tools and expected_calls")
+    no_answer = "no expected_calls, and the last message is not the assistant's answer"
     expected = row.get("expected_calls")
     if expected is not None:
         if not isinstance(expected, list):
@@ -102,11 +122,11 @@ def _read_case(row: Any, where: str, number: int, context: ReadContext) -> Case:
         or not isinstance(row["messages"][-1], dict)
         or row["messages"][-1].get("role") != "assistant"
     ):
-        raise RowError("", "unknown_row_format", "no expected_calls, and the last message is not the assistant's")
+        raise RowError("", "unknown_row_format", no_answer)
     conversation = read_row(row, "openai", context, where).conversation
     *prompt, last = conversation.messages
     if last.role != "assistant" or not prompt:
-        raise RowError("messages", "no_assistant", "no expected_calls, and the last message is not the assistant's")
+        raise RowError("messages", "no_assistant", no_answer)
     offered = {tool.name for tool in conversation.tools}
     if missing := [call.name for call in last.calls if call.name not in offered]:
         known = ", ".join(sorted(offered)) or "none"

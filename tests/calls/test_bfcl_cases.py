@@ -1,4 +1,4 @@
-"""The leaderboard's files as they are, and as they are not."""
+"""The leaderboard's files, intact and broken."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def write(directory: Path, question: object, answer: object) -> Path:
     return directory
 
 
-def test_what_is_not_the_leaderboard_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no category of the leaderboard"):
+def test_data_other_than_the_leaderboards_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a category of the leaderboard"):
         read_bfcl(tmp_path, "memory")
     with pytest.raises(DataError, match="site-packages/bfcl_eval/data"):
         read_bfcl(tmp_path, "multiple")
@@ -55,12 +55,12 @@ def test_what_is_not_the_leaderboard_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("question", [{"id": "multiple_0"}, {"question": []}, [1], "x", None])
-def test_rows_of_another_shape_are_said(tmp_path: Path, question: object) -> None:
+def test_rows_of_another_shape_are_reported(tmp_path: Path, question: object) -> None:
     with pytest.raises(DataError, match="bfcl_eval/data"):
         read_bfcl(write(tmp_path, question, {"id": "multiple_0", "ground_truth": []}), "multiple")
 
 
-def test_lines_that_are_no_json_are_said(tmp_path: Path) -> None:
+def test_lines_that_are_not_json_are_reported(tmp_path: Path) -> None:
     write(tmp_path, {}, {})
     (tmp_path / "BFCL_v4_multiple.json").write_text("{")
     with pytest.raises(DataError, match="not JSON Lines"):

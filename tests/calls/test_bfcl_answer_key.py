@@ -10,9 +10,9 @@ import pytest
 
 from fctune.calls.bfcl.answer_key import AnswerKey
 from fctune.calls.bfcl.cases import BfclCase, read_bfcl
-from fctune.calls.bfcl.checker import BfclJudge
+from fctune.calls.bfcl.checker import CallChecker
 from fctune.calls.formats.base import Malformed, Parsed
-from fctune.calls.metrics import Outcome
+from fctune.calls.judge import Outcome
 from fctune.data.conversation import Call
 from tests.calls.bfcl_wheel import PYTHON_CATEGORIES, Case, data_dir, gold_calls, needs_wheel
 from tests.calls.mutations import mutate
@@ -158,9 +158,9 @@ def test_what_the_benchmark_finds_exact_is_what_the_strict_match_finds() -> None
     for category in PYTHON_CATEGORIES:
         for found in read_bfcl(data_dir(), category):
             case = Case(found.id, category, list(found.functions), list(found.answers))
-            key, official = AnswerKey(found), BfclJudge(category, found.functions, found.answers)
+            key, official = AnswerKey(found), CallChecker(category, found.functions, found.answers)
             for calls in (gold_calls(case), gold_calls(case, 1), *(mutate(case, rng) for _ in range(8))):
-                if official.judge(calls).is_exact:
+                if official.check(calls).is_exact:
                     num_exact += 1
                     assert key.judge(Parsed(tuple(calls)), is_exact=True) == key.judge(Parsed(tuple(calls))), found.id
                 else:

@@ -1,0 +1,126 @@
+"""Judge the predictions in a file against a suite: one result for each row, and rates by category.
+
+Each prediction counts once, even if ids repeat. A case of a scored category without a prediction counts as wrong, and
+so does an answer that never came.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from fctune.calls.bfcl.cases import category_of
+from fctune.errors import ConfigError
+from fctune.evaluation.judging import to_benchmark_fields, to_plain
+from fctune.evaluation.predictions import JudgedPrediction, Prediction, judge_prediction, read_predictions
+from fctune.evaluation.suites import Suite
+from fctune.evaluation.summary import Tally
+from fctune.files import open_atomically, write_atomically
+
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def score_file(
+    suite: Suite, predictions: str | Path, out: str | Path, default_format: str | None = None
+) -> dict[str, Any]:
+    """Judge a file of predictions, write one row for each in its order, and return the summary.
+
+    An output row has ``id``, ``category``, ``valid``, ``reason``, ``verdict``, ``valid_lenient`` and
+    ``reason_lenient``; ``differences``, if there are any; the ``calls`` and ``malformed`` stretches of a text's strict
+    reading; and ``bfcl``, the leaderboard's own verdict, for its cases. ``category`` is None if no case has the id,
+    ``valid`` if its category cannot be run. The output file is complete or absent.
+
+    The summary has the rates of ``Tally.summarise``, ``num_cases``, ``not_run`` (categories and reasons),
+    ``unknown_ids`` with how often each occurred, ``missing_ids`` and ``num_repeated_ids``.
+
+    Args:
+        suite: The cases.
+        predictions: A JSONL file; see ``fctune.evaluation.predictions``.
+        out: The JSONL file to write; the summary is written next to it, with the suffix ``.summary.json``.
+        default_format: The call format of texts whose row names none.
+
+    Raises:
+        ConfigError: The output file cannot be written, or the call format does not exist.
+        DataError: The predictions cannot be read.
+    """
+    out = Path(out)
+    if out.exists() and not out.is_file():
+        raise ConfigError(f"--out {out}: not a file. Pass a file path.")
+    if out.exists() and Path(predictions).exists() and out.samefile(predictions):
+        raise ConfigError(f"--out {out}: is also the file of predictions. Pass another file.")
+    count = _Count(suite)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # Half a surrogate pair, which JSON can express and UTF-8 cannot, stays escaped.
+        with open_atomically(out, errors="backslashreplace") as rows:
+            for prediction in read_predictions(predictions, default_format):
+                rows.write(_encode(count.judge(prediction)) + "\n")
+            summary = {"predictions": str(predictions), **count.summarise()}
+            text = json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
+            write_atomically(out.with_suffix(".summary.json"), text.encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}).") from None
+    return summary
+
+
+class _Count:
+    """Judges predictions one by one and counts them."""
+
+    def __init__(self, suite: Suite) -> None:
+        self._suite = suite
+        self._tally = Tally(has_total=suite.benchmark is None)
+        self._ids: Counter[str] = Counter()
+        self._unknown: Counter[str] = Counter()
+
+    def judge(self, prediction: Prediction) -> dict[str, Any]:
+        """Judge and count one prediction, and return its output row."""
+        self._ids[prediction.id] += 1
+        case = self._suite.find(prediction.id)
+        if case is None:
+            category = category_of(prediction.id)
+            if (reason := self._suite.not_run.get(category)) is not None:
+                return {"id": prediction.id, "category": category, "valid": None, "reason": reason}
+            self._unknown[prediction.id] += 1
+            return {"id": prediction.id, "category": None, "valid": False, "reason": "no such case"}
+        judged = judge_prediction(case, prediction)
+        self._tally.add(case.category, judged.strict, judged.lenient)
+        return _to_row(prediction.id, case.category, judged)
+
+    def summarise(self) -> dict[str, Any]:
+        """Count the cases without a prediction, and return the summary."""
+        missing = [case for case in self._suite.all_cases if case.id not in self._ids]
+        for case in missing:
+            failure = case.judge_failure("no prediction")
+            self._tally.add(case.category, failure, failure)
+        return {
+            "suite": self._suite.name,
+            "benchmark": self._suite.benchmark,
+            "num_cases": len(self._suite.all_cases),
+            "not_run": dict(self._suite.not_run),
+            **self._tally.summarise(),
+            "unknown_ids": dict(self._unknown),
+            "missing_ids": [case.id for case in missing],
+            "num_repeated_ids": sum(times > 1 for times in self._ids.values()),
+        }
+
+
+def _to_row(case_id: str, category: str, judged: JudgedPrediction) -> dict[str, Any]:
+    strict, lenient = judged.strict, judged.lenient
+    row: dict[str, Any] = {
+        "id": case_id,
+        "category": category,
+        "valid": strict.is_correct,
+        "reason": strict.reason,
+        "verdict": strict.outcome.verdict,
+        "valid_lenient": lenient.is_correct,
+        "reason_lenient": lenient.reason,
+    }
+    if strict.differences:
+        row["differences"] = strict.differences
+    if judged.parsed is not None:
+        row |= to_plain(judged.parsed)
+    if strict.benchmark is not None:
+        row |= to_benchmark_fields(strict)
+    return row
