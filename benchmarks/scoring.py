@@ -1,12 +1,11 @@
-"""Verdicts a second on one core: this project beside the leaderboard's own checker, in one run.
+"""Verdicts per second on one core: this project and the leaderboard's own checker, in one run.
 
     python benchmarks/scoring.py [--repeats 5] [--out benchmarks/results/scoring.json]
 
-Needs the bfcl-eval wheel, which `make setup` installs. Predictions are the leaderboard's 2,351 Python answers as they
-are, and mutated by the seeded generator of the tests; in files each comes ten times. Time is the process's own, on one
-core; the median of the repeats is reported. The official checker compares and does nothing else; a row of a file is
-read from disk, parsed, judged by the leaderboard's rules and by the strict match, held against its schema, counted and
-written.
+Needs the bfcl-eval wheel, which `make setup` installs. Predictions are the leaderboard's 2,351 Python answers,
+unchanged and mutated by the seeded generator of the tests; in files each occurs ten times. Times are CPU times of this
+process on one core, the median of the repeats. The official checker only compares; a row of a file is read from disk,
+parsed, judged by the leaderboard's rules and by the strict match, validated against its schema, counted and written.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ sys.path.insert(0, str(ROOT))
 
 from fctune.calls.bfcl.answer_key import AnswerKey  # noqa: E402
 from fctune.calls.bfcl.cases import MULTI_TURN, read_bfcl  # noqa: E402
-from fctune.calls.bfcl.checker import BfclJudge, judge_bfcl  # noqa: E402
-from fctune.calls.bfcl.multi_turn import judge_multi_turn, load_simulators  # noqa: E402
-from fctune.calls.bfcl.suite import BfclSuite  # noqa: E402
+from fctune.calls.bfcl.checker import CallChecker  # noqa: E402
+from fctune.calls.bfcl.multi_turn import check_multi_turn, load_simulators  # noqa: E402
 from fctune.calls.formats.base import Parsed  # noqa: E402
 from fctune.calls.formats.registry import FORMATS  # noqa: E402
-from fctune.calls.judge import score_file  # noqa: E402
 from fctune.data.conversation import Call  # noqa: E402
+from fctune.evaluation.score_file import score_file  # noqa: E402
+from fctune.evaluation.suites import BfclSuite  # noqa: E402
 from tests.calls.bfcl_wheel import (  # noqa: E402
     PYTHON_CATEGORIES,
     Case,
@@ -49,16 +48,16 @@ from tests.calls.bfcl_wheel import (  # noqa: E402
     python_cases,
 )
 from tests.calls.mutations import mutate  # noqa: E402
-from tests.calls.test_bfcl_multi_turn import gold_turns  # noqa: E402
+from tests.calls.turn_mutations import gold_turns  # noqa: E402
 
 COPIES = 10
 Predictions = Sequence[tuple[Case, list[Call]]]
 
 
 def measure_judges(predictions: Predictions, repeats: int) -> dict[str, float]:
-    """Verdicts a second of each judge on calls in memory."""
+    """Measure the verdicts per second of each judge on calls in memory."""
     questions = {case.id: case for category in PYTHON_CATEGORIES for case in read_bfcl(data_dir(), category)}
-    judges = [BfclJudge(case.category, case.functions, case.answers) for case, _ in predictions]
+    checkers = [CallChecker(case.category, case.functions, case.answers) for case, _ in predictions]
     keys = [AnswerKey(questions[case.id]) for case, _ in predictions]
     parsed = [Parsed(tuple(calls)) for _, calls in predictions]
     check = official_checker()
@@ -67,13 +66,9 @@ def measure_judges(predictions: Predictions, repeats: int) -> dict[str, float]:
         for case, calls in predictions:
             check(case, calls)
 
-    def each_alone() -> None:
-        for case, calls in predictions:
-            judge_bfcl(case.category, case.functions, case.answers, calls)
-
-    def made_ready() -> None:
-        for judge, (_, calls) in zip(judges, predictions, strict=True):
-            judge.judge(calls)
+    def prepared() -> None:
+        for checker, (_, calls) in zip(checkers, predictions, strict=True):
+            checker.check(calls)
 
     def strict_match() -> None:
         for key, given in zip(keys, parsed, strict=True):
@@ -81,15 +76,14 @@ def measure_judges(predictions: Predictions, repeats: int) -> dict[str, float]:
 
     work = {
         "official ast_checker": official,
-        "judge_bfcl": each_alone,
-        "BfclJudge": made_ready,
+        "CallChecker": prepared,
         "AnswerKey": strict_match,
     }
     return measure(work, len(predictions), repeats)
 
 
 def measure_files(repeats: int) -> dict[str, float]:
-    """Rows a second of whole files: read, parsed, judged, counted, written."""
+    """Measure the rows per second of complete files: read, parsed, judged, counted, written."""
     rng = random.Random(0)
     cases = list(python_cases())
     rows: dict[str, list[dict[str, Any]]] = {
@@ -113,7 +107,7 @@ def measure_files(repeats: int) -> dict[str, float]:
 
 
 def measure_multi_turn(repeats: int) -> dict[str, float]:
-    """Cases a second of the 800 multi-turn answers replayed."""
+    """Measure the cases per second of the 800 multi-turn answers."""
     replays = [(case, gold_turns(case)) for category in MULTI_TURN for case in read_bfcl(data_dir(), category)]
     simulators, check = load_simulators(), official_multi_turn_checker()
 
@@ -123,13 +117,13 @@ def measure_multi_turn(repeats: int) -> dict[str, float]:
 
     def ours() -> None:
         for case, turns in replays:
-            judge_multi_turn(case, turns, simulators)
+            check_multi_turn(case, turns, simulators)
 
-    return measure({"official multi_turn_checker": official, "judge_multi_turn": ours}, len(replays), repeats)
+    return measure({"official multi_turn_checker": official, "check_multi_turn": ours}, len(replays), repeats)
 
 
 def measure(work: dict[str, Callable[[], Any]], count: int, repeats: int) -> dict[str, float]:
-    """How many of ``count`` a second each does; they take turns, after one turn each that is not counted."""
+    """Return how many of ``count`` items each does per second; they take turns, after an uncounted warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(repeats + 1):
         for name, run in work.items():
@@ -143,12 +137,12 @@ def measure(work: dict[str, Callable[[], Any]], count: int, repeats: int) -> dic
 
 
 def to_json(calls: Sequence[Call]) -> list[dict[str, Any]]:
-    """Calls as a file of predictions has them."""
+    """Return calls as in a file of predictions."""
     return [{"name": call.name, "arguments": call.arguments} for call in calls]
 
 
 def main() -> None:
-    """Measure, print, and write the numbers with what they were measured on."""
+    """Measure, print and write the results with the machine and versions."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
@@ -163,13 +157,13 @@ def main() -> None:
         "files": measure_files(arguments.repeats),
     }
     for what, rates in results.items():
-        print(f"{what}, a second")
+        print(f"{what}, per second")
         for name, rate in rates.items():
             print(f"  {name:30}{rate:>10,.0f}")
     if arguments.out:
         machine = {"processor": _processor(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
         versions = {"python": platform.python_version(), "bfcl-eval": version("bfcl-eval")}
-        record = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "versions": versions, "a_second": results}
+        record = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "versions": versions, "per_second": results}
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(record, indent=2) + "\n")
 

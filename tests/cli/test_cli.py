@@ -176,7 +176,7 @@ def test_the_command_can_be_run_as_a_module() -> None:
         (["score", "calls", "--cases", "no/such", "--predictions", "x", "--out", "x"], "no such file"),
         (["score", "bfcl", "--data", "no/such", "--predictions", "x", "--out", "x"], "no such directory"),
         (["score", "bfcl", "--data", "configs", "--predictions", "no/such", "--out", "/tmp/x/y"], "cannot be read"),
-        (["score", "bfcl", "--data", "configs", "--predictions", "README.md", "--out", "/tmp/x/y"], "no predictions"),
+        (["score", "bfcl", "--data", "configs", "--predictions", "README.md", "--out", "/tmp/x/y"], "invalid pred"),
         (
             ["score", "bfcl", "--data", "configs", "--categories", "simple", "--predictions", "x", "--out", "x"],
             "not a category of the leaderboard",

@@ -12,13 +12,13 @@ import pytest
 
 from eval import compare, tool_calls
 from fctune.calls.formats.registry import FORMATS
-from fctune.cli import evaluate
 from fctune.cli.eval_options import parse_eval_arguments
 from fctune.data.synthetic import iter_cases
 from fctune.errors import DataError
 from fctune.evaluation.cases import read_cases
 from fctune.evaluation.results import read_rows
 from fctune.evaluation.suites import load_suite
+from fctune.generation.in_process import InProcessEngine
 from tests.calls.bfcl_wheel import data_dir, needs_wheel
 from tests.conftest import ROOT
 from tests.generation.fault_server import Handler, serve
@@ -58,13 +58,13 @@ def test_the_same_command_again_asks_nothing_and_another_is_refused(
     assert tool_calls.main(arguments) == 0
     (out,) = (tmp_path / "runs" / "eval").rglob("cases.jsonl")
     before = out.read_bytes()
-    monkeypatch.setattr(evaluate.InProcessEngine, "answer", lambda *_: 1 / 0)
+    monkeypatch.setattr(InProcessEngine, "answer", lambda *_: 1 / 0)
     assert tool_calls.main(arguments) == 0
     assert out.read_bytes() == before
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert tool_calls.main([*arguments, "--max-new-tokens", "9"]) == 2
-    assert "max_new_tokens: 8 there, 9 now" in capsys.readouterr().err
+    assert "max_new_tokens: was 8, is now 9" in capsys.readouterr().err
     assert tool_calls.main([*arguments, "--max-new-tokens", "9", "--fresh"]) == 0
 
 
@@ -208,7 +208,7 @@ def test_calls_that_a_server_leaves_in_the_text_are_pointed_out(
 ) -> None:
     with serve(lambda h, n, b: oracle(h, n, b, is_native=False)) as log:
         assert tool_calls.main(["--model", log.url, "--suite", "smoke", "--out", str(tmp_path / "o.jsonl")]) == 0
-    assert "reads as calls in hermes" in capsys.readouterr().out.replace("\n", " ")
+    assert "can be parsed as calls in hermes" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_the_key_comes_from_the_environment_and_is_in_no_file(
@@ -280,7 +280,7 @@ def test_a_benchmark_is_no_source_of_drafts_and_has_no_total(
     command = ["--model", str(tiny_base), "--suite", "bfcl", "--categories", "simple_python", "--limit", "2"]
     command += ["--out", str(tmp_path / "o.jsonl"), "--max-new-tokens", "4"]
     assert tool_calls.main([*command, "--propose", str(tmp_path / "d.jsonl")]) == 2
-    assert "bfcl is a benchmark (BFCL v4)" in capsys.readouterr().err
+    assert "bfcl belongs to a benchmark (BFCL v4)" in capsys.readouterr().err
     assert not (tmp_path / "o.jsonl").exists()
     assert tool_calls.main([*command, "--min-accuracy", "0.5"]) == 2
     assert "has no accuracy over all" in capsys.readouterr().err
@@ -324,7 +324,7 @@ def test_cases_of_several_turns_come_to_a_verdict_and_are_no_source_of_drafts(
         str(tmp_path / "o.html"),
     ]
     assert tool_calls.main([*command, "--propose", str(tmp_path / "d.jsonl")]) == 2
-    assert "bfcl is a benchmark (BFCL v4)" in capsys.readouterr().err
+    assert "bfcl belongs to a benchmark (BFCL v4)" in capsys.readouterr().err
     assert not out.exists()
     assert tool_calls.main(command) == 0
     printed = capsys.readouterr().out

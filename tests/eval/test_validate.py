@@ -84,18 +84,18 @@ DEFECTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "a tensor too many": (
         lambda m: edit_weights(m, lambda t: t.update(extra=torch.ones(2))),
         "weights",
-        "extra is in no model of this config",
+        "extra is not part of a model of this config",
     ),
-    "another shape": (lambda m: edit_json(m / "config.json", intermediate_size=48), "weights", "the config makes it"),
+    "another shape": (lambda m: edit_json(m / "config.json", intermediate_size=48), "weights", "by the config"),
     "a shard that is gone": (
         lambda m: split(m) and (m / "model-00002-of-00002.safetensors").unlink(),
         "weights",
-        "model-00002-of-00002.safetensors, which the index names, is not there",
+        "model-00002-of-00002.safetensors is named by the index and missing",
     ),
     "a shard without index": (
         lambda m: split(m) and (m / "model.safetensors.index.json").unlink(),
         "weights",
-        "2 files of weights and no model.safetensors.index.json",
+        "2 weight files and no model.safetensors.index.json",
     ),
     "a shard from elsewhere": (
         lambda m: split(m) and save_file({"x": torch.ones(1)}, m / "model-00003-of-00003.safetensors"),
@@ -105,17 +105,17 @@ DEFECTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "NaN": (
         lambda m: edit_weights(m, lambda t: t[first_matrix(t)][0, :3].fill_(float("nan"))),
         "values",
-        "has 3 values that are not finite",
+        "has 3 non-finite values",
     ),
     "infinity and its opposite": (
         lambda m: edit_weights(m, lambda t: t[first_matrix(t)][0, :2].copy_(torch.tensor([torch.inf, -torch.inf]))),
         "values",
-        "has 2 values that are not finite",
+        "has 2 non-finite values",
     ),
     "a matrix never written": (
         lambda m: edit_weights(m, lambda t: t[first_matrix(t)].zero_()),
         "values",
-        "is all zero",
+        "is all zeros",
     ),
     "no end of turn": (
         lambda m: edit_json(m / "generation_config.json", eos_token_id=0),
@@ -149,7 +149,7 @@ def test_logits_of_another_model_and_templates_of_another_are_failures(
     edit_weights(model, lambda t: t["model.norm.weight"].mul_(1.01))
     found = checks(model, like=ModelFiles(tiny_base))
     assert found["logits"].status == "failed"
-    assert "over 1e-06, so this is another model" in found["logits"].detail
+    assert "over 1e-06, so this is not the model" in found["logits"].detail
     assert checks(model, like=ModelFiles(tiny_base), max_kl=10.0)["logits"].status == "ok"
     assert checks(make_model("llama"), like=ModelFiles(tiny_base))["logits"].status == "failed"
 
@@ -180,7 +180,7 @@ def test_a_model_that_calls_nothing_fails_and_the_exit_codes_tell(
     model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert validate.main([str(model), "--max-new-tokens", "8"]) == 1
-    assert "0 of 3 questions of smoke get a well-formed call" in capsys.readouterr().out
+    assert "0 of 3 cases of smoke get a well-formed call" in capsys.readouterr().out
     assert validate.main([str(model), "--no-calls"]) == 0
     assert validate.main([str(tmp_path / "none")]) == 2
     assert validate.main([str(model), "--like", "no/such"]) == 2
