@@ -24,7 +24,7 @@ from fctune.generation.engine import Answer, Engine
 
 # Errors for a prompt that leaves no room for an answer: in process, from vLLM, SGLang, llama.cpp and TGI.
 _OVERLONG = re.compile(
-    r"over the model's [\d,]+ positions|context[ _](length|size|window)|`inputs` tokens \+ `max_new_tokens`",
+    r"the model's [\d,]+ positions|context[ _](length|size|window)|`inputs` tokens \+ `max_new_tokens`",
     re.IGNORECASE,
 )
 

@@ -104,14 +104,14 @@ def test_an_answer_in_place_of_expected_calls_is_what_is_expected(tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "no/such"], "not a model directory"),
+        (["--model", "no/such"], "Pass a model directory"),
         (["--model", "http://127.0.0.1:9"], "Is the server up"),
         (["--cases", "no/such.jsonl"], "no such file"),
         (["--suite", "smok"], "known: bfcl, smoke, synthetic"),
         (["--suite", "smoke", "--categories", "singel"], "it has choice, no_call, parallel, single"),
         (["--format", "hermess"], "did you mean hermes?"),
-        (["--adapter", "no/such"], "cannot be loaded"),
-        (["--max-new-tokens", "999999"], "over the model's"),
+        (["--adapter", "no/such"], "not an adapter"),
+        (["--max-new-tokens", "999999"], "exceed the model's"),
         (["--out", "/proc/nowhere/x.jsonl"], "cannot be written"),
         (["--html", "/proc/nowhere/x.html"], "cannot be written"),
         (["--config", "no/such.yaml"], "cannot be read"),
@@ -240,7 +240,7 @@ def test_a_refused_key_ends_the_run_with_what_to_set(
     monkeypatch.delenv("FCTUNE_API_KEY", raising=False)
     with serve(lambda handler, *_: handler.send(401, '{"error": {"message": "no key"}}')) as log:
         assert tool_calls.main(["--model", log.url, "--suite", "smoke", "--out", str(tmp_path / "o.jsonl")]) == 2
-    assert "HTTP 401: no key (it wants a key; set FCTUNE_API_KEY)" in capsys.readouterr().err
+    assert "HTTP 401: no key (the server requires an API key; set FCTUNE_API_KEY)" in capsys.readouterr().err
 
 
 def test_a_server_that_fails_in_the_middle_is_asked_for_the_rest_by_the_next_run(tmp_path: Path) -> None:

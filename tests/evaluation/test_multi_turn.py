@@ -183,7 +183,7 @@ class Narrow(Player):
     limit = 0
 
     def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:
-        reason = f"99 prompt tokens and {max_new_tokens} to answer are over the model's 98 positions; lower it"
+        reason = f"99 prompt tokens and {max_new_tokens} for the answer exceed the model's 98 positions; lower it"
         fits = [len(json.dumps(prompt.to_openai())) <= self.limit for prompt in prompts]
         if not any(fits):
             raise DataError(f"model: none of {len(prompts)} prompts can be answered\n  {prompts[0].source}: {reason}")
