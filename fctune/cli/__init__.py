@@ -1,4 +1,8 @@
-"""The ``fctune`` command: thin over the library; what it prints, the library returns."""
+# PYTHON_ARGCOMPLETE_OK
+"""The ``fctune`` command. Commands parse arguments and print; the library does the work.
+
+Modules of this package import nothing heavy at the top, so that ``--help`` and wrong usage are answered at once.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +10,59 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fctune.cli import acceptance, data, eval_options, plan, preflight, push, report, score, serve, watch
-from fctune.cli.eval_options import apply_options_file
+from fctune import __version__
+from fctune.cli import (
+    acceptance,
+    config,
+    data,
+    eval_options,
+    plan,
+    preflight,
+    push,
+    report,
+    score,
+    serve,
+    train,
+    watch,
+)
+from fctune.cli.parser import Parser, resolve_config_arguments
+from fctune.config.loading import read_environment
 from fctune.errors import CheckpointError, ConfigError, DataError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 done, 1 a failed check, 2 wrong usage, config or input."""
+    """Run a command; returns 0 done, 1 failed check or run, 2 wrong usage, config or input, 75 run stopped."""
+    parser = make_parser()
+    if "_ARGCOMPLETE" in read_environment():  # set by the shell while it completes a command line
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     try:
-        arguments = _parse(argv)
+        arguments = _parse(parser, argv)
         code: int = arguments.run(arguments)
     except (ConfigError, DataError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it
         return 0
     return code
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; of those in more than one place, as ``a=1 --gpu h100 b=2``, argparse takes the first alone."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    if rest and not (hasattr(arguments, "overrides") and all("=" in r and not r.startswith("-") for r in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        arguments.overrides += rest
-    return apply_options_file(parser, arguments, argv)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fctune", description="Fine-tune chat models to call functions.")
+def make_parser() -> Parser:
+    """Build the parser of every command."""
+    parser = Parser(prog="fctune", description="Fine-tune chat models to call functions.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (data, plan, preflight, eval_options, score, report, watch, acceptance, push, serve):
+    groups = (train, config, data, plan, preflight, eval_options, score, report, watch, acceptance, push, serve)
+    for group in groups:
         group.add_commands(commands)
     return parser
+
+
+def _parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
+    arguments, rest = parser.parse_known_args(argv)
+    if hasattr(arguments, "overrides"):
+        resolve_config_arguments(arguments, rest)
+    elif rest:
+        getattr(arguments, "command_parser", parser).report_unknown(rest)
+    return eval_options.apply_options_file(parser, arguments, argv)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.cli.files import write_file
+from fctune.cli.parser import add_config_arguments
 from fctune.errors import ConfigError
 from fctune.models.run_config import load_run_config
 from fctune.terminal import Terminal
@@ -41,8 +42,7 @@ def add_commands(commands: Any) -> None:
     show.add_argument("--parallel-calls", choices=("error", "split"), default="error")
     show.set_defaults(run=_show_row)
     prepare = data.add_parser("prepare", help="write the packed set that training maps")
-    prepare.add_argument("--config", required=True)
-    prepare.add_argument("overrides", nargs="*", metavar="key=value")
+    add_config_arguments(prepare)
     prepare.set_defaults(run=_prepare_data)
     synthetic = data.add_parser("synthetic", help="write rows, or held-out cases, of the synthetic set")
     synthetic.add_argument("split", choices=("train", "shuffled", "pretrain", "cases"))

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from fctune.cli.parser import Parser
 from fctune.config.loading import read_environment
 from fctune.config.shipped import resolve_shipped_path, shipped_dir
 from fctune.errors import CheckpointError, ConfigError, DataError
@@ -29,15 +30,15 @@ def add_commands(commands: Any) -> None:
     for name, (summary, add_options, _) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         add_options(command)
-        command.set_defaults(run=_runner(name), options_parser=command)
+        command.set_defaults(run=_runner(name), command_parser=command)
 
 
 def run_module(name: str, prog: str, argv: Sequence[str] | None = None) -> int:
     """Run an evaluation command as ``python -m eval.<module>``; returns its exit code."""
     summary, add_options, _ = _COMMANDS[name]
-    parser = argparse.ArgumentParser(prog=prog, description=summary)
+    parser = Parser(prog=prog, description=summary)
     add_options(parser)
-    parser.set_defaults(options_parser=parser)
+    parser.set_defaults(command_parser=parser)
     try:
         arguments = apply_options_file(parser, parser.parse_args(argv), argv)
         return _runner(name)(arguments)
@@ -51,7 +52,7 @@ def parse_eval_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of ``fctune eval``, for commands that open a suite or query a model the same way."""
     parser = argparse.ArgumentParser(prog="fctune eval")
     _add_eval_options(parser)
-    parser.set_defaults(options_parser=parser)
+    parser.set_defaults(command_parser=parser)
     return apply_options_file(parser, parser.parse_args(argv), argv)
 
 
@@ -65,7 +66,7 @@ def apply_options_file(
     """
     if getattr(arguments, "options_file", None) is None:
         return arguments
-    arguments.options_parser.set_defaults(**_read_options(arguments.options_file, arguments.options_parser))
+    arguments.command_parser.set_defaults(**_read_options(arguments.options_file, arguments.command_parser))
     return parser.parse_args(argv)
 
 
@@ -100,7 +101,7 @@ def _runner(name: str) -> Callable[[argparse.Namespace], int]:
     def run(arguments: argparse.Namespace) -> int:
         for option in ("model", "suite") if name == "eval" else ():
             if getattr(arguments, option) is None:
-                arguments.options_parser.error(f"the following arguments are required: --{option}")
+                arguments.command_parser.error(f"the following arguments are required: --{option}")
         _check_inputs(name, arguments)
         code: int = import_module(_COMMANDS[name][2]).run(arguments)
         return code

@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from fctune.cli.parser import add_config_arguments
 from fctune.models.run_config import load_run_config
 from fctune.terminal import Terminal
 
@@ -13,8 +14,7 @@ from fctune.terminal import Terminal
 def add_commands(commands: Any) -> None:
     """Add ``fctune plan`` to the command."""
     plan = commands.add_parser("plan", help="a run before it is launched: memory, time, cost; exit 1 if it cannot fit")
-    plan.add_argument("--config", required=True)
-    plan.add_argument("overrides", nargs="*", metavar="key=value")
+    add_config_arguments(plan)
     plan.add_argument("--nodes", type=int, default=1, help="default: %(default)s")
     plan.add_argument("--gpus-per-node", type=int, default=8, help="default: %(default)s")
     plan.add_argument("--gpu", default="h100", metavar="NAME", help="default: %(default)s; a wrong one lists them")

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from fctune.cli.files import write_file
+from fctune.cli.parser import add_config_arguments
 from fctune.config.loading import read_environment
 
 
 def add_commands(commands: Any) -> None:
     """Add ``fctune preflight`` to the command-line parser."""
     preflight = commands.add_parser("preflight", help="check that the nodes of a cluster are fit for a run")
-    preflight.add_argument("--config", type=Path, required=True, metavar="FILE")
+    add_config_arguments(preflight)
     preflight.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes; default: %(default)s")
     preflight.add_argument("--node-rank", type=int, default=0, metavar="R", help="this node's rank; 0 is the head")
     preflight.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs required on each node")
@@ -23,7 +24,6 @@ def add_commands(commands: Any) -> None:
         "--wait", type=float, default=60.0, metavar="SECONDS", help="timeout for the other nodes; default: %(default)g"
     )
     preflight.add_argument("--launch", type=Path, metavar="FILE", help="write the launch as shell assignments")
-    preflight.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
     preflight.set_defaults(run=_preflight)
 
 
@@ -33,14 +33,14 @@ def _preflight(arguments: argparse.Namespace) -> int:
     environment = read_environment()
     shared = Path(environment.get("FCTUNE_SHARED") or "/mnt/shared")
     if arguments.nodes == 1:  # no other node waits for this one's report of a wrong config
-        resolve_launch(arguments.config, environment, arguments.overrides, shared)
+        resolve_launch(Path(arguments.config), environment, arguments.overrides, shared)
     from fctune.launch.checks import Mounts
     from fctune.launch.preflight import Request, run_preflight
     from fctune.launch.rendezvous import Node
 
     mounts = Mounts(shared, Path(environment.get("FCTUNE_NETWORK") or "/mnt/network"))
     node = Node(arguments.node_rank, arguments.nodes, arguments.address, arguments.port, arguments.wait)
-    request = Request(arguments.config, arguments.overrides, arguments.gpus, mounts, environment)
+    request = Request(Path(arguments.config), arguments.overrides, arguments.gpus, mounts, environment)
     code, launch = run_preflight(node, request, _show)
     if launch is not None and arguments.launch is not None:
         launch.prepare(is_head=node.is_head)

@@ -11,7 +11,6 @@ import inspect
 import math
 import textwrap
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 
@@ -85,7 +84,6 @@ def find_value_problems(key: str, value: Any, constraints: tuple[Any, ...]) -> l
     return [p for c in constraints if not isinstance(c, Null) for p in c.find_problems(key, value, null)]
 
 
-@cache
 def read_field_docs(cls: type[Any]) -> dict[str, str]:
     """Return the documentation of each field of a dataclass, on one line each.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,12 @@ def format_problems(where: str, problems: Sequence[str]) -> str:
 def read_environment() -> dict[str, str]:
     """Return a copy of this process's environment variables, for functions that take them as an argument."""
     return dict(os.environ)
+
+
+def set_default_environment(variables: Mapping[str, str]) -> None:
+    """Set environment variables of this process and its children, where they are not set yet."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 def _find_config(path: str | Path) -> Path:

@@ -19,10 +19,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from fctune import distributed
 from fctune.checkpoint.resume import Resume, choose_checkpoint
 from fctune.checkpoint.store import CheckpointStore
-from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
 from fctune.distributed import USER_ERRORS, World
 from fctune.errors import ConfigError, DataError
+from fctune.models.run_config import load_run_config
 from fctune.runs.record import read_run
 from fctune.runs.success import format_criteria, judge_run
 from fctune.telemetry.device import describe_device, total_memory
@@ -87,7 +87,7 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
     recipe: Recipe | None = None
     checkpoint: Path | None = None
     try:
-        config = distributed.run_on_all_ranks(lambda: load_config(*read_command_line(argv, _USAGE)))
+        config = distributed.run_on_all_ranks(lambda: load_run_config(*read_command_line(argv, _USAGE)))
         run = open_run(config, world)
         if world.is_main:
             _record_start(run.directory, world, argv)

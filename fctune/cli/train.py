@@ -1,0 +1,51 @@
+"""``fctune train``: fine-tune a model on this machine's processes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from fctune.cli.parser import add_config_arguments
+from fctune.config.shipped import shipped_dir
+from fctune.models.run_config import load_run_config
+
+
+def add_commands(commands: Any) -> None:
+    """Add ``fctune train`` to the command."""
+    train = commands.add_parser(
+        "train",
+        help="fine-tune a model",
+        description="Fine-tune a model: adapters if the config has an `adapter` section, otherwise all weights.",
+        epilog="Ctrl-C or SIGTERM saves and stops; the same command resumes. Exit codes: 0 done, 1 failed, 2 wrong "
+        "usage, config or data, 75 stopped and saved.",
+    )
+    add_config_arguments(train)
+    train.add_argument(
+        "--nproc", type=int, metavar="N", help="processes; default: one per GPU of this machine, or 1 without GPUs"
+    )
+    train.set_defaults(run=_train)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    if arguments.nproc is not None and arguments.nproc < 1:
+        arguments.command_parser.error(f"--nproc {arguments.nproc}: expected 1 or more")
+    config = load_run_config(arguments.config, arguments.overrides)
+    from fctune.launch.local_launcher import count_gpus, launch_recipe
+
+    num_processes = arguments.nproc
+    if num_processes is None:
+        num_gpus = count_gpus()
+        num_processes = num_gpus or 1
+        found = f"{num_gpus} GPU{'' if num_gpus == 1 else 's'}" if num_gpus else "no GPU found"
+        _show(f"{num_processes} process{'' if num_processes == 1 else 'es'} ({found}); choose with --nproc")
+    recipe = "full_fc_distributed" if config.adapter is None else "lora_fc_distributed"
+    command_line = ["--config", str(arguments.config), *arguments.overrides]
+    return launch_recipe(
+        shipped_dir("recipes") / f"{recipe}.py", command_line, num_processes, Path(config.output_dir), _show
+    )
+
+
+def _show(line: str) -> None:
+    print(f"fctune train: {line}", file=sys.stderr, flush=True)

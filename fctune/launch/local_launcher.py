@@ -1,0 +1,157 @@
+"""Run a recipe on the processes of this machine, by torchrun's own API.
+
+torchrun forwards the signals it receives, kills workers 30 seconds later, and ends with a traceback and code 1 however
+a run ended. Here a request to stop reaches the run once, with all the time it needs to save, and the exit code is the
+run's own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import runpy
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from fctune.config.loading import set_default_environment
+from fctune.training.callbacks.stop import STOPPED
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_EXIT_CODES = (0, 1, 2, STOPPED)
+
+
+def count_gpus() -> int:
+    """Return the number of CUDA devices that PyTorch can use."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def launch_recipe(
+    recipe: Path, arguments: Sequence[str], num_processes: int, output_dir: Path, show: Callable[[str], None]
+) -> int:
+    """Run a recipe on ``num_processes`` processes until it ends.
+
+    SIGINT, SIGTERM and SIGUSR1 ask the run to save and stop; a second one ends it at once.
+
+    Args:
+        recipe: Python file of the recipe.
+        arguments: its command line.
+        num_processes: ranks to start, all on this machine.
+        output_dir: directory of the run, where ``exit.json`` gives the reason for its end.
+        show: receives messages for the user, one line each.
+
+    Returns:
+        The exit code: 0 done, 1 failed, 2 wrong config or data, 75 stopped and saved.
+    """
+    started_at = time.time()
+    requests = _StopRequests(output_dir, started_at, show)
+    set_default_environment({"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes))})
+    with requests:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        _silence_launcher()
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_processes,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            signals_to_handle="SIGHUP,SIGQUIT",  # the others are requests to stop, which are handled here
+        )
+        requests.has_workers = True
+        try:
+            elastic_launch(config, sys.executable)("-u", "-m", __name__, str(recipe), *arguments)
+        except ChildFailedError as error:
+            return _exit_code(error, output_dir, started_at, requests, show)
+        except SignalException as error:
+            show(f"ended by {signal.Signals(error.sigval).name}; run the same command to resume")
+            return 1
+    return 0
+
+
+class _StopRequests:
+    """Signal handlers that pass on requests to stop to the workers, which torch starts in sessions of their own."""
+
+    def __init__(self, output_dir: Path, started_at: float, show: Callable[[str], None]):
+        self.num_received = 0
+        self.has_workers = False
+        self._output_dir, self._started_at, self._show = output_dir, started_at, show
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _StopRequests:
+        self._previous = {number: signal.signal(number, self._handle) for number in _STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.num_received += 1
+        if not self.has_workers:
+            raise SystemExit(STOPPED)
+        # A batch system may signal the workers, too, and a worker that receives two signals ends without saving. So a
+        # run in training is asked by its stop file, which can be seen any number of times.
+        if self.num_received == 1 and self._is_training():
+            self._show("stopping after this step, then saving; send the signal again to end at once")
+            (self._output_dir / "stop").touch()
+        else:
+            self._signal_workers()
+
+    def _is_training(self) -> bool:
+        try:
+            return (self._output_dir / "metrics.jsonl").stat().st_mtime >= self._started_at
+        except OSError:
+            return False
+
+    def _signal_workers(self) -> None:
+        import psutil
+
+        for worker in psutil.Process().children():
+            worker.terminate()
+
+
+def _exit_code(
+    error: Any, output_dir: Path, started_at: float, requests: _StopRequests, show: Callable[[str], None]
+) -> int:
+    """Return the code in exit.json, or that of the first worker that failed if this run wrote none."""
+    path = output_dir / "exit.json"
+    try:
+        if path.stat().st_mtime >= started_at:
+            code = json.loads(path.read_text(encoding="utf-8"))["code"]
+            return int(code) if code in _EXIT_CODES and code != 0 else 1
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    if requests.num_received:
+        return STOPPED
+    rank, failure = error.get_first_failure()
+    if failure.exitcode in _EXIT_CODES:
+        return int(failure.exitcode)
+    how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    show(f"rank {rank} ended with {how} and left no reason in {path}")
+    return 1
+
+
+def _silence_launcher() -> None:
+    """Silence torchrun's own loggers, which report every exit code but 0 as an error."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+if __name__ == "__main__":  # a worker: fctune is imported before torchtune, whose imports it quietens
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

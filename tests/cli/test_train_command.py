@@ -1,0 +1,96 @@
+"""``fctune train`` launches a recipe, saves when it is stopped, and returns the run's own exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fctune.cli import main
+from tests.conftest import ROOT
+
+TRAIN = [sys.executable, "-m", "fctune.cli", "train", "--config", "lora_tiny", "--nproc", "1"]
+SMALL = [
+    "data.sources.0.path=synthetic:train:300:1",
+    "data.seq_len=512",
+    "data.overlong=drop",
+    "validation.every_n_steps=0",
+]
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [*TRAIN, *SMALL, "output_dir=run", *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path) -> None:
+    process = start(tmp_path, "max_steps=30", "checkpoint.every_n_steps=0")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 75, errors
+    assert "Traceback" not in errors
+    ended = json.loads((tmp_path / "run" / "exit.json").read_text())
+    assert ended["code"] == 75
+    assert (tmp_path / ended["checkpoint"]).is_dir()
+
+    process = start(tmp_path, "max_steps=30", "checkpoint.every_n_steps=0")
+    process.communicate(timeout=240)
+    assert process.returncode == 0
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, 31))
+    assert (tmp_path / "run" / "export" / "merged" / "model.safetensors").is_file()
+
+
+def test_a_run_that_cannot_start_returns_its_own_code_and_message_only(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [{"role": "robot", "content": "x"}]}) + "\n")
+    process = start(tmp_path, "data.sources.0.path=rows.jsonl")
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 2
+    assert "rows.jsonl:1: messages[0].role" in errors
+    assert "Traceback" not in errors
+    assert "torch" not in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "required: CONFIG"),
+        (["tiny_lora", "--nproc", "0"], "--nproc 0: expected 1 or more"),
+        (["tiny_lora", "--nprok", "2"], "did you mean --nproc?"),
+        (["tiny_lora", "tiny_full"], "unrecognized arguments: tiny_full"),
+    ],
+)
+def test_wrong_usage_is_answered_with_the_remedy(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", *arguments])
+    assert words in capsys.readouterr().err
+
+
+def test_a_wrong_key_is_found_before_any_process_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["train", "lora_tiny", "optimizer.lrr=1", "~adapter", "epochs=0"]) == 2
+    report = capsys.readouterr().err
+    assert "optimizer.lrr: AdamW takes no such argument; did you mean optimizer.lr?" in report
+    assert "epochs=0: expected 1 or more" in report
