@@ -1,4 +1,4 @@
-"""What is published is whole; what is not whole is never taken for it."""
+"""Published checkpoints are complete; incomplete or damaged ones are never used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def publish(store: CheckpointStore, step: int, kind: str = "sharded") -> Checkpo
     return store.publish(kind, step, records)  # type: ignore[arg-type]
 
 
-def cut(file: Path) -> None:
+def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
@@ -44,9 +44,9 @@ def remove(file: Path) -> None:
     file.unlink()
 
 
-@pytest.mark.parametrize("damage", [cut, empty, flip, remove])
+@pytest.mark.parametrize("damage", [truncate, empty, flip, remove])
 @pytest.mark.parametrize("name", ["a.safetensors", "b.safetensors", "state.json", "manifest.json", "_SUCCESS"])
-def test_damage_to_any_file_is_found_and_named(damage: Callable[[Path], None], name: str, tmp_path: Path) -> None:
+def test_damage_to_any_file_is_detected_and_located(damage: Callable[[Path], None], name: str, tmp_path: Path) -> None:
     checkpoint = publish(CheckpointStore(tmp_path), 4)
     verify(checkpoint)
     damage(checkpoint.path / name)
@@ -59,7 +59,7 @@ def test_damage_to_any_file_is_found_and_named(damage: Callable[[Path], None], n
         verify(checkpoint)
 
 
-def test_ranks_verify_every_file_between_them(tmp_path: Path) -> None:
+def test_the_ranks_together_verify_every_file(tmp_path: Path) -> None:
     checkpoint = publish(CheckpointStore(tmp_path), 4)
     flip(checkpoint.path / "b.safetensors")
     outcomes = []
@@ -73,15 +73,15 @@ def test_ranks_verify_every_file_between_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("phase", ["publish", "mark"])
-def test_a_save_that_is_cut_is_not_complete_and_is_swept(phase: str, tmp_path: Path) -> None:
+def test_an_interrupted_save_is_incomplete_and_swept(phase: str, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     first = publish(store, 1)
 
-    def stop(reached: str, name: str) -> None:
-        if reached == phase:
+    def interrupt(fired: str, name: str) -> None:
+        if fired == phase:
             raise KeyboardInterrupt
 
-    remove_listener = listen(stop)
+    remove_listener = listen(interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
             publish(store, 2)
@@ -92,7 +92,7 @@ def test_a_save_that_is_cut_is_not_complete_and_is_swept(phase: str, tmp_path: P
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
-def test_pruning_keeps_the_newest_every_nth_and_the_final_one(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_the_multiples_and_the_final_one(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=2, keep_every_n_steps=10)
     for step in (5, 10, 15, 20, 25):
         publish(store, step)
@@ -112,7 +112,7 @@ def test_a_step_can_be_published_again(tmp_path: Path) -> None:
     assert [c.step for c in store.list_complete()] == [3]
 
 
-def test_a_manifest_that_points_outside_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_that_names_files_outside_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
     checkpoint = publish(CheckpointStore(tmp_path / "checkpoints"), 1)
     manifest = json.loads((checkpoint.path / "manifest.json").read_text())
@@ -124,7 +124,7 @@ def test_a_manifest_that_points_outside_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["nothing", "folder"])
-def test_a_path_that_is_no_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_checkpoint_is_rejected(name: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(CheckpointError, match=name):
         open_checkpoint(tmp_path / name)

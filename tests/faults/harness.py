@@ -1,9 +1,9 @@
-"""Runs that are cut at a chosen moment and started again until they are done.
+"""Interrupts runs at a chosen phase and restarts them until they complete.
 
     python -m tests.faults.harness --num-kills 100 --seed 1      # also: make faults N=100 SEED=1
 
-Every group of ranks is forked from a server that has the imports done. A fault happens on one rank at one phase; the
-others are ended when one dies, as torchrun ends them.
+Every group of ranks is forked from a server that has imported everything. A fault happens on one rank in one phase; the
+other ranks are killed when one dies, as torchrun does.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Kind = Literal["kill", "raise", "hang", "enospc", "term", "term_soon"]
 
 LORA, FULL = "configs/tiny_lora.yaml", "configs/tiny_full.yaml"
 
-# What the long run cuts, about equally often: a kill while the run does this.
+# Phases in which ``soak`` kills a rank, about equally often.
 PHASES = ("step", "update", "stage", "write", "publish", "mark", "prune", "read")
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Do ``kind`` on ``rank`` when ``phase`` is reached for the ``count``-th time in that process."""
+    """Fault of a ``kind`` on ``rank``, when ``phase`` begins for the ``count``-th time in that process."""
 
     kind: Kind
     phase: str
@@ -48,7 +48,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a group of ranks ended: exit codes by rank, None for one that was ended by us; whether the fault happened."""
+    """End of a group of ranks: exit codes by rank, whether the fault happened, and the output of all ranks."""
 
     codes: tuple[int | None, ...]
     fired: bool
@@ -56,7 +56,7 @@ class Ended:
 
 
 def run_group(argv: list[str], world_size: int, fault: Fault | None = None, is_shifted: bool = False) -> Ended:
-    """Run the recipe of a config on ranks of this machine until it ends or a rank dies."""
+    """Run a config's recipe on ranks of this machine until it completes or a rank dies."""
     port = find_port()
     with tempfile.TemporaryDirectory() as folder:
         processes: list[BaseProcess] = [
@@ -70,7 +70,7 @@ def run_group(argv: list[str], world_size: int, fault: Fault | None = None, is_s
             time.sleep(0.02)
             died = [process for process in processes if not process.is_alive() and process.exitcode not in (0, 75)]
             if died or time.monotonic() - started > 180:
-                time.sleep(0.3)  # torchrun takes a while to notice, too
+                time.sleep(0.3)  # torchrun does not notice at once either
                 for process in processes:
                     process.kill()
         codes = []
@@ -129,7 +129,7 @@ def _do(fault: Fault) -> None:
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault.kind == "raise":
-        raise RuntimeError("a fault that was put in")
+        raise RuntimeError("an injected fault")
     if fault.kind == "hang":
         time.sleep(1000)
     if fault.kind == "enospc":
@@ -141,26 +141,26 @@ def _do(fault: Fault) -> None:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The steps of a run."""
+    """Return the metrics of each step of a run."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def final_weights(run: Path) -> dict[str, Any]:
-    """What a run exported."""
+    """Return the exported weights of a run."""
     from safetensors.torch import load_file
 
     return dict(load_file(run / "export" / "merged" / "model.safetensors"))
 
 
 def differences(run: Path, reference: Path, tolerance: float) -> list[str]:
-    """What of a run is not as in the uninterrupted one: samples, losses, weights, things left behind."""
+    """List differences from an uninterrupted run: samples, losses, weights and leftover files."""
     mine, theirs = read_metrics(run), read_metrics(reference)
     found = []
     if [m["step"] for m in mine] != [m["step"] for m in theirs]:
         found.append(f"steps {[m['step'] for m in mine]}")
     for one, other in zip(mine, theirs, strict=False):
         if one["data_digest"] != other["data_digest"]:
-            found.append(f"step {one['step']}: other samples")
+            found.append(f"step {one['step']}: different samples")
         for key in ("loss", "grad_norm", "lr"):
             if not math.isclose(one[key], other[key], rel_tol=tolerance, abs_tol=0.0):
                 found.append(f"step {one['step']}: {key} {one[key]!r} and {other[key]!r}")
@@ -176,7 +176,7 @@ def differences(run: Path, reference: Path, tolerance: float) -> list[str]:
 
 
 def arguments_for(run: Path, model: Path, rows: Path, *overrides: str, config: str = LORA) -> list[str]:
-    """A run of 12 steps, in float64 so that any number of ranks computes the same to 1e-9."""
+    """Return the command line of 12 steps in float64, in which any number of ranks agrees to 1e-9."""
     adapter = ("adapter.rank=2", "adapter.dropout=0.1") if config == LORA else ()
     return [
         *("--config", config, f"output_dir={run}", f"model.path={model}", "precision=fp64"),
@@ -188,7 +188,7 @@ def arguments_for(run: Path, model: Path, rows: Path, *overrides: str, config: s
 
 
 def make_inputs(folder: Path) -> tuple[Path, Path]:
-    """A model of random weights, and rows."""
+    """Write a model directory with random weights, and a file of rows; returns both paths."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -208,7 +208,7 @@ def make_inputs(folder: Path) -> tuple[Path, Path]:
 
 
 def soak(num_kills: int, seed: int, folder: Path) -> int:
-    """Cut runs at random until ``num_kills`` faults have happened; the number of runs that came out wrong."""
+    """Kill runs at random until ``num_kills`` faults have happened; returns the number of wrong runs."""
     rng = random.Random(seed)
     model, rows = make_inputs(folder)
     reference = folder / "reference"
@@ -239,21 +239,21 @@ def soak(num_kills: int, seed: int, folder: Path) -> int:
             if all(code == 0 for code in ended.codes):
                 break
             if not ended.fired:
-                print(f"run {trial} ended by itself: {ended.codes}\n{ended.output[-3000:]}")
+                print(f"run {trial} ended without a fault: {ended.codes}\n{ended.output[-3000:]}")
                 return wrong + 1
         found = differences(run, reference, 1e-9)
         wrong += bool(found)
         resumed = [r["step"] for r in json.loads((run / "run.json").read_text()).get("resumed", [])]
-        print(f"run {trial}: resumed after {resumed}; {'; '.join(found) or 'as the uninterrupted run'}", flush=True)
+        print(f"run {trial}: resumed after {resumed}; {'; '.join(found) or 'as uninterrupted'}", flush=True)
         shutil.rmtree(run)
         for moved in folder.glob(f"run-{trial}.*"):
             shutil.rmtree(moved)
-    print(f"{sum(done.values())} kills in {trial} runs: {dict(done)}; {wrong} runs came out wrong")
+    print(f"{sum(done.values())} kills in {trial} runs: {dict(done)}; {wrong} runs were wrong")
     return wrong
 
 
 def main() -> int:
-    """The long form."""
+    """Run ``soak`` from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--num-kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)

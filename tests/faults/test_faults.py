@@ -1,4 +1,4 @@
-"""A run that is cut anywhere goes on as if nothing had happened."""
+"""A run that is interrupted anywhere resumes as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Start = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def reference(inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run on two ranks."""
+    """Return an uninterrupted run on two ranks."""
     run = tmp_path_factory.mktemp("reference") / "run"
     assert run_group(arguments_for(run, *inputs), 2).codes == (0, 0)
     return run
@@ -38,7 +38,7 @@ def reference(inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def start(inputs: tuple[Path, Path], tmp_path: Path) -> Start:
-    """Start a run, or start it again: ``start(*overrides, ranks=2, fault=None)``."""
+    """Start or restart a run: ``start(*overrides, ranks=2, fault=None)``."""
 
     def start_(*overrides: str, ranks: int = 2, fault: Fault | None = None, is_shifted: bool = False) -> Any:
         return run_group(arguments_for(tmp_path / "run", *inputs, *overrides), ranks, fault, is_shifted)
@@ -46,7 +46,7 @@ def start(inputs: tuple[Path, Path], tmp_path: Path) -> Start:
     return start_
 
 
-def exit_of(run: Path) -> dict[str, Any]:
+def read_exit(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((run / "exit.json").read_text())
     return found
 
@@ -59,20 +59,20 @@ def assert_same_bits(run: Path, reference: Path) -> None:
     assert all(torch.equal(weight, expected[name]) for name, weight in final_weights(run).items())
 
 
-def test_random_kills_at_every_phase_on_changing_numbers_of_ranks_lose_and_repeat_nothing(tmp_path: Path) -> None:
+def test_random_kills_on_changing_numbers_of_ranks_lose_and_repeat_nothing(tmp_path: Path) -> None:
     assert soak(num_kills=9, seed=2, folder=tmp_path) == 0
 
 
-def test_a_cursor_that_is_off_by_one_is_found(start: Start, reference: Path, tmp_path: Path) -> None:
+def test_a_data_cursor_that_is_off_by_one_is_detected(start: Start, reference: Path, tmp_path: Path) -> None:
     assert start(fault=Fault("kill", "step", 0, 8)).fired
     assert start(is_shifted=True).codes == (0, 0)
-    assert any("other samples" in found for found in differences(tmp_path / "run", reference, 1e-9))
+    assert any("different samples" in found for found in differences(tmp_path / "run", reference, 1e-9))
 
 
 @pytest.mark.parametrize(
     ("phase", "count"), [("step", 6), ("update", 7), ("stage", 3), ("write", 3), ("publish", 3), ("prune", 1)]
 )
-def test_a_killed_run_is_the_uninterrupted_one_to_the_bit(
+def test_a_killed_and_resumed_run_is_bit_identical_to_an_uninterrupted_one(
     phase: str, count: int, start: Start, reference: Path, tmp_path: Path
 ) -> None:
     ended = start(fault=Fault("kill", phase, 0, count))
@@ -82,11 +82,11 @@ def test_a_killed_run_is_the_uninterrupted_one_to_the_bit(
     assert_same_bits(tmp_path / "run", reference)
 
 
-def test_a_signal_on_one_rank_ends_the_step_saves_and_leaves_all_ranks(
+def test_a_signal_on_one_rank_saves_after_the_step_and_stops_all_ranks(
     start: Start, reference: Path, tmp_path: Path
 ) -> None:
     assert start(fault=Fault("term", "step", 1, 3)).codes == (75, 75)
-    why = exit_of(tmp_path / "run")
+    why = read_exit(tmp_path / "run")
     assert why["code"] == 75
     assert why["step"] == 3
     assert "SIGTERM" in why["reason"]
@@ -95,18 +95,18 @@ def test_a_signal_on_one_rank_ends_the_step_saves_and_leaves_all_ranks(
     assert_same_bits(tmp_path / "run", reference)
 
 
-def test_a_signal_before_the_first_step_leaves_at_once(start: Start, tmp_path: Path) -> None:
+def test_a_signal_before_the_first_step_stops_at_once(start: Start, tmp_path: Path) -> None:
     start(fault=Fault("kill", "step", 0, 8))
     ended = start(fault=Fault("term", "read", 0))
     assert 75 in ended.codes
-    assert "before the first step" in exit_of(tmp_path / "run")["reason"]
+    assert "before the first step" in read_exit(tmp_path / "run")["reason"]
 
 
 @pytest.mark.slow
-def test_a_signal_while_the_step_compiles_is_heeded_after_it(start: Start, reference: Path, tmp_path: Path) -> None:
+def test_a_signal_during_compilation_takes_effect_after_the_step(start: Start, reference: Path, tmp_path: Path) -> None:
     ended = start("compile=true", fault=Fault("term_soon", "step", 1, 1))
     assert ended.codes == (75, 75), ended.output
-    assert exit_of(tmp_path / "run")["step"] == 1
+    assert read_exit(tmp_path / "run")["step"] == 1
     assert start("compile=true").codes == (0, 0)
     assert not differences(tmp_path / "run", reference, 1e-9)
 
@@ -122,7 +122,7 @@ def test_a_signal_while_the_step_compiles_is_heeded_after_it(start: Start, refer
         ("AdamWFp8", "fsdp", "sharded"),
     ],
 )
-def test_a_quantised_optimizer_goes_on_to_the_bit(
+def test_a_quantized_optimizer_resumes_bit_identically(
     optimizer: str, mode: str, kind: str, inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     chosen = f"optimizer={{_component_: torchao.optim.{optimizer}, lr: 1e-3}}"
@@ -138,36 +138,36 @@ def test_a_quantised_optimizer_goes_on_to_the_bit(
     assert_same_bits(tmp_path / "cut", tmp_path / "straight")
 
 
-def test_a_stop_file_stops_the_run_and_is_taken_away(start: Start, reference: Path, tmp_path: Path) -> None:
+def test_a_stale_stop_file_is_removed_when_the_run_resumes(start: Start, reference: Path, tmp_path: Path) -> None:
     start(fault=Fault("kill", "step", 0, 8))
     (tmp_path / "run" / "stop").touch()
-    assert start().codes == (0, 0), "a stop file from before the start is of the run before"
+    assert start().codes == (0, 0), "a stop file older than the start belongs to the previous run"
     assert_same_bits(tmp_path / "run", reference)
 
 
-def test_a_full_disk_fails_the_save_and_training_goes_on(start: Start, reference: Path, tmp_path: Path) -> None:
+def test_a_full_disk_fails_the_save_but_not_training(start: Start, reference: Path, tmp_path: Path) -> None:
     ended = start(fault=Fault("enospc", "write", 1, 2))
     assert ended.codes == (0, 0)
     assert "No space left on device" in ended.output
     assert_same_bits(tmp_path / "run", reference)
 
 
-def test_a_full_disk_stops_the_run_where_that_is_asked_for(start: Start, tmp_path: Path) -> None:
+def test_a_full_disk_stops_the_run_if_configured(start: Start, tmp_path: Path) -> None:
     ended = start("checkpoint.on_error=stop", fault=Fault("enospc", "write", 1, 2))
     assert set(ended.codes) == {2}
-    assert "checkpoint of step 4" in exit_of(tmp_path / "run")["reason"]
-    assert "No space left on device" in exit_of(tmp_path / "run")["reason"]
+    assert "checkpoint of step 4" in read_exit(tmp_path / "run")["reason"]
+    assert "No space left on device" in read_exit(tmp_path / "run")["reason"]
 
 
-def test_an_error_on_one_rank_is_told_and_the_run_goes_on_after(start: Start, reference: Path, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_is_reported_and_the_run_can_resume(start: Start, reference: Path, tmp_path: Path) -> None:
     ended = start(fault=Fault("raise", "step", 1, 5))
     assert ended.codes[1] == 1
-    assert "a fault that was put in" in ended.output
+    assert "an injected fault" in ended.output
     assert start().codes == (0, 0)
     assert_same_bits(tmp_path / "run", reference)
 
 
-def test_a_step_that_hangs_leaves_the_stacks_of_every_thread(start: Start, reference: Path, tmp_path: Path) -> None:
+def test_a_hanging_step_writes_the_stacks_of_every_thread(start: Start, reference: Path, tmp_path: Path) -> None:
     ended = start("step_timeout_s=3", fault=Fault("hang", "step", 1, 5))
     assert 1 in ended.codes
     stacks = "".join(file.read_text() for file in (tmp_path / "run" / "stacks").iterdir())
@@ -177,9 +177,7 @@ def test_a_step_that_hangs_leaves_the_stacks_of_every_thread(start: Start, refer
     assert_same_bits(tmp_path / "run", reference)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
-    start: Start, reference: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(start: Start, reference: Path, tmp_path: Path) -> None:
     start(fault=Fault("kill", "step", 0, 8))
     newest, before = CheckpointStore(tmp_path / "run" / "checkpoints").list_complete()[:2]
     victim = next(newest.path.glob("*.safetensors"))
@@ -193,7 +191,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     assert_same_bits(tmp_path / "run", reference)
 
 
-def test_with_no_whole_checkpoint_left_the_run_does_not_start_over(start: Start, tmp_path: Path) -> None:
+def test_a_run_with_only_damaged_checkpoints_does_not_start_over(start: Start, tmp_path: Path) -> None:
     start(fault=Fault("kill", "step", 0, 8))
     for checkpoint in CheckpointStore(tmp_path / "run" / "checkpoints").list_complete():
         (checkpoint.path / "manifest.json").write_text("{}")
@@ -213,7 +211,7 @@ def test_with_no_whole_checkpoint_left_the_run_does_not_start_over(start: Start,
         ("global_batch_size=6", "global_batch_size: 4 then, 6 now"),
     ],
 )
-def test_a_run_that_differs_is_not_gone_on_with(override: str, named: str, start: Start) -> None:
+def test_a_run_with_other_settings_is_not_resumed(override: str, named: str, start: Start) -> None:
     start(fault=Fault("kill", "step", 0, 8))
     ended = start(override, ranks=1)
     assert ended.codes == (2,)
@@ -229,7 +227,7 @@ def test_a_finished_run_can_be_extended(start: Start, inputs: tuple[Path, Path],
     assert_same_bits(tmp_path / "run", straight)
 
 
-def test_a_finished_run_that_is_started_again_trains_nothing(start: Start, tmp_path: Path) -> None:
+def test_restarting_a_finished_run_trains_nothing(start: Start, tmp_path: Path) -> None:
     assert start("max_steps=3").codes == (0, 0)
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert start("max_steps=3", ranks=1).codes == (0,)
@@ -238,13 +236,13 @@ def test_a_finished_run_that_is_started_again_trains_nothing(start: Start, tmp_p
 
 @pytest.mark.parametrize("kind", ["sharded", "elastic"])
 @pytest.mark.parametrize("config", [LORA, FULL])
-def test_a_run_goes_on_in_another_mode_on_another_number_of_ranks(
+def test_a_run_resumes_in_another_mode_on_another_number_of_ranks(
     config: str, kind: str, inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     saves = {"sharded": ("2", "0"), "elastic": ("0", "2")}[kind]
     every = (f"checkpoint.every_n_steps={saves[0]}", f"checkpoint.elastic_every_n_steps={saves[1]}")
     runs = {}
-    for name, lives in {
+    for name, segments in {
         "straight": [(1, "auto", None)],
         "changing": [
             (2, "fsdp", Fault("kill", "step", 1, 5)),
@@ -254,7 +252,7 @@ def test_a_run_goes_on_in_another_mode_on_another_number_of_ranks(
         ],
     }.items():
         runs[name] = tmp_path / name
-        for ranks, mode, fault in lives:
+        for ranks, mode, fault in segments:
             argv = arguments_for(runs[name], *inputs, *every, f"parallel.mode={mode}", config=config)
             argv += ["parallel.replicate=2"] if mode == "hsdp" else []
             ended = run_group(argv, ranks, fault)

@@ -1,4 +1,4 @@
-"""Under the real launcher: what it restarts goes on, what it is told to stop is saved."""
+"""Under torchrun, restarted runs resume and stopped runs are saved."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def wait_for_step(run: Path, step: int) -> None:
     raise AssertionError(f"{run}: did not reach step {step}")
 
 
-def test_a_rank_that_dies_is_brought_back_with_the_others(
+def test_the_launcher_restarts_all_ranks_when_one_dies(
     inputs: tuple[Path, Path], reference: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -56,16 +56,16 @@ def test_a_rank_that_dies_is_brought_back_with_the_others(
     assert not differences(run, reference, 1e-9)
 
 
-def test_the_first_cause_is_what_the_launcher_reports(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_launcher_reports_the_root_cause(inputs: tuple[Path, Path], tmp_path: Path) -> None:
     process = launch(arguments_for(tmp_path / "run", *inputs), fault=("step", "3", "raise", "1"))
     output = process.communicate(timeout=300)[0]
     assert process.returncode != 0
-    assert "a fault that was put in" in output.split("Root Cause")[-1], output[-3000:]
-    assert "a fault that was put in" in json.loads((tmp_path / "run" / "exit.json").read_text())["reason"]
+    assert "an injected fault" in output.split("Root Cause")[-1], output[-3000:]
+    assert "an injected fault" in json.loads((tmp_path / "run" / "exit.json").read_text())["reason"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(
+def test_a_signal_to_the_launcher_saves_and_the_same_command_resumes(
     number: signal.Signals, inputs: tuple[Path, Path], reference: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -82,7 +82,7 @@ def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(
     assert not differences(run, reference, 1e-9)
 
 
-def test_a_save_that_the_launcher_cuts_leaves_the_last_good_one(
+def test_a_save_that_the_launcher_kills_leaves_the_last_good_checkpoint(
     inputs: tuple[Path, Path], reference: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -97,7 +97,7 @@ def test_a_save_that_the_launcher_cuts_leaves_the_last_good_one(
     assert not differences(run, reference, 1e-9)
 
 
-def test_when_a_node_is_lost_the_run_goes_on_with_those_that_are_left(
+def test_a_run_that_loses_a_node_resumes_on_the_remaining_ones(
     inputs: tuple[Path, Path], reference: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -114,7 +114,7 @@ def test_when_a_node_is_lost_the_run_goes_on_with_those_that_are_left(
             return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
 
     nodes = [start_node("first")]
-    time.sleep(2)  # the first node keeps the meeting place, which must outlive the second
+    time.sleep(2)  # the first node hosts the rendezvous, which must outlive the second node
     nodes.append(start_node("second"))
     wait_for_step(run, 7)
     assert json.loads((run / "run.json").read_text())["world_size"] == 2

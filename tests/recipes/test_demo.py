@@ -1,4 +1,4 @@
-"""The demo's number means something: the same training on calls of other rows teaches nothing."""
+"""The demo's accuracy comes from its data: training on shuffled calls does not reach it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def accuracy(model: Path, cases: Path) -> float:
 @pytest.mark.parametrize(
     ("split", "low", "high"),
     [("train", 0.85, 1.0), ("shuffled", 0.0, 0.30)],
-    ids=["calls of their own", "shuffled calls"],
+    ids=["matching calls", "shuffled calls"],
 )
-def test_lora_on_two_ranks_learns_calls_from_their_own_questions_alone(
+def test_lora_learns_calls_only_from_matching_questions(
     split: str, low: float, high: float, tmp_path: Path, tiny_base: Path
 ) -> None:
     cases = tmp_path / "cases.jsonl"

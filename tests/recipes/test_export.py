@@ -1,4 +1,4 @@
-"""What a run leaves behind on a disk that fails."""
+"""Exports to a failing disk are complete or absent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 
 
 def export_to_a_full_disk(world: World, out: Path) -> str:
-    """What this rank is told; the writer's files may have 100 kB from here on."""
+    """Return the error of this rank when files of the writing rank are limited to 100 kB."""
     config = load_config(str(ROOT / "configs" / "tiny_full.yaml"), [f"output_dir={out}", f"model.path={TINY_BASE}"])
     model = build_base(config, TINY_BASE, world)
     shard_and_load_(model, config, TINY_BASE, world)
@@ -29,10 +29,10 @@ def export_to_a_full_disk(world: World, out: Path) -> str:
     return str(caught.value)
 
 
-def test_a_full_disk_is_told_on_every_rank_and_nothing_half_is_left(tmp_path: Path) -> None:
-    told = run_ranks(export_to_a_full_disk, 2, tmp_path / "export")
-    assert len(set(told)) == 1
-    assert "merged: cannot be written" in told[0]
-    assert "File too large" in told[0]
-    assert "run the same command again" in told[0]
+def test_a_full_disk_is_reported_on_every_rank_and_leaves_no_partial_export(tmp_path: Path) -> None:
+    errors = run_ranks(export_to_a_full_disk, 2, tmp_path / "export")
+    assert len(set(errors)) == 1
+    assert "merged: cannot be written" in errors[0]
+    assert "File too large" in errors[0]
+    assert "run the same command again" in errors[0]
     assert not list((tmp_path / "export").iterdir())

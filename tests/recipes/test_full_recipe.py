@@ -1,4 +1,4 @@
-"""Fine-tuning all weights as a user starts it, and what both recipes say where a run cannot be laid out."""
+"""The full fine-tuning recipe as a user starts it, and errors of both recipes before the first step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed", "bf16", "float8_mixed"])
-def test_all_weights_train_and_are_left_as_a_model(precision: str, tmp_path: Path) -> None:
+def test_all_weights_train_and_are_exported_as_a_model(precision: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     argv = arguments_for(tmp_path, f"precision={precision}", "optimizer.lr=4e-3", kind="full")
@@ -41,7 +41,7 @@ def test_all_weights_train_and_are_left_as_a_model(precision: str, tmp_path: Pat
     assert not (run / "export" / "adapter").exists()
 
 
-def test_a_run_logs_where_it_runs_and_why(tmp_path: Path) -> None:
+def test_a_run_logs_its_layout_and_the_reason(tmp_path: Path) -> None:
     out = run_ranks(run_kind_on_rank, 2, arguments_for(tmp_path, "parallel.mode=auto", kind="lora"), "lora")[0]["out"]
     for words in (
         "attention: flash attention, one call a conversation",
@@ -51,10 +51,10 @@ def test_a_run_logs_where_it_runs_and_why(tmp_path: Path) -> None:
         assert words in out, out
 
 
-def test_metrics_say_where_time_and_tokens_go(tmp_path: Path) -> None:
+def test_metrics_account_for_time_and_tokens(tmp_path: Path) -> None:
     assert run_ranks(run_kind_on_rank, 2, arguments_for(tmp_path, "max_steps=3", kind="full"), "full")[0]["code"] == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert "compute_time_s" not in lines[0]  # each step tells of the one before
+    assert "compute_time_s" not in lines[0]  # each step reports the previous one
     for line in lines[1:]:
         assert 0 < line["compute_time_s"] < line["step_time_s"] + lines[0]["step_time_s"]
         assert line["compute_skew"] >= 1
@@ -97,13 +97,11 @@ def test_metrics_say_where_time_and_tokens_go(tmp_path: Path) -> None:
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_a_run_that_cannot_be_laid_out_is_one_report(
-    kind: Kind, overrides: list[str], words: str, tmp_path: Path
-) -> None:
+def test_an_impossible_layout_is_reported_once(kind: Kind, overrides: list[str], words: str, tmp_path: Path) -> None:
     check_single_report(arguments_for(tmp_path, *overrides, kind=kind), words, kind)
 
 
-def test_a_model_too_large_for_its_devices_is_one_report(tiny_base: Path, tmp_path: Path) -> None:
+def test_a_model_too_large_for_its_devices_is_reported_once(tiny_base: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_base, tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     config |= {"hidden_size": 2**18, "intermediate_size": 2**20, "num_attention_heads": 2**12, "head_dim": 64}
@@ -113,13 +111,13 @@ def test_a_model_too_large_for_its_devices_is_one_report(tiny_base: Path, tmp_pa
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def spoil(path: Path) -> None:
+def add_nan(path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     tensors["model.layers.2.mlp.up_proj.weight"][3, 3] = float("nan")
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
-def drop(path: Path) -> None:
+def drop_weight(path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     del tensors["model.layers.2.mlp.up_proj.weight"]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -128,11 +126,11 @@ def drop(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (spoil, "model.layers.2.mlp.up_proj.weight holds NaN or infinity"),
-        (drop, "1 missing: model.layers.2.mlp.up_proj.weight"),
+        (add_nan, "model.layers.2.mlp.up_proj.weight holds NaN or infinity"),
+        (drop_weight, "1 missing: model.layers.2.mlp.up_proj.weight"),
     ],
 )
-def test_broken_weights_are_one_report(
+def test_broken_weights_are_reported_once(
     change: Callable[[Path], None], words: str, tiny_base: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_base, tmp_path / "model")

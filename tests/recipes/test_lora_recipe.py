@@ -1,4 +1,4 @@
-"""The recipe as a user starts it: what it leaves, and how it ends when something is wrong."""
+"""The LoRA recipe as a user starts it: its files, and one report for every wrong input."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import arguments_for, check_single_report, run_on_rank, tune_run
 
 
-def test_a_run_leaves_what_scripts_rely_on(tmp_path: Path) -> None:
+def test_a_run_writes_the_files_that_scripts_rely_on(tmp_path: Path) -> None:
     results = run_ranks(run_on_rank, 2, arguments_for(tmp_path))
     assert [r["code"] for r in results] == [0, 0], results
     run = tmp_path / "run"
@@ -46,7 +46,7 @@ def test_a_run_leaves_what_scripts_rely_on(tmp_path: Path) -> None:
         assert (run / "export" / file).is_file()
 
 
-def test_a_second_run_that_is_to_start_over_keeps_the_first(tmp_path: Path) -> None:
+def test_starting_over_keeps_the_earlier_run(tmp_path: Path) -> None:
     assert run_ranks(run_on_rank, 1, arguments_for(tmp_path))[0]["code"] == 0
     first = (tmp_path / "run" / "metrics.jsonl").read_text()
     second = run_ranks(run_on_rank, 1, arguments_for(tmp_path, "max_steps=1", "resume=never"))[0]
@@ -55,7 +55,7 @@ def test_a_second_run_that_is_to_start_over_keeps_the_first(tmp_path: Path) -> N
     assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == first
 
 
-def test_a_checkpoint_holds_adapters_and_their_optimizer_and_little_else(tmp_path: Path) -> None:
+def test_a_checkpoint_contains_adapters_and_their_optimizer_and_little_else(tmp_path: Path) -> None:
     assert run_ranks(run_on_rank, 2, arguments_for(tmp_path, "checkpoint.every_n_steps=1"))[0]["code"] == 0
     adapter = load_file(tmp_path / "run" / "export" / "adapter" / "adapter_model.safetensors")
     needed = sum(tensor.numel() for tensor in adapter.values()) * 4 * 3  # float32: weights and AdamW's two moments
@@ -123,7 +123,7 @@ BAD_MODELS: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("change", "words"), BAD_MODELS, ids=[words for _, words in BAD_MODELS])
-def test_a_broken_model_directory_is_one_report(
+def test_a_broken_model_directory_is_reported_once(
     change: Callable[[Path], Any], words: str, tiny_base: Path, tmp_path: Path
 ) -> None:
     check_single_report(arguments_for(tmp_path, broken_model(tmp_path, tiny_base, change)), words)
@@ -144,7 +144,7 @@ def test_a_broken_model_directory_is_one_report(
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_wrong_input_is_one_report(overrides: list[str], words: str, tmp_path: Path) -> None:
+def test_wrong_input_is_reported_once(overrides: list[str], words: str, tmp_path: Path) -> None:
     check_single_report(arguments_for(tmp_path, *overrides), words)
 
 
@@ -153,7 +153,7 @@ def test_wrong_input_is_one_report(overrides: list[str], words: str, tmp_path: P
     [("", "no rows"), ('{"text": "hello"}\n', "unknown shape"), ('{"messages": [', "not JSON")],
     ids=["empty", "other shape", "broken"],
 )
-def test_a_dataset_that_is_none_is_one_report(content: str, words: str, tmp_path: Path) -> None:
+def test_an_unusable_dataset_is_reported_once(content: str, words: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(content)
     check_single_report(arguments_for(tmp_path, f"data.sources.0.path={rows}"), words)
@@ -169,7 +169,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> No
     assert exit_json["code"] == 1
 
 
-def test_steps_that_are_not_finite_are_skipped_by_choice(tmp_path: Path) -> None:
+def test_steps_that_are_not_finite_are_skipped_if_configured(tmp_path: Path) -> None:
     argv = arguments_for(tmp_path, "optimizer.lr=1e30", "clip_grad_norm=null", "max_steps=3", "on_nonfinite=skip")
     assert run_ranks(run_on_rank, 2, argv)[0]["code"] == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -184,7 +184,7 @@ def test_the_launcher_runs_two_ranks_and_reports_once(tmp_path: Path) -> None:
     assert (failed.stdout + failed.stderr).count("epochs=0: expected 1 or more") == 1
 
 
-def test_the_bare_form_runs_one_process(tmp_path: Path) -> None:
+def test_tune_run_without_nproc_runs_one_process(tmp_path: Path) -> None:
     done = tune_run("recipes/lora_fc_distributed", *arguments_for(tmp_path), PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["world_size"] == 1

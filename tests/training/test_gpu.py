@@ -1,4 +1,4 @@
-"""What only a CUDA device shows: that a step does not wait for it, and that offloading and compiling change nothing."""
+"""On a CUDA device a step waits once, and memory-saving options do not change training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 
 class SyncCounter(Callback):
-    """Counts the host's waits for the device within a step."""
+    """Counts the synchronizations of host and device in each step."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -42,7 +42,7 @@ class SyncCounter(Callback):
 
 
 def run_steps(world: World, config: RunConfig, path: Path) -> dict[str, Any]:
-    """Losses and the host's waits of each step."""
+    """Return the loss and the number of synchronizations of each step."""
     model, gradient_sync = build_trainable(config, world)
     recorder, counter = Recorder(), SyncCounter()
     train(
@@ -77,7 +77,7 @@ def run(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., dict[s
     return start
 
 
-def test_the_host_waits_once_a_step(run: Callable[..., dict[str, Any]]) -> None:
+def test_the_host_waits_for_the_device_once_per_step(run: Callable[..., dict[str, Any]]) -> None:
     result = run(optimizer={"fused": True})
     assert result["kernel"] == "varlen"
     assert result["waits"][1:] == [1, 1, 1]
@@ -98,7 +98,7 @@ def test_the_host_waits_once_a_step(run: Callable[..., dict[str, Any]]) -> None:
     ],
     ids=str,
 )
-def test_ways_to_run_a_step_give_about_the_same_losses(
+def test_memory_saving_options_change_losses_only_slightly(
     changes: dict[str, Any], run: Callable[..., dict[str, Any]]
 ) -> None:
     plain, changed = run(), run(**changes)

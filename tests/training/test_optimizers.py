@@ -1,4 +1,4 @@
-"""Optimizers by name: fused, in 8 bits, with rounding by chance; alike on any layout."""
+"""Fused, 8-bit and stochastically rounded optimizers train as well as plain ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def losses(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., dic
     return run
 
 
-def test_the_fused_update_is_the_plain_one(losses: Callable[..., dict[str, Any]]) -> None:
+def test_the_fused_update_matches_the_plain_one(losses: Callable[..., dict[str, Any]]) -> None:
     adamw = {"_component_": "torch.optim.AdamW", "lr": 1e-2}
     plain = losses(1, adamw)
     for world_size in (1, 2):
@@ -45,7 +45,7 @@ def test_the_fused_update_is_the_plain_one(losses: Callable[..., dict[str, Any]]
     ],
     ids=["8 bits", "8 bits in shards", "stochastic rounding", "bfloat16 states"],
 )
-def test_small_states_learn_about_as_much_as_float32(
+def test_low_precision_optimizer_states_train_nearly_as_well_as_float32(
     losses: Callable[..., dict[str, Any]],
     optimizer: dict[str, Any],
     precision: str,

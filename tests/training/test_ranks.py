@@ -1,4 +1,4 @@
-"""The numbers of a run do not depend on how many ranks it runs on."""
+"""Losses and weights do not depend on the number of ranks or the parallel layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.training.training_runs import ADAPTER, MEASURED, WIDE, compare, make_
 
 @pytest.fixture(scope="module")
 def runs(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """Runs a configuration on a number of ranks, each once."""
+    """Run a config on a number of ranks; each combination runs once."""
     output = tmp_path_factory.mktemp("ranks")
     done: dict[str, dict[str, Any]] = {}
 
@@ -58,7 +58,7 @@ def test_every_layout_matches_one_process_in_float64(
 
 
 @pytest.mark.parametrize("parallel", [{"mode": "fsdp"}, {"mode": "hsdp", "replicate": 2}], ids=["fsdp", "hsdp"])
-def test_gradients_too_large_to_be_held_whole_are_scattered_to_the_same_numbers(
+def test_scattering_large_gradients_gives_the_same_numbers(
     runs: Callable[..., dict[str, Any]], parallel: dict[str, Any]
 ) -> None:
     scattered = runs(4, adapter=None, parallel=parallel, holds_gradients=False)
@@ -76,7 +76,7 @@ def test_dora_on_four_ranks_matches_one_process(runs: Callable[..., dict[str, An
 
 @pytest.mark.parametrize("base", ["nf4", "float8"])
 @pytest.mark.parametrize("parallel", SHARDED, ids=lambda p: p["mode"])
-def test_a_base_in_few_bits_is_the_same_on_any_number_of_ranks(
+def test_a_quantized_base_trains_equally_on_any_layout(
     runs: Callable[..., dict[str, Any]], parallel: dict[str, Any], base: str
 ) -> None:
     changes = {"adapter": ADAPTER | {"base": base}, "model": "wide", "max_steps": 3}
@@ -86,7 +86,7 @@ def test_a_base_in_few_bits_is_the_same_on_any_number_of_ranks(
 
 @pytest.mark.parametrize("parallel", SHARDED, ids=lambda p: p["mode"])
 @pytest.mark.parametrize("policy", ["block", "op"])
-def test_checkpointed_blocks_train_alike_on_any_layout(
+def test_activation_checkpointing_trains_equally_on_any_layout(
     runs: Callable[..., dict[str, Any]], parallel: dict[str, Any], policy: str
 ) -> None:
     checkpointing = {"fraction": 0.5 if policy == "block" else 1.0, "policy": policy}
@@ -94,7 +94,7 @@ def test_checkpointed_blocks_train_alike_on_any_layout(
 
 
 @pytest.mark.parametrize("mode", ["fsdp", "hsdp"])
-def test_shards_that_stay_gathered_give_the_same_numbers(runs: Callable[..., dict[str, Any]], mode: str) -> None:
+def test_keeping_weights_gathered_gives_the_same_numbers(runs: Callable[..., dict[str, Any]], mode: str) -> None:
     parallel = {"mode": mode, "reshard_after_forward": False} | ({"replicate": 2} if mode == "hsdp" else {})
     compare(runs(1), runs(4, parallel=parallel), rtol=1e-9, atol=0)
 
@@ -102,7 +102,7 @@ def test_shards_that_stay_gathered_give_the_same_numbers(runs: Callable[..., dic
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", [ADAPTER, None], ids=["lora", "full"])
 @pytest.mark.parametrize("parallel", SHARDED, ids=lambda p: p["mode"])
-def test_compiled_blocks_train_alike_on_any_layout(
+def test_compiled_blocks_train_equally_on_any_layout(
     runs: Callable[..., dict[str, Any]], parallel: dict[str, Any], adapter: dict[str, Any] | None
 ) -> None:
     changes: dict[str, Any] = {"adapter": adapter, "data": {"packed": True}, "global_batch_size": 6}
@@ -113,7 +113,7 @@ def test_compiled_blocks_train_alike_on_any_layout(
 
 
 @pytest.mark.parametrize("parallel", SHARDED, ids=lambda p: p["mode"])
-def test_mixed_precision_is_the_same_on_any_layout(
+def test_mixed_precision_trains_equally_on_any_layout(
     runs: Callable[..., dict[str, Any]], parallel: dict[str, Any]
 ) -> None:
     # One row at a time, so that each is rounded alike wherever it runs; sums are float32.
@@ -139,13 +139,13 @@ def test_micro_batches_do_not_change_the_numbers(runs: Callable[..., dict[str, A
     compare(runs(1), runs(1, micro_batch_size=7), rtol=1e-9, atol=0)
 
 
-def test_accumulating_four_ones_is_one_four(runs: Callable[..., dict[str, Any]]) -> None:
+def test_four_micro_batches_of_one_equal_one_of_four(runs: Callable[..., dict[str, Any]]) -> None:
     ones = runs(1, global_batch_size=4, micro_batch_size=1)
     compare(ones, runs(1, global_batch_size=4, micro_batch_size=4), rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_two_ranks_of_two_are_four_ranks_of_one(runs: Callable[..., dict[str, Any]], mode: str) -> None:
+def test_two_ranks_with_two_rows_equal_four_ranks_with_one(runs: Callable[..., dict[str, Any]], mode: str) -> None:
     two = runs(2, global_batch_size=8, micro_batch_size=2, parallel={"mode": mode})
     compare(two, runs(4, global_batch_size=8, micro_batch_size=1, parallel={"mode": mode}), rtol=1e-9, atol=0)
 
@@ -157,12 +157,12 @@ def test_training_twice_gives_the_same_metrics(runs: Callable[..., dict[str, Any
             assert a[key] == b[key], key
 
 
-def test_the_control_with_other_data_order_differs(runs: Callable[..., dict[str, Any]]) -> None:
+def test_another_data_order_gives_other_losses(runs: Callable[..., dict[str, Any]]) -> None:
     assert runs(1)["metrics"][0]["loss"] != runs(1, seed=43)["metrics"][0]["loss"]
 
 
 @pytest.mark.parametrize(("world_size", "parallel"), LAYOUTS)
-def test_frozen_weights_do_not_move(
+def test_frozen_weights_do_not_change(
     runs: Callable[..., dict[str, Any]], make_model: Callable[..., Path], world_size: int, parallel: dict[str, Any]
 ) -> None:
     from safetensors.torch import load_file
@@ -183,7 +183,7 @@ def test_frozen_weights_do_not_move(
         assert torch.equal(ours, weight.double()), name
 
 
-def test_every_rank_runs_as_many_micro_batches(
+def test_every_rank_runs_the_same_number_of_micro_batches(
     runs: Callable[..., dict[str, Any]], tmp_path: Path, make_model: Callable[..., Path]
 ) -> None:
     config = make_config(make_model(), tmp_path)

@@ -1,4 +1,4 @@
-"""What a run's own record knows after restarts: how each part ended, and the hours of all of them."""
+"""The record of a run covers all of its restarts."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from fctune.training.run_directory import RunDirectory
 from tests.runs.sample_runs import change_run, make_config, write_steps
 
 
-def go_on(path: Path, step: int, world_size: int) -> RunDirectory:
+def resume(path: Path, step: int, world_size: int) -> RunDirectory:
     directory = RunDirectory(path)
     directory.resume(make_config(path), world_size, step, path / "checkpoints" / f"checkpoint-{step}", [])
     return directory
 
 
-def begin(path: Path, hours_ago: float, world_size: int = 8) -> RunDirectory:
+def start(path: Path, hours_ago: float, world_size: int = 8) -> RunDirectory:
     directory = RunDirectory(path)
     directory.start(make_config(path), world_size)
     write_steps(directory, 1, 10)
-    change_run(directory, started_at=tell(hours_ago))
+    change_run(directory, started_at=format_time(hours_ago))
     return directory
 
 
-def tell(hours_ago: float) -> str:
+def format_time(hours_ago: float) -> str:
     return (datetime.now(UTC) - timedelta(hours=hours_ago)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -40,21 +40,21 @@ def age(file: Path, hours: float) -> None:
     os.utime(file, (at, at))
 
 
-def test_hours_are_those_that_ranks_ran_and_not_those_between(tmp_path: Path) -> None:
-    begin(tmp_path / "run", hours_ago=10)
-    age(tmp_path / "run" / "metrics.jsonl", 7)  # three hours on eight ranks, killed; four hours of nothing
-    again = go_on(tmp_path / "run", 5, world_size=4)
+def test_gpu_hours_exclude_the_time_between_restarts(tmp_path: Path) -> None:
+    start(tmp_path / "run", hours_ago=10)
+    age(tmp_path / "run" / "metrics.jsonl", 7)  # three hours on eight ranks, killed; then four idle hours
+    again = resume(tmp_path / "run", 5, world_size=4)
     assert again.gpu_hours() == pytest.approx(24, abs=0.01)
     resumed = json.loads((tmp_path / "run" / "run.json").read_text())["resumed"]
-    resumed[0]["at"] = tell(2)
+    resumed[0]["at"] = format_time(2)
     change_run(again, resumed=resumed)
-    assert go_on(tmp_path / "run", 5, world_size=4).gpu_hours() == pytest.approx(24 + 8, abs=0.02)
+    assert resume(tmp_path / "run", 5, world_size=4).gpu_hours() == pytest.approx(24 + 8, abs=0.02)
 
 
-def test_how_a_part_ended_outlives_its_restart(tmp_path: Path) -> None:
-    directory = begin(tmp_path / "run", hours_ago=1)
+def test_the_end_of_a_segment_survives_its_restart(tmp_path: Path) -> None:
+    directory = start(tmp_path / "run", hours_ago=1)
     directory.finish(1, "rank 3: OutOfMemoryError: CUDA out of memory.", 10)
-    go_on(tmp_path / "run", 5, world_size=8).finish(0, "completed", 5)
+    resume(tmp_path / "run", 5, world_size=8).finish(0, "completed", 5)
     record = read_run(tmp_path / "run")
     assert record.segments[0].exit == {"code": 1, "reason": "rank 3: OutOfMemoryError: CUDA out of memory."}
     judged = {one.name: one for one in judge_run(record)}
@@ -66,35 +66,35 @@ def test_how_a_part_ended_outlives_its_restart(tmp_path: Path) -> None:
     ("end", "due"),
     [((75, "stopped after step 9"), "PASS"), ((1, "rank 1: ValueError: x"), "PASS"), (None, "not measured")],
 )
-def test_a_part_that_was_killed_has_not_said_why(end: tuple[int, str] | None, due: str, tmp_path: Path) -> None:
-    directory = begin(tmp_path / "run", hours_ago=1)
+def test_a_killed_segment_has_no_reason(end: tuple[int, str] | None, due: str, tmp_path: Path) -> None:
+    directory = start(tmp_path / "run", hours_ago=1)
     if end is not None:
         directory.finish(*end, 10)
-    go_on(tmp_path / "run", 5, world_size=8).finish(0, "completed", 5)
+    resume(tmp_path / "run", 5, world_size=8).finish(0, "completed", 5)
     judged = {one.name: one for one in judge_run(read_run(tmp_path / "run"))}
     assert judged["no out-of-memory"].status == due
 
 
-def test_what_was_said_of_an_end_that_was_none_is_taken_back(tmp_path: Path) -> None:
-    directory = begin(tmp_path / "run", hours_ago=1)
-    said: dict[str, Any] = {"finished_at": tell(0), "closing": {"save_s": 1.0, "export_s": 2.0}, "success": []}
-    directory.describe(**said)
-    go_on(tmp_path / "run", 10, world_size=8)
-    assert not said.keys() & json.loads((tmp_path / "run" / "run.json").read_text()).keys()
+def test_resuming_removes_the_record_of_the_end(tmp_path: Path) -> None:
+    directory = start(tmp_path / "run", hours_ago=1)
+    ending: dict[str, Any] = {"finished_at": format_time(0), "closing": {"save_s": 1.0, "export_s": 2.0}, "success": []}
+    directory.describe(**ending)
+    resume(tmp_path / "run", 10, world_size=8)
+    assert not ending.keys() & json.loads((tmp_path / "run" / "run.json").read_text()).keys()
 
 
-def test_a_disk_that_is_full_at_the_end_hides_neither_the_reason_nor_the_code(
+def test_a_full_disk_at_the_end_hides_neither_the_reason_nor_the_code(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    directory = begin(tmp_path / "run", hours_ago=1)
-    (directory.path / "exit.json").mkdir()  # what cannot be replaced by a file, whoever asks
+    directory = start(tmp_path / "run", hours_ago=1)
+    (directory.path / "exit.json").mkdir()  # cannot be replaced by a file, even as root
     directory.finish(1, "no room", 10)
     assert "exit.json: cannot be written" in caplog.text
     assert not list(directory.path.glob(".*.partial"))
 
 
-def test_ranks_that_fail_at_once_leave_one_whole_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = begin(tmp_path / "run", hours_ago=1).path
+def test_ranks_that_fail_together_leave_one_complete_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = start(tmp_path / "run", hours_ago=1).path
     reasons = [f"rank {rank}: " + "x" * 5000 * rank for rank in range(8)]
 
     def fail(reason: str) -> None:
@@ -108,20 +108,20 @@ def test_ranks_that_fail_at_once_leave_one_whole_word(tmp_path: Path, caplog: py
     assert not list(path.glob(".*.partial"))
 
 
-def test_a_run_goes_on_whatever_its_exit_json_is(tmp_path: Path) -> None:
-    path = begin(tmp_path / "run", hours_ago=1).path
+def test_a_run_resumes_even_if_exit_json_is_corrupt(tmp_path: Path) -> None:
+    path = start(tmp_path / "run", hours_ago=1).path
     (path / "exit.json").write_text('{"code": 1}\n}')
-    go_on(path, 5, 8)
+    resume(path, 5, 8)
     assert json.loads((path / "run.json").read_text())["resumed"][-1]["before"]["exit"]["code"] is None
 
 
-def test_what_is_taken_again_is_forgotten_with_its_alerts_and_with_lines_that_are_none(tmp_path: Path) -> None:
-    path = begin(tmp_path / "run", hours_ago=1).path
+def test_resuming_drops_metrics_and_alerts_of_later_steps_and_malformed_lines(tmp_path: Path) -> None:
+    path = start(tmp_path / "run", hours_ago=1).path
     steps = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 9)]
     odd = ["7\n", "{}\n", '{"step": null}\n', '{"step": 3, "lo']
     (path / "metrics.jsonl").write_text("".join(steps + odd))
     alerts = [json.dumps({"step": step, "name": "disk"}) + "\n" for step in (4, 6)]
     (path / "alerts.jsonl").write_text("".join(alerts))
-    go_on(path, 5, 8)
+    resume(path, 5, 8)
     assert (path / "metrics.jsonl").read_text() == "".join(steps[:5])
     assert (path / "alerts.jsonl").read_text() == alerts[0]

@@ -1,4 +1,4 @@
-"""What a step sends over the network, and what it measures."""
+"""A step sends only the gradients it must, and measures what its batches contain."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_MICRO_BATCHES = 4
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the collectives of this process, and the numbers that each kind is given."""
+    """Counts the collectives of this process, and the elements sent by each kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class CountingCallback(Callback):
 
 
 def count_collectives(world: World, config: RunConfig, path: Path, holds_gradients: bool) -> dict[str, Any]:
-    """Collectives of the first step, and the sizes to hold them against."""
+    """Return the collectives of the first step, and the sizes to compare them with."""
     model, gradient_sync = build_trainable(config, world)
     if not holds_gradients:
         gradient_sync = GradientSync(model, gradient_sync.num_copies, holds_gradients=False)
@@ -83,29 +83,29 @@ def counted(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., di
     return count
 
 
-def test_copies_send_adapter_gradients_once_and_nothing_else(counted: Callable[..., dict[str, Any]]) -> None:
+def test_ddp_sends_each_adapter_gradient_once_and_nothing_else(counted: Callable[..., dict[str, Any]]) -> None:
     found = counted(2, parallel={"mode": "ddp"})
     assert found["calls"].keys() == {"allreduce", "allgather"}
     assert found["numbers"]["allreduce"] == found["num_trained"]
-    assert found["numbers"]["allgather"] <= 16  # what is logged
+    assert found["numbers"]["allgather"] <= 16  # the step's metrics
 
 
-def test_shards_reduce_small_gradients_once_in_an_accumulation(counted: Callable[..., dict[str, Any]]) -> None:
+def test_fsdp_reduces_small_gradients_once_per_accumulation(counted: Callable[..., dict[str, Any]]) -> None:
     found = counted(2, parallel={"mode": "fsdp"})
     assert found["calls"]["reduce_scatter_base"] == found["num_units"]
 
 
-def test_shards_scatter_large_gradients_at_once_but_sum_them_over_copies_once(
+def test_hsdp_scatters_large_gradients_per_micro_batch_but_reduces_over_replicas_once(
     counted: Callable[..., dict[str, Any]],
 ) -> None:
     found = counted(4, holds_gradients=False, adapter=None, parallel={"mode": "hsdp", "replicate": 2})
     assert found["calls"]["reduce_scatter_base"] == found["num_units"] * NUM_MICRO_BATCHES
     over_copies = found["num_units"]
-    assert found["calls"]["allreduce"] <= over_copies + 2  # and the norm, over each axis of the mesh
+    assert found["calls"]["allreduce"] <= over_copies + 2  # plus the norm, over each axis of the mesh
 
 
 def train_until_not_finite(world: World, config: RunConfig, path: Path) -> bool:
-    """Whether the weights at the end are, bit for bit, those before the step that was not finite."""
+    """Return True if the final weights are bit-identical to those before the step that was not finite."""
     model, gradient_sync = build_trainable(config, world)
     state, loader = start_state(model, config, 8, gradient_sync), build_loader(config, open_prepared(path))
     trained = state.optimizer.param_groups[0]["params"]
@@ -143,7 +143,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_on_all_ranks(
     assert run_ranks(train_until_not_finite, 2, config, prepared.path) == [True, True]
 
 
-def test_totals_of_a_step_are_those_of_its_batches(make_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_totals_of_a_step_match_its_batches(make_model: Callable[..., Path], tmp_path: Path) -> None:
     for is_packed in (True, False):
         data = {"packed": is_packed, "call_weight": 2.5}
         config = make_config(make_model(), tmp_path, data=data, global_batch_size=3)
@@ -165,7 +165,7 @@ def _members(prepared: Any, pack: int) -> list[int]:
     return members
 
 
-def test_inputs_made_ahead_are_those_made_when_asked(make_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_prefetched_inputs_equal_inputs_built_on_demand(make_model: Callable[..., Path], tmp_path: Path) -> None:
     config = make_config(make_model(), tmp_path, data={"packed": True}, global_batch_size=2)
     prepared = prepare(config.data, Path(config.model.path), tmp_path / "prepared")
     world = World(0, 1, 0, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Twenty steps are those of a plain loop over transformers and peft, and of mixed precision written out."""
+"""Twenty training steps match plain reference loops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TWENTY_STEPS: dict[str, Any] = {
 
 
 class FirstWeights(Callback):
-    """Copies the weights that train before the first update."""
+    """Copies the trainable weights before the first update."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -53,7 +53,7 @@ class FirstWeights(Callback):
 
 
 def train_ours(world: World, config: RunConfig, path: Path) -> tuple[list[float], list[float], dict[str, Any]]:
-    """Losses, gradient norms, and what the weights were at the start."""
+    """Return losses, gradient norms and the initial weights."""
     model, gradient_sync = build_trainable(config, world)
     recorder, first = Recorder(), FirstWeights(model)
     train(
@@ -70,7 +70,7 @@ def train_ours(world: World, config: RunConfig, path: Path) -> tuple[list[float]
 
 
 def plain_step(model: Any, optimizer: Any, prepared: PreparedSet, packs: tuple[int, ...]) -> tuple[float, float]:
-    """One step over the conversations of the packs, each alone, as one would write it down."""
+    """Take one step over the conversations of the packs, one forward pass each."""
     optimizer.zero_grad()
     losses: list[Tensor] = []
     total = 0.0
@@ -97,7 +97,7 @@ def plain_step(model: Any, optimizer: Any, prepared: PreparedSet, packs: tuple[i
         ("qwen2", "full", False, 2),
     ],
 )
-def test_twenty_steps_are_those_of_transformers_and_peft(
+def test_twenty_steps_match_transformers_and_peft(
     family: str, kind: str, is_packed: bool, world_size: int, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     path = make_model(family)
@@ -136,7 +136,7 @@ def test_twenty_steps_are_those_of_transformers_and_peft(
         assert norms[step] == pytest.approx(norm, rel=2e-3), step
 
 
-def test_mixed_precision_is_float32_weights_multiplied_in_bfloat16(
+def test_mixed_precision_matches_float32_weights_computed_in_bfloat16(
     make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     path = make_model("llama")

@@ -1,4 +1,4 @@
-"""The portable checkpoint is what other tools read, cut into files, written by any number of ranks."""
+"""Checkpoints in Hugging Face's form are readable by other tools, whatever ranks wrote them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.ranks import run_ranks
 NAMES = ("wide", "odd", "small", "scalar")
 
 
-def tensors_of(mesh_shape: tuple[int, ...], fill: float | None = None) -> dict[str, Any]:
-    """Tensors of awkward sizes, sharded along the last axis of a mesh and replicated along the first."""
+def make_tensors(mesh_shape: tuple[int, ...], fill: float | None = None) -> dict[str, Any]:
+    """Return tensors of uneven sizes, sharded along the last axis of a mesh and replicated along the first."""
     mesh = init_device_mesh("cpu", mesh_shape)
     placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(0)]
     generator = torch.Generator().manual_seed(0)
@@ -42,20 +42,20 @@ def tensors_of(mesh_shape: tuple[int, ...], fill: float | None = None) -> dict[s
     return sharded | {"scalar": torch.tensor(3.0 if fill is None else fill)}
 
 
-def whole(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+def gather(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
 
 
 def write_elastic(world: World, folder: Path, mesh_shape: tuple[int, ...], max_bytes: int) -> dict[str, torch.Tensor]:
     group = distributed.new_cpu_group()
-    tensors = tensors_of(mesh_shape)
+    tensors = make_tensors(mesh_shape)
     write_files(folder, "model", tensors, group, max_bytes=max_bytes)
-    return whole(tensors)
+    return gather(tensors)
 
 
 @pytest.mark.parametrize(("world_size", "mesh_shape"), [(1, (1,)), (3, (3,)), (4, (2, 2))])
 @pytest.mark.parametrize("max_bytes", [10**9, 100])
-def test_files_hold_the_whole_tensors(
+def test_files_contain_the_unsharded_tensors(
     world_size: int, mesh_shape: tuple[int, ...], max_bytes: int, tmp_path: Path
 ) -> None:
     expected = run_ranks(write_elastic, world_size, tmp_path, mesh_shape, max_bytes)[0]
@@ -80,26 +80,26 @@ def fail_on_one(world: World, folder: Path) -> str:
         return write_tensors(path, *rest)
 
     try:
-        write_files(folder, "model", tensors_of((2,)), group, max_bytes=100, write=write)
+        write_files(folder, "model", make_tensors((2,)), group, max_bytes=100, write=write)
     except OSError as error:
         return str(error.strerror)
     return "written"
 
 
-def test_a_full_disk_on_one_rank_leaves_no_other_waiting(tmp_path: Path) -> None:
+def test_a_full_disk_on_one_rank_leaves_no_other_rank_waiting(tmp_path: Path) -> None:
     assert run_ranks(fail_on_one, 2, tmp_path, timeout_s=60) == ["written", "No space left on device"]
 
 
 def write_sharded(world: World, folder: Path, mesh_shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    tensors = tensors_of(mesh_shape)
+    tensors = make_tensors(mesh_shape)
     write_shards(folder, tensors, None)
-    return whole(tensors)
+    return gather(tensors)
 
 
 def read_sharded(world: World, folder: Path, mesh_shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    tensors = tensors_of(mesh_shape, fill=-1.0)
+    tensors = make_tensors(mesh_shape, fill=-1.0)
     read_shards_(folder, tensors)
-    return whole(tensors)
+    return gather(tensors)
 
 
 @pytest.mark.parametrize(("written_on", "read_on"), [((4,), (1,)), ((1,), (3,)), ((3,), (2, 2)), ((2, 2), (2,))])
@@ -113,7 +113,7 @@ def test_shards_are_read_on_another_mesh(written_on: tuple[int, ...], read_on: t
         assert all(torch.equal(found[name], expected[name]) for name in NAMES)
 
 
-def test_no_file_is_larger_than_asked_unless_one_tensor_is() -> None:
+def test_only_a_single_large_tensor_exceeds_the_file_limit() -> None:
     plan = plan_files("m", {"a": 4, "b": 4, "c": 9, "d": 1, "e": 2}, max_bytes=8)
     assert list(plan.values()) == [["a", "b"], ["c"], ["d", "e"]]
     assert list(plan) == [f"m-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
