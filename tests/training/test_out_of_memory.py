@@ -48,7 +48,7 @@ def test_running_out_of_memory_ends_the_run_with_the_planners_advice(tmp_path: P
     assert "The planner expects " in ended["reason"]
     assert "Settings that fit, fastest first: " in ended["reason"]
     assert ended["reason"] in result["err"]
-    judged = {one.name: one for one in judge_run(read_run(tmp_path / "run"))}
+    judged = {criterion.name: criterion for criterion in judge_run(read_run(tmp_path / "run"))}
     assert judged["no out-of-memory"].status == "FAIL"
 
 

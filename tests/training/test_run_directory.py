@@ -57,22 +57,22 @@ def test_the_end_of_a_segment_survives_its_restart(tmp_path: Path) -> None:
     resume(tmp_path / "run", 5, world_size=8).finish(0, "completed", 5)
     record = read_run(tmp_path / "run")
     assert record.segments[0].exit == {"code": 1, "reason": "rank 3: OutOfMemoryError: CUDA out of memory."}
-    judged = {one.name: one for one in judge_run(record)}
-    assert judged["no out-of-memory"].status == "FAIL"
-    assert "rank 3" in judged["no out-of-memory"].shown
+    criteria = {criterion.name: criterion for criterion in judge_run(record)}
+    assert criteria["no out-of-memory"].status == "FAIL"
+    assert "rank 3" in criteria["no out-of-memory"].detail
 
 
 @pytest.mark.parametrize(
-    ("end", "due"),
+    ("end", "expected"),
     [((75, "stopped after step 9"), "PASS"), ((1, "rank 1: ValueError: x"), "PASS"), (None, "not measured")],
 )
-def test_a_killed_segment_has_no_reason(end: tuple[int, str] | None, due: str, tmp_path: Path) -> None:
+def test_a_killed_segment_has_no_reason(end: tuple[int, str] | None, expected: str, tmp_path: Path) -> None:
     directory = start(tmp_path / "run", hours_ago=1)
     if end is not None:
         directory.finish(*end, 10)
     resume(tmp_path / "run", 5, world_size=8).finish(0, "completed", 5)
-    judged = {one.name: one for one in judge_run(read_run(tmp_path / "run"))}
-    assert judged["no out-of-memory"].status == due
+    criteria = {criterion.name: criterion for criterion in judge_run(read_run(tmp_path / "run"))}
+    assert criteria["no out-of-memory"].status == expected
 
 
 def test_resuming_removes_the_record_of_the_end(tmp_path: Path) -> None:
