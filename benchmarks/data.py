@@ -1,4 +1,4 @@
-"""Preparation of the same rows, side by side: this project, TRL's SFT trainer, torchtune's dataset and PackedDataset.
+"""Preparation of the same rows by this project, TRL's SFT trainer, and torchtune's dataset with PackedDataset.
 
     python benchmarks/data.py [--rows 20000] [--repeats 3] [--out benchmarks/results/data.json]
     python benchmarks/data.py --memory 1000000
@@ -36,7 +36,7 @@ SETTLED_S = 5  # rows are older than a file system's clock is coarse, as they ar
 
 
 def run_ours(folder: Path) -> dict[str, float]:
-    """fctune.data.prepared_set."""
+    """Prepare the rows with fctune.data.prepared_set."""
     from transformers import AutoTokenizer
 
     from fctune.config.schema import DataConfig, SourceConfig
@@ -72,14 +72,14 @@ _MARKED_TEMPLATE = """{{- bos_token }}
 
 
 def run_trl(folder: Path) -> dict[str, float]:
-    """TRL's SFTTrainer up to the point where it could train."""
+    """Construct TRL's SFTTrainer, which prepares the rows."""
     os.environ["HF_DATASETS_CACHE"] = str(folder / "hf")
     from datasets import load_dataset
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from trl import SFTConfig, SFTTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(TINY_BASE)
-    # TRL masks by {% generation %} markers, which a template must be given by hand.
+    # TRL masks by {% generation %} markers, which must be added to a template manually.
     tokenizer.chat_template = _MARKED_TEMPLATE
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
@@ -103,7 +103,7 @@ def run_trl(folder: Path) -> dict[str, float]:
 
 
 def run_torchtune(folder: Path) -> dict[str, float]:
-    """The chat dataset of torchtune with its PackedDataset."""
+    """Load and pack the rows with torchtune's chat dataset and PackedDataset."""
     from torchtune.datasets import chat_dataset
     from torchtune.models.llama3 import llama3_tokenizer
 
@@ -127,7 +127,7 @@ RUNS = {"fctune": run_ours, "trl": run_trl, "torchtune": run_torchtune}
 
 
 def run_rank(folder: Path) -> dict[str, float]:
-    """Memory of a rank that reads an epoch of a prepared set, as it starts and at its end, in MiB."""
+    """Measure the growth in MiB of a rank's resident memory while it reads an epoch of a prepared set."""
     from fctune.data.loader import GlobalLoader
     from fctune.data.prepared_set import open_prepared
 
@@ -149,7 +149,7 @@ def _resident_mib() -> float:
 
 
 def measure_memory(num_rows: int) -> dict[str, Any]:
-    """Write a large set, then read it as a rank does, in another process."""
+    """Write a large set, then read it in another process as a rank does."""
     from fctune.config.schema import DataConfig, SourceConfig
     from fctune.data.prepared_set import prepare
 
@@ -165,7 +165,7 @@ def measure_memory(num_rows: int) -> dict[str, Any]:
 
 
 def write_inputs(folder: Path, num_rows: int) -> None:
-    """The rows in the form each tool reads, and a tiktoken file of the tokenizer's vocabulary for torchtune."""
+    """Write the rows in each tool's format, and the vocabulary as a tiktoken file for torchtune."""
     from fctune.data.synthetic import iter_conversations
 
     names = ("rows", "text_arguments", "plain")
@@ -205,7 +205,7 @@ def _write_tiktoken(folder: Path) -> None:
 
 
 def measure(tool: str, folder: Path) -> dict[str, float]:
-    """One process; peak memory is of it and its children, in MiB."""
+    """Run one measurement in a process; peak memory is that of the process and of its children, in MiB."""
     command = [sys.executable, __file__, "--one", tool, "--folder", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -256,7 +256,7 @@ def main() -> None:
 
 
 def summarise(runs: list[dict[str, Any]], num_rows: int) -> dict[str, float]:
-    """Medians over the repeats."""
+    """Return the medians of the repeats."""
     middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
     return {
         "rows_per_s": round(num_rows / middle["seconds"]),

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from fctune.cli import main
-from fctune.data.check import REPORT_SCHEMA
+from fctune.data.check import make_report_schema
 from tests.calls.bfcl_wheel import data_dir, gold_calls, load_cases, needs_wheel
 from tests.conftest import REAL_DATA, ROOT, run_unheard
 
@@ -59,7 +59,7 @@ def test_check_writes_a_report_of_the_documented_schema_and_a_page(
     files = ["--json", str(tmp_path / "new" / "report.json"), "--html", str(tmp_path / "new" / "report.html")]
     assert main(["data", "check", rows, "--tokenizer", str(tiny_base), "--seq-len", "512", *files]) == 0
     report = json.loads((tmp_path / "new" / "report.json").read_text())
-    jsonschema.validate(report, REPORT_SCHEMA)
+    jsonschema.validate(report, make_report_schema())
     assert (report["rows"], report["conversations"], report["duplicates"], report["defects"]) == (2, 2, 1, 0)
     page = (tmp_path / "new" / "report.html").read_text()
     assert page.startswith("<!doctype html>")

@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 from rich.console import Console
 
-from fctune.data.check import CLASSES, REPORT_SCHEMA, WARNING_KINDS, Report, check_sources
+from fctune.data.check import CLASSES, WARNING_KINDS, Report, check_sources, make_report_schema
 from fctune.data.check.similarity import NEAR, spoken_text
 from fctune.data.conversation import Conversation
 from fctune.data.sources import read_source
@@ -102,8 +102,8 @@ def test_the_json_obeys_its_schema_and_every_key_is_documented() -> None:
         [DEFECTS], encode=lambda conversation: (10, 3), seq_len=8, validation=[DEFECTS], eval_suites=[DEFECTS]
     )
     value = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    jsonschema.Draft202012Validator.check_schema(REPORT_SCHEMA)
-    closed = json.loads(json.dumps(REPORT_SCHEMA), object_hook=close_objects)
+    jsonschema.Draft202012Validator.check_schema(make_report_schema())
+    closed = json.loads(json.dumps(make_report_schema()), object_hook=close_objects)
     jsonschema.validate(value, closed)
     assert value["schema_version"] == 2
     for key in ("rows", "conversations", "calls", "duplicates", "defects"):
@@ -197,8 +197,8 @@ def test_questions_of_an_eval_suite_are_found_in_the_rows(tmp_path: Path) -> Non
     report = check_sources([write_rows(tmp_path / "rows.jsonl", rows)], eval_suites=[suite])
     (overlap,) = report.overlaps
     assert (overlap.num_items, overlap.num_found, overlap.num_rows) == (3, 2, 2)
-    assert overlap.examples[0]["item"].endswith(":1 (simple_0)")
-    assert overlap.examples[0]["row"].endswith("rows.jsonl:1")
+    assert overlap.examples[0].item.endswith(":1 (simple_0)")
+    assert overlap.examples[0].row.endswith("rows.jsonl:1")
 
 
 @pytest.mark.skipif(find_spec("bfcl_eval") is None, reason="bfcl-eval is not installed")
@@ -213,7 +213,7 @@ def test_bfcl_questions_are_found_in_the_rows_that_contain_them_and_in_no_others
     (overlap,) = check_sources([rows, "synthetic:train:500:1"], eval_suites=[str(suite)]).overlaps
     assert overlap.num_items > 4_000
     assert overlap.num_found >= 1
-    assert all("rows.jsonl" in example["row"] for example in overlap.examples)
+    assert all("rows.jsonl" in example.row for example in overlap.examples)
 
 
 def test_rows_of_the_validation_split_are_found_in_the_training_rows(tmp_path: Path) -> None:

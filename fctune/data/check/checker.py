@@ -12,6 +12,7 @@ from fctune.data.check.report import (
     NUM_EXAMPLES,
     Example,
     Lengths,
+    OverlapExample,
     OverlapFinding,
     Repeat,
     Report,
@@ -232,5 +233,5 @@ def _describe_repeat(repeat: tuple[Location, Location, float], names: list[str])
 
 def _describe_overlap(index: OverlapIndex) -> OverlapFinding:
     found = index.overlap
-    examples = [{"row": row, "item": item, "share": round(share, 3)} for row, item, share in found.examples]
+    examples = [OverlapExample(row, item, round(share, 3)) for row, item, share in found.examples]
     return OverlapFinding(found.against, found.purpose, found.num_items, found.num_found, found.num_rows, examples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from fctune.data.sources.files import open_rows
 from fctune.data.sources.reader import list_files
 from fctune.data.sources.row_json import RowJsonReader
 from fctune.errors import DataError
+
+Purpose = Literal["validation", "eval"]
 
 RUN_WORDS = 8
 MIN_WORDS = 6
@@ -28,7 +30,7 @@ class Overlap:
     """The number of items of a held-out set that were found in the rows, with examples."""
 
     against: str
-    purpose: str
+    purpose: Purpose
     num_items: int
     num_found: int = 0
     num_rows: int = 0
@@ -44,7 +46,7 @@ class OverlapIndex:
     contamination study (Brown et al. 2020, appendix C), with shorter runs since questions are short.
     """
 
-    def __init__(self, path: str, purpose: str, hasher: WordHasher) -> None:
+    def __init__(self, path: str, purpose: Purpose, hasher: WordHasher) -> None:
         self.hasher = hasher
         self._names: list[str] = []
         runs, owners = [], []
@@ -93,7 +95,7 @@ class OverlapIndex:
         return np.unique(np.concatenate(runs)) if runs else np.zeros(0, np.uint64)
 
 
-def _iter_items(path: str, purpose: str) -> Any:
+def _iter_items(path: str, purpose: Purpose) -> Any:
     """Yield the name and user turns of each item: rows of any known format, or questions of an eval suite."""
     if purpose == "validation":
         for row in parse_source(path):

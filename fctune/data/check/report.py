@@ -1,11 +1,15 @@
-"""The report of ``fctune data check``, as JSON with a versioned schema and as text."""
+"""The report of ``fctune data check``, as JSON with a versioned schema and as text.
+
+Adding a key keeps the version; removing a key or changing its meaning raises it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -23,10 +27,12 @@ NUM_EXAMPLES = 5
 class Example:
     """An example of a finding: its location in a row and the reason."""
 
-    file: str
-    line: int
-    pointer: str
-    reason: str
+    file: Annotated[str, "File, hf: or synthetic: source"]
+    line: Annotated[int, "First line of the row, from 1; the number of the row in Parquet and on the hub"]
+    pointer: Annotated[
+        str, "Location in the row, such as messages[1].tool_calls[0].function.arguments; empty: the complete row"
+    ]
+    reason: Annotated[str, "What is wrong"]
 
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}"
@@ -35,28 +41,27 @@ class Example:
 
 @dataclass(slots=True)
 class Finding:
-    """A kind of defect or warning: its count, the number of rows that have it, and the first examples."""
+    """A kind of defect or warning."""
 
-    kind: str
-    meaning: str
-    count: int = 0
-    rows: int = 0
-    examples: list[Example] = field(default_factory=list)
+    kind: Annotated[str, "Name"]
+    meaning: Annotated[str, "Meaning"]
+    count: Annotated[int, "Number of findings"] = 0
+    rows: Annotated[int, "Number of rows that have it"] = 0
+    examples: Annotated[list[Example], "The first examples"] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Lengths:
-    """A distribution: count, total, extremes, percentiles and a histogram whose bins have equal ratios."""
+    """A distribution over conversations."""
 
-    count: int
-    total: int
-    min: int
-    p50: int
-    p90: int
-    p99: int
-    max: int
-    bins: list[tuple[int, int, int]]
-    """(from, to, count) of the values with from <= value < to."""
+    count: Annotated[int, "Number of values"]
+    total: Annotated[int, "Sum of the values"]
+    min: Annotated[int, "Minimum"]
+    p50: Annotated[int, "Median"]
+    p90: Annotated[int, "90th percentile"]
+    p99: Annotated[int, "99th percentile"]
+    max: Annotated[int, "Maximum"]
+    bins: Annotated[list[tuple[int, int, int]], "[from, to, count] of from <= value < to, in bins of equal ratio"]
 
     @classmethod
     def from_counts(cls, counts: Counter[int]) -> Lengths:
@@ -72,16 +77,15 @@ class Lengths:
 
 @dataclass(slots=True)
 class Tokens:
-    """Token counts of the conversations."""
+    """Token counts of the conversations; null without a tokenizer."""
 
-    total: int
-    supervised: int
-    supervised_share: float
-    seq_len: int | None
-    num_over_seq_len: int
-    num_unsupervised: int
-    """Conversations without supervised tokens."""
-    num_not_renderable: int
+    total: Annotated[int, "Tokens"]
+    supervised: Annotated[int, "Tokens in the loss"]
+    supervised_share: Annotated[float, "supervised / total"]
+    seq_len: Annotated[int | None, "Length that conversations are compared with"]
+    num_over_seq_len: Annotated[int, "Conversations longer than seq_len"]
+    num_unsupervised: Annotated[int, "Conversations without supervised tokens"]
+    num_not_renderable: Annotated[int, "Conversations that the template or tokenizer rejects"]
     lengths: Lengths
 
 
@@ -89,68 +93,79 @@ class Tokens:
 class ToolUse:
     """The number of conversations that declare a tool, and of calls to it."""
 
-    name: str
-    declared: int
-    calls: int
+    name: Annotated[str, "Name"]
+    declared: Annotated[int, "Conversations"]
+    calls: Annotated[int, "Calls"]
 
 
 @dataclass(slots=True)
 class Repeat:
-    """A row that repeats an earlier one, exactly (similarity 1) or nearly."""
+    """A row that repeats an earlier one, exactly or nearly."""
 
-    row: str
-    earlier: str
-    similarity: float
+    row: Annotated[str, "file:line"]
+    earlier: Annotated[str, "file:line of the earlier row"]
+    similarity: Annotated[float, "1 for an exact repeat, else the estimated Jaccard similarity"]
+
+
+@dataclass(slots=True)
+class OverlapExample:
+    """An item of a held-out set and a row that contains it."""
+
+    row: Annotated[str, "file:line"]
+    item: Annotated[str, "file:line (id)"]
+    share: Annotated[float, "Share of the item's runs that the row contains"]
 
 
 @dataclass(slots=True)
 class OverlapFinding:
-    """Items of a held-out set (purpose: validation or eval) that occur in the rows."""
+    """Items of a held-out set that occur in the rows."""
 
-    against: str
-    purpose: str
-    num_items: int
-    num_found: int
-    num_rows: int
-    examples: list[dict[str, Any]]
+    against: Annotated[str, "The held-out set"]
+    purpose: Annotated[Literal["validation", "eval"], "Purpose of the held-out set"]
+    num_items: Annotated[int, "Items with a user turn of six words or more"]
+    num_found: Annotated[int, "Items whose runs of 8 words are at least half contained in one row's user turns"]
+    num_rows: Annotated[int, "Rows that contain such an item"]
+    examples: Annotated[list[OverlapExample], "The first examples"]
 
 
 @dataclass(slots=True)
 class SourceSummary:
-    """A source: its rows by row format, and the error that ended its reading, if any."""
+    """A source of rows."""
 
-    path: str
-    rows: int
-    conversations: int
-    row_formats: dict[str, int]
-    error: str | None
+    path: Annotated[str, "Path as given"]
+    rows: Annotated[int, "Rows read"]
+    conversations: Annotated[int, "Rows kept"]
+    row_formats: Annotated[dict[str, int], "Rows kept, by row format"]
+    error: Annotated[str | None, "Error that ended its reading"]
 
 
 @dataclass(slots=True)
 class Report:
-    """The complete result of a check; ``rows`` is ``conversations`` plus ``defects``."""
+    """Output of `fctune data check --json`. rows = conversations + defects."""
 
-    sources: list[SourceSummary]
-    rows: int
-    conversations: int
-    calls: int
-    tools: int
-    duplicates: int
-    near_duplicates: int
-    defects: int
-    warnings: int
-    defect_kinds: list[Finding]
-    warning_kinds: list[Finding]
-    notes: dict[str, int]
-    classes: dict[str, int]
+    sources: Annotated[list[SourceSummary], "One entry per source"]
+    rows: Annotated[int, "Rows read"]
+    conversations: Annotated[int, "Rows that can be trained on"]
+    calls: Annotated[int, "Calls in the conversations"]
+    tools: Annotated[int, "Distinct tool names in the conversations"]
+    duplicates: Annotated[int, "Conversations that repeat an earlier one exactly"]
+    near_duplicates: Annotated[
+        int, "Others that nearly repeat one (estimated Jaccard similarity of 3-word runs >= 0.8)"
+    ]
+    defects: Annotated[int, "Rows that cannot be trained on; each has one defect, its first"]
+    warnings: Annotated[int, "Warnings about rows that are kept"]
+    defect_kinds: Annotated[list[Finding], "Defects by kind, the most frequent first"]
+    warning_kinds: Annotated[list[Finding], "Warnings by kind, the most frequent first"]
+    notes: Annotated[dict[str, int], "Number of conversions made while reading rows, by kind"]
+    classes: Annotated[dict[str, int], CLASSES]
     num_messages: Lengths
     num_characters: Lengths
     tokens: Tokens | None
-    tool_use: list[ToolUse]
-    duplicate_examples: list[Repeat]
-    near_duplicate_examples: list[Repeat]
-    overlaps: list[OverlapFinding]
-    seconds: float
+    tool_use: Annotated[list[ToolUse], "The tools called most"]
+    duplicate_examples: Annotated[list[Repeat], "The first duplicates"]
+    near_duplicate_examples: Annotated[list[Repeat], "The first near duplicates"]
+    overlaps: Annotated[list[OverlapFinding], "One entry per held-out set"]
+    seconds: Annotated[float, "Duration of the check in seconds"]
 
     @property
     def errors(self) -> list[str]:
@@ -162,7 +177,7 @@ class Report:
         return not self.errors and self.conversations > 0 and (on_invalid == "skip" or self.defects == 0)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON that obeys ``REPORT_SCHEMA``."""
+        """Return the report as JSON that obeys ``make_report_schema()``."""
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
 
     def render_text(self) -> RenderableType:
@@ -232,7 +247,7 @@ def _render_findings(title: str, style: str, findings: list[Finding]) -> Group:
 def _render_overlap(overlap: OverlapFinding) -> Text:
     kind = "validation split" if overlap.purpose == "validation" else "eval suite"
     found = f"{overlap.num_found:,} of {overlap.num_items:,} items occur in {overlap.num_rows:,} rows"
-    lines = [f"\n  {e['row']} contains {e['share']:.0%} of {e['item']}" for e in overlap.examples[:3]]
+    lines = [f"\n  {e.row} contains {e.share:.0%} of {e.item}" for e in overlap.examples[:3]]
     text = f"\nOverlap with the {kind} {overlap.against}: {found}" + "".join(lines)
     return Text(text, style="bold yellow" if overlap.num_found else "")
 
@@ -259,3 +274,44 @@ def _make_bins(counts: Counter[int]) -> list[tuple[int, int, int]]:
         for i, start, stop in zip(range(min(bins), max(bins) + 1), edges[:-1], edges[1:], strict=True)
         if start < stop
     ]
+
+
+def _schema_of(hint: Any) -> dict[str, Any]:
+    """Return the JSON Schema of a type; the metadata of ``Annotated`` is its description, or those of a dict's keys."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        note = hint.__metadata__[0]
+        if isinstance(note, dict):
+            return _object_schema({key: _schema_of(Annotated[int, text]) for key, text in note.items()})
+        return {**_schema_of(arguments[0]), "description": note}
+    if is_dataclass(hint):
+        hints = get_type_hints(hint, include_extras=True)
+        properties = {one.name: _schema_of(hints[one.name]) for one in fields(hint)}
+        return {**_object_schema(properties), "description": hint.__doc__}
+    if origin is UnionType:
+        return {"anyOf": [_schema_of(option) for option in arguments]}
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin in (list, tuple):
+        return {"type": "array", "items": _schema_of(arguments[0])}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _schema_of(arguments[1])}
+    simple: dict[Any, dict[str, Any]] = {
+        str: {"type": "string"},
+        int: {"type": "integer", "minimum": 0},
+        float: {"type": "number"},
+    }
+    return simple.get(hint, {"type": "null"})
+
+
+def _object_schema(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def make_report_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the report."""
+    schema = _schema_of(Report)
+    schema["properties"]["schema_version"] = {"const": SCHEMA_VERSION}
+    schema["required"].append("schema_version")
+    title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "fctune data check report"}
+    return {**title, **schema}
