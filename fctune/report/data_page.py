@@ -37,7 +37,7 @@ def make_data_page(report: Report) -> Page:
     for overlap in report.overlaps:
         name = "validation split" if overlap.purpose == "validation" else "eval suite"
         lead = f"{overlap.num_found:,} of {overlap.num_items:,} items of {overlap.against} occur in "
-        rows = [[e.item, e.row, f"{e.share:.0%}"] for e in overlap.examples]
+        rows: list[list[object]] = [[e.item, e.row, f"{e.share:.0%}"] for e in overlap.examples]
         table = make_table([("Item", False), ("First row that contains it", False), ("Share", True)], rows)
         page.add_section(f"Overlap with the {name}", table if rows else "", lead=f"{lead}{overlap.num_rows:,} rows.")
     if report.notes:
