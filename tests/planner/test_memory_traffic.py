@@ -19,7 +19,6 @@ from fctune.models.lora import apply_lora_
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import read_architecture
 from fctune.models.torchtune import layers
-from fctune.planner.blocks import linear_shapes
 from fctune.planner.memory_traffic import BytesMoved, count_bytes_moved, count_fused_bytes
 from tests.planner.test_memory import WIDE, config_of
 
@@ -72,7 +71,7 @@ def planned(a: Architecture, model_dir: Path, raw: dict[str, Any]) -> BytesMoved
     """By the formula, without norms and adapters' products."""
     config = config_of(raw | {"model": {"path": str(model_dir)}, "precision": "bf16"})
     moved = count_bytes_moved(a, config, WIDTH)
-    thin = sum(sum(shape) for shape in linear_shapes(a).values()) * WIDTH if config.adapter else 0
+    thin = sum(sum(shape) for shape in a.linear_shapes().values()) * WIDTH if config.adapter else 0
     return BytesMoved(
         moved.forward - 4 * a.embed_dim * WIDTH - thin, moved.backward - 6 * a.embed_dim * WIDTH - 2 * thin
     )

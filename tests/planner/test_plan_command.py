@@ -147,7 +147,7 @@ def test_a_reader_that_has_seen_enough_does_not_change_the_exit_code(arguments: 
         (["--gpus-per-node", "6", "adapter.base=nf4", "parallel.mode=fsdp"], "cannot be cut over 6 ranks"),
         (
             ["optimizer={_component_: torchao.optim._AdamW, bf16_stochastic_round: true}", "parallel.mode=fsdp"],
-            "optimizer.bf16_stochastic_round: torchao cannot round so in shards, and the layout is fsdp",
+            "optimizer.bf16_stochastic_round: torchao does not support it for sharded weights, and the layout is fsdp",
         ),
         (["--nodes", "2", "parallel.mode=hsdp", "parallel.replicate=3"], "does not divide the 16 ranks"),
     ],
