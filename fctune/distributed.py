@@ -1,6 +1,6 @@
-"""The process group, and the one door of every collective that training makes.
+"""The process group, and every collective that the library calls itself.
 
-Ranks take the same branches: what one rank finds (an error, a reason to stop) is agreed on here before any acts on it.
+All ranks must take the same branches: errors and stop requests are exchanged here before any rank acts on them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from fctune.errors import CheckpointError, ConfigError, DataError
 
 T = TypeVar("T")
 
+# Errors in what the user provides; ``run_on_all_ranks`` and ``run_on_rank_0`` raise them on every rank.
 USER_ERRORS = (ConfigError, DataError, CheckpointError)
 
-_TIMEOUT = datetime.timedelta(minutes=30)  # data may be prepared on one rank while others wait
+_TIMEOUT = datetime.timedelta(minutes=30)  # the other ranks wait while rank 0 prepares the data
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among all; ``rank`` and ``world_size`` are global."""
+    """The position of this process in the process group; ``rank`` and ``world_size`` are global."""
 
     rank: int
     world_size: int
@@ -40,28 +41,28 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank speaks and writes for all."""
+        """True on rank 0, which logs and writes files for all ranks."""
         return self.rank == 0
 
 
 @dataclass(frozen=True, slots=True)
 class LauncherEnvironment:
-    """What a launcher says of this process, before any rank has met another."""
+    """The launcher's description of this process, known before the process group exists."""
 
     rank: int
     world_size: int
     local_rank: int
     ranks_per_node: int
-    address: str  # where the ranks meet
+    address: str  # of the rendezvous store
     port: int
-    has_agent: bool  # whether the launcher keeps the meeting point; else rank 0 does
-    restart: str
+    has_agent: bool  # the launcher hosts the store; otherwise rank 0 does
+    restart: str  # restarts of this group so far
 
 
 def read_launcher_environment() -> LauncherEnvironment:
-    """What the launcher wrote into the environment; without a launcher, one rank by itself.
+    """Read the variables that torchrun sets; without them, set those of a single rank.
 
-    The bare ``tune run recipes/x`` starts a recipe in its own process, without RANK.
+    ``tune run recipes/x`` without ``--nproc_per_node`` starts a recipe in its own process, without RANK.
     """
     if "RANK" not in os.environ:
         with socket.socket() as probe:
@@ -82,11 +83,10 @@ def read_launcher_environment() -> LauncherEnvironment:
 
 
 def init_distributed() -> World:
-    """Join the process group that the launcher describes; without a launcher, make one of one rank."""
-    read_launcher_environment()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    """Join the process group that the launcher describes; without a launcher, create one of a single rank."""
+    launch = read_launcher_environment()
     if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", launch.local_rank)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     else:
@@ -94,45 +94,37 @@ def init_distributed() -> World:
         backend = "gloo"
     if not dist.is_initialized():
         store, rank, world_size = next(rendezvous("env://", timeout=_TIMEOUT))
-        # torchrun keeps its store over a restart, where ranks would find the addresses of those that died and hang.
-        life = f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-of-{world_size}"
-        store = dist.PrefixStore(life, store)  # type: ignore[attr-defined]
+        # torchrun keeps its store over a restart: without a prefix, ranks would find addresses of dead ones and hang.
+        prefix = f"restart-{launch.restart}-of-{world_size}"
+        store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
-    world_size = dist.get_world_size()
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return World(dist.get_rank(), world_size, local_rank, device, ranks_per_node)
+    return World(dist.get_rank(), dist.get_world_size(), launch.local_rank, device, launch.ranks_per_node)
 
 
 def shutdown_distributed() -> None:
-    """Leave the group; the barrier keeps gloo from aborting at exit now and then."""
+    """Destroy the process group; without the barrier, gloo sometimes aborts at exit."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
-def sum_(tensor: Tensor) -> Tensor:
-    """Sum over ranks, in place."""
-    if dist.get_world_size() > 1:
-        dist.all_reduce(tensor)
-    return tensor
-
-
 def all_gather_rows(row: Tensor) -> Tensor:
-    """The row ``[n]`` of every rank, ``[ranks, n]``, on every rank."""
+    """Gather a row ``[n]`` from every rank into ``[world_size, n]`` on every rank."""
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
     return torch.stack(rows)
 
 
 def barrier() -> None:
-    """Wait for every rank."""
+    """Block until every rank has called this."""
     dist.barrier()
 
 
 def run_on_all_ranks(action: Callable[[], T]) -> T:
-    """Run ``action`` on every rank; where any rank meets a user's error, the first rank's is raised on all.
+    """Run ``action`` on every rank and return its result; if it raises one of ``USER_ERRORS`` on any, raise on all.
 
-    ``action`` must not fail before the last of its collectives, or it would leave the other ranks waiting in one.
+    The error raised is that of the lowest rank. ``action`` must not fail before its last collective, because the other
+    ranks would wait in it.
     """
     error: Exception | None = None
     result: T | None = None
@@ -149,11 +141,11 @@ def run_on_all_ranks(action: Callable[[], T]) -> T:
 
 
 def run_on_rank_0(action: Callable[[], T]) -> T:
-    """Run ``action`` on rank 0 while the others wait; its result, or its user's error, on every rank.
+    """Run ``action`` on rank 0 and return its result on every rank, or raise its error on every rank.
 
-    The result must be small and picklable.
+    The result must be small and picklable. Only ``USER_ERRORS`` are raised on the other ranks.
     """
-    box: list[Any] = [None, None]
+    box: list[Any] = [None, None]  # result, error
     if dist.get_rank() == 0:
         try:
             box[0] = action()
@@ -167,7 +159,7 @@ def run_on_rank_0(action: Callable[[], T]) -> T:
 
 
 def any_rank(flags: Sequence[bool]) -> list[bool]:
-    """For each flag, whether it is set on any rank."""
+    """Return for each flag whether it is set on any rank; a logical or over ranks."""
     tensor = torch.tensor(flags, dtype=torch.uint8)
     if dist.get_world_size() > 1:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
@@ -175,25 +167,25 @@ def any_rank(flags: Sequence[bool]) -> list[bool]:
 
 
 def new_cpu_group() -> dist.ProcessGroup:
-    """A group of all ranks for collectives from another thread than training's, over the CPU."""
+    """Create a gloo group of all ranks, for collectives in threads other than the training thread."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_TIMEOUT)
     return group
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The value of every rank, in order, on every rank; small and picklable."""
+    """Gather a small picklable value from every rank, in rank order, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def gather_full_tensor(tensor: Tensor, owner: int, group: dist.ProcessGroup) -> Tensor | None:
-    """A tensor of the CPU, whole, on the rank ``owner`` alone; None on the others.
+    """Gather the shards of a CPU tensor on one rank; returns the full tensor there, and None on the other ranks.
 
     Args:
-        tensor: plain (the same on all ranks), or a DTensor sharded along its first dim and replicated otherwise.
-        owner: global rank.
-        group: of all ranks, over the CPU.
+        tensor: plain (equal on all ranks), or a DTensor sharded along its first dim and replicated on other mesh axes.
+        owner: global rank that receives the tensor.
+        group: gloo group of all ranks.
     """
     if not isinstance(tensor, DTensor):
         return tensor if dist.get_rank() == owner else None
@@ -202,9 +194,9 @@ def gather_full_tensor(tensor: Tensor, owner: int, group: dist.ProcessGroup) -> 
     local = tensor.to_local().contiguous()
     if axis is None:
         return local if dist.get_rank() == owner else None
-    # One replica of the shards is enough: the first along every other axis of the mesh.
+    # The first replica along every other axis of the mesh sends.
     holders = mesh.mesh[tuple(slice(None) if i == axis else 0 for i in range(mesh.ndim))].tolist()
-    rows = math.ceil(tensor.shape[0] / len(holders))  # as torch.chunk cuts, and FSDP with it
+    rows = math.ceil(tensor.shape[0] / len(holders))  # FSDP shards like torch.chunk
     bounds = [(min(i * rows, tensor.shape[0]), min((i + 1) * rows, tensor.shape[0])) for i in range(len(holders))]
     if dist.get_rank() != owner:
         for rank, (start, stop) in zip(holders, bounds, strict=True):

@@ -1,1 +1,1 @@
-"""Models as the training step needs them. One of the few rooms that import torchtune."""
+"""Models behind one interface for training, with attention, LoRA, frozen bases, loss, loading and export."""

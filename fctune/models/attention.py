@@ -1,11 +1,11 @@
-"""Causal attention that stays inside each conversation of a packed row, without a dense [s, s] mask.
+"""Causal attention within each conversation of a packed row, without a dense ``[s, s]`` mask.
 
-The fastest kernel that the device has is chosen once, at the start of a run:
+The fastest kernel of the device is chosen once per run:
 
-- ``varlen``: flash attention over ragged rows, on CUDA in half precision;
+- ``varlen``: flash attention over variable-length rows, on CUDA in half precision;
 - ``flex``: flex attention with a block mask, on CUDA otherwise;
-- ``each``: one attention a conversation, on CPU (10.5 ms against 141 ms for a dense mask: 2,048 tokens in 8
-  conversations, forward and backward, 2 threads), and on CUDA in float64.
+- ``per_document``: one attention call per conversation, on CPU (10.5 ms instead of 141 ms with a dense mask: 2,048
+  tokens in 8 conversations, forward and backward, 2 threads), and on CUDA in float64.
 """
 
 from __future__ import annotations
@@ -29,24 +29,29 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @dataclass(frozen=True, slots=True)
 class DocumentBounds:
-    """Where the conversations of packed rows end.
+    """Boundaries of the conversations in packed rows; the padding of a row counts as a conversation.
 
-    ``ends`` are where the first begins and each ends, counted over all rows laid end to end: int32 ``[conversations +
-    1]``, on the device that attends, for ``each`` on the CPU. A row's padding is a conversation of its own.
+    Attributes:
+        kernel: kernel that the bounds are for.
+        ends: cumulative lengths over the flattened batch, starting with 0: int32 ``[conversations + 1]``; on the CPU
+            for ``per_document``, else on the device of the queries.
+        max_length: upper bound of the conversations' lengths, in tokens.
+        shape: rows of the batch, and tokens per row.
+        block_mask: for ``flex`` only.
     """
 
     kernel: AttentionKernel
     ends: Tensor
-    max_length: int  # no conversation is longer, in tokens
-    shape: tuple[int, int]  # of the batch: rows, tokens of each
-    block_mask: Any = None  # for flex
+    max_length: int
+    shape: tuple[int, int]
+    block_mask: Any = None
 
     def pin(self) -> DocumentBounds:
-        """The same in pinned memory, from which a copy to a CUDA device does not wait."""
+        """Return a copy in pinned memory, from which copies to a CUDA device are asynchronous."""
         return self if self.kernel == "per_document" else replace(self, ends=self.ends.pin_memory())
 
     def to(self, device: torch.device) -> DocumentBounds:
-        """The same on the device that attends."""
+        """Return a copy on the device of the queries, with the block mask for ``flex``."""
         if self.kernel == "per_document":
             return self
         ends = self.ends.to(device, non_blocking=True)
@@ -54,10 +59,10 @@ class DocumentBounds:
 
 
 def make_bounds(lengths: Sequence[Sequence[int]], kernel: AttentionKernel) -> DocumentBounds:
-    """The bounds of rows whose conversations have these lengths; each row's sum to the same number of tokens."""
+    """Return the bounds of rows whose conversations have these lengths; all rows have the same total."""
     flat = torch.tensor([0, *(length for row in lengths for length in row)], dtype=torch.int32)
     longest = int(flat.max())
-    # A power of two, so that compiled blocks meet few different values.
+    # A power of two, so that compiled blocks are specialised for few values.
     return DocumentBounds(
         kernel, flat.cumsum(0, dtype=torch.int32), 1 << (longest - 1).bit_length(), (len(lengths), sum(lengths[0]))
     )
@@ -66,27 +71,27 @@ def make_bounds(lengths: Sequence[Sequence[int]], kernel: AttentionKernel) -> Do
 def choose_attention_kernel(
     device_type: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int] | None
 ) -> tuple[AttentionKernel, str]:
-    """The fastest kernel for packed rows, and its name for the log.
+    """Return the fastest kernel for packed rows, and its description for the log.
 
     Args:
         device_type: cpu or cuda.
-        dtype: that queries are computed in.
+        dtype: dtype of the queries.
         head_dim: size of a head.
         capability: CUDA compute capability; None on CPU.
     """
     if device_type != "cuda" or capability is None:
-        return "per_document", "flash attention, one call a conversation"
+        return "per_document", "flash attention, one call per conversation"
     if dtype in (torch.bfloat16, torch.float16) and capability >= (8, 0) and head_dim <= 256:
-        return "varlen", "flash attention over ragged rows (varlen_attn)"
+        return "varlen", "flash attention over variable-length rows (varlen_attn)"
     if dtype is not torch.float64 and capability >= (7, 5) and head_dim >= 16:
         return "flex", "flex attention with a block mask"
-    return "per_document", "one call a conversation"
+    return "per_document", "one call per conversation"
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds | None) -> Tensor:
-    """Attention output ``[b, s, h, d]`` for queries of that shape, and keys and values of as many heads or fewer.
+    """Compute causal attention for ``q [b, s, h, d]`` and ``k, v [b, s, kv_h, d]``; returns ``[b, s, h, d]``.
 
-    Without bounds it is one causal attention a row: padding stands at the row's end, where no real token looks.
+    Without bounds, each row is one conversation; its padding is at the end, where no real token attends to it.
     """
     if bounds is None:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -106,20 +111,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds | None) -> Te
     return out.transpose(1, 2)
 
 
-# --- each: one attention a conversation -----------------------------------------------------------------------------
-
-
 @torch.library.custom_op("fctune::attend_per_document", mutates_args=())
 def attend_per_document(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Output ``[b, h, s, d]`` and log-sum-exp ``[b, h, s]``: one operator, so that compilation and checkpoints see one.
+    """Attend within each conversation on CPU; returns the output ``[b, h, s, d]`` and log-sum-exp ``[b, h, s]``.
 
-    Keys and values ``[b, kv heads, s, d]``.
+    ``q`` is ``[b, h, s, d]``, ``k`` and ``v`` are ``[b, kv_h, s, d]``. It is a custom operator, so that compilation and
+    activation checkpointing treat all the calls as one.
     """
     out = torch.empty_like(q)
     lse = _empty_lse(q)
-    for place in _places(ends, q.shape[2]):
-        queries, keys, values = q[place], _repeat_heads(k[place], q.shape[1]), _repeat_heads(v[place], q.shape[1])
-        out[place], lse[place] = _FLASH(queries, keys, values, 0.0, True)
+    for index in _document_slices(ends, q.shape[2]):
+        queries, keys, values = q[index], _repeat_heads(k[index], q.shape[1]), _repeat_heads(v[index], q.shape[1])
+        out[index], lse[index] = _FLASH(queries, keys, values, 0.0, True)
     return out, lse
 
 
@@ -132,15 +135,15 @@ def _(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
 def attend_per_document_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in their shapes."""
+    """Return the gradients of q, k and v."""
     grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     heads, kv_heads = q.shape[1], k.shape[1]
-    for place in _places(ends, q.shape[2]):
-        keys, values = _repeat_heads(k[place], heads), _repeat_heads(v[place], heads)
-        found = _FLASH_BACKWARD(grad[place], q[place], keys, values, out[place], lse[place], 0.0, True)
+    for index in _document_slices(ends, q.shape[2]):
+        keys, values = _repeat_heads(k[index], heads), _repeat_heads(v[index], heads)
+        found = _FLASH_BACKWARD(grad[index], q[index], keys, values, out[index], lse[index], 0.0, True)
         for target, part in zip(grads, found, strict=True):
             shared = part if target.shape[1] == heads else part.unflatten(1, (kv_heads, -1)).sum(2)
-            target[place] = shared
+            target[index] = shared
     return grads
 
 
@@ -167,23 +170,23 @@ attend_per_document.register_autograd(_backward, setup_context=_save_for_backwar
 def _attend_each_by_sdpa(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
     k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
     rows: list[list[Tensor]] = [[] for _ in range(q.shape[0])]
-    for place in _places(ends, q.shape[2]):
-        rows[place[0].start].append(scaled_dot_product_attention(q[place], k[place], v[place], is_causal=True))
+    for index in _document_slices(ends, q.shape[2]):
+        rows[index[0].start].append(scaled_dot_product_attention(q[index], k[index], v[index], is_causal=True))
     return torch.cat([torch.cat(row, dim=2) for row in rows])
 
 
-def _places(ends: Tensor, row_length: int) -> list[tuple[slice, slice, slice]]:
-    """Index of each conversation in ``[b, h, s, ...]``."""
+def _document_slices(ends: Tensor, row_length: int) -> list[tuple[slice, slice, slice]]:
+    """Return the index of each conversation in ``[b, h, s, ...]``."""
     flat: list[int] = ends.tolist()
-    places = []
+    slices = []
     for start, stop in itertools.pairwise(flat):
         row, first = divmod(start, row_length)
-        places.append((slice(row, row + 1), slice(None), slice(first, first + stop - start)))
-    return places
+        slices.append((slice(row, row + 1), slice(None), slice(first, first + stop - start)))
+    return slices
 
 
 def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Keys or values ``[b, kv heads, s, d]``, each head standing for those that share it."""
+    """Repeat each head of keys or values ``[b, kv_h, s, d]`` for the query heads that share it; ``[b, h, s, d]``."""
     b, kv_heads, s, d = x.shape
     if kv_heads == num_heads:
         return x
@@ -194,15 +197,14 @@ def _empty_lse(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
 
 
-# --- what CUDA has --------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _varlen() -> Callable[..., Tensor]:
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.12; 2.11 takes fewer key heads unasked
+    if (
+        "enable_gqa" in inspect.signature(varlen_attn).parameters
+    ):  # since torch 2.12; 2.11 always allows fewer key heads
         options["enable_gqa"] = True
     chosen: Any = functools.partial(varlen_attn, **options)
     return chosen  # type: ignore[no-any-return]
@@ -217,12 +219,12 @@ def _flex() -> Callable[..., Tensor]:
 
 
 def _block_mask(ends: Tensor, shape: tuple[int, int]) -> Any:
-    """Which key blocks each query block must look at, for conversations that end at ``ends``."""
+    """Return the flex attention mask for conversations that end at ``ends``."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     num_rows, length = shape
-    places = torch.arange(num_rows * length, device=ends.device, dtype=ends.dtype)
-    document = torch.searchsorted(ends, places, right=True).view(shape)
+    positions = torch.arange(num_rows * length, device=ends.device, dtype=ends.dtype)
+    document = torch.searchsorted(ends, positions, right=True).view(shape)
 
     def may_see(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (document[b, query] == document[b, key])
@@ -231,8 +233,8 @@ def _block_mask(ends: Tensor, shape: tuple[int, int]) -> Any:
 
 
 def attention_operators() -> set[Any]:
-    """The operators that attention may come down to: what they give costs more to compute again than to keep."""
-    aten, varlen = torch.ops.aten, getattr(torch.ops.torch_attn, "_varlen_attn", None)  # there once it is imported
+    """Return the operators that attention may dispatch to, whose outputs are cheaper to store than to recompute."""
+    aten, varlen = torch.ops.aten, getattr(torch.ops.torch_attn, "_varlen_attn", None)  # exists once imported
     operators = {
         torch.ops.fctune.attend_per_document.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,

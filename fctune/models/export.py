@@ -1,6 +1,6 @@
-"""What a run leaves behind for others: a merged Hugging Face model, and the adapter in PEFT's layout.
+"""Export a trained model: merged, as a Hugging Face directory, or its adapter, as a PEFT directory.
 
-Both are computed beside the live weights, never in them, one tensor at a time: training may go on after.
+Tensors are merged one at a time into copies; the live weights do not change, so training can continue.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import FrozenLinear, is_scale
 from fctune.models.lora import LoRALinear, is_adapter, merge
 
-# Files of the base that belong to any model made from it, beside config.json.
+# Files of the base, other than config.json, that a model trained from it needs.
 _COMPANIONS = (
     *("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json"),
     *("chat_template*", "generation_config.json", "LICENSE*", "USE_POLICY*"),
@@ -35,18 +35,18 @@ _MAX_FILE_BYTES = 4 * 1024**3
 
 
 def export_merged(model: CausalLM, base_dir: Path, out: Path, is_writer: bool) -> None:
-    """Write the model with its adapters merged as a Hugging Face directory.
+    """Write the model, with its adapters merged, as a Hugging Face directory.
 
-    Every rank calls this, since sharded weights are gathered (one at a time); the writer alone holds and writes them.
+    Every rank must call this, because sharded weights are gathered, one at a time; only the writer keeps them.
 
     Args:
-        model: live model; not changed.
-        base_dir: directory it was loaded from, for config and tokenizer.
-        out: directory to make; replaced if it exists.
-        is_writer: whether this rank writes.
+        model: model to export; not changed.
+        base_dir: directory that the base was loaded from; gives config and tokenizer.
+        out: directory to create; replaced if it exists.
+        is_writer: this rank writes the files.
 
     Raises:
-        CheckpointError: the disk is full, gone or read-only; on the writer, when all is gathered.
+        CheckpointError: the disk is full, gone or read-only; raised by the writer once all tensors are gathered.
     """
     tensors = iter_merged(model)
     try:
@@ -56,16 +56,25 @@ def export_merged(model: CausalLM, base_dir: Path, out: Path, is_writer: bool) -
                 copy_companions(base_dir, staging)
                 write_model_config(staging, base_dir, model.precision.compute_dtype)
     finally:
-        for _ in tensors:  # the other ranks are sending, also what can be written no more
+        for _ in tensors:  # after a failed write the other ranks still send
             pass
 
 
 def export_adapter(
     model: CausalLM, config: AdapterConfig, base: str, base_dir: Path, out: Path, is_writer: bool
 ) -> None:
-    """Write the adapters alone, in the directory layout of ``peft``; arguments as in ``export_merged``.
+    """Write the adapters as a PEFT directory. Every rank must call this.
 
-    ``base`` is the name or path of the base model as the user gave it; it is what PEFT loads the base by.
+    Args:
+        model: model to export; not changed.
+        config: the ``adapter`` section of the run's config.
+        base: name or path of the base, as the user gave it, by which PEFT loads it.
+        base_dir: directory that the base was loaded from; gives the tokenizer.
+        out: directory to create; replaced if it exists.
+        is_writer: this rank writes the files.
+
+    Raises:
+        CheckpointError: the disk is full, gone or read-only.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -83,21 +92,21 @@ def export_adapter(
 
 @torch.no_grad()
 def iter_merged(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
-    """The weights with adapters merged, by Hugging Face's name and in its layout, on the CPU; the model is not changed.
+    """Iterate over the merged weights by Hugging Face's name, in its layout and the compute dtype, on the CPU.
 
-    Every rank iterates, since sharded weights are gathered, one at a time.
+    Every rank must iterate to the end, because sharded weights are gathered, one at a time. The model does not change.
     """
     frozen = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
     for name, parameter in model.named_parameters():
         if is_adapter(name) or is_scale(name):
             continue
         module = frozen.get(name)
-        full = _gather(parameter if module is None else module.widened())
+        full = _gather(parameter if module is None else module.dequantized_weight())
         if isinstance(module, LoRALinear):
             a, b = _gather(module.lora_a), _gather(module.lora_b)
             magnitude = None if module.magnitude is None else _gather(module.magnitude)
             full = merge(full, a, b, module.scaling, magnitude)
-        full = full.to(model.precision.compute_dtype)  # float32 where training alone needs it is not what is served
+        full = full.to(model.precision.compute_dtype)  # only training needs float32
         yield model.architecture.to_hf_name(name), model.architecture.to_hf_layout(name, full).contiguous().cpu()
 
 
@@ -131,7 +140,7 @@ def _write_shard(staging: Path, files: list[dict[str, Tensor]], weight_map: dict
 
 
 def _name_shards(staging: Path, num_files: int, weight_map: dict[str, str], total_bytes: int) -> None:
-    """Rename the files as Hugging Face does, now that their count is known, and write the index."""
+    """Rename the files in Hugging Face's scheme, which contains their number, and write the index."""
     if num_files == 1:
         (staging / "1.safetensors").rename(staging / "model.safetensors")
         return
@@ -143,8 +152,8 @@ def _name_shards(staging: Path, num_files: int, weight_map: dict[str, str], tota
 
 
 def write_adapter_config(folder: Path, config: AdapterConfig, base: str, architecture: Architecture) -> None:
-    """Write ``adapter_config.json`` as PEFT reads it; ``base`` is what PEFT loads the base by."""
-    from peft import LoraConfig, TaskType  # slow to import, and needed once
+    """Write PEFT's ``adapter_config.json``; ``base`` is the name or path by which PEFT loads the base."""
+    from peft import LoraConfig, TaskType  # slow to import
 
     LoraConfig(
         r=config.rank,
@@ -160,7 +169,7 @@ def write_adapter_config(folder: Path, config: AdapterConfig, base: str, archite
 
 
 def write_model_config(folder: Path, base_dir: Path, dtype: torch.dtype) -> None:
-    """Write the base's ``config.json`` with the dtype of the weights beside it."""
+    """Copy the base's ``config.json``, with ``dtype`` set to that of the exported weights."""
     config = json.loads((base_dir / "config.json").read_text(encoding="utf-8"))
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")
@@ -168,7 +177,7 @@ def write_model_config(folder: Path, base_dir: Path, dtype: torch.dtype) -> None
 
 
 def copy_companions(base_dir: Path, out: Path) -> None:
-    """Copy the files that belong to any model made from a base: tokenizer, template, licence."""
+    """Copy the tokenizer, chat template, generation config and licence of the base to ``out``."""
     for pattern in _COMPANIONS:
         for file in base_dir.glob(pattern):
             if file.is_file():
@@ -177,7 +186,7 @@ def copy_companions(base_dir: Path, out: Path) -> None:
 
 @contextmanager
 def _new_directory(out: Path) -> Iterator[Path]:
-    """A directory to write into, which takes the place of any older one when it is whole, and goes if it is not.
+    """Yield a staging directory that replaces ``out`` on success and is deleted on failure.
 
     Raises:
         CheckpointError: the disk is full, gone or read-only.
@@ -187,6 +196,6 @@ def _new_directory(out: Path) -> Iterator[Path]:
             yield staging
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{out}: cannot be written ({getattr(error, 'strerror', None) or error}). What was trained is in the last "
-            "checkpoint: make room and run the same command again."
+            f"{out}: cannot be written ({getattr(error, 'strerror', None) or error}). The trained weights are in the "
+            "last checkpoint: free some space and run the same command again."
         ) from None

@@ -1,4 +1,4 @@
-"""Linears of a frozen base: whole, in 4 bits (NF4), or in 8 (float8)."""
+"""Linears whose weight does not train, stored in the run's dtype, in 4 bits (NF4) or in 8 bits (float8)."""
 
 from __future__ import annotations
 
@@ -18,62 +18,68 @@ from fctune.errors import ConfigError
 FLOAT8 = torch.float8_e4m3fn
 _FLOAT8_MAX = torch.finfo(FLOAT8).max
 
-NF4_BYTES_PER_WEIGHT = (
-    0.5 + 1 / 64 + 2 / (64 * 256)
-)  # of a weight: its four bits, and its part of the scales and of theirs
+# Four bits, a byte of scale per 64 weights, and two bytes of scale per 256 scales.
+NF4_BYTES_PER_WEIGHT = 0.5 + 1 / 64 + 2 / (64 * 256)
 
-# Weights that share a scale in NF4, times the scales that share one of theirs: what a shard must be a multiple of.
+# 64 weights share a scale, and 256 scales share a scale of theirs: shards must be a multiple of the product.
 _NF4_BLOCK = 64 * 256
 
 
 class FrozenLinear(nn.Module):
     """``x W' + b`` with a weight ``[out, in]`` that does not train.
 
-    NF4 (https://arxiv.org/abs/2305.14314) is widened to the input's format for the product. Float8 weights have a scale
-    a row (``weight_scale [out]``, float32) and are multiplied in float8, with inputs scaled by token.
+    NF4 weights (https://arxiv.org/abs/2305.14314) are dequantised to the input's dtype for the product. Float8 weights
+    have one float32 scale per row (``weight_scale [out]``) and are multiplied in float8, with one scale per token.
+
+    Args:
+        base: linear to take the weight and bias from.
+        base_dtype: storage of the weight; ``bf16`` keeps the dtype of ``base``.
+
+    Raises:
+        ConfigError: NF4 for a weight that is not a multiple of its scale blocks.
     """
 
-    def __init__(self, base: nn.Linear, format: BaseDtype = "bf16"):
+    def __init__(self, base: nn.Linear, base_dtype: BaseDtype = "bf16"):
         super().__init__()
         self.weight = nn.Parameter(base.weight, requires_grad=False)
         self.bias = None if base.bias is None else base.bias.requires_grad_(False)
-        if format == "nf4":
-            self.weight = nn.Parameter(_start_nf4(base), requires_grad=False)
-        elif format == "float8":
+        if base_dtype == "nf4":
+            self.weight = nn.Parameter(_quantize_to_nf4(base), requires_grad=False)
+        elif base_dtype == "float8":
             self.weight = nn.Parameter(torch.empty_like(base.weight, dtype=FLOAT8), requires_grad=False)
             scale = torch.empty(len(base.weight), dtype=torch.float32, device=base.weight.device)
             self.weight_scale = nn.Parameter(scale, requires_grad=False)
-        self.format = format
+        self.base_dtype = base_dtype
 
     def forward(self, x: Tensor) -> Tensor:
         """Project ``[..., in]`` to ``[..., out]``."""
         return self.project(x)
 
     def project(self, x: Tensor) -> Tensor:
-        """``x W' + b``."""
-        if self.format == "bf16":
+        """Return ``x W' + b`` without any adapter."""
+        if self.base_dtype == "bf16":
             return linear(x, self.weight, self.bias)
         return self.multiply(x) if self.bias is None else self.multiply(x) + self.bias
 
     def multiply(self, x: Tensor) -> Tensor:
-        """``x W'``."""
-        if self.format == "bf16":
+        """Return ``x W'``, without the bias."""
+        if self.base_dtype == "bf16":
             return linear(x, self.weight)
-        if self.format == "nf4":
-            widened: Tensor = linear_nf4(x, self.weight)
-            return widened
+        if self.base_dtype == "nf4":
+            nf4_product: Tensor = linear_nf4(x, self.weight)
+            return nf4_product
         rows: Any = Float8Matmul.apply(x.flatten(0, -2), self.weight, self.weight_scale)  # type: ignore[no-untyped-call]
         product: Tensor = rows.view(*x.shape[:-1], -1)
         return product
 
     @torch.no_grad()
-    def widened(self) -> Tensor:
-        """The weight as ordinary numbers, sharded as it is; float32 from float8, else in the base's format."""
+    def dequantized_weight(self) -> Tensor:
+        """Return the weight ``[out, in]`` dequantised, sharded as it is; float32 for float8, else the base's dtype."""
         weight = self.weight.detach()
         local: Any = weight.to_local() if isinstance(weight, DTensor) else weight
-        if self.format == "nf4":
+        if self.base_dtype == "nf4":
             local = local.get_original_weight()
-        elif self.format == "float8":
+        elif self.base_dtype == "float8":
             scale = self.weight_scale.detach()
             local = local.float() * (scale.to_local() if isinstance(scale, DTensor) else scale)[:, None]
         if not isinstance(weight, DTensor):
@@ -84,29 +90,29 @@ class FrozenLinear(nn.Module):
 
 
 class Float8Matmul(torch.autograd.Function):
-    """``x W'`` of ``[n, in]`` and a float8 weight, both products of it and its backward in float8.
+    """``x W'`` for ``x [n, in]`` and a float8 weight, with the products of forward and backward in float8.
 
-    With W = s W8 (a scale a row of W), the gradient of x is (dy s) W8: the scales go into dy before it is rounded, so
-    one rounded weight serves both products.
+    With W = s W8 (one scale per row of W), the gradient of x is (dy s) W8: multiplying dy by the scales before rounding
+    it lets both products use the same rounded weight.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        """Product ``[n, out]`` in the format of x."""
+        """Return the product ``[n, out]`` in the dtype of x."""
         ctx.save_for_backward(weight, scale)
         return _multiply_scaled(x, weight.t(), scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Gradient of x."""
+        """Return the gradient of x, ``[n, in]``."""
         weight, scale = ctx.saved_tensors
-        # The kernel reads its second factor by columns.
+        # The kernel needs its second factor in column-major order.
         columns = weight.t().contiguous().t()
         return _multiply_scaled(grad * scale.to(grad.dtype), columns, torch.ones_like(scale[:1])), None, None
 
 
 def _multiply_scaled(x: Tensor, factor: Tensor, scale: Tensor) -> Tensor:
-    """``x factor`` with x rounded to float8 by row, and a scale a column of ``factor [k, n]`` (or one for all)."""
+    """Return ``x factor`` with x rounded to float8 by row; ``scale`` is one number, or one per column of the factor."""
     rounded, row_scale = quantize_rows_to_float8(x)
     column_scale = scale.expand(factor.shape[1])[None].contiguous()
     product: Tensor = torch._scaled_mm(
@@ -116,60 +122,61 @@ def _multiply_scaled(x: Tensor, factor: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantize_rows_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x [n, k]`` in float8, and the float32 scale ``[n]`` that each row is to be multiplied by."""
+    """Round ``x [n, k]`` to float8; returns it with the float32 scale of each row, ``[n]``, to multiply by."""
     wide = x.float()
     scale = wide.abs().amax(dim=1).clamp(min=1e-12) / _FLOAT8_MAX
     return (wide / scale[:, None]).clamp(-_FLOAT8_MAX, _FLOAT8_MAX).to(FLOAT8), scale
 
 
 def check_nf4_shards(model: nn.Module, num_shards: int) -> None:
-    """Stop where 4-bit weights cannot be cut over ``num_shards`` ranks.
+    """Check that the 4-bit weights of a model can be sharded over ``num_shards`` ranks.
 
     Raises:
-        ConfigError: shards that would cut through weights of one scale.
+        ConfigError: a shard would split weights that share a scale.
     """
     for name, module in model.named_modules():
-        if isinstance(module, FrozenLinear) and module.format == "nf4":
+        if isinstance(module, FrozenLinear) and module.base_dtype == "nf4":
             rows, columns = module.weight.shape
             if rows % num_shards or (rows // num_shards * columns) % _NF4_BLOCK:
                 raise ConfigError(
-                    f"adapter.base=nf4: {name} [{rows}, {columns}] cannot be cut over {num_shards} ranks, as weights "
-                    f"share scales by {_NF4_BLOCK:,}. Use parallel.mode=ddp, another number of ranks, or float8."
+                    f"adapter.base=nf4: {name} [{rows}, {columns}] cannot be sharded over {num_shards} ranks, "
+                    f"because {_NF4_BLOCK:,} weights share scales. Use parallel.mode=ddp, another number of ranks, or "
+                    "adapter.base=float8."
                 )
 
 
-def _start_nf4(base: nn.Linear) -> Tensor:
+def _quantize_to_nf4(base: nn.Linear) -> Tensor:
     rows, columns = base.weight.shape
     if rows * columns % _NF4_BLOCK:
         raise ConfigError(
-            f"adapter.base=nf4: a linear of [{rows}, {columns}] is not a multiple of the {_NF4_BLOCK:,} weights that "
-            "share scales; use bf16 or float8."
+            f"adapter.base=nf4: the size of a linear, [{rows}, {columns}], is not a multiple of the {_NF4_BLOCK:,} "
+            "weights that share scales; use bf16 or float8."
         )
     if base.weight.is_meta:
-        return _start_meta_nf4(base.weight.shape, base.weight.dtype)
-    started: Tensor = to_nf4(base.weight.detach())
-    return started
+        return _make_meta_nf4(base.weight.shape, base.weight.dtype)
+    quantized: Tensor = to_nf4(base.weight.detach())
+    return quantized
 
 
 @functools.cache
-def _start_meta_nf4(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Without storage, and so one for all linears of a shape: a 70B model's would take ten seconds."""
-    started: Tensor = to_nf4(torch.empty(shape, dtype=dtype, device="meta"))
-    return started
+def _make_meta_nf4(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Make a tensor without storage, once per shape: one for each linear of a 70B model would take ten seconds."""
+    quantized: Tensor = to_nf4(torch.empty(shape, dtype=dtype, device="meta"))
+    return quantized
 
 
 def is_nf4(tensor: Tensor) -> bool:
-    """Whether a weight, or a rank's shard of it, is in 4 bits."""
+    """Return whether a weight, or the local shard of a DTensor, is stored in 4 bits."""
     return isinstance(tensor.to_local() if isinstance(tensor, DTensor) else tensor, NF4Tensor)
 
 
 def is_scale(name: str) -> bool:
-    """Whether a parameter of this name is made from the base's weights when they are loaded."""
+    """Return whether a parameter of this name is a scale, computed when the base's weights are loaded."""
     return name.endswith(".weight_scale")
 
 
 def rows_of_shard(parameter: Tensor) -> slice:
-    """The rows of the whole tensor that ``copy_rows_`` needs: those of this rank's shard; all of a 4-bit one's."""
+    """Return the rows of the full tensor that ``copy_rows_`` needs: this rank's shard, or all of a 4-bit tensor."""
     if not isinstance(parameter, DTensor) or is_nf4(parameter):
         return slice(0, len(parameter))
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -178,16 +185,16 @@ def rows_of_shard(parameter: Tensor) -> slice:
 
 @torch.no_grad()
 def copy_rows_(model: nn.Module, name: str, rows: Tensor) -> None:
-    """Fill a parameter, in place, with the rows that ``rows_of_shard`` names; rounded to how it is held."""
+    """Copy the rows given by ``rows_of_shard`` into a parameter, in place, quantising them to its storage."""
     owner_name, _, leaf = name.rpartition(".")
     owner: Any = model.get_submodule(owner_name)
     parameter: Tensor = getattr(owner, leaf)
     local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if isinstance(local, NF4Tensor):
-        # Such a tensor gets its memory here: ``Module.to_empty`` leaves its parts on the meta device.
+        # ``Module.to_empty`` leaves the parts of an NF4 tensor on the meta device, so its memory is allocated here.
         device = next((p.device for p in model.parameters() if not is_nf4(p)), rows.device)
-        whole: Tensor = to_nf4(rows.to(device, local.dtype), local.block_size, local.scaler_block_size)
-        setattr(owner, leaf, nn.Parameter(_cut_nf4(whole, parameter), requires_grad=False))
+        full: Tensor = to_nf4(rows.to(device, local.dtype), local.block_size, local.scaler_block_size)
+        setattr(owner, leaf, nn.Parameter(_shard_nf4(full, parameter), requires_grad=False))
     elif local.dtype is FLOAT8:
         scale = owner.weight_scale
         rounded, row_scale = quantize_rows_to_float8(rows.to(local.device))
@@ -197,15 +204,15 @@ def copy_rows_(model: nn.Module, name: str, rows: Tensor) -> None:
         local.copy_(rows)
 
 
-def _cut_nf4(whole: Tensor, parameter: Tensor) -> Tensor:
-    """A 4-bit tensor as a parameter is sharded, along the one axis of the mesh that cuts it."""
+def _shard_nf4(full: Tensor, parameter: Tensor) -> Tensor:
+    """Shard a 4-bit tensor like a parameter, which is sharded along one axis of its mesh."""
     if not isinstance(parameter, DTensor):
-        return whole
+        return full
     mesh = parameter.device_mesh
     axis = next(axis for axis, placement in enumerate(parameter.placements) if placement.is_shard(0))
-    shard = whole.chunk(mesh.size(axis))[mesh.get_local_rank(axis)]
-    # The chunk is a view of the whole, which would be kept with it.
+    shard = full.chunk(mesh.size(axis))[mesh.get_local_rank(axis)]
+    # The chunk is a view, which would keep the full tensor in memory.
     local = shard.new_zeros(shard.shape)
     local.copy_(shard)
-    cut: Tensor = DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return cut
+    sharded: Tensor = DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return sharded

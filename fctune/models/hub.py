@@ -1,4 +1,4 @@
-"""Model directories by name."""
+"""Find, download and digest Hugging Face model directories."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fctune.errors import ConfigError
 
-# Nothing that would run: no pickles, no Python.
+# Files to download: none that could run code, such as pickles or Python.
 _PATTERNS = [
     "*.safetensors",
     "*.safetensors.index.json",
@@ -26,7 +26,7 @@ WEIGHT_FILES = ("config.json", "*.safetensors")
 
 
 def parse_name(path: str) -> tuple[str, str | None] | None:
-    """Name and revision where ``model.path`` is ``hf:NAME[@REVISION]``; None where it is a directory."""
+    """Split ``hf:NAME[@REVISION]`` into name and revision; returns None for a directory."""
     if not path.startswith("hf:"):
         return None
     name, _, revision = path.removeprefix("hf:").partition("@")
@@ -34,15 +34,15 @@ def parse_name(path: str) -> tuple[str, str | None] | None:
 
 
 def describe_failure(error: Exception, length: int = 300) -> str:
-    """What the hub's client raised, in a line."""
+    """Format an error of the hub's client as one line of at most ``length`` characters plus its type."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:length]}"
 
 
 def resolve_model_dir(path: str) -> Path:
-    """The local directory of ``model.path``, downloaded first where it is ``hf:NAME[@REVISION]``.
+    """Return the local directory of ``model.path``, downloading ``hf:NAME[@REVISION]`` first.
 
     Raises:
-        ConfigError: when the download fails, with the hub's reason and what to do.
+        ConfigError: the download failed; gives the reason.
     """
     named = parse_name(path)
     if named is None:
@@ -52,7 +52,7 @@ def resolve_model_dir(path: str) -> Path:
     name, revision = named
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=_PATTERNS))
-    except Exception as error:  # the hub's client raises a family of its own, network errors and more
+    except Exception as error:  # the client raises its own errors, network errors and others
         raise ConfigError(
             f"model.path={path}: cannot be downloaded ({describe_failure(error)}). "
             "Check the name and the network; a gated model needs its licence accepted and HF_TOKEN set."

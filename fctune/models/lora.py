@@ -1,4 +1,4 @@
-"""LoRA adapters (https://arxiv.org/abs/2106.09685) on a model's linears, equal at any world size."""
+"""LoRA adapters (https://arxiv.org/abs/2106.09685) on a model's linears, reproducible at any world size."""
 
 from __future__ import annotations
 
@@ -21,22 +21,29 @@ _ADAPTER_LEAVES = (".lora_a", ".lora_b", ".magnitude")
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's, not the base's."""
+    """Return whether a parameter of this name belongs to an adapter, not to the base."""
     return name.endswith(_ADAPTER_LEAVES)
 
 
 class LoRALinear(FrozenLinear):
     """``x W' + b + scaling * dropout(x) A' B'``: a frozen linear with a trained low-rank part.
 
-    Shapes: ``weight [out, in]``, ``lora_a [rank, in]``, ``lora_b [out, rank]``. The adapter is float32 whatever the
-    base is (float64 for a float64 base) and is cast to the input's dtype for the product.
+    Shapes: ``weight [out, in]``, ``lora_a [rank, in]``, ``lora_b [out, rank]``. The adapter is stored in float32
+    (float64 for a float64 base) and cast to the input's dtype for the products.
 
-    With DoRA (https://arxiv.org/abs/2402.09353), ``magnitude [out]`` is what each row of W + scaling B A is long: the
-    sum of both products is scaled by it over the row's own length, which gradients do not go through.
+    With DoRA (https://arxiv.org/abs/2402.09353), ``magnitude [out]`` replaces the norm of each row of W + scaling B A:
+    the sum of both products is multiplied by magnitude / norm, with the norm detached from the graph.
+
+    Args:
+        base: linear to adapt.
+        config: the ``adapter`` section of the run's config.
+        base_dtype: storage of the frozen weight.
+        key: name of the linear within the model; seeds its dropout.
+        token_keys: keys of the tokens in the current forward, shared by all adapters of the model.
     """
 
-    def __init__(self, base: nn.Linear, config: AdapterConfig, format: BaseDtype, name: str, keys: TokenKeys):
-        super().__init__(base, format)
+    def __init__(self, base: nn.Linear, config: AdapterConfig, base_dtype: BaseDtype, key: str, token_keys: TokenKeys):
+        super().__init__(base, base_dtype)
         out_dim, in_dim = base.weight.shape
         options: dict[str, Any] = {"dtype": _wide(base.weight.dtype), "device": base.weight.device}
         self.lora_a = nn.Parameter(torch.empty(config.rank, in_dim, **options))
@@ -47,49 +54,49 @@ class LoRALinear(FrozenLinear):
         self.channel_keys: Tensor
         empty = torch.empty(in_dim, dtype=torch.int64, device=base.weight.device)
         self.register_buffer("channel_keys", empty, persistent=False)
-        self._name, self._keys = name, keys
+        self._key, self._token_keys = key, token_keys
 
     def init_buffers_(self) -> None:
-        """Fill what is neither trained nor loaded."""
-        self.channel_keys.copy_(channel_keys(self._name, len(self.channel_keys)))
+        """Compute the dropout keys of the input channels."""
+        self.channel_keys.copy_(channel_keys(self._key, len(self.channel_keys)))
 
     def forward(self, x: Tensor, token_keys: Tensor | None = None) -> Tensor:
-        """Project ``[..., in]`` to ``[..., out]``; ``token_keys`` of the leading shape where x is not all the rows."""
+        """Project ``[..., in]`` to ``[..., out]``; ``token_keys [...]`` are needed if x is not the complete batch."""
         base = self.project(x) if self.magnitude is None else self.multiply(x)
         inner = x
         if self.dropout and self.training:
-            token_keys = self._keys.value if token_keys is None else token_keys
-            assert token_keys is not None, "rows without keys reached an adapter with dropout"
+            token_keys = self._token_keys.value if token_keys is None else token_keys
+            assert token_keys is not None, "an adapter with dropout was called without token keys"
             inner = keyed_dropout(x, self.dropout, token_keys, self.channel_keys)
         low_rank = self.scaling * linear(linear(inner, self.lora_a.to(x.dtype)), self.lora_b.to(x.dtype))
         if self.magnitude is None:
             return base + low_rank
         with torch.no_grad():
-            lengths = row_lengths(self.widened(), self.lora_a, self.lora_b, self.scaling)
-        scale = (self.magnitude / lengths).to(x.dtype)
+            norms = row_norms(self.dequantized_weight(), self.lora_a, self.lora_b, self.scaling)
+        scale = (self.magnitude / norms).to(x.dtype)
         out = (base + low_rank) * scale
         return out if self.bias is None else out + self.bias
 
 
-def row_lengths(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Euclidean length of each row of W + scaling B A, ``[out]``, in the adapter's format, without forming the sum."""
+def row_norms(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return the norm of each row of W + scaling B A, ``[out]``, in the adapter's dtype, without forming the sum."""
     squares: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=a.dtype).square()
-    crossed = ((weight @ a.T.to(weight.dtype)).to(a.dtype) * b).sum(1)
-    added = ((b @ (a @ a.T)) * b).sum(1)
-    return torch.sqrt(squares + 2 * scaling * crossed + scaling**2 * added)
+    cross = ((weight @ a.T.to(weight.dtype)).to(a.dtype) * b).sum(1)
+    low_rank = ((b @ (a @ a.T)) * b).sum(1)
+    return torch.sqrt(squares + 2 * scaling * cross + scaling**2 * low_rank)
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None) -> Tensor:
-    """The weight that does what a linear and its adapter do, in the adapter's format."""
+    """Return the merged weight ``[out, in]`` of a linear and its adapter, in the adapter's dtype."""
     merged = weight.to(a.dtype) + scaling * (b @ a)
     if magnitude is None:
         return merged
-    lengths: Tensor = torch.linalg.vector_norm(merged, dim=1)
-    return merged * (magnitude / lengths)[:, None]
+    norms: Tensor = torch.linalg.vector_norm(merged, dim=1)
+    return merged * (magnitude / norms)[:, None]
 
 
 def adapter_scaling(config: AdapterConfig) -> float:
-    """Factor on the low-rank product: alpha / rank, or alpha / sqrt(rank) for rsLoRA (https://arxiv.org/abs/2312.03732)."""
+    """Return the factor on the low-rank product: alpha / rank, or alpha / sqrt(rank) for rsLoRA (arXiv:2312.03732)."""
     return config.alpha / (math.sqrt(config.rank) if config.scaling == "rslora" else config.rank)
 
 
@@ -115,10 +122,10 @@ def apply_lora_(model: CausalLM, config: AdapterConfig) -> None:
 
 
 def init_adapters_(model: CausalLM, seed: int) -> None:
-    """Initialise every adapter in place: A uniform as ``nn.Linear`` does it, B zero, so the model starts as its base.
+    """Initialise every adapter, in place: A uniform like ``nn.Linear``, B zero, so that the model starts as its base.
 
-    DoRA's magnitudes start as the lengths of the base's rows, which must be there. Each A is drawn whole from a
-    generator keyed by (seed, name) and then cut to the rank's shard, so the adapters are the same at any world size.
+    DoRA's magnitudes start as the row norms of the base's weights, which must be loaded. Each A is drawn in full from a
+    generator seeded by (seed, name) and then sharded, so that adapters are the same at any world size.
     """
     for name, module in model.named_modules():
         if isinstance(module, LoRALinear):
@@ -131,14 +138,14 @@ def init_adapters_(model: CausalLM, seed: int) -> None:
             copy_full_(module.lora_a, full)
             nn.init.zeros_(module.lora_b)
             if module.magnitude is not None:
-                _init_magnitude_(module.magnitude, module.widened())
+                _init_magnitude_(module.magnitude, module.dequantized_weight())
 
 
 @torch.no_grad()
 def _init_magnitude_(magnitude: Tensor, weight: Tensor) -> None:
-    """Both are cut alike over the ranks, by rows."""
-    rows, lengths = (t.to_local() if isinstance(t, DTensor) else t for t in (weight, magnitude))
-    lengths.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=lengths.dtype))
+    """Fill ``magnitude [out]`` with the row norms of ``weight [out, in]``; both are sharded by rows alike."""
+    rows, norms = (t.to_local() if isinstance(t, DTensor) else t for t in (weight, magnitude))
+    norms.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=norms.dtype))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -147,7 +154,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 @torch.no_grad()
 def copy_full_(parameter: Tensor, full: Tensor) -> None:
-    """Copy a whole tensor into a parameter that may be sharded; each rank keeps its part, nothing is communicated."""
+    """Copy a full tensor into a parameter that may be sharded; each rank keeps its shard, without communication."""
     full = full.to(device=parameter.device, dtype=parameter.dtype)
     if isinstance(parameter, DTensor):
         full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)

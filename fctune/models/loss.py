@@ -1,4 +1,4 @@
-"""Cross-entropy on the supervised positions alone."""
+"""Cross-entropy of the supervised positions."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-IGNORE = -100  # label of a position that nothing is learnt from
+IGNORE = -100  # label of unsupervised positions
 
-# Logits of this many elements are held at once; more are computed a chunk at a time and again in backward.
+# Largest number of logits in memory; more are computed in chunks, and again in backward.
 MAX_LOGITS = 32 * 1024 * 1024
 
 
@@ -23,19 +23,19 @@ def sum_supervised_loss(
     token_keys: Tensor | None = None,
     supervised: Tensor | None = None,
 ) -> Tensor:
-    """Sum over supervised positions of weight x cross-entropy, in float32 (float64 for float64 hidden states).
+    """Sum weight x cross-entropy over the supervised positions; float32 (float64 for float64 hidden states).
 
-    Only the supervised positions meet the head: in function-calling data they are a sixth to a quarter of the tokens,
-    and logits are the largest tensor of a step. A batch without any still returns a zero that reaches every
-    parameter's backward, since sharded ranks must run the same collectives.
+    The head runs only at supervised positions, a sixth to a quarter of the tokens in function-calling data, because
+    logits are the largest tensor of a step. A batch without any returns a zero connected to every parameter, because
+    sharded ranks must run the same collectives in backward.
 
     Args:
         hidden: final hidden states, ``[b, s, d]``.
         head: projects ``[n, d]`` to logits ``[n, vocab]``.
-        labels: token ids or ``IGNORE``, ``[b, s]``.
-        loss_weights: ``[b, s]``, or None for 1.0 everywhere.
-        token_keys: ``[b, s]``, handed on where the head is an adapter with dropout.
-        supervised: places of the supervised positions in the flattened batch, int64 ``[n]``; None finds them.
+        labels: token ids or ``IGNORE``, int64 ``[b, s]``.
+        loss_weights: float32 ``[b, s]``, or None for 1.0 everywhere.
+        token_keys: int64 ``[b, s]``, used by a head that is an adapter with dropout.
+        supervised: indices of the supervised positions in the flattened batch, int64 ``[n]``; None finds them.
     """
     if supervised is None:
         supervised = (labels.flatten() != IGNORE).nonzero().squeeze(1)
@@ -44,11 +44,11 @@ def sum_supervised_loss(
     has_keys = token_keys is not None and hasattr(head, "lora_a")
     keys = token_keys.flatten()[supervised] if has_keys else None  # type: ignore[union-attr]
     if not len(targets):
-        # One dummy row through the head keeps an adapter there in the graph too.
+        # A dummy row through the head keeps an adapter on it in the graph.
         row = hidden[:1, 0]
         logits = head(row) if keys is None else head(row, token_keys[:1, 0])  # type: ignore[index]
-        nothing: Tensor = (logits * 0.0).sum().to(_wide(hidden.dtype))
-        return nothing
+        zero: Tensor = (logits * 0.0).sum().to(_wide(hidden.dtype))
+        return zero
     num_vocab = _vocab_size(head)
     if len(targets) * num_vocab <= MAX_LOGITS:
         return _chunk_loss(head, rows, targets, weights, keys)

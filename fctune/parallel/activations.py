@@ -1,4 +1,4 @@
-"""What a block keeps for its backward, and how it is run: recomputation, offloading, compilation, float8 products."""
+"""Activation checkpointing and offloading, compilation and float8 matrix products of a model's blocks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _PRODUCTS = {
 
 
 def apply_activation_checkpointing_(model: CausalLM, config: ActivationCheckpointingConfig, device_type: str) -> None:
-    """Let a fraction of the blocks, evenly spread, compute activations again in backward, in place.
+    """Make an evenly spread fraction of the blocks recompute their activations in backward, in place.
 
-    A block keeps its input alone (``block``), or also what attention and every second product gave (``op``), which
-    costs less to keep than to compute. Offloading moves what is kept to the host until it is needed.
+    A block saves only its input (policy ``block``), or also the outputs of attention and of every second matrix product
+    (policy ``op``), which are cheaper to store than to recompute. Offloading keeps what is saved in the host's memory.
 
     Raises:
-        ConfigError: offloading on a device that has no host beside it.
+        ConfigError: offloading on CPU.
     """
     if config.offload:
         if device_type == "cpu":
@@ -39,21 +39,21 @@ def apply_activation_checkpointing_(model: CausalLM, config: ActivationCheckpoin
                 "is on CPU; set activation_checkpointing.offload=false."
             )
         model.offload_activations_()
-    contexts: dict[str, Any] = {"context_fn": _keep_costly} if config.policy == "op" else {}
+    contexts: dict[str, Any] = {"context_fn": _save_costly_context} if config.policy == "op" else {}
     for index, block in enumerate(model.blocks):
         if is_checkpointed(index, config.fraction):
-            # Dropout is a function of the place and needs no generator's state to be the same again.
+            # Dropout is a function of step, row and position, so recomputation needs no random state.
             block.forward = functools.partial(
                 checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **contexts
             )
 
 
 def is_checkpointed(index: int, fraction: float) -> bool:
-    """Whether the item at ``index`` is among a fraction of all, evenly spread."""
+    """Return whether the block at ``index`` is in an evenly spread fraction of all blocks."""
     return int((index + 1) * fraction + 1e-9) > int(index * fraction + 1e-9)
 
 
-def _keep_costly() -> Any:
+def _save_costly_context() -> Any:
     counts: Counter[bool] = Counter()
     attention = attention_operators()
 
@@ -71,16 +71,16 @@ def _keep_costly() -> Any:
 
 
 def compile_blocks_(model: CausalLM) -> None:
-    """Compile each block, in place: they are alike, so one compilation serves all of them."""
+    """Compile each block, in place; equal blocks share one compilation."""
     for block in model.blocks:
         compiled: Callable[..., Any] = torch.compile(block.forward)
         block.forward = compiled
 
 
 def use_float8_matmuls_(model: CausalLM) -> None:
-    """Multiply in float8 what the blocks' linears multiply, in place; a scale a tensor, taken anew each time.
+    """Make the linears of the blocks multiply in float8 with dynamic scales, one per tensor, in place.
 
-    The head is left as it is: the loss is most sensitive to it.
+    The head keeps its precision, because the loss is most sensitive to it.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

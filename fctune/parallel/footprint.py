@@ -1,4 +1,4 @@
-"""Memory of one rank by part. ``fctune.planner.memory`` counts it."""
+"""Memory of one rank by use; ``fctune.planner.memory`` estimates it."""
 
 from __future__ import annotations
 
@@ -6,61 +6,61 @@ from dataclasses import dataclass, fields
 
 GIB = 1024**3
 
-# Share of a device that a run may be planned to fill: what is left is for what nobody counts.
+# Share of a device's memory that an estimate may fill; the rest is a margin for what estimates leave out.
 SAFE_SHARE = 0.9
 
-# Whole gradients of what trains may take this share of a device while they accumulate.
-HELD_GRADIENTS = 0.1
+# Share of a device's memory that full gradients may take while they accumulate.
+MAX_GRADIENT_SHARE = 0.1
 
-# What parts are called where their names would not say it.
+# Names of the parts in messages, if not those of the fields.
 LABELS = {
-    "gathered": "weights held whole",
-    "reducing": "gradients held whole",
-    "working": "computed again, temporaries",
+    "gathered": "gathered weights",
+    "reducing": "unreduced gradients",
+    "working": "recomputed activations and temporaries",
     "context": "CUDA and NCCL (assumed)",
     "fragmentation": "fragmentation (assumed)",
 }
 
 
-def can_hold_gradients(whole_bytes: int, device_bytes: int | None) -> bool:
-    """Whether gradients stay whole while they accumulate, so that they are reduced once; None: memory is not known."""
-    return device_bytes is None or whole_bytes <= HELD_GRADIENTS * device_bytes
+def can_hold_gradients(gradient_bytes: int, device_bytes: int | None) -> bool:
+    """Return whether full gradients fit while they accumulate; ``device_bytes`` is None if the memory is unknown."""
+    return device_bytes is None or gradient_bytes <= MAX_GRADIENT_SHARE * device_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes on one rank at one moment."""
+    """Bytes in the memory of one rank at one moment."""
 
     parameters: int = 0  # of the base
     adapters: int = 0
     buffers: int = 0
     gradients: int = 0
     optimizer: int = 0
-    gathered: int = 0  # weights that sharding holds whole
-    reducing: int = 0  # gradients that are whole, and what they are reduced from
+    gathered: int = 0  # full weights, gathered from shards
+    reducing: int = 0  # full gradients and the buffers of their reduction
     activations: int = 0
-    working: int = 0  # activations computed again, and temporaries of one block's backward
+    working: int = 0  # recomputed activations and temporaries of one block's backward
     logits: int = 0
-    context: int = 0  # CUDA's and NCCL's own
+    context: int = 0  # CUDA context and NCCL buffers
     fragmentation: int = 0
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return sum(getattr(self, part.name) for part in fields(self))
 
     @property
     def state(self) -> int:
-        """What sharding cuts: known to the byte."""
+        """Sharded state, which is known to the byte: weights, gradients and optimizer."""
         return self.parameters + self.adapters + self.gradients + self.optimizer
 
     @property
     def of_batch(self) -> int:
-        """What a smaller batch needs less of."""
+        """Parts that shrink with the micro-batch."""
         return self.activations + self.working + self.logits + self.fragmentation
 
     def to_json(self) -> dict[str, int]:
-        """Bytes by name."""
+        """Return the bytes of each part and of the total, by name."""
         return {part.name: getattr(self, part.name) for part in fields(self)} | {"total": self.total}
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from fctune.config.schema import AdapterConfig
 from fctune.errors import ConfigError
 from fctune.models import export
 from fctune.models.frozen_linear import FrozenLinear, copy_rows_, is_nf4
-from fctune.models.lora import apply_lora_, init_adapters_, row_lengths
+from fctune.models.lora import apply_lora_, init_adapters_, row_norms
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import read_architecture
 from tests.models.model_samples import ALL_MODULES, draw_tokens, load_model, load_reference
@@ -80,7 +80,7 @@ def test_dora_starts_as_the_base(make_model: Callable[..., Path]) -> None:
 
 def test_row_lengths_are_those_of_the_sum() -> None:
     weight, a, b = (torch.randn(*shape, dtype=torch.float64) for shape in ((9, 7), (3, 7), (9, 3)))
-    torch.testing.assert_close(row_lengths(weight, a, b, 0.7), (weight + 0.7 * b @ a).norm(dim=1))
+    torch.testing.assert_close(row_norms(weight, a, b, 0.7), (weight + 0.7 * b @ a).norm(dim=1))
 
 
 @pytest.mark.parametrize(("base", "error"), [("nf4", 0.12), ("float8", 0.04)])
@@ -97,7 +97,7 @@ def test_a_small_base_gives_about_the_products_of_the_whole_one(base: Any, error
     (our_grad,) = torch.autograd.grad(ours, x, grad)
     (their_grad,) = torch.autograd.grad(theirs, x, grad)
     assert (our_grad - their_grad).norm() < error * their_grad.norm()
-    assert (small.widened() - whole.weight).norm() < error * whole.weight.norm()
+    assert (small.dequantized_weight() - whole.weight).norm() < error * whole.weight.norm()
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
@@ -124,7 +124,9 @@ def test_only_adapters_train_on_a_small_base(make_model: Callable[..., Path]) ->
         model = adapted(path, torch.bfloat16, base=base, dora=True, dropout=0.0).train()
         tokens = draw_tokens(path)
         before = {
-            name: module.widened().clone() for name, module in model.named_modules() if hasattr(module, "widened")
+            name: module.dequantized_weight().clone()
+            for name, module in model.named_modules()
+            if hasattr(module, "dequantized_weight")
         }
         model(tokens, labels=tokens).backward()
         for name, parameter in model.named_parameters():
@@ -138,7 +140,7 @@ def test_only_adapters_train_on_a_small_base(make_model: Callable[..., Path]) ->
         torch.optim.AdamW(trained, lr=0.1).step()
         for name, module in model.named_modules():
             if name in before:
-                assert torch.equal(before[name], module.widened()), name
+                assert torch.equal(before[name], module.dequantized_weight()), name
 
 
 def test_linears_too_small_for_4_bits_are_refused(make_model: Callable[..., Path]) -> None:

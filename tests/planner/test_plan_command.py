@@ -144,7 +144,7 @@ def test_a_reader_that_has_seen_enough_does_not_change_the_exit_code(arguments: 
         (["--model", str(TINY_BASE / "config.json")], "/config.json: no such directory; name the one that holds"),
         (["--model", str(ROOT / "configs")], "configs/config.json: no such file"),
         (["--gpu", "a100", "adapter.base=float8"], "adapter.base=float8: --gpu a100 has no products in float8"),
-        (["--gpus-per-node", "6", "adapter.base=nf4", "parallel.mode=fsdp"], "cannot be cut over 6 ranks"),
+        (["--gpus-per-node", "6", "adapter.base=nf4", "parallel.mode=fsdp"], "cannot be sharded over 6 ranks"),
         (
             ["optimizer={_component_: torchao.optim._AdamW, bf16_stochastic_round: true}", "parallel.mode=fsdp"],
             "optimizer.bf16_stochastic_round: torchao does not support it for sharded weights, and the layout is fsdp",

@@ -87,7 +87,7 @@ def test_metrics_account_for_time_and_tokens(tmp_path: Path) -> None:
             "activation_checkpointing.fraction=1.5: expected 0 or more and at most 1",
         ),
         ("lora", ["precision=bf16_mixed"], "with adapters use bf16"),
-        ("lora", ["adapter.base=nf4"], "adapter.base=nf4: a linear of [64, 128] is not a multiple"),
+        ("lora", ["adapter.base=nf4"], "adapter.base=nf4: the size of a linear, [64, 128], is not a multiple"),
         (
             "full",
             ["optimizer={_component_: torchao.optim._AdamW, lr: 1e-3, bf16_stochastic_round: true}"],

@@ -1,1 +1,1 @@
-"""Models that torchtune builds: Llama 3 and Qwen2. The only library package that imports torchtune."""
+"""Llama 3 and Qwen2 models built by torchtune: shapes, names, weight layout and layers."""
