@@ -202,7 +202,7 @@ def _varlen() -> Callable[..., Tensor]:
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
-    if (
+    """Repeat each head of keys or values ``[b, kv_h, s, d]`` for its group of query heads; ``[b, h, s, d]``."""
         "enable_gqa" in inspect.signature(varlen_attn).parameters
     ):  # since torch 2.12; 2.11 always allows fewer key heads
         options["enable_gqa"] = True
