@@ -186,7 +186,7 @@ def _document_slices(ends: Tensor, row_length: int) -> list[tuple[slice, slice, 
 
 
 def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Repeat each head of keys or values ``[b, kv_h, s, d]`` for the query heads that share it; ``[b, h, s, d]``."""
+    """Repeat each head of keys or values ``[b, kv_h, s, d]`` for the query heads that share it."""
     b, kv_heads, s, d = x.shape
     if kv_heads == num_heads:
         return x
@@ -202,9 +202,8 @@ def _varlen() -> Callable[..., Tensor]:
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
-    """Repeat each head of keys or values ``[b, kv_h, s, d]`` for its group of query heads; ``[b, h, s, d]``."""
-        "enable_gqa" in inspect.signature(varlen_attn).parameters
-    ):  # since torch 2.12; 2.11 always allows fewer key heads
+    # Since torch 2.12; 2.11 always allows fewer key heads.
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     chosen: Any = functools.partial(varlen_attn, **options)
     return chosen  # type: ignore[no-any-return]

@@ -145,5 +145,5 @@ def test_only_adapters_train_on_a_small_base(make_model: Callable[..., Path]) ->
 
 def test_linears_too_small_for_4_bits_are_refused(make_model: Callable[..., Path]) -> None:
     model = read_architecture(make_model("llama")).build_model(256, PrecisionPolicy.uniform(torch.bfloat16))
-    with pytest.raises(ConfigError, match=r"adapter\.base=nf4: a linear of \[64, 64\]"):
+    with pytest.raises(ConfigError, match=r"adapter\.base=nf4: the size of a linear, \[64, 64\]"):
         apply_lora_(model, AdapterConfig(base="nf4"))

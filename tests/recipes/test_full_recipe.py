@@ -44,7 +44,7 @@ def test_all_weights_train_and_are_exported_as_a_model(precision: str, tmp_path:
 def test_a_run_logs_its_layout_and_the_reason(tmp_path: Path) -> None:
     out = run_ranks(run_kind_on_rank, 2, arguments_for(tmp_path, "parallel.mode=auto", kind="lora"), "lora")[0]["out"]
     for words in (
-        "attention: flash attention, one call a conversation",
+        "attention: flash attention, one call per conversation",
         "layout: DDP, 2 copies (auto: the base fits in one device, so only adapter gradients are sent)",
         "estimated memory per rank: ",
     ):
