@@ -46,7 +46,7 @@ class ParsedRow:
 NOTE_KINDS: dict[str, str] = {
     "arrow_null_dropped": "nulls that Arrow filled into a struct, removed",
     "arrow_struct": "arguments or tools from an Arrow struct, whose key order is the column's",
-    "content_beside_call": "assistant text before a call, kept with it",
+    "content_with_call": "assistant text before a call, kept with it",
     "developer_as_system": "developer messages read as system messages",
     "escaped_apostrophe": "\\' in quoted arguments read as an apostrophe",
     "ignored_field": "message fields that no chat template of tool calls uses",
@@ -86,7 +86,7 @@ class RowBuilder:
             self.pending = []
         if calls:
             if content:
-                self.notes["content_beside_call"] += 1
+                self.notes["content_with_call"] += 1
             self.pending.extend(calls)
             ids = [call.id for call in self.pending if call.id is not None]
             if len(set(ids)) != len(ids):
@@ -100,7 +100,7 @@ class RowBuilder:
         if call is None:
             given = f"id {call_id!r}" if call_id is not None else f"name {name!r}" if name is not None else "no id"
             open_calls = ", ".join(f"{c.name} ({c.id})" if c.id else c.name for c in self.pending) or "none"
-            reason = f"answers no call (it has {given}; calls a result: {open_calls})"
+            reason = f"answers no call (it has {given}; calls without a result: {open_calls})"
             raise RowError(pointer, "result_without_call", reason)
         self.pending.remove(call)
         self.messages.append(Message("tool", content, call_id=call_id, name=name))
@@ -147,7 +147,7 @@ class RowBuilder:
             value = self.decode(value, pointer, "arguments_not_json")
         elif isinstance(value, ArrowStruct):
             self.notes["arrow_struct"] += 1
-            value = _drop_fill(value, self._find_schema(name), pointer, self.notes)
+            value = _remove_filling(value, self._find_schema(name), pointer, self.notes)
         if not isinstance(value, dict):
             reason = f"expected an object or a string with its JSON, got {describe_value(value)}"
             raise RowError(pointer, "arguments_not_object", reason)
@@ -207,12 +207,12 @@ class ReadContext:
                 cached = self._tools[value] = _list_tools(decoded, pointer)
             return cached
         if isinstance(value, list) and any(isinstance(item, ArrowStruct) for item in value):
-            value = [_drop_nulls(item, notes) for item in value]
+            value = [_remove_nulls(item, notes) for item in value]
             notes["arrow_struct"] += 1
         return _list_tools(value, pointer)
 
 
-def _drop_fill(value: Any, schema: Any, pointer: str, notes: Counter[str]) -> Any:
+def _remove_filling(value: Any, schema: Any, pointer: str, notes: Counter[str]) -> Any:
     """Remove the nulls that Arrow filled into arguments.
 
     A null is filling if the tool's schema does not declare the key, or declares it as optional with a type that
@@ -227,7 +227,7 @@ def _drop_fill(value: Any, schema: Any, pointer: str, notes: Counter[str]) -> An
     for key, item in value.items():
         declared = properties.get(key) if isinstance(properties, dict) else None
         if item is not None:
-            kept[key] = _drop_fill(item, declared, f"{pointer}.{key}", notes)
+            kept[key] = _remove_filling(item, declared, f"{pointer}.{key}", notes)
         elif isinstance(properties, dict) and (key not in properties or _excludes_null(declared, key, schema)):
             notes["arrow_null_dropped"] += 1
         else:
@@ -250,13 +250,13 @@ def _holds_null(value: Any) -> bool:
     return any(_holds_null(item) for item in value) if isinstance(value, list) else value is None
 
 
-def _drop_nulls(value: Any, notes: Counter[str]) -> Any:
+def _remove_nulls(value: Any, notes: Counter[str]) -> Any:
     """Remove the nulls of a tool schema from an Arrow struct; only ``default`` and ``const`` could allow them."""
     if isinstance(value, dict):
-        kept = {key: _drop_nulls(item, notes) for key, item in value.items() if item is not None}
+        kept = {key: _remove_nulls(item, notes) for key, item in value.items() if item is not None}
         notes["arrow_null_dropped"] += len(value) - len(kept)
         return kept
-    return [_drop_nulls(item, notes) for item in value] if isinstance(value, list) else value
+    return [_remove_nulls(item, notes) for item in value] if isinstance(value, list) else value
 
 
 def _list_tools(value: Any, pointer: str) -> tuple[tuple[Tool, ...], list[str]]:
