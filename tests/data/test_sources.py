@@ -18,7 +18,7 @@ from fctune.data.conversation import Conversation
 from fctune.data.sources import (
     DEFECT_KINDS,
     NOTE_KINDS,
-    READERS,
+    ROW_FORMATS,
     Defect,
     ParsedRow,
     describe_defects,
@@ -27,7 +27,7 @@ from fctune.data.sources import (
 )
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.row_builder import ReadContext
-from fctune.data.sources.row_formats import read_row
+from fctune.data.sources.row_formats.registry import read_row
 from fctune.errors import DataError
 from tests.conftest import REAL_DATA
 
@@ -224,7 +224,7 @@ def test_no_change_of_a_row_crashes_a_reader_or_the_check(data: st.DataObject) -
             start = data.draw(st.integers(0, len(old)))
             new = old[:start] + data.draw(st.sampled_from(STRAYS)) + old[start + 1 :]
         row = change(row, path, new)
-    kind, parsed = attempt(row, data.draw(st.sampled_from(["auto", "auto", *READERS])))
+    kind, parsed = attempt(row, data.draw(st.sampled_from(["auto", "auto", *ROW_FORMATS])))
     assert kind is None or kind in DEFECT_KINDS
     if parsed is not None:
         parsed.conversation.digest()

@@ -89,7 +89,7 @@ def test_exec_evaluates_the_trained_run(cluster: Cluster, sky: SkyPilot, launche
 
 def test_the_documented_commands_inspect_a_cluster(sky: SkyPilot, launched: str) -> None:
     shown = {}
-    for command in re.findall(r"^\$ sky exec fctune '(.*?)'", (SKY / "README.md").read_text(), re.M):
+    for command in re.findall(r"^\$ sky exec fctune '(.*?)'", (SKY.parent / "docs" / "clusters.md").read_text(), re.M):
         if command.startswith(("df", "tail")):
             shown[command] = sky.run("exec", launched, command).stdout
     df, logs, metrics = shown.values()

@@ -10,12 +10,12 @@ from fctune.data.sources.reader import (
     scan_source,
 )
 from fctune.data.sources.row_builder import NOTE_KINDS, ParsedRow, RowWarning
-from fctune.data.sources.row_formats import READERS
+from fctune.data.sources.row_formats.registry import ROW_FORMATS
 
 __all__ = [
     "DEFECT_KINDS",
     "NOTE_KINDS",
-    "READERS",
+    "ROW_FORMATS",
     "Defect",
     "ParsedRow",
     "RowReader",

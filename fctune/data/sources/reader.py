@@ -13,7 +13,7 @@ from fctune.data.conversation import Conversation
 from fctune.data.sources.defects import Defect, RowError
 from fctune.data.sources.files import MAX_ROW_BYTES, open_rows
 from fctune.data.sources.row_builder import ParsedRow, ReadContext
-from fctune.data.sources.row_formats import READERS, describe_row_formats, detect_row_format, read_row
+from fctune.data.sources.row_formats.registry import ROW_FORMATS, describe_row_formats, detect_row_format, read_row
 from fctune.errors import DataError
 
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".ndjson", ".parquet")
@@ -28,7 +28,7 @@ def read_source(path: str, row_format: str = "auto", max_samples: int | None = N
     Args:
         path: A JSON, JSON lines, gzipped JSON lines or Parquet file; a directory of them; a dataset of the hub,
             ``hf:NAME[:config][:split][@revision]``; or ``synthetic:SPLIT:ROWS[:SEED]``.
-        row_format: Format of the rows (a key of ``READERS``), or auto to detect that of each row.
+        row_format: Format of the rows (a key of ``ROW_FORMATS``), or auto to detect that of each row.
         max_samples: Maximum number of rows.
 
     Raises:
@@ -64,8 +64,8 @@ def scan_source(path: str, row_format: str = "auto") -> Iterator[UnreadRow]:
     Raises:
         DataError: For the same reasons as ``read_source``.
     """
-    if row_format != "auto" and row_format not in READERS:
-        raise DataError(f"{path}: format={row_format}: unknown row format. Expected auto, {', '.join(READERS)}.")
+    if row_format != "auto" and row_format not in ROW_FORMATS:
+        raise DataError(f"{path}: format={row_format}: unknown row format. Expected auto, {', '.join(ROW_FORMATS)}.")
     rows = _scan_synthetic(path) if path.startswith("synthetic:") else _scan_files(path, row_format)
     is_empty = True
     for row in rows:

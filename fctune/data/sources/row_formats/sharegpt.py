@@ -10,6 +10,7 @@ from typing import Any
 
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.row_builder import ParsedRow, RowBuilder
+from fctune.data.sources.row_formats.base import RowFormat
 
 SPEAKERS = {
     "human": "user",
@@ -68,3 +69,12 @@ def read_turns(row: dict[str, Any], builder: RowBuilder) -> list[tuple[str, str,
             raise RowError(f"{pointer}.value", "content_not_text", f"expected text, got {describe_value(value)}")
         read.append((speaker, value, f"{pointer}.value"))
     return read
+
+
+ROW_FORMAT = RowFormat(
+    name="sharegpt",
+    keys="conversations of from/value[, tools]",
+    matches=lambda row: row.get("conversations") is not None,
+    read=read_sharegpt,
+    priority=1,
+)

@@ -10,7 +10,8 @@ from fctune.data.conversation import Call
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.python_types import convert_schema
 from fctune.data.sources.row_builder import ParsedRow, RowBuilder
-from fctune.data.sources.sharegpt import SPEAKERS, read_turns
+from fctune.data.sources.row_formats.base import RowFormat
+from fctune.data.sources.row_formats.sharegpt import SPEAKERS, read_turns
 from fctune.parsing.declared_calls import DeclaredCallReader
 from fctune.parsing.json_reader import ParseError
 
@@ -33,10 +34,11 @@ _PROMPT = (
 _SPACE = " \t\r\n"
 
 
-def is_toolace(row: dict[str, Any]) -> bool:
+def _is_toolace(row: dict[str, Any]) -> bool:
     """Return True if the row's system text lists tools as ToolACE does."""
     system = row.get("system")
-    return isinstance(system, str) and _LIST_HEAD.search(system) is not None
+    has_turns = row.get("conversations") is not None
+    return has_turns and isinstance(system, str) and _LIST_HEAD.search(system) is not None
 
 
 def read_toolace(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
@@ -125,3 +127,12 @@ def _add_results(value: str, pointer: str, builder: RowBuilder) -> None:
         )
     else:
         builder.add_result(value, pointer)
+
+
+ROW_FORMAT = RowFormat(
+    name="toolace",
+    keys="system that lists tools, conversations",
+    matches=_is_toolace,
+    read=read_toolace,
+    priority=2,
+)

@@ -13,7 +13,8 @@ from typing import Any
 from fctune.data.conversation import Call
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.row_builder import ParsedRow, RowBuilder, RowWarning
-from fctune.data.sources.sharegpt import SPEAKERS, read_turns
+from fctune.data.sources.row_formats.base import RowFormat
+from fctune.data.sources.row_formats.sharegpt import SPEAKERS, read_turns
 
 _OPENING = "You are a function calling AI model"
 _TOOLS = re.compile(r"<tools>\s*(?=[\[{])")
@@ -21,8 +22,11 @@ _NO_TOOLS = re.compile(r"\[\s*\]")
 _SPACE = " \t\r\n"
 
 
-def is_hermes(turns: list[Any]) -> bool:
+def _is_hermes(row: dict[str, Any]) -> bool:
     """Return True if a turn has Hermes' tags, outside the calls and results of LLaMA-Factory's format."""
+    turns = row.get("conversations")
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], dict):
+        return False
     for turn in turns:
         is_text = isinstance(turn, dict) and turn.get("from") not in ("function_call", "observation")
         value = turn.get("value") if is_text else None
@@ -128,3 +132,12 @@ def _skip_space(text: str, at: int) -> int:
     while at < len(text) and text[at] in _SPACE:
         at += 1
     return at
+
+
+ROW_FORMAT = RowFormat(
+    name="hermes",
+    keys="conversations of from/value with <tool_call> tags",
+    matches=_is_hermes,
+    read=read_hermes,
+    priority=3,
+)

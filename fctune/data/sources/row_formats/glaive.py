@@ -12,6 +12,7 @@ from typing import Any
 from fctune.data.conversation import Call
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.row_builder import ParsedRow, RowBuilder
+from fctune.data.sources.row_formats.base import RowFormat
 
 _HEADER = re.compile(r"(?:\A|\n{2,}) *(USER|ASSISTANT|FUNCTION RESPONSE):")
 _FUNCTIONS = re.compile(
@@ -132,3 +133,11 @@ def _read_quoted(text: str, start: int, pointer: str, builder: RowBuilder) -> tu
         raise RowError(pointer, "call_not_json", "expected a closing brace after the arguments: the call is truncated")
     builder.notes["quoted_arguments"] += 1
     return value, text, tail.end()
+
+
+ROW_FORMAT = RowFormat(
+    name="glaive",
+    keys="system, chat",
+    matches=lambda row: "chat" in row and "system" in row,
+    read=read_glaive,
+)

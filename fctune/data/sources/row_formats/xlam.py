@@ -11,6 +11,7 @@ from typing import Any
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.python_types import convert_type
 from fctune.data.sources.row_builder import ParsedRow, RowBuilder
+from fctune.data.sources.row_formats.base import RowFormat
 
 
 def read_xlam(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
@@ -56,3 +57,12 @@ def _convert_tool(tool: Any, pointer: str, builder: RowBuilder) -> Any:
             required.append(name)
     builder.notes["type_converted"] += 1
     return {**tool, "parameters": {"type": "object", "properties": properties, "required": required}}
+
+
+ROW_FORMAT = RowFormat(
+    name="xlam",
+    keys="query, answers, tools",
+    matches=lambda row: "query" in row and "answers" in row and "tools" in row,
+    read=read_xlam,
+    priority=-1,
+)

@@ -1,54 +1,32 @@
-"""The known row formats: detection and their readers."""
+"""Detection and reading of the known row formats, which are found in the modules of this package."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pkgutil
+from importlib import import_module
 from typing import Any
 
+from fctune.data.sources import row_formats
 from fctune.data.sources.defects import RowError, describe_value
-from fctune.data.sources.glaive import read_glaive
-from fctune.data.sources.hermes import is_hermes, read_hermes
-from fctune.data.sources.openai import read_openai
 from fctune.data.sources.row_builder import ParsedRow, ReadContext, RowBuilder
+from fctune.data.sources.row_formats.base import RowFormat
 from fctune.data.sources.row_json import MAX_VALUE_DEPTH
-from fctune.data.sources.sharegpt import read_sharegpt
-from fctune.data.sources.toolace import is_toolace, read_toolace
-from fctune.data.sources.xlam import read_xlam
 
-READERS: dict[str, Callable[[dict[str, Any], RowBuilder], ParsedRow]] = {
-    "openai": read_openai,
-    "sharegpt": read_sharegpt,
-    "hermes": read_hermes,
-    "glaive": read_glaive,
-    "xlam": read_xlam,
-    "toolace": read_toolace,
-}
-"""The reader of each row format, by its name in the config (``format`` of a source)."""
 
-_KEYS = (
-    "openai (messages[, tools])",
-    "sharegpt or hermes (conversations of from/value[, tools])",
-    "glaive (system, chat)",
-    "xlam (query, answers, tools)",
-    "toolace (system that lists tools, conversations)",
-)
+def _find_row_formats() -> dict[str, RowFormat]:
+    names = [module.name for module in pkgutil.iter_modules(row_formats.__path__)]
+    modules = [import_module(f"{row_formats.__name__}.{name}") for name in names if name != "registry"]
+    found: list[RowFormat] = [module.ROW_FORMAT for module in modules if hasattr(module, "ROW_FORMAT")]
+    return {row_format.name: row_format for row_format in sorted(found, key=lambda f: -f.priority)}
+
+
+ROW_FORMATS = _find_row_formats()
+"""The row formats by name, in the order of their detection."""
 
 
 def detect_row_format(row: dict[str, Any]) -> str | None:
     """Return the name of the row's format, or None if its keys match none."""
-    if "messages" in row:
-        return "openai"
-    turns = row.get("conversations")
-    if turns is not None:
-        if isinstance(turns, list) and turns and isinstance(turns[0], dict):
-            if "role" in turns[0]:
-                return "openai"
-            if is_hermes(turns):
-                return "hermes"
-        return "toolace" if is_toolace(row) else "sharegpt"
-    if "chat" in row and "system" in row:
-        return "glaive"
-    return "xlam" if "query" in row and "answers" in row and "tools" in row else None
+    return next((name for name, row_format in ROW_FORMATS.items() if row_format.matches(row)), None)
 
 
 def read_row(row: Any, row_format: str, context: ReadContext, source: str = "") -> ParsedRow:
@@ -56,7 +34,7 @@ def read_row(row: Any, row_format: str, context: ReadContext, source: str = "") 
 
     Args:
         row: JSON value of the row.
-        row_format: A key of ``READERS``, or auto.
+        row_format: A key of ``ROW_FORMATS``, or auto.
         context: State shared by the rows of a source.
         source: Location of the row, ``file:line``.
 
@@ -71,7 +49,7 @@ def read_row(row: Any, row_format: str, context: ReadContext, source: str = "") 
     if name is None:
         raise RowError("", "unknown_row_format", describe_row_formats(row))
     try:
-        parsed = READERS[name](row, RowBuilder(context, source))
+        parsed = ROW_FORMATS[name].read(row, RowBuilder(context, source))
     except KeyError as error:
         raise RowError(
             "",
@@ -87,4 +65,5 @@ def read_row(row: Any, row_format: str, context: ReadContext, source: str = "") 
 def describe_row_formats(row: dict[str, Any]) -> str:
     """List the keys of a row and those of the known row formats."""
     keys = ", ".join(map(str, list(row)[:12])) or "none"
-    return f"keys found: {keys}. Known row formats: {'; '.join(_KEYS)}"
+    known = "; ".join(f"{name} ({row_format.keys})" for name, row_format in ROW_FORMATS.items())
+    return f"keys found: {keys}. Known row formats: {known}"

@@ -11,6 +11,7 @@ from typing import Any
 from fctune.data.conversation import Call
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.row_builder import ParsedRow, RowBuilder, RowWarning
+from fctune.data.sources.row_formats.base import RowFormat
 
 _READ_FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "weight", "function_call"})
 
@@ -119,3 +120,18 @@ def _read_weight(value: Any, pointer: str) -> float:
             f"{pointer}.weight", "bad_weight", f"expected 0 (context only) to 1, got {describe_value(value)}"
         )
     return float(value)
+
+
+def _is_openai(row: dict[str, Any]) -> bool:
+    turns = row.get("conversations")
+    has_roles = isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and "role" in turns[0]
+    return "messages" in row or has_roles
+
+
+ROW_FORMAT = RowFormat(
+    name="openai",
+    keys="messages[, tools]",
+    matches=_is_openai,
+    read=read_openai,
+    priority=4,
+)

@@ -1,0 +1,1 @@
+"""Public row formats, one module each; ``registry`` finds them."""

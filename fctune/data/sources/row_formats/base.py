@@ -1,0 +1,25 @@
+"""Description of a row format, as each module of this package defines it in ``ROW_FORMAT``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fctune.data.sources.row_builder import ParsedRow, RowBuilder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFormat:
+    """A row format."""
+
+    name: str
+    """Its name in a config (``format`` of a source)."""
+    keys: str
+    """The keys of its rows, as error messages list them."""
+    matches: Callable[[dict[str, Any]], bool]
+    """Returns True if a row may have this format; the first match in order of ``priority`` is used."""
+    read: Callable[[dict[str, Any], RowBuilder], ParsedRow]
+    """Reads a row; raises ``RowError`` at its first defect, or KeyError if a required key is missing."""
+    priority: int = 0
+    """Formats with distinctive keys come first: higher values are tried earlier."""
