@@ -1,13 +1,13 @@
-"""What a save costs training: this project's asynchronous and synchronous saves, and torchtune's, of the same state.
+"""Measure the training time lost to a save: fctune's asynchronous and synchronous saves, and torchtune's.
 
     python benchmarks/checkpoint.py [--parameters 500] [--steps 6] [--pairs 5] [--threads 1] [--out FILE]
 
 A model of the given million parameters (float32, AdamW: 12 bytes a parameter on the disk) takes steps of some seconds.
-In each process so many steps without a save and as many with one take turns; the stall of a save is how much longer
-the latter took, which counts the steps that writing makes slower, and the median of the pairs is reported. So slow
-drifts of the machine cancel. Steps compute on ``--threads`` cores; one less than there are is the default, since where
-a GPU computes the CPU is not full. Every file is flushed (fsync); torchtune's checkpointer does not flush its files, so
-they are flushed after it, within its time.
+Each process alternates between ``--steps`` steps without a save and as many with one. The stall of a save is the
+difference, which includes steps slowed down by writing; the median over the pairs is reported, so slow drifts of the
+machine cancel. Steps compute on ``--threads`` cores, by default one less than available, because the CPU is not fully
+used when a GPU computes. Every file is flushed (fsync); torchtune's checkpointer does not flush its files, so they are
+flushed after it, within its time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAYS = ("async", "sync", "torchtune")
 
 
 class Layers(nn.Module):
-    """Square linears: a state of the wanted size whose step does not take minutes."""
+    """Square linears with a state of the requested size and a step of some seconds."""
 
     def __init__(self, num_millions: int, width: int = 4096):
         super().__init__()
@@ -44,14 +44,14 @@ class Layers(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Through all of them."""
+        """Apply all layers with residual connections."""
         for layer in self.layers:
             x = x + layer(x) * 0.01
         return x
 
 
 def run(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The pairs of one way, in this process."""
+    """Measure the pairs of one way to save, in this process."""
     from fctune.checkpoint.saver import Saver
     from fctune.checkpoint.sharded import read_shards_, write_shards
     from fctune.checkpoint.store import CheckpointStore
@@ -75,7 +75,7 @@ def run(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
             saver.start("sharded", number, tensors, {}, lambda f, t, _, g: write_shards(f, t, g))
 
     def take_steps(number: int | None = None) -> float:
-        """Seconds of the steps, after a save where it has a number; one that still runs at their end is waited for."""
+        """Return the seconds of the steps, after starting save ``number`` and including the wait for it."""
         started = time.perf_counter()
         if number is not None:
             save(number)
@@ -92,7 +92,7 @@ def run(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
     late_s: list[float] = []
     take_steps()
     before = _peak_mib()
-    take_steps(0)  # the buffers are made once a run
+    take_steps(0)  # allocates the buffers, once per run
     growth = _peak_mib() - before
     pairs = [(take_steps(), take_steps(number)) for number in range(1, arguments.pairs + 1)]
     found: dict[str, Any] = {"pairs_s": pairs, "stall_s": [with_save - without for without, with_save in pairs]}
@@ -112,7 +112,7 @@ def run(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _save_torchtune(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, number: int) -> None:
-    """What torchtune's full recipe does at an epoch's end, with its own checkpointer."""
+    """Save as torchtune's full recipe does at the end of an epoch."""
     from torchtune.training import FullModelHFCheckpointer
 
     base = folder / "base"
@@ -154,7 +154,7 @@ def _save_torchtune(model: nn.Module, optimizer: torch.optim.Optimizer, folder: 
 
 
 def _torchtune_names(model: nn.Module) -> dict[str, tuple[str, str]]:
-    """Our layers under names that torchtune knows how to convert: the MLP's and attention's square weights."""
+    """Map our layers to names that torchtune converts: square weights of the MLP and attention."""
     parts = (("self_attn.o_proj", "attn.output_proj"), ("mlp.gate_proj", "mlp.w1"), ("mlp.down_proj", "mlp.w2"))
     names = {}
     for number, (name, _) in enumerate(model.named_parameters()):
@@ -169,14 +169,16 @@ def _peak_mib() -> float:
 
 
 def main() -> None:
-    """Each way in a process of its own, and a table."""
+    """Measure each way in a separate process and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--parameters", type=int, default=500, help="millions")
-    parser.add_argument("--steps", type=int, default=6, help="of each half of a pair")
+    parser.add_argument("--steps", type=int, default=6, help="steps of each half of a pair")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=32, help="of the batch: how long a step computes")
-    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1), help="of the steps")
-    parser.add_argument("--folder", type=Path, help="where checkpoints are written; default: a temporary directory")
+    parser.add_argument("--rows", type=int, default=32, help="rows of the batch, which set the time of a step")
+    parser.add_argument(
+        "--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1), help="threads of a step"
+    )
+    parser.add_argument("--folder", type=Path, help="directory for checkpoints (default: temporary)")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

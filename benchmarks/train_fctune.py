@@ -1,4 +1,4 @@
-"""A run of this project for the benchmarks: the recipe's own setup and loop."""
+"""Benchmark run of fctune, with the recipe's own setup and loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.job import ALPHA, CLIP, LEARNING_RATE, MODULES, RANK, WEIGHT_DEC
 
 
 def fctune_config(job: Job, out: Path) -> dict[str, Any]:
-    """The run as its YAML would say it."""
+    """Return the config of the run."""
     config: dict[str, Any] = {
         "output_dir": str(out),
         "model": {"path": job.model_dir},

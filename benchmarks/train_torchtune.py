@@ -1,4 +1,4 @@
-"""A run of torchtune for the benchmarks: its stock recipes, as they are installed."""
+"""Benchmark run of torchtune's stock recipes, as installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.job import ALPHA, CLIP, LEARNING_RATE, RANK, WEIGHT_DECAY, Job, 
 
 
 def train(job: Job, recorder: Recorder) -> None:
-    """A stock recipe, loaded from where torchtune installs it; on one rank the one for single devices, unless asked."""
+    """Run a stock recipe; on one rank the single-device recipe, unless ``job.distributed`` is set."""
     from omegaconf import OmegaConf
     from torchtune import training, utils
 
@@ -22,7 +22,7 @@ def train(job: Job, recorder: Recorder) -> None:
     kind = "distributed" if is_distributed else "single_device"
     module = _load_recipe(f"{'lora' if job.adapter else 'full'}_finetune_{kind}")
     if job.device == "cpu":
-        # Called whatever the device is, these fail without a GPU.
+        # Called on any device, but fail without a GPU.
         training.get_memory_stats = lambda device, reset_stats=True: {}
         training.log_memory_stats = lambda stats: None
         training.cleanup_before_training = lambda: None
@@ -31,7 +31,7 @@ def train(job: Job, recorder: Recorder) -> None:
     config = OmegaConf.create(torchtune_config(job, Path(job.rows_dir) / "out" / "torchtune"))
     name = {"lora": "LoRAFinetuneRecipe", "full": "FullFinetuneRecipe"}["lora" if job.adapter else "full"]
     recipe = getattr(module, name + ("Distributed" if is_distributed else "SingleDevice"))(cfg=config)
-    recipe.save_checkpoint = lambda *_, **__: None  # what comes after the run is not measured
+    recipe.save_checkpoint = lambda *_, **__: None  # not measured
     recipe.setup(cfg=config)
     eos, start = recipe._tokenizer.eos_id, recipe._tokenizer.special_tokens["<|start_header_id|>"]
     header = 2 + sum(
@@ -41,9 +41,9 @@ def train(job: Job, recorder: Recorder) -> None:
 
     def count(batch: dict[str, Any], device: torch.device) -> None:
         tokens, labels = batch["tokens"], batch["labels"]
-        places = torch.arange(1, tokens.shape[1] + 1)
-        # Every row ends in this token, and only padding comes after it.
-        real = int(((tokens == eos) * places).amax(1).sum())
+        positions = torch.arange(1, tokens.shape[1] + 1)
+        # Every row ends in this token, followed only by padding.
+        real = int(((tokens == eos) * positions).amax(1).sum())
         trained = int((labels != -100).sum())
         recorder.count(tokens.numel(), real, trained - header * int((labels == start).sum()), trained)
         to_device(batch, device)
@@ -51,7 +51,7 @@ def train(job: Job, recorder: Recorder) -> None:
     utils.batch_to_device = count
     schedule_step = recipe._lr_scheduler.step
 
-    def end_step() -> None:  # the recipe's last deed in a step, but for logging
+    def end_step() -> None:  # the recipe's last action in a step before logging
         schedule_step()
         recorder.end_step()
 
@@ -70,7 +70,7 @@ def train(job: Job, recorder: Recorder) -> None:
 
 
 def _load_recipe(name: str) -> types.ModuleType:
-    # By its file: `recipes` is this project's package here.
+    # By file, because `recipes` is this project's package here.
     import torchtune
 
     file = Path(torchtune.__file__).parents[1] / "recipes" / f"{name}.py"
@@ -83,7 +83,7 @@ def _load_recipe(name: str) -> types.ModuleType:
 
 
 def torchtune_config(job: Job, out: Path) -> dict[str, Any]:
-    """What the stock recipe's YAML would say."""
+    """Return the config of the stock recipe."""
     sizes = json.loads((Path(job.model_dir) / "config.json").read_text())
     builder = "_component_builders.lora_llama3_1" if job.adapter else "_component_builders.llama3_1"
     model = {
@@ -146,7 +146,7 @@ def torchtune_config(job: Job, out: Path) -> dict[str, Any]:
             "weight_decay": WEIGHT_DECAY,
         },
         "optimizer_in_bwd": False,
-        # Cosine with no cycle: constant.
+        # Cosine without a cycle is constant.
         "lr_scheduler": {
             "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
             "num_warmup_steps": 0,
@@ -164,14 +164,14 @@ def torchtune_config(job: Job, out: Path) -> dict[str, Any]:
 
 
 class DrawnCheckpoint:
-    """A torchtune checkpointer that reads nothing: random weights for all that is not an adapter's."""
+    """A torchtune checkpointer that reads nothing and returns random base weights."""
 
     def __init__(self, model: dict[str, Any], dtype: str, device: str, **_: object):
         self._model, self._device = model, device
         self._dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
 
     def load_checkpoint(self) -> dict[str, Any]:
-        """In the form of torchtune's own."""
+        """Return a checkpoint in the structure of torchtune's checkpointers."""
         from omegaconf import OmegaConf
         from torchtune import config
 

@@ -1,4 +1,4 @@
-"""A run of TRL for the benchmarks: SFTTrainer with a PEFT adapter."""
+"""Benchmark run of TRL: SFTTrainer with a PEFT adapter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.job import ALPHA, CLIP, LEARNING_RATE, MODULES, RANK, WEIGHT_DECAY, Job, Recorder
 
-# The same text as the demo model's template gives, with the markers that TRL masks by.
+# The same text as the demo model's template, with the generation markers that TRL masks by.
 TEMPLATE = (
     "{{- bos_token }}{%- for message in messages %}"
     "{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}"
@@ -21,7 +21,7 @@ TEMPLATE = (
 
 
 def train(job: Job, recorder: Recorder) -> None:
-    """SFTTrainer with a PEFT adapter."""
+    """Train with SFTTrainer and count tokens and steps."""
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoTokenizer, TrainerCallback
@@ -77,7 +77,7 @@ def train(job: Job, recorder: Recorder) -> None:
     def count(model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
         real = ids.numel() if mask is None else int(mask.sum())
-        # A row's first token is a label that no place predicts.
+        # A row's first token is a label that no position predicts.
         recorder.count(ids.numel(), real, int((inputs["labels"] != -100).sum()))
         return step(model, inputs, *arguments, **options)
 
@@ -112,7 +112,7 @@ def _build_transformers(job: Job) -> Any:
 
 @torch.no_grad()
 def _mixes_conversations(model: Any, num_tokens: int) -> bool:
-    """Whether a packed conversation's logits change with the one before it."""
+    """Return True if the logits of a packed conversation depend on the conversation before it."""
     model.eval()
     device = next(model.parameters()).device
     ids = torch.randint(num_tokens, (1, 64), generator=torch.Generator().manual_seed(0)).to(device)

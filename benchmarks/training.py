@@ -1,20 +1,20 @@
-"""Training side by side on the CPU: this project, torchtune's stock LoRA recipe, TRL's SFTTrainer with PEFT.
+"""Compare training on the CPU: fctune, torchtune's stock LoRA recipe, and TRL's SFTTrainer with PEFT.
 
     python -m benchmarks.training [--rows FILE] [--quick] [--out benchmarks/results/training_DATE.json]
 
-The same rows, the same model (50 million parameters, vocabulary 32,000, random weights), the same adapters and
-optimizer. First a sweep finds the best settings of each tool (micro-batch, format, compilation, threads: one process
-with two, or two ranks with one each); then the best of each take turns, and medians are reported. Every measurement is
-a process of its own. ``--rows`` adds a second comparison on rows of a file, with the settings that the sweep found.
+All tools use the same rows, model (50 million parameters, vocabulary 32,000, random weights), adapters and optimizer. A
+sweep first finds the best settings of each tool (micro-batch, dtype, compilation, and one process with two threads or
+two ranks with one each). The best settings of all tools then alternate, and medians are reported. Every measurement is
+a separate process. ``--rows`` adds a second comparison on rows of a file, with the settings from the sweep.
 
-torchtune 0.6.1 cannot read tool calls and gets the same text as plain messages, tool results as user turns; it trains
-the header of each assistant turn too, whose tokens are not counted as supervised. It is run twice, unpacked as its
-stock config has it and packed. Its recipe for one device runs on the CPU as it is; of the one for several ranks, three
-calls that need a GPU are replaced. TRL is run packed and unpacked, and whichever is faster stands for it; whether its
-packing lets a conversation see the one before it is found by a forward pass and reported (``mixes_conversations``).
+torchtune 0.6.1 cannot read tool calls, so it gets the same text as plain messages, with tool results as user turns. It
+also trains on the header of each assistant turn, whose tokens are not counted as supervised. It runs unpacked, as its
+stock config does, and packed. Its single-device recipe runs on the CPU unchanged; in the distributed one, three calls that
+need a GPU are replaced. TRL runs packed and unpacked, and the faster of the two is reported; a forward pass tests
+whether its packing lets a conversation attend to the one before it (``mixes_conversations``).
 
-The loss is that of training after as many supervised tokens as the tool that saw the fewest, from curves over
-different orders of the same rows.
+Losses are compared after equal numbers of supervised tokens, those of the tool that saw the fewest; the tools see the
+rows in different orders.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", "torchtune", "torchao", "transformers", "trl", "peft", "accelerate", "datasets")
 
-# What each tool is called in tables, and what it must be beaten by.
+# Tools by their name in tables, and the speed-up over each that is the target.
 CONTESTANTS = {"fctune": None, "torchtune": 3.0, "torchtune packed": 1.5, "trl": 1.5}
 TIMEOUT_S = 150
 
 
 def measure(job: Job, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-    """A run in processes of its own, all ranks together; ``error`` where it failed.
+    """Measure a job in separate processes, all ranks together; the result has ``error`` if it failed.
 
-    The ranks of this project's and TRL's runs measure the same steps; their counts are added, their times are not.
+    The ranks measure the same steps, so their counts are added and their times are not.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable]
@@ -86,10 +86,10 @@ def measure(job: Job, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
 
 
 def _join(parts: list[dict[str, Any]], supervised_share: float) -> dict[str, Any]:
-    """All ranks' parts as one.
+    """Merge the results of all ranks.
 
-    What a few steps happen to hold of supervised tokens varies by a third, so their rate is that of real tokens times
-    their share in all rows; the counts themselves are kept.
+    The share of supervised tokens in a few steps varies by a third, so their rate is that of real tokens times their
+    share in all rows; the counts themselves are kept.
     """
     joined = dict(parts[0])
     for key in ("places", "real", "supervised", "trained", "peak_mib", "start_mib"):
@@ -100,16 +100,13 @@ def _join(parts: list[dict[str, Any]], supervised_share: float) -> dict[str, Any
     joined["real_per_s"] = joined["real"] / seconds
     joined["supervised_per_s"] = joined["real_per_s"] * supervised_share
     if len(parts) > 1:
-        joined["cpu_s"] = None  # not listened to on every rank
+        joined["cpu_s"] = None  # not measured on every rank
     joined["padding_share"] = 1 - joined["real"] / joined["places"]
     return joined
 
 
-# --- the sweep ------------------------------------------------------------------------------------------------------
-
-
 def start_jobs(common: dict[str, Any], conversations: int, packs: int) -> dict[str, list[Job]]:
-    """The first cells of each contestant: its micro-batches, in float32 and not compiled."""
+    """Return the first jobs of each contestant: its micro-batch sizes, in float32 and not compiled."""
     packed = {"rows_a_step": packs, "packed": True}
     unpacked = {"rows_a_step": conversations, "packed": False}
     sizes = [size for size in (1, 2, 4) if packs % size == 0]
@@ -124,7 +121,7 @@ def start_jobs(common: dict[str, Any], conversations: int, packs: int) -> dict[s
 
 
 def vary(name: str, best: Job) -> list[Job]:
-    """What is tried from the best micro-batch: another format, compilation, another way to use the cores."""
+    """Return variations of the job with the best micro-batch: dtype, compilation, ranks instead of threads."""
     jobs = [best.but(dtype="bf16"), best.but(compile=True)]
     per_rank = best.rows_a_step // 2
     if per_rank:
@@ -136,7 +133,7 @@ def vary(name: str, best: Job) -> list[Job]:
 
 
 def sweep(first: dict[str, list[Job]], is_quick: bool) -> tuple[dict[str, Job], list[dict[str, Any]]]:
-    """The best settings of each contestant, and every cell that was tried."""
+    """Return the best settings of each contestant, and every measurement of the sweep."""
     best: dict[str, Job] = {}
     cells: list[dict[str, Any]] = []
 
@@ -144,8 +141,8 @@ def sweep(first: dict[str, list[Job]], is_quick: bool) -> tuple[dict[str, Job], 
         found = measure(job)
         cells.append({"contestant": name, "settings": job.name, "job": json.loads(to_json(job)), **found})
         speed = found.get("supervised_per_s", 0.0)
-        told = f"{speed:,.0f} supervised tokens/s" if speed else found["error"].strip().splitlines()[-1][:120]
-        print(f"  {name:<17} {job.name:<60} {told}", flush=True)
+        text = f"{speed:,.0f} supervised tokens/s" if speed else found["error"].strip().splitlines()[-1][:120]
+        print(f"  {name:<17} {job.name:<60} {text}", flush=True)
         return float(speed)
 
     for name, jobs in first.items():
@@ -153,13 +150,13 @@ def sweep(first: dict[str, list[Job]], is_quick: bool) -> tuple[dict[str, Job], 
         speed, chosen = max(speeds, key=lambda pair: pair[0])
         varied = [(rate(name, job), job) for job in vary(name, chosen)[: 1 if is_quick else None]]
         by_gain = sorted((pair for pair in varied if pair[0] > speed), key=lambda pair: -pair[0])
-        if len(by_gain) > 1 and not is_quick:  # two gains may add up
+        if len(by_gain) > 1 and not is_quick:  # the two best variations may combine
             both = _combine(chosen, by_gain[0][1], by_gain[1][1])
             by_gain = sorted([*by_gain, (rate(name, both), both)], key=lambda pair: -pair[0])
         if by_gain:
             speed, chosen = by_gain[0]
         if not speed:
-            raise SystemExit(f"{name}: no cell of the sweep ran; see the messages above")
+            raise SystemExit(f"{name}: no measurement of the sweep succeeded; see the messages above")
         best[name] = chosen
     return best, cells
 
@@ -169,11 +166,8 @@ def _combine(base: Job, one: Job, other: Job) -> Job:
     return other.but(**{key: value for key, value in of_one.items() if value != of_base[key]})
 
 
-# --- the comparison -------------------------------------------------------------------------------------------------
-
-
 def compare(best: dict[str, Job], repeats: int) -> dict[str, Any]:
-    """The contestants in turn, ``repeats`` times, and medians."""
+    """Run the contestants in turn, ``repeats`` times, and summarise their results."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in best}
     for _ in range(repeats):
         for name, job in best.items():
@@ -184,14 +178,14 @@ def compare(best: dict[str, Job], repeats: int) -> dict[str, Any]:
                 runs[name].append(found)
     missing = [name for name, found in runs.items() if not found]
     if missing:
-        raise SystemExit(f"no run of {', '.join(missing)} ended; see the messages above")
+        raise SystemExit(f"no run of {', '.join(missing)} succeeded; see the messages above")
     fewest = min(sum(one["supervised_by_step"]) for found in runs.values() for one in found)
     summary = {name: summarise(found, fewest) | {"settings": best[name].name} for name, found in runs.items()}
     return {"summary": summary, "equal_supervised_tokens": fewest, "runs": runs}
 
 
 def summarise(runs: list[dict[str, Any]], num_supervised: int) -> dict[str, Any]:
-    """Medians over the repeats."""
+    """Return the medians over the repeats."""
     keys = ("supervised_per_s", "real_per_s", "padding_share", "peak_mib", "start_mib")
     summary: dict[str, Any] = {key: statistics.median(one[key] for one in runs) for key in keys}
     summary["spread"] = [min(one["supervised_per_s"] for one in runs), max(one["supervised_per_s"] for one in runs)]
@@ -201,7 +195,7 @@ def summarise(runs: list[dict[str, Any]], num_supervised: int) -> dict[str, Any]
 
 
 def loss_after(run: dict[str, Any], num_supervised: int) -> float:
-    """A run's training loss after so many supervised tokens, between its steps by a line."""
+    """Return the training loss after ``num_supervised`` tokens, interpolated linearly between steps."""
     seen = list(itertools.accumulate(run["supervised_by_step"]))
     losses = run["losses"]
     for index, count in enumerate(seen):
@@ -214,7 +208,7 @@ def loss_after(run: dict[str, Any], num_supervised: int) -> float:
 
 
 def print_table(title: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Print it; the ratios and whether they hold."""
+    """Print a comparison; returns the speed ratios and whether they meet their targets."""
     summary = found["summary"]
     ours = summary["fctune"]
     print(f"\n{title}: loss after {found['equal_supervised_tokens']:,} supervised tokens")
@@ -226,32 +220,29 @@ def print_table(title: str, found: dict[str, Any]) -> dict[str, Any]:
         target = CONTESTANTS[name]
         if target is not None:
             ratios[name] = {"ratio": round(ratio, 3), "target": target, "holds": ratio >= target}
-        told = "" if target is None else f"{ratio:.2f}x"
+        speedup = "" if target is None else f"{ratio:.2f}x"
         print(
             f"{name:<17} {one['supervised_per_s']:>12,.0f} {one['real_per_s']:>8,.0f} {one['padding_share']:>8.1%} "
-            f"{one['peak_mib']:>9,.0f} {one['loss']:>7.3f} {told:>8}  {one['settings']}"
+            f"{one['peak_mib']:>9,.0f} {one['loss']:>7.3f} {speedup:>8}  {one['settings']}"
         )
     ratios["lowest_peak_memory"] = {"holds": ours["peak_mib"] <= min(one["peak_mib"] for one in summary.values())}
     for name, one in ratios.items():
-        wanted = f" (target {one['target']}x)" if "target" in one else ""
-        print(f"  {name}{wanted}: {'holds' if one['holds'] else 'MISSED'}")
+        suffix = f" (target {one['target']}x)" if "target" in one else ""
+        print(f"  {name}{suffix}: {'holds' if one['holds'] else 'MISSED'}")
     if summary["trl"].get("mixes_conversations"):
-        print("  TRL's packing let conversations see one another here, so its packed numbers are of another task.")
+        print("  TRL's packing let conversations attend to one another, so its packed numbers are not comparable.")
     return ratios
 
 
-# --- the whole ------------------------------------------------------------------------------------------------------
-
-
 def main() -> None:
-    """Sweep, compare, print, write."""
+    """Run the benchmark and write its results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rows", type=Path, help="real rows for a second comparison, in any shape this project reads")
+    parser.add_argument("--rows", type=Path, help="real rows for a second comparison, in any supported row format")
     parser.add_argument("--num-rows", type=int, default=2_000, help="synthetic rows")
-    parser.add_argument("--steps", type=int, default=8, help="of each compared run, the first as a warm-up")
+    parser.add_argument("--steps", type=int, default=8, help="steps of each compared run; the first is a warm-up")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="a small model, few cells and steps: to try it out")
-    parser.add_argument("--folder", type=Path, help="where inputs are written; default: a temporary directory")
+    parser.add_argument("--quick", action="store_true", help="small model, few settings and steps")
+    parser.add_argument("--folder", type=Path, help="directory for inputs (default: temporary)")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/training_DATE.json")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -270,7 +261,7 @@ def main() -> None:
 
 
 def benchmark(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """What is written to the result file: after the synthetic rows, and again after the real ones."""
+    """Yield the report after the synthetic rows, and again after the real ones."""
     from benchmarks.workload import SHAPES, write_model, write_rows
     from fctune.data.conversation import Conversation
     from fctune.data.sources.reader import read_source
@@ -295,7 +286,7 @@ def benchmark(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str,
         "machine": describe_machine(),
         "versions": {name: version(name) for name in PACKAGES},
         "arguments": {
-            key: value.name if isinstance(value, Path) else str(value)  # where a file lies is of this machine
+            key: value.name if isinstance(value, Path) else str(value)  # paths differ between machines
             for key, value in vars(arguments).items()
             if key not in ("one", "folder")
         },
@@ -318,17 +309,17 @@ def benchmark(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str,
 
 
 def fit_to_rows(job: Job, rows_dir: Path, seq_len: int, mean_tokens: float) -> Job:
-    """The same settings on longer rows: about as many tokens a step, and a micro-batch that divides them."""
+    """Adapt a job to longer rows: about as many tokens per step, and a micro-batch that divides them."""
     rows = max(job.ranks, round(4_096 / (seq_len if job.packed else mean_tokens)))
     rows = -(-rows // job.ranks) * job.ranks
     share = seq_len if job.packed else mean_tokens
-    wanted = max(1, round(job.micro_batch_size * 1_024 / share)) if job.packed else job.micro_batch_size
-    size = max(s for s in range(1, min(wanted, rows // job.ranks) + 1) if (rows // job.ranks) % s == 0)
+    ideal = max(1, round(job.micro_batch_size * 1_024 / share)) if job.packed else job.micro_batch_size
+    size = max(s for s in range(1, min(ideal, rows // job.ranks) + 1) if (rows // job.ranks) % s == 0)
     return job.but(rows_dir=str(rows_dir), seq_len=seq_len, rows_a_step=rows, micro_batch_size=size)
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the numbers are of."""
+    """Return the CPU, cores, memory, load and Python version of this machine."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "")
     flags = next((line.split(":")[1].split() for line in info.splitlines() if line.startswith("flags")), [])
