@@ -7,11 +7,11 @@ sweep first finds the best settings of each tool (micro-batch, dtype, compilatio
 two ranks with one each). The best settings of all tools then alternate, and medians are reported. Every measurement is
 a separate process. ``--rows`` adds a second comparison on rows of a file, with the settings from the sweep.
 
-torchtune 0.6.1 cannot read tool calls, so it gets the same text as plain messages, with tool results as user turns. It
-also trains on the header of each assistant turn, whose tokens are not counted as supervised. It runs unpacked, as its
-stock config does, and packed. Its single-device recipe runs on the CPU unchanged; in the distributed one, three calls that
-need a GPU are replaced. TRL runs packed and unpacked, and the faster of the two is reported; a forward pass tests
-whether its packing lets a conversation attend to the one before it (``mixes_conversations``).
+torchtune 0.6.1 cannot read tool calls, so it gets the same text as plain messages, with tool results as user turns.
+It also trains on the header of each assistant turn, whose tokens are not counted as supervised. It runs unpacked, as
+its stock config does, and packed. Its single-device recipe runs on the CPU unchanged; in the distributed one, three
+calls that need a GPU are replaced. TRL runs packed and unpacked, and the faster of the two is reported; a forward
+pass tests whether its packing lets a conversation attend to the one before it (``mixes_conversations``).
 
 Losses are compared after equal numbers of supervised tokens, those of the tool that saw the fewest; the tools see the
 rows in different orders.
