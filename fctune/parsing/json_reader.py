@@ -88,7 +88,8 @@ def decode_json(text: str, lenient: bool = False) -> Any:
     document = text.strip(" \t\n\r")
     try:
         value, end = (_LENIENT if lenient else _STRICT).raw_decode(document)
-        if end == len(document) and _is_within_depth(document, value):
+        is_shallow = text.count("[") + text.count("{") <= MAX_DEPTH or not is_deeper_than(value, MAX_DEPTH)
+        if end == len(document) and is_shallow:
             return value
     except (ValueError, RecursionError):
         pass
@@ -108,7 +109,7 @@ def read_json(text: str, position: int, lenient: bool = False) -> tuple[Any, int
     if len(text) <= _MAX_QUICK_LENGTH:
         try:
             value, end = (_LENIENT if lenient else _STRICT).raw_decode(text, position)
-            if _is_within_depth(text, value):
+            if text.count("[") + text.count("{") <= MAX_DEPTH or not is_deeper_than(value, MAX_DEPTH):
                 return value, end
         except (ValueError, RecursionError):
             pass
@@ -135,10 +136,6 @@ def is_deeper_than(value: Any, max_depth: int) -> bool:
             if isinstance(child, (dict, list))
         ]
     return bool(level)
-
-
-def _is_within_depth(text: str, value: Any) -> bool:
-    return text.count("[") + text.count("{") <= MAX_DEPTH or not is_deeper_than(value, MAX_DEPTH)
 
 
 def _read_value(text: str, position: int, lenient: bool, depth: int) -> tuple[Any, int]:

@@ -1,4 +1,4 @@
-"""Every wire format: what is rendered is read back, what is no call is said to be none, nothing is lost or run."""
+"""Every call format: rendered calls are read back, other text is no call, and nothing is lost or evaluated."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import itertools
 import json
 import random
 import re
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fctune.calls.formats.base import TURN_ENDS, CallFormat, Parsed
-from fctune.calls.formats.registry import ALIASES, FORMATS, detect_format, get_format
+from fctune.calls.formats.base import SERVERS, TURN_ENDS, CallFormat, Parsed, Server
+from fctune.calls.formats.registry import FORMATS, detect_format, get_format
 from fctune.calls.matching import is_equal
 from fctune.data.conversation import Call, Tool
+from fctune.data.sources.defects import RowError
+from fctune.data.sources.row_json import MAX_VALUE_DEPTH, check_depth
 from fctune.errors import ConfigError, DataError
 from tests.calls.bfcl_wheel import SOURCE_CATEGORIES, gold_calls, load_cases, needs_wheel, python_cases
+from tests.conftest import ROOT
 
 GOLDEN = Path(__file__).parents[2].parent / "shared" / "data" / "rendered_formats"
 WEATHER = Tool(
@@ -50,7 +56,7 @@ def assert_reads_back(call_format: CallFormat, calls: list[Call], tools: tuple[T
 @needs_wheel
 @each_reading
 @each_format
-def test_every_gold_call_is_read_back_as_it_was(call_format: CallFormat, lenient: bool) -> None:
+def test_every_gold_call_is_read_back_unchanged(call_format: CallFormat, lenient: bool) -> None:
     cases = list(python_cases())
     assert len(cases) == 2351
     for case in [*cases, *(case for category in SOURCE_CATEGORIES for case in load_cases(category))]:
@@ -103,7 +109,7 @@ def calls_with_tools(draw: st.DrawFn) -> tuple[list[Call], tuple[Tool, ...]]:
 @each_format
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(drawn=calls_with_tools())
-def test_any_call_is_read_back_as_it_was(call_format: CallFormat, drawn: tuple[list[Call], tuple[Tool, ...]]) -> None:
+def test_any_call_is_read_back_unchanged(call_format: CallFormat, drawn: tuple[list[Call], tuple[Tool, ...]]) -> None:
     calls, tools = drawn
     assert_reads_back(call_format, calls, tools, lenient=False)
 
@@ -130,7 +136,7 @@ def test_any_call_is_read_back_as_it_was(call_format: CallFormat, drawn: tuple[l
         ("lfm2_2_5.txt", "lfm", True, True),
     ],
 )
-def test_calls_are_rendered_as_the_official_templates_do(
+def test_calls_are_rendered_as_by_the_official_templates(
     file: str, name: str, is_single: bool, is_parallel: bool
 ) -> None:
     text = (GOLDEN / file).read_text(encoding="utf-8")
@@ -151,7 +157,7 @@ needs_trl = pytest.mark.skipif(
 
 
 @needs_trl
-def test_the_format_of_official_templates_is_told() -> None:
+def test_the_format_of_official_templates_is_detected() -> None:
     spec = importlib.util.find_spec("trl")
     assert spec is not None
     assert spec.submodule_search_locations
@@ -186,22 +192,92 @@ def test_the_format_of_official_templates_is_told() -> None:
         ("{{ '<functioncall> ' }}", "glaive"),
     ],
 )  # fmt: skip
-def test_the_format_is_told_from_what_a_template_writes(template: str, name: str) -> None:
+def test_the_format_is_detected_from_the_marks_in_a_template(template: str, name: str) -> None:
     assert detect_format(template).name == name
 
 
-def test_a_format_that_is_not_known_is_named_with_the_nearest() -> None:
+def test_an_unknown_format_is_an_error_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean hermes") as error:
         get_format("hermez")
     assert all(name in str(error.value) for name in FORMATS)
-    assert {get_format(alias) for alias in ALIASES} <= set(FORMATS.values())
+
+
+def test_every_model_family_names_one_format() -> None:
+    aliases = [alias for call_format in FORMATS.values() for alias in call_format.aliases]
+    assert len(aliases) == len(set(aliases))
+    assert not set(aliases) & FORMATS.keys()
+    for call_format in FORMATS.values():
+        assert [get_format(name) for name in (call_format.name, *call_format.aliases)] == [call_format] * (
+            1 + len(call_format.aliases)
+        )
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_server_reads_most_formats_by_a_parser_of_its_own(server: Server) -> None:
+    parsers = {name: call_format.get_server_parser(server) for name, call_format in FORMATS.items()}
+    assert parsers["hermes"] == "hermes"
+    assert parsers["glaive"] is None
+    assert sum(parser is not None for parser in parsers.values()) >= 12
+
+
+NEW_FORMAT = """
+import json
+from fctune.calls.formats.base import CallFormat, TemplateSignature
+from fctune.data.conversation import Call
+
+class Shout(CallFormat):
+    name = "shout"
+    aliases = ("shouter",)
+    template_signatures = (TemplateSignature(("CALL!",)),)
+    vllm_parser = "loud"
+
+    def render(self, calls, tools=()):
+        return "".join(f"CALL!{json.dumps([call.name, call.arguments])}" for call in calls)
+
+    def _read(self, state, start, tools, lenient):
+        for piece in state.text[start:state.end].split("CALL!")[1:]:
+            end = state.find(piece, state.position) + len(piece)
+            state.add_calls([Call(*json.loads(piece))], end - len(piece) - 5, end)
+"""
+USE_NEW_FORMAT = """
+from fctune.calls.formats import registry
+from fctune.data.conversation import Call
+shout = registry.get_format("shouter")
+assert shout is registry.FORMATS["shout"] is registry.detect_format("{{ 'CALL!' }}")
+assert shout.get_server_parser("vllm") == "loud" and shout.get_server_parser("sglang") is None
+assert shout.parse(shout.render([Call("f", {"a": 1})])).calls == (Call("f", {"a": 1}),)
+"""
+
+
+def test_a_format_is_added_by_one_file(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "fctune", tmp_path / "fctune", ignore=shutil.ignore_patterns("__pycache__", "assets"))
+    (tmp_path / "fctune" / "calls" / "formats" / "shout.py").write_text(NEW_FORMAT)
+    done = subprocess.run([sys.executable, "-c", USE_NEW_FORMAT], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def nest(levels: int) -> dict[str, Any]:
+    value: Any = 1
+    for _ in range(levels - 1):
+        value = [value]
+    return {"a": value}
+
+
+@each_format
+def test_a_call_of_the_greatest_depth_in_a_row_is_read_back(call_format: CallFormat) -> None:
+    arguments = nest(MAX_VALUE_DEPTH)
+    check_depth(arguments, "arguments")
+    for lenient in (False, True):
+        assert_reads_back(call_format, [Call("f", arguments)], (), lenient)
+    with pytest.raises(RowError, match="nested deeper than 126 levels"):
+        check_depth(nest(MAX_VALUE_DEPTH + 1), "arguments")
 
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 F1 = (Call("f", {"a": 1}),)
 
 
-# What each reading makes of a text: the calls, or the beginning of the reason.
+# The result of the strict and of the lenient reading: the calls, or the beginning of the reason.
 @pytest.mark.parametrize(
     ("name", "text", "strict", "lenient"),
     [
@@ -289,23 +365,23 @@ F1 = (Call("f", {"a": 1}),)
          (Call("f", {"a": "it's"}),)),
     ],
 )  # fmt: skip
-def test_both_readings(name: str, text: str, strict: Any, lenient: Any) -> None:
+def test_the_strict_and_the_lenient_result(name: str, text: str, strict: Any, lenient: Any) -> None:
     tools = [Tool({"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}})]
     for is_lenient, expected in ((False, strict), (True, lenient)):
         parsed = get_format(name).parse(text, tools, lenient=is_lenient)
         if isinstance(expected, str):
             assert not parsed.calls, (is_lenient, parsed)
-            assert [stretch.reason[: len(expected)] for stretch in parsed.malformed] == [expected], (is_lenient, parsed)
+            assert [span.reason[: len(expected)] for span in parsed.malformed] == [expected], (is_lenient, parsed)
         else:
             assert (parsed.calls, parsed.malformed if expected else ()) == (expected, ()), (is_lenient, parsed)
 
 
-def test_calls_prose_and_malformed_stretches_keep_their_places() -> None:
+def test_calls_prose_and_malformed_spans_have_their_positions() -> None:
     text = f"First.\n{HERMES}\nThen.\n<tool_call>oops</tool_call>\nLast.\n{HERMES}<|im_end|>"
     parsed = get_format("hermes").parse(text)
     assert [text[start:end] for start, end in parsed.spans] == [HERMES, HERMES]
-    (stretch,) = parsed.malformed
-    assert text[stretch.start : stretch.end] == "<tool_call>oops</tool_call>"
+    (span,) = parsed.malformed
+    assert text[span.start : span.end] == "<tool_call>oops</tool_call>"
     assert parsed.prose.split() == ["First.", "Then.", "Last."]
 
 
@@ -320,7 +396,7 @@ def test_a_call_inside_a_string_is_part_of_the_string() -> None:
     ["__import__('os').system('true')", "(lambda: 1)()", "[x for x in (1,)]", "open('/x','w')", "f'{1}'", "b'x'",
      "1 if 1 else 2", "9**9**9", "1e308*10", "'a'*10", "x.y", "not 1", "1 < 2", "*[1]", "1/0"],
 )  # fmt: skip
-def test_code_in_an_argument_is_never_run(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_in_an_argument_is_never_evaluated(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("something was evaluated")
 
@@ -342,14 +418,14 @@ def test_no_text_is_lost_and_no_text_raises(call_format: CallFormat, lenient: bo
     for _ in range(400):
         text = "".join(rng.choice(pieces) for _ in range(rng.randint(1, 12)))
         parsed = call_format.parse(text, [WEATHER], lenient=lenient)
-        places = sorted({*parsed.spans, *((stretch.start, stretch.end) for stretch in parsed.malformed)})
+        places = sorted({*parsed.spans, *((span.start, span.end) for span in parsed.malformed)})
         assert all(0 <= start < end <= len(text) for start, end in places), text
         assert all(first[1] <= second[0] for first, second in itertools.pairwise(places)), (text, parsed)
         rest, position = [], 0
         for start, end in [*places, (len(text), len(text))]:
             rest.append(text[position:start])
             position = end
-        # Prose is the rest, letter by letter; only marks of the format itself are left out of it.
+        # Prose is the rest, letter by letter, without the marks of the format itself.
         assert _without_marks(parsed.prose) == _without_marks("".join(rest)), (text, parsed)
         assert len(parsed.calls) == len(parsed.spans)
 
@@ -358,7 +434,7 @@ def _without_marks(text: str) -> str:
     return _MARKS.sub("", text)
 
 
-# Beside the ends of a turn: what stands before calls, headers of messages, an empty list of calls, what joins calls.
+# Ends of a turn, marks before calls, headers of messages, an empty list of calls, separators of calls.
 _MARKS = re.compile(
     "|".join([
         *map(re.escape, TURN_ENDS),
@@ -370,11 +446,11 @@ _MARKS = re.compile(
 
 
 @each_format
-def test_both_readings_in_one_are_both_readings(call_format: CallFormat) -> None:
-    """The lenient reading is left out only where it would be the same."""
+def test_parse_both_equals_two_calls_of_parse(call_format: CallFormat) -> None:
+    """The lenient reading is skipped only where its result would be the same."""
     rng = random.Random(call_format.name)
     whole = [call_format.render(calls, [WEATHER]) for calls in ([PARIS], [PARIS, ROME], [Call("g", {})])]
-    num_left_out = 0
+    num_skipped = 0
     for _ in range(1500):
         text = "".join(rng.choice([*whole, " ", "\n", "; ", ", "]) for _ in range(rng.randint(1, 3)))
         for _ in range(rng.randint(0, 2)):
@@ -384,8 +460,8 @@ def test_both_readings_in_one_are_both_readings(call_format: CallFormat) -> None
         assert strict == call_format.parse(text, [WEATHER]), text
         expected = call_format.parse(text, [WEATHER], lenient=True)
         assert (lenient.calls, lenient.malformed) == (expected.calls, expected.malformed), text
-        num_left_out += lenient is strict
-    assert num_left_out > 50
+        num_skipped += lenient is strict
+    assert num_skipped > 50
 
 
 HOSTILE_PIECES = [
@@ -424,7 +500,7 @@ HOSTILE_PIECES = [
         ("9", 400_000),
     ],
 )
-def test_hostile_text_is_answered_in_time(unit: str, size: int) -> None:
+def test_hostile_text_is_parsed_in_time(unit: str, size: int) -> None:
     text = unit * (size // len(unit) or 1)
     for call_format in FORMATS.values():
         for lenient in (False, True):
@@ -434,8 +510,8 @@ def test_hostile_text_is_answered_in_time(unit: str, size: int) -> None:
 
 
 @each_format
-def test_a_call_with_anything_inside_is_answered_in_time(call_format: CallFormat) -> None:
-    """A call cut open at every mark, and the same piece put in ten thousand times."""
+def test_a_call_with_anything_inserted_is_parsed_in_time(call_format: CallFormat) -> None:
+    """One piece inserted ten thousand times at each mark of a call."""
     text = call_format.render([Call("f", {"a": "x y", "b": [1, {"k": None}], "c": 2.5})], [WEATHER])
     for place in sorted({0, len(text), *(match.end() for match in re.finditer(r"\W+|\w+", text))}):
         for piece in (" ", "\n", "a", "{", "[", '"', "\\", "<", ",", "1", "a: "):
@@ -446,7 +522,7 @@ def test_a_call_with_anything_inside_is_answered_in_time(call_format: CallFormat
 
 
 @each_format
-def test_5_mb_of_noise_are_answered_in_time(call_format: CallFormat) -> None:
+def test_5_mb_of_noise_are_parsed_in_time(call_format: CallFormat) -> None:
     rng = random.Random(5)
     pieces = [piece for piece in HOSTILE_PIECES if "think" not in piece]
     page = "[" + "".join(rng.choice(pieces) for _ in range(10_000))
@@ -458,7 +534,7 @@ def test_5_mb_of_noise_are_answered_in_time(call_format: CallFormat) -> None:
         assert time.process_time() - begun < 20
 
 
-def test_a_call_that_a_format_cannot_write_is_refused() -> None:
+def test_a_call_that_a_format_cannot_express_is_refused() -> None:
     for call_format in FORMATS.values():
         with pytest.raises(DataError):
             call_format.render([Call("f", {"a": float("nan")})])
@@ -471,11 +547,11 @@ def test_a_call_that_a_format_cannot_write_is_refused() -> None:
                 call_format.render([odd])
 
 
-def test_no_calls_are_rendered_as_no_text() -> None:
+def test_no_calls_are_rendered_as_empty_text() -> None:
     assert {call_format.render([]) for call_format in FORMATS.values()} == {""}
 
 
-def test_untyped_text_takes_its_type_from_the_schema() -> None:
+def test_values_without_a_type_take_it_from_the_schema() -> None:
     call_format = get_format("qwen3_coder")
     text = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
     for written, schema, expected in [

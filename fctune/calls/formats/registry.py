@@ -24,7 +24,7 @@ def _find_formats() -> dict[str, CallFormat]:
 
 
 FORMATS = _find_formats()
-ALIASES = {alias: found.name for found in FORMATS.values() for alias in found.aliases}
+_ALIASES = {alias: found.name for found in FORMATS.values() for alias in found.aliases}
 _SIGNATURES = sorted(
     ((signature, found) for found in FORMATS.values() for signature in found.template_signatures),
     key=lambda entry: -entry[0].priority,
@@ -37,14 +37,14 @@ def get_format(name: str) -> CallFormat:
     Raises:
         ConfigError: No such format; the message lists the known ones.
     """
-    found = FORMATS.get(ALIASES.get(name, name))
+    found = FORMATS.get(_ALIASES.get(name, name))
     if found is not None:
         return found
-    near = difflib.get_close_matches(name, [*FORMATS, *ALIASES], n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name, [*FORMATS, *_ALIASES], n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]}?" if near else "."
     raise ConfigError(
         f"format {name!r}: no such call format{hint}\n"
-        f"  Known formats: {', '.join(FORMATS)}; by model: {', '.join(ALIASES)}."
+        f"  Known formats: {', '.join(FORMATS)}; by model: {', '.join(_ALIASES)}."
     )
 
 
