@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -171,11 +172,10 @@ def isolate_slow_pairs(
         max_slowdown: ``compute_slowdowns`` up to which a rank or a link is not slow.
     """
     best: dict[int, float] = {}
-    counts: dict[int, int] = {}
     for pair, value in seconds.items():
         for rank in pair:
             best[rank] = min(value, best.get(rank, math.inf))
-            counts[rank] = counts.get(rank, 0) + 1
+    counts = Counter(rank for pair in seconds for rank in pair)
     slow = [rank for rank, s in sorted(compute_slowdowns(best).items()) if s > max_slowdown and counts[rank] > 1]
     rest = {pair: value for pair, value in seconds.items() if not set(pair) & set(slow)}
     return slow, [pair for pair, s in sorted(compute_slowdowns(rest).items()) if s > max_slowdown]
@@ -183,10 +183,8 @@ def isolate_slow_pairs(
 
 def find_outliers(values: Mapping[int, Any]) -> list[int] | None:
     """List the ranks whose value differs from the majority's; None if no value has a majority."""
-    counts: dict[Any, int] = {}
-    for value in values.values():
-        counts[value] = counts.get(value, 0) + 1
-    common, most = max(counts.items(), key=lambda item: item[1])
+    counts = Counter(values.values())
+    ((common, most),) = counts.most_common(1)
     if len(counts) > 1 and 2 * most <= len(values):
         return None
     return sorted(rank for rank, value in values.items() if value != common)

@@ -145,7 +145,6 @@ class Signals:
         for end in self._pipe:
             os.set_blocking(end, False)
         self._old: dict[int, Any] = {}
-        self._old_wakeup = -1
         if threading.current_thread() is threading.main_thread():
             self._old = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
             self._old_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -170,11 +169,7 @@ class Signals:
 class ResultWriter:
     """Writes the result of a run that ends early; ranks that lost the store elect the writer with a lock file.
 
-    Args:
-        launch: this process's launch.
-        folder: the result's.
-        write_result: writes the result.
-        stale_s: age above which a lock file belongs to an earlier run.
+    A lock file older than ``stale_s`` belongs to an earlier run.
     """
 
     def __init__(
@@ -211,15 +206,9 @@ class ResultWriter:
 
 
 class Watch:
-    """The watch thread of one rank.
+    """The watch thread of one rank, with a store connection that no other thread uses.
 
-    Args:
-        launch: this process's launch.
-        limits: of the run.
-        store: a connection that no other thread uses.
-        position: this rank's.
-        writer: of the result.
-        clean_up: removes the run's files from the measured disks.
+    ``clean_up`` removes the run's files from the measured disks before the process exits.
     """
 
     def __init__(
