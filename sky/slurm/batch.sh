@@ -6,12 +6,12 @@ export FCTUNE_SHARED=${FCTUNE_SHARED:-$HOME/fctune} FCTUNE_NETWORK=${FCTUNE_NETW
 mkdir -p "$FCTUNE_SHARED"
 srun --ntasks-per-node=1 mkdir -p "$FCTUNE_NETWORK" || exit
 started=$(date +%s)
-asked=''
+stop_signal=''
 
 # 300 s before the time limit, Slurm signals only this script (B: in --signal), which signals every process of the job's
 # steps. When a job is cancelled or preempted (TERM), Slurm signals those processes itself.
-trap 'asked=USR1; echo "$(date -Is) stop requested: the run saves a checkpoint, and the job is requeued" >&2; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
-trap 'asked=TERM' TERM
+trap 'stop_signal=USR1; echo "$(date -Is) stop requested: the run saves a checkpoint, and the job is requeued" >&2; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
+trap 'stop_signal=TERM' TERM
 
 # Run a command on all nodes until it ends, even if this script is signaled; then write a summary, and requeue the job
 # if the run was stopped and has saved, so that the same job resumes it.
@@ -35,10 +35,10 @@ run_and_report() {
     echo "config     $CONFIG"
     echo "started    $(date -Is -d "@$started")"
     echo "ended      $(date -Is -d "@$now"), after $((elapsed / 3600)) h $((elapsed % 3600 / 60)) min"
-    echo "exit code  $code${asked:+, stop requested by $asked}"
+    echo "exit code  $code${stop_signal:+, stop requested by $stop_signal}"
     echo "last line  $(grep -v '^ *$' "train_$SLURM_JOB_ID.log" 2> /dev/null | tail -n 1)"
   } > "train_${SLURM_JOB_ID}_summary.txt"
-  if [ "$code" = 75 ] && [ "$asked" != TERM ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_REQUEUES:-20}" ]; then
+  if [ "$code" = 75 ] && [ "$stop_signal" != TERM ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_REQUEUES:-20}" ]; then
     scontrol requeue "$SLURM_JOB_ID"
   fi
   return "$code"

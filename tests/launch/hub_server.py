@@ -70,9 +70,9 @@ def serve_hub(hub: HubServer) -> Iterator[HubServer]:
             if self.headers.get("Authorization") != "Bearer may-write":
                 return self._send(401, b'{"error": "Invalid token"}')
             if path == "/api/repos/create":
-                wanted = json.loads(body)
-                hub.created.append(wanted)
-                return self._json({"url": f"{hub.url}/{wanted['organization']}/{wanted['name']}"})
+                requested = json.loads(body)
+                hub.created.append(requested)
+                return self._json({"url": f"{hub.url}/{requested['organization']}/{requested['name']}"})
             if "/preupload/" in path:
                 files = [file["path"] for file in json.loads(body)["files"]]
                 modes = [{"path": file, "uploadMode": "regular", "shouldIgnore": False} for file in files]
@@ -106,8 +106,8 @@ def serve_hub(hub: HubServer) -> Iterator[HubServer]:
                 return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
             headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": parts[4]}
             start = 0
-            if (wanted := self.headers.get("Range")) and not is_head:
-                start = int(wanted.removeprefix("bytes=").split("-")[0])
+            if (requested := self.headers.get("Range")) and not is_head:
+                start = int(requested.removeprefix("bytes=").split("-")[0])
                 headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
             if is_head:
                 return self._send(200, b"", headers, len(data))
