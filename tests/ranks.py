@@ -1,6 +1,6 @@
 """Run a function on several gloo ranks of this machine.
 
-Processes are forked from a server that has the heavy imports done, so a group starts in a fraction of a second.
+Processes are forked from a server that has made the slow imports, so a group starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ context.set_forkserver_preload(["torch", "torchtune.modules", "transformers", "f
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 240) -> list[Any]:
-    """What ``function(world, *arguments)`` returned on each rank; the first rank's error is raised."""
+    """Run ``function(world, *arguments)`` on each rank and return the results; raises the first error."""
     port = find_port()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
@@ -47,7 +47,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
 
 
 def find_port() -> int:
-    """A port of this machine that is free."""
+    """Find a free TCP port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -55,7 +55,7 @@ def find_port() -> int:
 
 
 def be_rank(rank: int, world_size: int, port: int) -> None:
-    """Make this process what a launcher would have made it."""
+    """Set the variables that a launcher sets for a rank."""
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
@@ -82,4 +82,4 @@ def _run(
     (Path(folder) / f".{rank}").write_bytes(pickle.dumps(outcome))
     (Path(folder) / f".{rank}").rename(Path(folder) / str(rank))
     if outcome[0] == "error":
-        os._exit(1)  # the others may be waiting in a collective
+        os._exit(1)  # the other ranks may wait in a collective

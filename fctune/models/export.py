@@ -34,7 +34,9 @@ _COMPANIONS = (
 _MAX_FILE_BYTES = 4 * 1024**3
 
 
-def export_merged(model: CausalLM, base_dir: Path, out: Path, is_writer: bool) -> None:
+def export_merged(
+    model: CausalLM, base_dir: Path, out: Path, is_writer: bool, max_file_bytes: int = _MAX_FILE_BYTES
+) -> None:
     """Write the model, with its adapters merged, as a Hugging Face directory.
 
     Every rank must call this, because sharded weights are gathered, one at a time; only the writer keeps them.
@@ -44,6 +46,7 @@ def export_merged(model: CausalLM, base_dir: Path, out: Path, is_writer: bool) -
         base_dir: directory that the base was loaded from; gives config and tokenizer.
         out: directory to create; replaced if it exists.
         is_writer: this rank writes the files.
+        max_file_bytes: size above which weights are split into several files.
 
     Raises:
         CheckpointError: the disk is full, gone or read-only; raised by the writer once all tensors are gathered.
@@ -52,7 +55,7 @@ def export_merged(model: CausalLM, base_dir: Path, out: Path, is_writer: bool) -
     try:
         if is_writer:
             with _new_directory(out) as staging:
-                _write_weights(staging, tensors)
+                _write_weights(staging, tensors, max_file_bytes)
                 copy_companions(base_dir, staging)
                 write_model_config(staging, base_dir, model.precision.compute_dtype)
     finally:
@@ -115,13 +118,13 @@ def _gather(parameter: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _write_weights(staging: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+def _write_weights(staging: Path, tensors: Iterator[tuple[str, Tensor]], max_file_bytes: int) -> None:
     weight_map: dict[str, str] = {}
     files: list[dict[str, Tensor]] = [{}]
     num_bytes = total_bytes = 0
     for name, tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        if num_bytes + size > _MAX_FILE_BYTES and files[-1]:
+        if num_bytes + size > max_file_bytes and files[-1]:
             _write_shard(staging, files, weight_map)
             num_bytes = 0
         files[-1][name] = tensor

@@ -22,6 +22,7 @@ def sum_supervised_loss(
     loss_weights: Tensor | None = None,
     token_keys: Tensor | None = None,
     supervised: Tensor | None = None,
+    max_logits: int = MAX_LOGITS,
 ) -> Tensor:
     """Sum weight x cross-entropy over the supervised positions; float32 (float64 for float64 hidden states).
 
@@ -36,6 +37,7 @@ def sum_supervised_loss(
         loss_weights: float32 ``[b, s]``, or None for 1.0 everywhere.
         token_keys: int64 ``[b, s]``, used by a head that is an adapter with dropout.
         supervised: indices of the supervised positions in the flattened batch, int64 ``[n]``; None finds them.
+        max_logits: largest number of logits in memory at once.
     """
     if supervised is None:
         supervised = (labels.flatten() != IGNORE).nonzero().squeeze(1)
@@ -50,9 +52,9 @@ def sum_supervised_loss(
         zero: Tensor = (logits * 0.0).sum().to(_wide(hidden.dtype))
         return zero
     num_vocab = _vocab_size(head)
-    if len(targets) * num_vocab <= MAX_LOGITS:
+    if len(targets) * num_vocab <= max_logits:
         return _chunk_loss(head, rows, targets, weights, keys)
-    chunk = max(256, MAX_LOGITS // num_vocab)
+    chunk = max(256, max_logits // num_vocab)
     total = torch.zeros((), dtype=_wide(hidden.dtype), device=hidden.device)
     for start in range(0, len(targets), chunk):
         part = [None if t is None else t[start : start + chunk] for t in (rows, targets, weights, keys)]

@@ -1,4 +1,4 @@
-"""Every way to attend within the conversations of packed rows gives what a dense mask gives."""
+"""Every attention kernel gives the same as a dense mask over packed rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def gradients(out: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out, inputs, seed.to(out.device, out.dtype))
 
 
-def test_each_conversation_alone_is_a_dense_mask_in_float64() -> None:
+def test_attention_per_document_equals_a_dense_mask_in_float64() -> None:
     inputs = tensors()
     ours, theirs = attend(*inputs, make_bounds(LENGTHS, "per_document")), dense(*inputs, LENGTHS)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
@@ -52,18 +52,18 @@ def test_each_conversation_alone_is_a_dense_mask_in_float64() -> None:
         torch.testing.assert_close(mine, their, rtol=1e-9, atol=1e-12)
 
 
-def test_rows_without_bounds_are_one_conversation() -> None:
+def test_a_row_without_bounds_is_one_conversation() -> None:
     inputs = tensors()
     ours, theirs = attend(*inputs, None), dense(*inputs, [[64], [64]])
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
-def test_the_operator_keeps_the_rules_that_compilation_relies_on() -> None:
+def test_the_custom_operator_passes_opcheck() -> None:
     inputs = [t.transpose(1, 2) for t in tensors(torch.float32)]
     torch.library.opcheck(attend_per_document, (*inputs, make_bounds(LENGTHS, "per_document").ends))
 
 
-def test_flex_masks_are_those_of_the_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_masks_separate_the_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr(attention, "_flex", lambda: flex_attention)  # not compiled, which takes long
@@ -84,14 +84,14 @@ def ragged(q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, max_
     return torch.cat(parts)
 
 
-def test_ragged_rows_are_laid_out_as_the_kernel_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_inputs_match_the_kernel_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_varlen", lambda: ragged)
     inputs = tensors()
     ours = attend(*inputs, make_bounds(LENGTHS, "varlen").to(torch.device("cpu")))
     torch.testing.assert_close(ours, dense(*inputs, LENGTHS), rtol=1e-9, atol=1e-12)
 
 
-def test_torch_takes_ragged_rows_as_they_are_given() -> None:
+def test_torch_accepts_the_varlen_inputs() -> None:
     q, k, v = (t.detach().to("meta", torch.bfloat16) for t in tensors())
     bounds = make_bounds(LENGTHS, "varlen").to(torch.device("meta"))
     assert attend(q, k, v, bounds).shape == q.shape
@@ -110,7 +110,7 @@ def test_torch_takes_ragged_rows_as_they_are_given() -> None:
         ("cuda", torch.float16, 128, (7, 0), "per_document"),
     ],
 )
-def test_the_fastest_kernel_that_is_there_is_chosen_and_named(
+def test_the_fastest_available_kernel_is_chosen(
     device: str, dtype: torch.dtype, head_dim: int, capability: Any, kernel: str
 ) -> None:
     chosen, name = choose_attention_kernel(device, dtype, head_dim, capability)
@@ -118,7 +118,7 @@ def test_the_fastest_kernel_that_is_there_is_chosen_and_named(
     assert name
 
 
-def test_bounds_of_different_rows_meet_few_lengths() -> None:
+def test_max_lengths_are_rounded_to_few_values() -> None:
     longest = {n: make_bounds([[n]], "varlen").max_length for n in range(1, 4097)}
     assert all(n <= bound < 2 * n for n, bound in longest.items())
     assert len(set(longest.values())) == 13
@@ -133,7 +133,7 @@ def test_bounds_of_different_rows_meet_few_lengths() -> None:
     [("varlen", torch.bfloat16, 2e-2), ("flex", torch.float32, 2e-3), ("per_document", torch.float64, 1e-9)],
 )
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-def test_every_kernel_of_a_gpu_is_a_dense_mask(
+def test_every_gpu_kernel_equals_a_dense_mask(
     kernel: Any, dtype: torch.dtype, tolerance: float, is_compiled: bool
 ) -> None:
     lengths = [[5 * 4, 40 * 4, 19 * 4], [33 * 4, 31 * 4]]

@@ -1,4 +1,4 @@
-"""Bases in 4 and 8 bits, and DoRA: what is loaded, learnt and exported is what it should be."""
+"""Bases in 4 and 8 bits, and DoRA: loading, training and export."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def adapted(path: Path, dtype: torch.dtype = torch.float32, **config: Any) -> An
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @torch.no_grad()
-def test_dora_is_that_of_peft(family: str, make_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_dora_logits_equal_those_of_peft(family: str, make_model: Callable[..., Path], tmp_path: Path) -> None:
     from peft import PeftModel
 
     path = make_model(family)
@@ -48,7 +48,7 @@ def test_dora_is_that_of_peft(family: str, make_model: Callable[..., Path], tmp_
     torch.testing.assert_close(load_reference(tmp_path / "merged")(tokens).logits, logits, rtol=1e-4, atol=1e-4)
 
 
-def test_dora_gradients_are_those_of_peft(make_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_dora_gradients_equal_those_of_peft(make_model: Callable[..., Path], tmp_path: Path) -> None:
     from peft import PeftModel
 
     path = make_model("llama")
@@ -78,13 +78,13 @@ def test_dora_starts_as_the_base(make_model: Callable[..., Path]) -> None:
     torch.testing.assert_close(model(tokens), load_model(path, dtype=torch.float64)(tokens), rtol=1e-9, atol=1e-9)
 
 
-def test_row_lengths_are_those_of_the_sum() -> None:
+def test_row_norms_equal_those_of_the_merged_weight() -> None:
     weight, a, b = (torch.randn(*shape, dtype=torch.float64) for shape in ((9, 7), (3, 7), (9, 3)))
     torch.testing.assert_close(row_norms(weight, a, b, 0.7), (weight + 0.7 * b @ a).norm(dim=1))
 
 
 @pytest.mark.parametrize(("base", "error"), [("nf4", 0.12), ("float8", 0.04)])
-def test_a_small_base_gives_about_the_products_of_the_whole_one(base: Any, error: float) -> None:
+def test_a_quantised_linear_approximates_the_full_one(base: Any, error: float) -> None:
     torch.manual_seed(0)
     whole = nn.Linear(256, 512, bias=True)
     small = FrozenLinear(whole, base)
@@ -103,7 +103,7 @@ def test_a_small_base_gives_about_the_products_of_the_whole_one(base: Any, error
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("base", ["nf4", "float8"])
 @torch.no_grad()
-def test_exports_of_a_small_base_are_the_model_that_was_trained(
+def test_exports_of_a_quantised_base_equal_the_trained_model(
     base: str, dora: bool, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     path = make_model("llama", **WIDE)
@@ -118,7 +118,7 @@ def test_exports_of_a_small_base_are_the_model_that_was_trained(
     assert close < (1e-5 if base == "nf4" else 0.06)
 
 
-def test_only_adapters_train_on_a_small_base(make_model: Callable[..., Path]) -> None:
+def test_only_adapters_train_on_a_quantised_base(make_model: Callable[..., Path]) -> None:
     path = make_model("qwen2", **WIDE)
     for base in ("nf4", "float8"):
         model = adapted(path, torch.bfloat16, base=base, dora=True, dropout=0.0).train()
@@ -143,7 +143,7 @@ def test_only_adapters_train_on_a_small_base(make_model: Callable[..., Path]) ->
                 assert torch.equal(before[name], module.dequantized_weight()), name
 
 
-def test_linears_too_small_for_4_bits_are_refused(make_model: Callable[..., Path]) -> None:
+def test_linears_too_small_for_4_bits_are_rejected(make_model: Callable[..., Path]) -> None:
     model = read_architecture(make_model("llama")).build_model(256, PrecisionPolicy.uniform(torch.bfloat16))
     with pytest.raises(ConfigError, match=r"adapter\.base=nf4: the size of a linear, \[64, 64\]"):
         apply_lora_(model, AdapterConfig(base="nf4"))

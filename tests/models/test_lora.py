@@ -1,4 +1,4 @@
-"""Adapters: where they sit, how they start, what they drop."""
+"""LoRA adapters: targets, initial values and dropout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_adapters_start_as_the_base(make_model: Callable[..., Path]) -> None:
         assert torch.equal(model(tokens), load_model(path)(tokens))
 
 
-def test_an_adapter_on_a_tied_head_is_refused(make_model: Callable[..., Path]) -> None:
+def test_an_adapter_on_a_tied_head_is_rejected(make_model: Callable[..., Path]) -> None:
     path = make_model("llama", tie_word_embeddings=True)
     with pytest.raises(ConfigError, match="lm_head"):
         load_model(path, AdapterConfig(modules=["lm_head"]))

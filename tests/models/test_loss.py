@@ -1,17 +1,18 @@
-"""The loss on supervised positions equals the plain one, alone and packed, whole and in chunks."""
+"""The loss of supervised positions equals plain cross-entropy, for single and packed rows, with and without chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fctune.models import loss as loss_module
 from fctune.models.attention import make_bounds
 from fctune.models.causal_lm import CausalLM
+from fctune.models.loss import sum_supervised_loss
 from tests.models.model_samples import load_model
 
 
@@ -42,7 +43,7 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-9, atol=1e-12)
 
 
-def test_loss_and_gradients_equal_the_plain_way(model: CausalLM) -> None:
+def test_loss_and_gradients_equal_plain_cross_entropy(model: CausalLM) -> None:
     tokens, labels = batch(model, [60])
     ours = model(tokens, labels=labels)
     ours.backward()
@@ -53,21 +54,21 @@ def test_loss_and_gradients_equal_the_plain_way(model: CausalLM) -> None:
     assert_same(our_gradients, gradients(model))
 
 
-def test_chunks_give_the_same_loss_and_gradients(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_give_the_same_loss_and_gradients(model: CausalLM) -> None:
     tokens, labels = batch(model, [1200])
     tokens, labels = tokens[:, :250].repeat(4, 1), labels[:, :250].repeat(4, 1)
     labels = torch.where(labels == -100, tokens.roll(-1, dims=1), labels)  # all supervised: 1,000 rows of logits
     whole = model(tokens, labels=labels)
     whole.backward()
     expected = gradients(model)
-    monkeypatch.setattr(loss_module, "MAX_LOGITS", 1000)
-    chunked = model(tokens, labels=labels)
+    hidden = model.hidden_states(tokens, None, None, nullcontext())
+    chunked = sum_supervised_loss(hidden, model.head, labels, max_logits=1000)
     chunked.backward()
     torch.testing.assert_close(chunked, whole, rtol=1e-9, atol=0)
     assert_same(gradients(model), expected)
 
 
-def test_a_packed_conversation_gives_the_loss_and_gradients_it_gives_alone(model: CausalLM) -> None:
+def test_packing_does_not_change_the_loss_and_gradients_of_a_conversation(model: CausalLM) -> None:
     lengths = [17, 40, 5, 23]
     tokens, labels = batch(model, lengths)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -83,7 +84,7 @@ def test_a_packed_conversation_gives_the_loss_and_gradients_it_gives_alone(model
     assert_same(packed_gradients, gradients(model))
 
 
-def test_without_bounds_neighbours_would_leak(model: CausalLM) -> None:
+def test_without_bounds_attention_crosses_conversations(model: CausalLM) -> None:
     lengths = [17, 40]
     tokens, labels = batch(model, lengths)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]

@@ -1,4 +1,4 @@
-"""The models and what is exported of them are those of transformers and peft."""
+"""Our models and their exports compute the same as transformers and peft."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from fctune.config.schema import AdapterConfig
 from fctune.models import export
-from tests.models.model_samples import draw_tokens, load_model, load_reference
+from tests.models.model_samples import ALL_MODULES, draw_tokens, load_model, load_reference
 
-# Small models of every kind that is built: scaled and plain RoPE, tied and untied heads, one and several files.
+# Small models of each kind: scaled and plain RoPE, tied and untied heads.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3.1": ("llama", {}),
     "llama 3.2, tied": ("llama", {"tie_word_embeddings": True}),
@@ -42,14 +42,11 @@ def test_exports_give_the_logits_of_the_trained_model(
 
     family, changes = MODELS[name]
     path = make_model(family, **changes)
-    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
-    adapter = AdapterConfig(rank=4, alpha=8, modules=modules, scaling=scaling)  # type: ignore[arg-type]
+    adapter = AdapterConfig(rank=4, alpha=8, modules=ALL_MODULES, scaling=scaling)  # type: ignore[arg-type]
     model = load_model(path, adapter)
     tokens = draw_tokens(path)
     logits = model(tokens)
-    assert (logits - load_model(path)(tokens)).abs().max() > 0.01, (
-        "the adapter does nothing, so this would show nothing"
-    )
+    assert (logits - load_model(path)(tokens)).abs().max() > 0.01, "the adapter changes nothing"
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
     export.export_merged(model, path, tmp_path / "merged", is_writer=True)
@@ -61,13 +58,12 @@ def test_exports_give_the_logits_of_the_trained_model(
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
 
-def test_a_large_export_is_cut_into_files_that_transformers_reads(
-    make_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_large_export_is_split_into_files_that_transformers_reads(
+    make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(export, "_MAX_FILE_BYTES", 100_000)
     path = make_model("llama")
     model = load_model(path)
-    export.export_merged(model, path, tmp_path / "out", is_writer=True)
+    export.export_merged(model, path, tmp_path / "out", is_writer=True, max_file_bytes=100_000)
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
     tokens = draw_tokens(path)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Weights reach their shards: each rank reads its own, and what is wrong with a directory is said."""
+"""Loading of weights: each rank reads its shard, and invalid directories are reported."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def load_and_count(world: World, path: Path, parallel: dict[str, Any]) -> dict[s
     [(3, {"mode": "fsdp"}), (4, {"mode": "fsdp"}), (4, {"mode": "hsdp", "replicate": 2}), (2, {"mode": "ddp"})],
     ids=str,
 )
-def test_each_rank_reads_its_shard_and_the_heads_it_lies_in(
+def test_each_rank_reads_only_its_shard_and_the_heads_it_intersects(
     world_size: int, parallel: dict[str, Any], family: str, make_model: Callable[..., Path]
 ) -> None:
     # 3 key-value heads of 16 rows over 4 ranks: shards that begin and end within a head.
@@ -141,14 +141,14 @@ def cut(tensors: dict[str, torch.Tensor]) -> None:
         (cut, r"model\.norm\.weight has the shape \[63\], config\.json implies \[64\]"),
     ],
 )
-def test_weights_that_are_not_the_models_are_named(
+def test_weights_that_do_not_match_the_model_are_named(
     change: Callable[[dict[str, torch.Tensor]], None], words: str, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match=words):
         load_model(broken(make_model("llama"), tmp_path / "broken", change))
 
 
-def test_a_head_beside_a_tied_embedding_is_left(make_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_stored_head_is_ignored_if_tied(make_model: Callable[..., Path], tmp_path: Path) -> None:
     def repeat(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 

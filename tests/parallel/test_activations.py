@@ -1,4 +1,4 @@
-"""What is computed again, compiled, or multiplied in float8 gives the numbers of the plain way."""
+"""Recomputed, compiled and float8 blocks give the same numbers as plain ones."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class CountedOperators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_policies_compute_again_what_they_say(make_model: Callable[..., Path]) -> None:
+def test_each_policy_recomputes_the_operators_it_documents(make_model: Callable[..., Path]) -> None:
     path = make_model("llama", num_hidden_layers=4)
 
     def count(config: ActivationCheckpointingConfig | None) -> tuple[int, int]:
@@ -102,11 +102,11 @@ def test_policies_compute_again_what_they_say(make_model: Callable[..., Path]) -
 @pytest.mark.parametrize(
     ("num", "fraction", "chosen"), [(8, 0.25, [3, 7]), (4, 1.0, [0, 1, 2, 3]), (10, 0.3, [3, 6, 9])]
 )
-def test_a_fraction_of_the_blocks_is_evenly_spread(num: int, fraction: float, chosen: list[int]) -> None:
+def test_checkpointed_blocks_are_evenly_spread(num: int, fraction: float, chosen: list[int]) -> None:
     assert [i for i in range(num) if is_checkpointed(i, fraction)] == chosen
 
 
-def test_offloading_without_a_device_is_refused(make_model: Callable[..., Path]) -> None:
+def test_offloading_on_cpu_is_rejected(make_model: Callable[..., Path]) -> None:
     config = ActivationCheckpointingConfig(fraction=1.0, offload=True)
     with pytest.raises(ConfigError, match=r"activation_checkpointing\.offload: .* this run is on CPU"):
         apply_activation_checkpointing_(load_model(make_model("llama")), config, "cpu")
@@ -134,7 +134,7 @@ def test_compiled_blocks_give_the_same_loss_and_gradients(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "float8", "dora", "float8 products"])
-def test_blocks_of_few_bits_compile_whole(kind: str, make_model: Callable[..., Path]) -> None:
+def test_quantised_blocks_compile_without_graph_breaks(kind: str, make_model: Callable[..., Path]) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     path = make_model("llama", hidden_size=256, intermediate_size=512, num_key_value_heads=4)
@@ -152,7 +152,7 @@ def test_blocks_of_few_bits_compile_whole(kind: str, make_model: Callable[..., P
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_float8_products_stay_near(make_model: Callable[..., Path]) -> None:
+def test_float8_products_approximate_bfloat16(make_model: Callable[..., Path]) -> None:
     path = make_model("llama", hidden_size=128, intermediate_size=256)
     plain, rounded = (load_model(path, dtype=torch.bfloat16) for _ in range(2))
     use_float8_matmuls_(rounded)

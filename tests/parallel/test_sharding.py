@@ -1,4 +1,4 @@
-"""Which layout a run gets, and what is said where none fits."""
+"""The choice of a parallel layout, and the messages if none fits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def choose(
     ],
     ids=str,
 )
-def test_the_layout_that_sends_least_and_fits_is_chosen(
+def test_auto_chooses_the_fitting_layout_with_least_traffic(
     asked: dict[str, Any], mode: str, shape: tuple[int, int]
 ) -> None:
     layout = choose(**asked)
@@ -72,7 +72,7 @@ def test_the_layout_that_sends_least_and_fits_is_chosen(
     ],
     ids=str,
 )
-def test_a_layout_that_does_not_fit_the_ranks_is_refused(asked: dict[str, Any], words: str) -> None:
+def test_an_impossible_layout_is_rejected(asked: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
         choose(**asked)
 
@@ -85,7 +85,7 @@ def test_a_layout_that_does_not_fit_the_ranks_is_refused(asked: dict[str, Any], 
         ("ddp", 100.0, 1, True, "28.0 GiB more.*fsdp on 2 such devices.*adapter.base=nf4"),
     ],
 )
-def test_a_model_too_large_says_by_how_much_and_what_would_fit(
+def test_a_model_too_large_is_rejected_with_settings_that_would_fit(
     mode: Any, gib: float, world_size: int, has_adapter: bool, words: str
 ) -> None:
     hardware = Hardware("cuda", world_size, 8, 80 * GIB)
@@ -94,7 +94,7 @@ def test_a_model_too_large_says_by_how_much_and_what_would_fit(
         check_memory(hardware, layout, has_adapter, needs(gib), "some/model")
 
 
-def test_a_run_that_may_not_fit_is_warned_of_and_not_refused() -> None:
+def test_a_run_that_may_not_fit_gives_a_warning() -> None:
     hardware = Hardware("cuda", 8, 8, 80 * GIB)
     layout = choose_parallel_layout(ParallelConfig(mode="fsdp"), hardware, False, needs(8.0))
     assert check_memory(hardware, layout, False, needs(8.0), "some/model") is None
