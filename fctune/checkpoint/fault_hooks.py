@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
-PHASES = ("step", "update", "stage", "write", "publish", "mark", "prune", "sweep", "read")
+Phase = Literal["step", "update", "stage", "write", "publish", "mark", "prune", "sweep", "read"]
 
-_listeners: list[Callable[[str, str], None]] = []
+_listeners: list[Callable[[Phase, str], None]] = []
 
 
-def listen(listener: Callable[[str, str], None]) -> Callable[[], None]:
+def listen(listener: Callable[[Phase, str], None]) -> Callable[[], None]:
     """Call ``listener(phase, name)`` whenever a phase begins, in the thread that begins it.
 
     Returns:
@@ -19,7 +20,7 @@ def listen(listener: Callable[[str, str], None]) -> Callable[[], None]:
     return lambda: _listeners.remove(listener)
 
 
-def fire(phase: str, name: str) -> None:
+def fire(phase: Phase, name: str) -> None:
     """Notify the listeners that a phase begins; ``name`` is the step or checkpoint it belongs to."""
     for listener in _listeners:
         listener(phase, name)
