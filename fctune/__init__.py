@@ -4,5 +4,5 @@ import logging
 
 __version__ = "0.1.0"
 
-# torchao says on import, once a process, that it skips C++ kernels that nothing here uses.
+# On import, torchao warns in every process that it skips C++ kernels, which fctune does not use.
 logging.getLogger("torchao").setLevel(logging.ERROR)

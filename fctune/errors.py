@@ -1,13 +1,13 @@
-"""The three errors a user can meet; anything else that surfaces is a defect of this project."""
+"""Errors caused by a user's input; any other exception is a defect of this project."""
 
 
 class ConfigError(ValueError):
-    """A run that cannot start as configured: bad key or value, missing file, impossible combination."""
+    """Invalid config or usage: unknown key, wrong value, missing file, impossible combination."""
 
 
 class DataError(ValueError):
-    """A dataset, row, template or tokenizer that cannot be trained on as it is."""
+    """Invalid dataset, row, chat template or tokenizer."""
 
 
 class CheckpointError(ValueError):
-    """Weights or saved state that cannot be read, written, or resumed from."""
+    """Weights or a checkpoint that cannot be read, written or resumed from."""

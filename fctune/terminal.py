@@ -1,4 +1,4 @@
-"""What commands print on, and how tables stay whole on it."""
+"""Console of the commands, and tables that are never folded."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from rich.table import Table
 
 
 class Terminal(Console):
-    """A console whose reader may leave, as ``| head`` does: the command goes on unheard, to its own exit code.
+    """A console that survives a closed pipe (``| head``): the command finishes its work and keeps its exit code.
 
-    It still writes the files that it was asked for; rich would end it here, with 1, which says that a check failed.
+    Rich's own console would exit with 1, which means a failed check.
     """
 
     def on_broken_pipe(self) -> None:
-        """Print no more."""
+        """Discard all further output."""
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)
 
 
-def print_whole(console: Console, table: Table) -> None:
-    """As wide as it is, wherever it goes: figures broken over two lines cannot be compared."""
+def print_full_width(console: Console, table: Table) -> None:
+    """Print a table at its full width, even beyond the console's, so that figures are never broken over two lines."""
     width = console.measure(table, options=console.options.update(width=1000)).maximum
     type(console)(file=console.file, width=max(width, console.width), highlight=False).print(table)

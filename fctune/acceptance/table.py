@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fctune.terminal import print_whole
+from fctune.terminal import print_full_width
 
 _COLORS = {"PASS": "green", "WARN": "yellow", "FAIL": "bold red", "SKIPPED": "dim", "INCOMPLETE": "yellow"}
 
@@ -50,7 +50,7 @@ class ProgressPrinter:
 
 def print_result(console: Console, result: Mapping[str, Any]) -> None:
     """Print the table of checks and the verdict."""
-    print_whole(console, make_table(result))
+    print_full_width(console, make_table(result))
     console.print()
     console.print(format_verdict(result), soft_wrap=True, highlight=False)
 

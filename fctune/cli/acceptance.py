@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from fctune.cli.files import write_file
-from fctune.terminal import Terminal, print_whole
+from fctune.terminal import Terminal, print_full_width
 
 
 def add_commands(commands: Any) -> None:
@@ -61,7 +61,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         for change in comparison.slower:
             old, new = (f"{value:.4g} {change.unit}".strip() for value in (change.old, change.new))
             table.add_row(change.name, old, new, f"{change.worse:.1%}")
-        print_whole(console, table)
+        print_full_width(console, table)
     else:
         console.print(f"none of {len(comparison.changes)} figures is worse by more than {arguments.tolerance:.1%}")
     return 1 if comparison.slower or comparison.checks else 0

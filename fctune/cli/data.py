@@ -1,4 +1,4 @@
-"""``fctune data``: datasets are checked, looked at, prepared, made."""
+"""``fctune data``: check, show and prepare datasets, and write synthetic ones."""
 
 from __future__ import annotations
 
@@ -16,39 +16,55 @@ from fctune.terminal import Terminal
 
 def add_commands(commands: Any) -> None:
     """Add ``fctune data`` to the command."""
-    data = commands.add_parser("data", help="datasets: check them, look at them, prepare them").add_subparsers(
+    data = commands.add_parser("data", help="check, show and prepare datasets").add_subparsers(
         required=True, metavar="COMMAND"
     )
-    check = data.add_parser("check", help="what is in a dataset, and what is wrong with which line")
+    check = data.add_parser("check", help="report what a dataset holds, and every row that cannot be used")
     check.add_argument("paths", nargs="+", metavar="PATH", help="file, directory, hf:NAME[:CONFIG][:SPLIT][@REVISION]")
-    check.add_argument("--format", default="auto", help="row shape; default: found from the rows")
-    check.add_argument("--max-samples", type=int, help="read so many rows of each source at most")
-    check.add_argument("--tokenizer", help="model directory: count tokens, and what of them is learnt")
-    check.add_argument("--seq-len", type=int, help="count conversations over this length; needs --tokenizer")
-    check.add_argument("--validation", nargs="+", default=[], metavar="PATH", help="held-out rows: report overlap")
+    check.add_argument("--format", default="auto", metavar="NAME", help="row format; default: detected")
+    check.add_argument("--max-samples", type=int, metavar="N", help="read at most N rows of each source")
+    check.add_argument("--tokenizer", metavar="DIR", help="model directory; count tokens and supervised tokens")
     check.add_argument(
-        "--eval-suite", nargs="+", default=[], metavar="PATH", help="benchmark questions: report overlap"
+        "--seq-len", type=int, metavar="N", help="count conversations longer than N tokens; needs --tokenizer"
     )
-    check.add_argument("--on-invalid", choices=("fail", "skip"), default="fail", help="fail: exit 1 for a bad row")
+    check.add_argument(
+        "--validation", nargs="+", default=[], metavar="PATH", help="held-out rows to search for overlap"
+    )
+    check.add_argument(
+        "--eval-suite", nargs="+", default=[], metavar="PATH", help="benchmark questions to search for overlap"
+    )
+    check.add_argument(
+        "--on-invalid", choices=("fail", "skip"), default="fail", help="fail: exit 1 if a row cannot be used"
+    )
     check.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     check.add_argument("--html", type=Path, metavar="FILE", help="write the report as one self-contained page")
     check.set_defaults(run=_check_data)
-    show = data.add_parser("show", help="one row as the model sees it, what is learnt in colour")
-    show.add_argument("path", metavar="PATH")
-    show.add_argument("--row", type=int, default=1, help="which row, from 1")
-    show.add_argument("--tokenizer", required=True, help="model directory")
-    show.add_argument("--format", default="auto")
-    show.add_argument("--train-on", choices=("assistant", "last_assistant", "calls"), default="assistant")
-    show.add_argument("--parallel-calls", choices=("error", "split"), default="error")
+    show = data.add_parser("show", help="print a row as the model sees it, supervised tokens in colour")
+    show.add_argument("path", metavar="PATH", help="file, directory or hf:NAME, as for data check")
+    show.add_argument("--row", type=int, default=1, metavar="N", help="number of the row, from 1; default: %(default)s")
+    show.add_argument("--tokenizer", required=True, metavar="DIR", help="model directory")
+    show.add_argument("--format", default="auto", metavar="NAME", help="row format; default: detected")
+    show.add_argument(
+        "--train-on",
+        choices=("assistant", "last_assistant", "calls"),
+        default="assistant",
+        help="supervised turns; default: %(default)s",
+    )
+    show.add_argument(
+        "--parallel-calls",
+        choices=("error", "split"),
+        default="error",
+        help="turns with more calls than the chat template renders; default: %(default)s",
+    )
     show.set_defaults(run=_show_row)
-    prepare = data.add_parser("prepare", help="write the packed set that training maps")
+    prepare = data.add_parser("prepare", help="tokenise and pack the rows of a config, as training does at its start")
     add_config_arguments(prepare)
     prepare.set_defaults(run=_prepare_data)
-    synthetic = data.add_parser("synthetic", help="write rows, or held-out cases, of the synthetic set")
-    synthetic.add_argument("split", choices=("train", "shuffled", "pretrain", "cases"))
-    synthetic.add_argument("--rows", type=int, required=True)
-    synthetic.add_argument("--seed", type=int, default=42)
-    synthetic.add_argument("--out", type=Path, required=True, help="JSONL")
+    synthetic = data.add_parser("synthetic", help="write rows or held-out cases of the synthetic dataset")
+    synthetic.add_argument("split", choices=("train", "shuffled", "pretrain", "cases"), help="part of the dataset")
+    synthetic.add_argument("--rows", type=int, required=True, metavar="N", help="number of rows")
+    synthetic.add_argument("--seed", type=int, default=42, help="default: %(default)s")
+    synthetic.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSONL file to write")
     synthetic.set_defaults(run=_write_synthetic)
 
 

@@ -1,4 +1,4 @@
-"""Files that commands write."""
+"""Write the output files of commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from fctune.errors import ConfigError
 
 
 def write_file(path: Path, option: str, make: Callable[[], str | None]) -> None:
-    """Write what ``make`` returns, or let it write itself; folders are made as needed."""
+    """Write the text that ``make`` returns, or let it write the file itself; missing directories are created.
+
+    Args:
+        path: file to write.
+        option: command-line option that named it, for the error.
+        make: returns the text, or None if it has written the file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = make()

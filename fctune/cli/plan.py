@@ -1,4 +1,4 @@
-"""``fctune plan``: memory, time and cost of a run before it is launched."""
+"""``fctune plan``: estimate memory, time and cost of a run without launching it."""
 
 from __future__ import annotations
 
@@ -13,28 +13,42 @@ from fctune.terminal import Terminal
 
 def add_commands(commands: Any) -> None:
     """Add ``fctune plan`` to the command."""
-    plan = commands.add_parser("plan", help="a run before it is launched: memory, time, cost; exit 1 if it cannot fit")
+    plan = commands.add_parser("plan", help="estimate memory, time and cost of a run; exit 1 if it does not fit")
     add_config_arguments(plan)
-    plan.add_argument("--nodes", type=int, default=1, help="default: %(default)s")
-    plan.add_argument("--gpus-per-node", type=int, default=8, help="default: %(default)s")
-    plan.add_argument("--gpu", default="h100", metavar="NAME", help="default: %(default)s; a wrong one lists them")
-    plan.add_argument("--gpu-memory-gib", type=float, help="of a GPU that is not known, or in place of the table's")
-    plan.add_argument("--tflops", type=float, help="the same: dense, bf16")
-    plan.add_argument("--memory-gb-s", type=float, help="the same: bandwidth of its memory")
-    plan.add_argument("--link-gb-s", type=float, help="the same: between GPUs of a node, one way")
-    plan.add_argument("--nic-gb-s", type=float, help="the same: between nodes, the share of one GPU")
-    plan.add_argument("--model", metavar="DIR", help="a directory with the model's config.json; no weights are needed")
-    plan.add_argument("--rows", type=int, help="where the data is not prepared: rows")
-    plan.add_argument("--mean-tokens", type=float, help="and tokens of a row")
+    plan.add_argument("--nodes", type=int, default=1, metavar="N", help="default: %(default)s")
+    plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default: %(default)s")
     plan.add_argument(
-        "--price", type=float, help="of a GPU-hour, in any currency; default: price_per_gpu_hour of the config"
+        "--gpu", default="h100", metavar="NAME", help="GPU model; an unknown name lists them; default: %(default)s"
     )
     plan.add_argument(
-        "--efficiency", type=float, help="share of the GPU's rate that a step reaches; default: 0.445, and its range"
+        "--gpu-memory-gib",
+        type=float,
+        metavar="X",
+        help="memory of a GPU that is not in the table, or instead of the table's",
     )
-    plan.add_argument("--disk-gb-s", type=float, default=1.0, help="of the shared disk; default: %(default)s")
-    plan.add_argument("--failures-per-gpu-day", type=float, help="default: those of Llama 3's training")
-    plan.add_argument("--search", action="store_true", help="try numbers of nodes")
+    plan.add_argument("--tflops", type=float, metavar="X", help="likewise: dense bf16 rate")
+    plan.add_argument("--memory-gb-s", type=float, metavar="X", help="likewise: memory bandwidth")
+    plan.add_argument(
+        "--link-gb-s", type=float, metavar="X", help="likewise: bandwidth between GPUs of a node, one way"
+    )
+    plan.add_argument("--nic-gb-s", type=float, metavar="X", help="likewise: bandwidth between nodes, per GPU")
+    plan.add_argument("--model", metavar="DIR", help="directory with the model's config.json; weights are not needed")
+    plan.add_argument("--rows", type=int, metavar="N", help="number of rows, if the data is not prepared")
+    plan.add_argument("--mean-tokens", type=float, metavar="X", help="mean tokens per row, if the data is not prepared")
+    plan.add_argument(
+        "--price", type=float, metavar="X", help="price of a GPU-hour, in any currency; default: the config's"
+    )
+    plan.add_argument(
+        "--efficiency",
+        type=float,
+        metavar="X",
+        help="share of the peak rate that a step reaches; default: 0.445, with a range",
+    )
+    plan.add_argument(
+        "--disk-gb-s", type=float, default=1.0, metavar="X", help="bandwidth of the shared disk; default: %(default)s"
+    )
+    plan.add_argument("--failures-per-gpu-day", type=float, metavar="X", help="default: Llama 3's training")
+    plan.add_argument("--search", action="store_true", help="also try other numbers of nodes")
     plan.add_argument("--json", action="store_true", help="print JSON: version 1, bytes and seconds")
     plan.set_defaults(run=_plan)
 
@@ -42,14 +56,14 @@ def add_commands(commands: Any) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     from fctune.gpus import find_gpu
 
-    by_hand = {
+    overrides = {
         "--gpu-memory-gib": arguments.gpu_memory_gib,
         "--tflops": arguments.tflops,
         "--memory-gb-s": arguments.memory_gb_s,
         "--link-gb-s": arguments.link_gb_s,
         "--nic-gb-s": arguments.nic_gb_s,
     }
-    gpu = find_gpu(arguments.gpu, by_hand)
+    gpu = find_gpu(arguments.gpu, overrides)
     config = load_run_config(arguments.config, arguments.overrides)
     from fctune.planner.plan import make_plan
     from fctune.planner.plan_request import PlanRequest
@@ -79,7 +93,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity: null."""
+    """Replace infinities, which JSON lacks, by null."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):

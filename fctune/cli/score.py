@@ -70,11 +70,11 @@ def _score(arguments: argparse.Namespace, suite: Suite) -> int:
 
 def _show(summary: dict[str, Any], out: Path) -> None:
     from fctune.cli.tables import make_console, make_score_table, print_not_run
-    from fctune.terminal import print_whole
+    from fctune.terminal import print_full_width
 
     console = make_console()
     title = f"predictions for {summary['suite']}"
-    print_whole(console, make_score_table(title, summary))
+    print_full_width(console, make_score_table(title, summary))
     print_not_run(console, summary["not_run"])
     missing, unknown, repeated = summary["missing_ids"], summary["unknown_ids"], summary["num_repeated_ids"]
     lines = []

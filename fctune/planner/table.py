@@ -11,7 +11,7 @@ from fctune.parallel.footprint import GIB, LABELS, SAFE_SHARE
 from fctune.planner.plan import WORTH, Plan, Variant, list_remedies
 from fctune.planner.speed import EFFICIENCY_RANGE
 from fctune.planner.storage import FAILURES_PER_GPU_DAY, MAX_LOST_SHARE
-from fctune.terminal import print_whole
+from fctune.terminal import print_full_width
 
 
 def print_plan(console: Console, plan: Plan) -> None:
@@ -42,7 +42,7 @@ def _print_memory(console: Console, plan: Plan) -> None:
         if size:
             table.add_row(LABELS.get(part.name, part.name), _gib(size))
     table.add_row("peak", _gib(parts.total), style="bold")
-    print_whole(console, table)
+    print_full_width(console, table)
     _say(console, f"  highest at: {plan.peak.phase}")
     if plan.fits:
         margin = plan.margin_bytes / memory
@@ -77,7 +77,7 @@ def _print_variants(console: Console, plan: Plan) -> None:
             f"{variant.tokens_per_s_per_gpu:,.0f}" if variant.fits else "",
             style="bold" if variant is fastest else None if variant.fits else "dim",
         )
-    print_whole(console, table)
+    print_full_width(console, table)
     if fastest is None:
         _say(console, f"nothing fits: {', '.join(list_remedies(plan))}", "red")
     else:
@@ -186,7 +186,7 @@ def _print_search(console: Console, plan: Plan) -> None:
         figures = [scale.hours, scale.gpu_hours] * is_timed + [scale.cost] * is_priced
         cells += ["" if value is None else f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}" for value in figures]
         table.add_row(*cells, "yes" if scale.pays else "no")
-    print_whole(console, table)
+    print_full_width(console, table)
     paying = [scale.nodes for scale in plan.scaling if scale.pays]
     if not paying:
         return
