@@ -88,10 +88,17 @@ def choose_attention_kernel(
     return "per_document", "one call per conversation"
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds | None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: DocumentBounds | None,
+    implementation: Callable[..., Tensor] | None = None,
+) -> Tensor:
     """Compute causal attention for ``q [b, s, h, d]`` and ``k, v [b, s, kv_h, d]``; returns ``[b, s, h, d]``.
 
     Without bounds, each row is one conversation; its padding is at the end, where no real token attends to it.
+    ``implementation`` replaces torch's function for ``varlen`` and ``flex``.
     """
     if bounds is None:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -99,11 +106,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bounds: DocumentBounds | None) -> Te
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1]).transpose(1, 2)
     if bounds.kernel == "varlen":
         flat = [t.flatten(0, 1) for t in (q, k, v)]
-        out: Tensor = _varlen()(*flat, bounds.ends, bounds.ends, bounds.max_length, bounds.max_length)
+        out: Tensor = (implementation or _varlen())(
+            *flat, bounds.ends, bounds.ends, bounds.max_length, bounds.max_length
+        )
         return out.view_as(q)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if bounds.kernel == "flex":
-        out = _flex()(q, k, v, block_mask=bounds.block_mask, enable_gqa=k.shape[1] < q.shape[1])
+        out = (implementation or _flex())(q, k, v, block_mask=bounds.block_mask, enable_gqa=k.shape[1] < q.shape[1])
     elif q.device.type == "cpu":
         out, _ = attend_per_document(q, k, v, bounds.ends)
     else:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fctune.models import attention
 from fctune.models.attention import attend, attend_per_document, choose_attention_kernel, make_bounds
 
 LENGTHS = [[5, 40, 19], [33, 31]]
@@ -30,7 +29,7 @@ def tensors(dtype: torch.dtype = torch.float64, device: str = "cpu", scale: int 
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, lengths: list[list[int]]) -> Tensor:
-    """The same by a mask of every pair."""
+    """Reference attention with a dense mask."""
     documents = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
     same = documents[:, :, None] == documents[:, None, :]
     mask = (same & torch.ones_like(same[0]).tril())[:, None].to(q.device)
@@ -63,17 +62,17 @@ def test_the_custom_operator_passes_opcheck() -> None:
     torch.library.opcheck(attend_per_document, (*inputs, make_bounds(LENGTHS, "per_document").ends))
 
 
-def test_flex_masks_separate_the_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_masks_separate_the_conversations() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr(attention, "_flex", lambda: flex_attention)  # not compiled, which takes long
     q, k, v = (t.detach() for t in tensors(torch.float32))
     bounds = make_bounds(LENGTHS, "flex").to(torch.device("cpu"))
-    torch.testing.assert_close(attend(q, k, v, bounds), dense(q, k, v, LENGTHS), rtol=1e-4, atol=1e-5)
+    ours = attend(q, k, v, bounds, flex_attention)  # not compiled, which takes long
+    torch.testing.assert_close(ours, dense(q, k, v, LENGTHS), rtol=1e-4, atol=1e-5)
 
 
-def ragged(q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, max_q: int, max_k: int) -> Tensor:
-    """What the ragged kernel is documented to do: causal attention between each two ends, ``[tokens, heads, dim]``."""
+def varlen(q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, max_q: int, max_k: int) -> Tensor:
+    """Reference for torch's ``varlen_attn``: causal attention within each document, ``[tokens, heads, dim]``."""
     assert q_ends.dtype == k_ends.dtype == torch.int32
     ends = q_ends.tolist()
     assert max(b - a for a, b in itertools.pairwise(ends)) <= max_q == max_k
@@ -84,10 +83,9 @@ def ragged(q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, max_
     return torch.cat(parts)
 
 
-def test_varlen_inputs_match_the_kernel_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_varlen", lambda: ragged)
+def test_varlen_inputs_match_the_kernel_signature() -> None:
     inputs = tensors()
-    ours = attend(*inputs, make_bounds(LENGTHS, "varlen").to(torch.device("cpu")))
+    ours = attend(*inputs, make_bounds(LENGTHS, "varlen").to(torch.device("cpu")), varlen)
     torch.testing.assert_close(ours, dense(*inputs, LENGTHS), rtol=1e-9, atol=1e-12)
 
 

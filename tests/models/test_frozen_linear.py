@@ -19,7 +19,7 @@ from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import read_architecture
 from tests.models.model_samples import ALL_MODULES, draw_tokens, load_model, load_reference
 
-# NF4 shares scales among 16,384 weights, so its linears cannot be as small as other tests'.
+# 16,384 weights share scales in NF4, so linears must be larger than those of other tests.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
 
 
@@ -108,12 +108,12 @@ def test_exports_of_a_quantised_base_equal_the_trained_model(
 ) -> None:
     path = make_model("llama", **WIDE)
     model = load_model(path, AdapterConfig(rank=4, alpha=8, modules=["q_proj", "down_proj"], base=base, dora=dora))  # type: ignore[arg-type]
-    assert is_nf4(model.decoder.layers[0].attn.v_proj.weight) == (base == "nf4")  # not only where adapters sit
+    assert is_nf4(model.decoder.layers[0].attn.v_proj.weight) == (base == "nf4")  # also linears without an adapter
     tokens = draw_tokens(path)
     logits = model(tokens)
     export.export_merged(model, path, tmp_path / "merged", is_writer=True)
     merged = load_reference(tmp_path / "merged")(tokens).logits
-    # The float8 product rounds its inputs too; the export has the rounded weights alone.
+    # The float8 product also rounds its inputs; in the export only the weights are rounded.
     close = (merged - logits).norm() / logits.norm()
     assert close < (1e-5 if base == "nf4" else 0.06)
 

@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 
 
 def load_and_count(world: World, path: Path, parallel: dict[str, Any]) -> dict[str, Any]:
-    """Load over the ranks; whole weights in Hugging Face's layout, and how many numbers this rank read of each."""
+    """Load over the ranks; returns the full weights in Hugging Face's layout and the elements that this rank read."""
     read: dict[str, int] = {}
 
     class CountingSlice:
@@ -71,9 +71,9 @@ def load_and_count(world: World, path: Path, parallel: dict[str, Any]) -> dict[s
     held = {model.architecture.to_hf_name(name): shard.numel() for name, shard in shards.items()}
     full = {}
     for name, parameter in model.named_parameters():
-        whole: Any = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # type: ignore[operator]
+        gathered: Any = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # type: ignore[operator]
         full[model.architecture.to_hf_name(name)] = (
-            model.architecture.to_hf_layout(name, whole.detach()).clone().numpy()
+            model.architecture.to_hf_layout(name, gathered.detach()).clone().numpy()
         )
     return {"read": read, "held": held, "weights": full}
 
@@ -87,7 +87,7 @@ def load_and_count(world: World, path: Path, parallel: dict[str, Any]) -> dict[s
 def test_each_rank_reads_only_its_shard_and_the_heads_it_intersects(
     world_size: int, parallel: dict[str, Any], family: str, make_model: Callable[..., Path]
 ) -> None:
-    # 3 key-value heads of 16 rows over 4 ranks: shards that begin and end within a head.
+    # 3 key-value heads of 16 rows over 4 ranks: shard boundaries are within heads.
     path = make_model(family, num_attention_heads=6, num_key_value_heads=3, hidden_size=96)
     stored = load_file(path / "model.safetensors")
     ranks = run_ranks(load_and_count, world_size, path, parallel)

@@ -29,7 +29,7 @@ LENGTHS = [[17, 40, 23], [60, 20]]
 
 
 def run(model: CausalLM) -> dict[str, torch.Tensor]:
-    """Loss and gradients of a packed batch in training mode."""
+    """Compute the loss and gradients of a packed batch in training mode."""
     tokens = torch.randint(0, model.architecture.vocab_size, (2, 80), generator=torch.Generator().manual_seed(1))
     loss = model.train()(
         tokens,
@@ -127,8 +127,8 @@ def test_compiled_blocks_give_the_same_loss_and_gradients(
     compile_blocks_(compiled)
     assert_same(run(compiled), run(plain), rtol=1e-9, atol=1e-12)
     assert not torch._dynamo.utils.counters["graph_break"]
-    # Blocks are alike: one compilation for those whose input needs a gradient, one for the first where it does not,
-    # and both again for those that are checkpointed.
+    # Equal blocks share a compilation; the first block differs if its input needs no gradient, and checkpointed blocks
+    # differ from the others.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 

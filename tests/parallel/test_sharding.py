@@ -16,7 +16,7 @@ from fctune.parallel.layout import Hardware, ParallelLayout, check_memory, choos
 
 
 def needs(gib: float) -> Callable[[int], Footprint]:
-    """An estimate of a model whose shards alone take memory."""
+    """Make an estimate for a model whose memory is only its shards."""
     return lambda num_shards: Footprint(parameters=int(gib * GIB) // num_shards)
 
 
