@@ -43,7 +43,7 @@ class Sampling:
 
 
 class Engine(Protocol):
-    """Generates answers to conversations."""
+    """Generates a model's answers to conversations, in any order."""
 
     def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:
         """Yield one answer per prompt in the order of completion; a failed one has its ``error`` set."""

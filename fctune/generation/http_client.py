@@ -128,8 +128,8 @@ class HttpClient:
     def post_stream(self, path: str, body: dict[str, Any], read: Callable[[Iterator[Any]], T]) -> T:
         """Return what ``read`` makes of the server-sent events of the answer; otherwise as ``post``.
 
-        Each event is decoded from JSON; ``[DONE]`` is None and the last. Whether a stream without it is complete is for
-        ``read`` to decide.
+        Each event is decoded from JSON; ``[DONE]`` is None and the last. ``read`` decides if a stream without it is
+        complete.
         """
         return self._retry(lambda: self._attempt("POST", path, body, lambda answer: read(answer.iter_events())))
 

@@ -1,4 +1,4 @@
-"""Calls written as ``[name(argument=value, ...), ...]`` in data rows, whose tools are declared beside them.
+"""Calls written as ``[name(argument=value, ...), ...]`` in data rows that declare their tools.
 
 Such rows (ToolACE's, for one) are nearly Python: names of tools hold spaces, commas, dots and parentheses, names of
 arguments are hyphenated or Python keywords, and values are JSON's ``true`` as often as Python's ``True``. A value that

@@ -262,12 +262,12 @@ class PythonReader:
 
 
 def _plain_value(found: re.Match[str]) -> Any:
-    _, text, whole, fraction, word = found.groups()
+    _, text, integer, fraction, word = found.groups()
     if text is not None:
         return text
-    if whole is None:
+    if integer is None:
         return _PYTHON_CONSTANTS[word]
-    return int(whole) if fraction is None else float(whole + fraction)
+    return int(integer) if fraction is None else float(integer + fraction)
 
 
 def _read_number(text: str, position: int) -> int | float:

@@ -418,11 +418,11 @@ def test_no_text_is_lost_and_no_text_raises(call_format: CallFormat, lenient: bo
     for _ in range(400):
         text = "".join(rng.choice(pieces) for _ in range(rng.randint(1, 12)))
         parsed = call_format.parse(text, [WEATHER], lenient=lenient)
-        places = sorted({*parsed.spans, *((span.start, span.end) for span in parsed.malformed)})
-        assert all(0 <= start < end <= len(text) for start, end in places), text
-        assert all(first[1] <= second[0] for first, second in itertools.pairwise(places)), (text, parsed)
+        covered = sorted({*parsed.spans, *((span.start, span.end) for span in parsed.malformed)})
+        assert all(0 <= start < end <= len(text) for start, end in covered), text
+        assert all(first[1] <= second[0] for first, second in itertools.pairwise(covered)), (text, parsed)
         rest, position = [], 0
-        for start, end in [*places, (len(text), len(text))]:
+        for start, end in [*covered, (len(text), len(text))]:
             rest.append(text[position:start])
             position = end
         # Prose is the rest, letter by letter, without the marks of the format itself.
@@ -449,13 +449,13 @@ _MARKS = re.compile(
 def test_parse_both_equals_two_calls_of_parse(call_format: CallFormat) -> None:
     """The lenient reading is skipped only where its result would be the same."""
     rng = random.Random(call_format.name)
-    whole = [call_format.render(calls, [WEATHER]) for calls in ([PARIS], [PARIS, ROME], [Call("g", {})])]
+    complete = [call_format.render(calls, [WEATHER]) for calls in ([PARIS], [PARIS, ROME], [Call("g", {})])]
     num_skipped = 0
     for _ in range(1500):
-        text = "".join(rng.choice([*whole, " ", "\n", "; ", ", "]) for _ in range(rng.randint(1, 3)))
+        text = "".join(rng.choice([*complete, " ", "\n", "; ", ", "]) for _ in range(rng.randint(1, 3)))
         for _ in range(rng.randint(0, 2)):
-            place = rng.randrange(len(text) + 1)
-            text = text[:place] + rng.choice(HOSTILE_PIECES) + text[place + rng.randint(0, 2) :]
+            cut = rng.randrange(len(text) + 1)
+            text = text[:cut] + rng.choice(HOSTILE_PIECES) + text[cut + rng.randint(0, 2) :]
         strict, lenient = call_format.parse_both(text, [WEATHER])
         assert strict == call_format.parse(text, [WEATHER]), text
         expected = call_format.parse(text, [WEATHER], lenient=True)
@@ -513,12 +513,12 @@ def test_hostile_text_is_parsed_in_time(unit: str, size: int) -> None:
 def test_a_call_with_anything_inserted_is_parsed_in_time(call_format: CallFormat) -> None:
     """One piece inserted ten thousand times at each mark of a call."""
     text = call_format.render([Call("f", {"a": "x y", "b": [1, {"k": None}], "c": 2.5})], [WEATHER])
-    for place in sorted({0, len(text), *(match.end() for match in re.finditer(r"\W+|\w+", text))}):
+    for cut in sorted({0, len(text), *(match.end() for match in re.finditer(r"\W+|\w+", text))}):
         for piece in (" ", "\n", "a", "{", "[", '"', "\\", "<", ",", "1", "a: "):
-            hostile = text[:place] + piece * 10_000 + text[place:]
+            hostile = text[:cut] + piece * 10_000 + text[cut:]
             begun = time.process_time()
             call_format.parse_both(hostile, [WEATHER])
-            assert time.process_time() - begun < 1, (place, piece)
+            assert time.process_time() - begun < 1, (cut, piece)
 
 
 @each_format

@@ -44,20 +44,20 @@ def test_an_answer_is_the_greedy_continuation_of_the_prompt(tiny_base: Path) -> 
     template = ChatTemplate(tiny_base)
     model = AutoModelForCausalLM.from_pretrained(tiny_base).eval()
     tokens = template.encode_prompt(prompt)
-    said: list[int] = []
+    generated: list[int] = []
     with torch.no_grad():
-        while len(said) < 12:
-            token = int(model(torch.tensor([tokens + said])).logits[0, -1].argmax())
+        while len(generated) < 12:
+            token = int(model(torch.tensor([tokens + generated])).logits[0, -1].argmax())
             if token in template.stop_ids:
                 break
-            said.append(token)
-    assert answer.text == template.tokenizer.decode(said)
-    assert answer.is_cut == (len(said) == 12)
+            generated.append(token)
+    assert answer.text == template.tokenizer.decode(generated)
+    assert answer.is_cut == (len(generated) == 12)
 
 
 def test_samples_depend_on_the_seed_and_the_prompt_alone(tiny_base: Path, prompts: list[Conversation]) -> None:
-    def sampled(batch_size: int, seed: int, asked: list[Conversation]) -> list[str]:
-        return texts(InProcessEngine(tiny_base, batch_size=batch_size, sampling=Sampling(2.0, seed)), asked)
+    def sampled(batch_size: int, seed: int, prompts: list[Conversation]) -> list[str]:
+        return texts(InProcessEngine(tiny_base, batch_size=batch_size, sampling=Sampling(2.0, seed)), prompts)
 
     first = sampled(6, 1, prompts)
     assert first == sampled(1, 1, prompts)
@@ -86,7 +86,7 @@ def test_a_batch_that_runs_out_of_memory_is_halved(
     tiny_base: Path, prompts: list[Conversation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = InProcessEngine(tiny_base, batch_size=6)
-    whole = texts(engine, prompts)
+    expected_texts = texts(engine, prompts)
     generate, sizes = engine.model.generate, []
 
     def short_of_memory(input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -96,7 +96,7 @@ def test_a_batch_that_runs_out_of_memory_is_halved(
         return generate(input_ids=input_ids, **options)
 
     monkeypatch.setattr(engine.model, "generate", short_of_memory)
-    assert texts(engine, prompts) == whole
+    assert texts(engine, prompts) == expected_texts
     assert sizes == [6, 3, 1, 1, 1, 1, 1, 1]
 
 

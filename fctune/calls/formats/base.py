@@ -81,7 +81,7 @@ class ParseState(ForwardSearch):
         self.prose: list[str] = []
 
     def add_calls(self, calls: Sequence[Call], start: int, end: int) -> None:
-        """Record ``text[start:end]`` as calls."""
+        """Record ``text[start:end]`` as calls, and continue after it."""
         self.skip(start, end)
         self.calls.extend(calls)
         self.spans.extend([(start, end)] * len(calls))
@@ -95,7 +95,7 @@ class ParseState(ForwardSearch):
         self.add_calls([call], start, end)
 
     def add_malformed(self, start: int, end: int, reason: str) -> None:
-        """Record ``text[start:end]`` as malformed."""
+        """Record ``text[start:end]`` as malformed, and continue after it."""
         self.skip(start, end)
         self.malformed.append(Malformed(start, end, reason))
 
