@@ -1,4 +1,4 @@
-"""What GPUs can do, by their makers' datasheets, and the networks they commonly come with."""
+"""GPU table: memory and rates from the datasheets, and the links of the machines they are commonly rented in."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ GIB = 1024**3
 class Gpu:
     """One kind of GPU.
 
-    ``memory_bytes`` is what torch reports as its capacity, somewhat less than is printed on it. Rates are dense:
-    datasheets of NVIDIA print twice as much, for sparse matrices. ``link_gb_s`` is one way within a node, ``nic_gb_s``
-    the network's share of one GPU between nodes, in the machines this GPU is rented in. ``fp32_tflops`` is without
-    TF32, as torch multiplies float32 unless told otherwise.
+    ``memory_bytes`` is the capacity that torch reports, somewhat below the nominal one. Rates are for dense matrices
+    (NVIDIA's datasheets print the doubled rates for sparse ones); ``fp32_tflops`` is without TF32, torch's default.
+    ``link_gb_s`` is the one-way rate between GPUs of a node, ``nic_gb_s`` one GPU's share of the network between nodes,
+    in the machines that this GPU is commonly rented in.
     """
 
     name: str
@@ -29,11 +29,11 @@ class Gpu:
     memory_gb_s: float
     link_gb_s: float
     nic_gb_s: float
-    source: str  # of its own figures
-    machine: str  # whose links are counted
+    source: str  # of the GPU's figures
+    machine: str  # machine that the link rates refer to
 
     def tflops(self, width: int) -> float:
-        """Rate of products of numbers of so many bytes; bfloat16's where theirs is not known."""
+        """Return the rate of matrix products with elements of ``width`` bytes; bfloat16's if that is unknown."""
         return self.fp32_tflops if width == 4 and self.fp32_tflops is not None else self.bf16_tflops
 
 
@@ -60,7 +60,7 @@ _AWS = "https://aws.amazon.com/ec2/instance-types/"
 _NVLINK = "NVLink, 8 x 400 Gb/s a node"
 _PCIE4 = "PCIe 4.0 x16"
 
-# Memory as torch.cuda.get_device_properties gives it; the machine's adapters are shared by its 8 GPUs.
+# Memory as torch.cuda.get_device_properties reports it; a machine's network adapters are shared by its 8 GPUs.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -78,8 +78,8 @@ GPUS = {
     )
 }
 
-# What options say, and the field that each replaces.
-_BY_HAND = {
+# Option of ``fctune plan`` -> field that it overrides.
+_OPTIONS = {
     "--gpu-memory-gib": "memory_bytes",
     "--tflops": "bf16_tflops",
     "--memory-gb-s": "memory_gb_s",
@@ -87,50 +87,39 @@ _BY_HAND = {
     "--nic-gb-s": "nic_gb_s",
 }
 
-# Of a GPU that is described by hand, where it is not given.
+# Assumptions for a GPU that is described by options, by the option that would replace them.
 _ASSUMED = {"--memory-gb-s": "memory of 2 TB/s", "--link-gb-s": f"{_PCIE4} in a node", "--nic-gb-s": "100 Gb/s a GPU"}
 
 
-def find_gpu(name: str, by_hand: dict[str, float | None] | None = None) -> Gpu:
-    """The GPU of that name, or one described by hand; figures by hand replace those of the table.
+def find_gpu(name: str, options: dict[str, float | None] | None = None) -> Gpu:
+    """Return the GPU of a name, with figures overridden by options, or a GPU described by options alone.
 
     Args:
-        name: as in the table.
-        by_hand: options of the command and what was given; None where it was not.
+        name: key of ``GPUS``, in any case; any other name needs at least --gpu-memory-gib and --tflops.
+        options: option of ``fctune plan`` -> its value, None if it was not given.
 
     Raises:
-        ConfigError: a name that is not known, without memory and rate; figures that cannot be.
+        ConfigError: the name is unknown and the options do not describe the GPU, or a value is out of range.
     """
-    given = {option: value for option, value in (by_hand or {}).items() if value is not None}
+    given = {option: value for option, value in (options or {}).items() if value is not None}
     for option, value in given.items():
         if not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"{option} {value:g}: expected a finite number over 0.")
+            raise ConfigError(f"{option} {value:g}: expected a finite number greater than 0.")
     gpu = GPUS.get(name.lower())
     if gpu is None:
         if not {"--gpu-memory-gib", "--tflops"} <= given.keys():
             raise ConfigError(
-                f"--gpu {name}: not known; known: {', '.join(GPUS)}. For another, give --gpu-memory-gib and --tflops "
-                "(dense, bf16), and --memory-gb-s, --link-gb-s and --nic-gb-s where they are known."
+                f"--gpu {name}: unknown GPU; known: {', '.join(GPUS)}. For another one, pass --gpu-memory-gib and "
+                "--tflops (dense, bf16), and --memory-gb-s, --link-gb-s and --nic-gb-s if you know them."
             )
         assumed = ", ".join(text for option, text in _ASSUMED.items() if option not in given)
-        machine = f"assumed: {assumed}" if assumed else "by hand, too"
-        gpu = Gpu(name, 0, 0, None, None, 2000, 32, 12.5, "by hand", machine)
+        machine = f"assumed: {assumed}" if assumed else "from options"
+        gpu = Gpu(name, 0, 0, None, None, 2000, 32, 12.5, "from options", machine)
     elif "--tflops" in given:
         gpu = replace(gpu, fp8_tflops=None)
-    figures: dict[str, Any] = {_BY_HAND[option]: value for option, value in given.items()}
+    figures: dict[str, Any] = {_OPTIONS[option]: value for option, value in given.items()}
     if "memory_bytes" in figures:
         figures["memory_bytes"] = int(figures["memory_bytes"] * GIB)
-    if figures and gpu.source != "by hand":
-        figures["source"] = f"{gpu.source}; by hand: {', '.join(given)}"
+    if figures and gpu.source != "from options":
+        figures["source"] = f"{gpu.source}; from options: {', '.join(given)}"
     return replace(gpu, **figures)
-
-
-def under_power_cap(gpu: Gpu, watts: float, rated_watts: float) -> Gpu:
-    """A GPU held under its rated power: dynamic power goes with the cube of the clock (P = C V^2 f, V with f).
-
-    Source: Chandrakasan, Sheng, Brodersen, Low-power CMOS digital design, IEEE JSSC 27(4), 1992.
-    """
-    share = (watts / rated_watts) ** (1 / 3)
-    fp8, fp32 = (None if rate is None else rate * share for rate in (gpu.fp8_tflops, gpu.fp32_tflops))
-    source = f"{gpu.source}; at {watts:g} W"
-    return replace(gpu, bf16_tflops=gpu.bf16_tflops * share, fp8_tflops=fp8, fp32_tflops=fp32, source=source)

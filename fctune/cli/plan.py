@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from fctune.cli.parser import add_config_arguments
+from fctune.errors import ConfigError
 from fctune.models.run_config import load_run_config
 from fctune.terminal import Terminal
 
@@ -56,20 +58,21 @@ def add_commands(commands: Any) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     from fctune.gpus import find_gpu
 
-    overrides = {
+    options = {
         "--gpu-memory-gib": arguments.gpu_memory_gib,
         "--tflops": arguments.tflops,
         "--memory-gb-s": arguments.memory_gb_s,
         "--link-gb-s": arguments.link_gb_s,
         "--nic-gb-s": arguments.nic_gb_s,
     }
-    gpu = find_gpu(arguments.gpu, overrides)
+    gpu = find_gpu(arguments.gpu, options)
     config = load_run_config(arguments.config, arguments.overrides)
-    from fctune.planner.plan import make_plan
+    if arguments.model is not None and not Path(arguments.model).is_dir():  # before the slow imports
+        raise ConfigError(f"--model {arguments.model}: no such directory; pass the one with the model's config.json.")
     from fctune.planner.plan_request import PlanRequest
 
     rate = arguments.failures_per_gpu_day
-    ask = PlanRequest(
+    request = PlanRequest(
         gpu=gpu,
         nodes=arguments.nodes,
         gpus_per_node=arguments.gpus_per_node,
@@ -82,9 +85,11 @@ def _plan(arguments: argparse.Namespace) -> int:
         is_searching=arguments.search,
         **({} if rate is None else {"failures_per_gpu_day": rate}),
     )
-    plan = make_plan(config, ask)
+    from fctune.planner.plan import make_plan  # imports torch, which takes seconds
+
+    plan = make_plan(config, request)
     if arguments.json:
-        print(json.dumps(_finite(plan.to_json()), indent=2))
+        print(json.dumps(_replace_infinity(plan.to_json()), indent=2))
     else:
         from fctune.planner.table import print_plan
 
@@ -92,10 +97,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0 if plan.fits else 1
 
 
-def _finite(value: Any) -> Any:
-    """Replace infinities, which JSON lacks, by null."""
+def _replace_infinity(value: Any) -> Any:
+    """Replace infinite numbers, which JSON lacks, by None."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _replace_infinity(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [_replace_infinity(item) for item in value]
     return None if value in (float("inf"), float("-inf")) else value

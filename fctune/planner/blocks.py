@@ -1,4 +1,4 @@
-"""What one transformer block keeps for its backward, operator by operator."""
+"""Activation memory of one transformer block, counted operator by operator."""
 
 from __future__ import annotations
 
@@ -10,33 +10,39 @@ from fctune.models.architecture import Architecture
 
 @dataclass(frozen=True, slots=True)
 class BlockActivations:
-    """Bytes, a token where not said otherwise."""
+    """Bytes that one block keeps and needs in backward; per token unless stated otherwise."""
 
-    all: int  # everything backward reads
-    adapter_copies: int  # of adapters in the compute format; a block, whatever its tokens
-    operators: int  # under activation checkpointing with policy op
-    inputs: int  # under policy block
-    temporary: int  # beside it, when its backward needs most
-    widening: int  # beside it, while a weight of 4 bits is widened in backward
-    constant: int  # of that weight, whatever the tokens
+    kept: int  # all activations that backward reads
+    adapter_copies: int  # adapters copied to the compute dtype, per block
+    kept_policy_op: int  # kept under activation checkpointing with policy op
+    kept_policy_block: int  # kept under policy block: the block's input
+    temporary: int  # in addition, at the peak of the block's backward
+    dequantization: int  # in addition, while backward dequantizes a 4-bit weight
+    dequantization_constant: int  # the same, per block
 
-    def whole(self, tokens: int) -> int:
-        """A block's activations, not checkpointed."""
-        return self.all * tokens + self.adapter_copies
+    def total(self, tokens: int) -> int:
+        """Return the bytes that a block without checkpointing keeps."""
+        return self.kept * tokens + self.adapter_copies
 
-    def beside(self, tokens: int) -> int:
-        """What its backward needs beside them, at most."""
-        return max(self.temporary * tokens, self.widening * tokens + self.constant if self.constant else 0)
+    def backward_extra(self, tokens: int) -> int:
+        """Return the most bytes that the block's backward needs in addition to what is kept."""
+        dequantization = self.dequantization * tokens + self.dequantization_constant
+        return max(self.temporary * tokens, dequantization if self.dequantization_constant else 0)
 
 
 def count_block_activations(a: Architecture, config: RunConfig, width: int) -> BlockActivations:
-    """What a block of this run keeps; ``width`` is bytes of a number in the compute format.
+    """Count the activation memory of a block of this run.
 
-    Eager, a linear that trains, or has an adapter, keeps its input; attention its three inputs, its output and a
-    float32 a head; a norm its input and a float32; SwiGLU both branches and the activated one. Under adapters with
-    dropout, each adapter keeps its own dropped input and a mask of bytes. With DoRA each adapted linear
-    keeps the sum that it scales. Compiled, functorch's min-cut partitioner has the activation and RoPE's tables made
-    again; what backward multiplies is kept as it is. Of DoRA's sums some are made again: less is kept than is said.
+    In eager mode, a linear that is trained or has an adapter keeps its input; attention keeps its three inputs, its
+    output and a float32 per head; a norm keeps its input and a float32; SwiGLU keeps both branches and the activated
+    one. With dropout, each adapter keeps its own dropped input and a byte mask; with DoRA, each adapted linear keeps
+    the sum that it scales. When compiled, functorch's min-cut partitioner recomputes the activation, RoPE's tables and
+    some of DoRA's sums, so that slightly less is kept than counted here.
+
+    Args:
+        a: sizes of the model.
+        config: config of the run.
+        width: bytes per element in the compute dtype.
     """
     d, i, kv_dim = a.embed_dim, a.intermediate_dim, a.num_kv_heads * a.head_dim
     adapter = config.adapter
@@ -46,19 +52,19 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
     ]
     keeping = linears.all if adapter is None else adapted
     small = 4 * a.num_heads + 2 * 4
-    attention = 2 * d + 2 * kv_dim  # q, k, v, out
+    attention = 2 * d + 2 * kv_dim  # q, k, v, output
     gates = 2 * i
     inner = sum(adapter.rank for _ in adapted) if adapter is not None else 0
-    # Adapters are float32: in that format they are not copied.
+    # Adapters are stored in float32; computing in float32 needs no copy.
     copied = adapter.rank * width if adapter is not None and width < 4 else 0
     copies = copied * sum(sum(shapes[name]) for name in adapted)
     kept = 2 * d + attention + gates + inner
     masks = 0
     if config.compile:
-        small += 8  # the position
+        small += 8  # position ids
     else:
-        kept += i  # the gate's sigmoid-weighted value
-        small += 2 * 4 * a.head_dim  # RoPE's table at each place, for q and k
+        kept += i  # the activated gate
+        small += 2 * 4 * a.head_dim  # RoPE's table at each position, for q and k
     if adapter is not None and adapter.dropout > 0:
         kept += sum(shapes[name][0] for name in adapted)
         masks = sum(shapes[name][0] for name in adapted)
@@ -69,14 +75,14 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
     if adapter is not None and adapter.dora:
         kept += d + sum(shapes[name][1] for name in adapted)
     everything = kept * width + masks + small
-    # SwiGLU's backward: the gradient that comes, and those of both branches; its output is let go by then.
+    # SwiGLU's backward: the incoming gradient and those of both branches; its output has been released by then.
     is_output_kept = adapter is None or linears.mlp_output in adapted
     temporary = ((2 if is_output_kept else 3) * i + d) * width
     if masks and adapter is not None:
-        temporary = max(temporary, 24 * max(shapes[name][0] for name in adapted))  # hashes of 64 bits, three at once
+        temporary = max(temporary, 24 * max(shapes[name][0] for name in adapted))  # three 64-bit hashes at once
     constant = 0
     if adapter is not None and adapter.base == "nf4":
-        # Two halves as indices of 64 bits, looked up, scaled and put together: torchao's get_original_weight.
+        # Two halves as 64-bit indices, looked up, scaled and concatenated: torchao's get_original_weight.
         constant = (8 + 3 * width) * i * d
     operators = d + d + _every_second_product(a, config)
     return BlockActivations(
@@ -85,7 +91,7 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
 
 
 def _every_second_product(a: Architecture, config: RunConfig) -> int:
-    """Numbers a token that the kept products of a block give, in the order that they are computed in."""
+    """Return the elements per token of every second matrix product of a block, which policy op keeps."""
     outputs: list[int] = []
     adapter = config.adapter
     for name, (_, out_dim) in a.linear_shapes().items():

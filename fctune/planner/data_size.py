@@ -1,4 +1,4 @@
-"""How much there is to train on: counted in the prepared set where it is there, else said by hand."""
+"""Size of an epoch: counted in the prepared set if there is one, else estimated from command-line options."""
 
 from __future__ import annotations
 
@@ -17,53 +17,61 @@ from fctune.data.loader import shuffled
 from fctune.data.prepared_set import PreparedSet, open_prepared, prepared_root
 from fctune.errors import ConfigError
 
-# Share of packed places that hold a token, and of tokens that are learnt, where nothing was counted. The first is what
-# best-fit packing reaches on conversations much shorter than a pack; the second is common in function-calling data.
+# Assumed share of packed positions that hold a token, and of tokens that are supervised, without a prepared set. The
+# first is what best-fit packing reaches on conversations much shorter than a pack; the second is common in
+# function-calling data.
 _PACKED_SHARE = 0.98
 _SUPERVISED_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class DataSize:
-    """An epoch of the training split. ``pairs`` are of a token and one that it may look at, itself among them."""
+    """Size of one epoch of the training split."""
 
     packs: int
     tokens: int
-    slots: int  # places computed, padding among them
-    supervised: int
-    pairs: int
-    source: str
+    slots: int  # computed positions, including padding
+    supervised: int  # tokens
+    pairs: int  # pairs of a token and a token it attends to, including itself
+    source: str  # where the numbers come from
 
     @property
     def padding_share(self) -> float:
-        """Of the places computed."""
+        """Share of the computed positions that are padding."""
         return 1 - self.tokens / self.slots
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Return the counts as plain values."""
         return asdict(self) | {"padding_share": self.padding_share}
 
 
 def measure_data(
     config: RunConfig, model_dir: Path | None, rows: int | None, mean_tokens: float | None, world_size: int = 1
 ) -> DataSize | None:
-    """What the run trains on an epoch; None where it is neither prepared nor said.
+    """Measure the epoch of a run; None if there is no prepared set and no size was given.
+
+    Args:
+        config: config of the run.
+        model_dir: directory of the model, whose tokenizer identifies the prepared set; None if it is not available.
+        rows: number of rows given by the user.
+        mean_tokens: mean tokens per row given by the user.
+        world_size: number of ranks, which determines the padding of unpacked rows.
 
     Raises:
-        ConfigError: half of what is needed by hand, or numbers that cannot be.
+        ConfigError: only one of ``rows`` and ``mean_tokens`` is given, or one is out of range.
         DataError: the prepared set is damaged.
     """
     if (rows is None) != (mean_tokens is None):
         missing = "--mean-tokens" if mean_tokens is None else "--rows"
-        raise ConfigError(f"{missing}: missing; --rows and --mean-tokens are given together.")
+        raise ConfigError(f"{missing}: missing; --rows and --mean-tokens must be given together.")
     if rows is not None and mean_tokens is not None:
-        return _count_by_hand(config, rows, mean_tokens)
+        return _estimate(config, rows, mean_tokens)
     found = find_prepared(config, model_dir)
     return None if found is None else _count_prepared(config, *found, world_size)
 
 
 def count_steps(config: RunConfig, rows: DataSize | None) -> int | None:
-    """Optimizer steps of the run; of rows that are not known, as many as the config allows at the most."""
+    """Return the optimizer steps of the run; without a known data size, the config's ``max_steps``."""
     if rows is None:
         return config.max_steps
     steps = config.epochs * math.ceil(rows.packs / config.global_batch_size)
@@ -71,32 +79,35 @@ def count_steps(config: RunConfig, rows: DataSize | None) -> int | None:
 
 
 def find_prepared(config: RunConfig, model_dir: Path | None) -> tuple[PreparedSet, str] | None:
-    """The prepared set of a config and how sure that is: its name tells all inputs, the model's tokenizer among them.
+    """Find the prepared set of a config, with a phrase that says how certain the match is.
+
+    A set's name is the fingerprint of all its inputs, including the model's tokenizer. Without the tokenizer, the
+    newest set with the same settings is taken.
 
     Raises:
-        DataError: it is damaged.
+        DataError: the set is damaged.
     """
     root = prepared_root(config)
-    candidates = [file.parent for file in sorted(root.glob("*/meta.json")) if _is_alike(config, file)]
+    candidates = [file.parent for file in sorted(root.glob("*/meta.json")) if _has_same_settings(config, file)]
     if not candidates:
         return None
     if model_dir is not None and (model_dir / "tokenizer.json").is_file():
-        # Digests that were kept when it was prepared: files are not read again.
+        # Uses the digests stored by the preparation, so that data files are not read again.
         name, _ = fingerprint_inputs(config.data, model_dir, FileDigests(root / "file_digests.json"))
         return (open_prepared(root / name), "counted in") if root / name in candidates else None
     newest = max(candidates, key=lambda path: (path / "meta.json").stat().st_mtime)
-    return open_prepared(newest), "counted, without the model's tokenizer or the source's rows to compare, in"
+    return open_prepared(newest), "counted, without the model's tokenizer to confirm the match, in"
 
 
-def _is_alike(config: RunConfig, meta: Path) -> bool:
+def _has_same_settings(config: RunConfig, meta: Path) -> bool:
     try:
         inputs = json.loads(meta.read_text(encoding="utf-8"))["inputs"]
-        said = [(source["path"], source["format"], source["weight"]) for source in inputs["sources"]]
+        prepared = [(source["path"], source["format"], source["weight"]) for source in inputs["sources"]]
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    asked = [(source.path, source.format, source.weight) for source in config.data.sources]
+    configured = [(source.path, source.format, source.weight) for source in config.data.sources]
     data = asdict(config.data)
-    return said == asked and all(
+    return prepared == configured and all(
         data[name] == value for name, value in inputs.items() if name in data and name != "sources"
     )
 
@@ -119,34 +130,35 @@ def _count_prepared(config: RunConfig, prepared: PreparedSet, how: str, world_si
 
 
 def _count_unpacked(lengths: NDArray[np.int64], config: RunConfig, world_size: int) -> int:
-    """Places of the first epoch, whose rows are as long as the longest of their micro-batch.
+    """Count the positions of the first epoch, with each row padded to the longest of its micro-batch.
 
-    Rows of a step are dealt in order of length (``fctune.data.loader``), so those of a micro-batch are much alike.
+    The rows of a step are distributed in order of length (``fctune.data.loader``), so those of a micro-batch are
+    similar.
     """
     batch, round_size = config.global_batch_size, world_size * config.micro_batch_size
     steps = np.zeros((math.ceil(len(lengths) / batch), batch), dtype=np.int64)
     steps.flat[: len(lengths)] = lengths[shuffled(len(lengths), config.seed, 0)]
     steps = -np.sort(-steps, axis=1)
     steps = np.pad(steps, ((0, 0), (0, -batch % round_size)))
-    rounds = steps.reshape(-1, config.micro_batch_size, world_size)  # a rank's rows are one column
+    rounds = steps.reshape(-1, config.micro_batch_size, world_size)  # one column per rank
     return int((rounds[:, 0] * (rounds > 0).sum(axis=1)).sum())
 
 
-def _count_by_hand(config: RunConfig, rows: int, mean_tokens: float) -> DataSize:
+def _estimate(config: RunConfig, rows: int, mean_tokens: float) -> DataSize:
     data = config.data
     if rows < 1:
         raise ConfigError(f"--rows {rows}: expected 1 or more.")
     if not 1 <= mean_tokens <= data.seq_len:
         raise ConfigError(
-            f"--mean-tokens {mean_tokens:g}: expected 1 to data.seq_len={data.seq_len}, as longer ones are not kept."
+            f"--mean-tokens {mean_tokens:g}: expected 1 to data.seq_len={data.seq_len}; longer rows are dropped."
         )
     read = rows if data.max_samples is None else min(rows, data.max_samples * len(data.sources))
     kept = max(1, round(read * (1 - data.validation_share)))
     tokens = int(kept * mean_tokens)
     packs = math.ceil(tokens / (data.seq_len * _PACKED_SHARE)) if data.packed else kept
     slots = packs * data.seq_len if data.packed or data.pad_to == "seq_len" else tokens
-    described = f"by hand: {rows:,} rows of {mean_tokens:g} tokens, {_SUPERVISED_SHARE:.0%} of them learnt (assumed)"
+    described = f"given: {rows:,} rows of {mean_tokens:g} tokens, {_SUPERVISED_SHARE:.0%} supervised (assumed)"
     described += f", packs {_PACKED_SHARE:.0%} full (assumed)" if data.packed else ""
-    described += "" if slots > tokens else ", padding not known"
+    described += "" if slots > tokens else ", padding unknown"
     pairs = int(tokens * (mean_tokens + 1) / 2)
     return DataSize(packs, tokens, max(slots, tokens), int(_SUPERVISED_SHARE * tokens), pairs, described)

@@ -1,9 +1,9 @@
-"""The moments of a step at which memory may be highest, and what a rank holds at each.
+"""Phases of a step at which memory may peak, and the footprint of a rank in each.
 
-The order is that of one micro-batch: forward, loss, backward block by block, the ends of the model, update. Under FSDP2
-(torch.distributed.fsdp, FSDPParamGroup) a block's weights are whole while it runs; in forward so are the buffer that
-they were gathered in and that of the next block's, in backward the next block's alone. Gradients of a block are whole
-until they are copied into a buffer in the format they are reduced in, which stays until the next block's.
+The phases follow one micro-batch: forward, loss, backward block by block, embedding and head, update. Under FSDP2
+(torch.distributed.fsdp, FSDPParamGroup), a block's weights are unsharded while it runs. In forward, so are the buffer
+they were gathered in and the next block's buffer; in backward, only the next block's. A block's gradients are unsharded
+until they are copied into a buffer in the reduction dtype, which lives until the next block's.
 """
 
 from __future__ import annotations
@@ -21,71 +21,73 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What of a run can be varied to make it fit, or faster."""
+    """Parallel layout and batch shape of a run: what a plan varies to make the run fit or faster."""
 
     mode: str  # none, ddp, fsdp, hsdp
     replicate: int
     shard: int
-    fraction: float  # of the blocks that are computed again
+    fraction: float  # share of the blocks that are checkpointed
     micro_batch_size: int
-    accumulation: int = 1
+    accumulation: int = 1  # micro-batches per step
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.replicate * self.shard
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The highest moment of a step and what is held then."""
+    """Phase of a step with its memory footprint."""
 
     phase: str
     footprint: Footprint
 
 
 class Timeline:
-    """One micro-batch of a rank, the last of its step."""
+    """Phases of the last micro-batch of a rank's step."""
 
     def __init__(self, memory: MemoryModel, setting: Setting):
         self.memory, self.setting = memory, setting
-        config, work = memory.config, memory.block_memory
-        self.state = memory.state(setting)
-        self.is_unit = memory.is_in_units(setting)
+        config, work = memory.config, memory.block_activations
+        self.state = memory.device_state(setting)
+        self.is_unit = memory.uses_fsdp_units(setting)
         self.tokens = setting.micro_batch_size * config.data.seq_len
         self.num_blocks = len(memory.blocks)
-        kept = work.operators if config.activation_checkpointing.policy == "op" else work.inputs
+        kept = work.kept_policy_op if config.activation_checkpointing.policy == "op" else work.kept_policy_block
         chosen = [is_checkpointed(index, setting.fraction) for index in range(self.num_blocks)]
         self.is_checkpointed = chosen
-        self.kept = [kept * self.tokens if again else work.whole(self.tokens) for again in chosen]
+        self.kept = [kept * self.tokens if again else work.total(self.tokens) for again in chosen]
         if config.activation_checkpointing.offload:
-            # Two blocks' are on their way; the rest wait on the host.
+            # Two blocks' activations are in transfer; the others are on the host.
             self.kept = [size * 2 // self.num_blocks for size in self.kept]
-        self.a_token = memory.architecture.embed_dim * memory.precision.compute_dtype.itemsize
+        self.token_bytes = memory.architecture.embed_dim * memory.precision.compute_dtype.itemsize
         self.block, self.root = memory.blocks[0], memory.root
-        self.block_weights = memory.whole_bytes(self.block) if self.is_unit else 0
-        self.root_weights = memory.whole_bytes(self.root) if self.is_unit else 0
+        self.block_weights = memory.unsharded_bytes(self.block) if self.is_unit else 0
+        self.root_weights = memory.unsharded_bytes(self.root) if self.is_unit else 0
         self.block_grads, self.block_buffer = memory.gradient_bytes(self.block)
         self.root_grads, self.root_buffer = memory.gradient_bytes(self.root)
         self.block_local = memory.local_gradients(self.block, setting.shard)
-        # Two tables, or one that both ends use: what the head gives comes first.
+        # The head's gradient comes first, whether or not its weight is tied to the embedding.
         self.head_grads = memory.head_gradient_bytes()
-        self.gathered_in = 1 if setting.shard > 1 else 0  # buffers beside what is gathered from them
+        self.gather_buffers = 1 if setting.shard > 1 else 0  # in addition to the gathered weights
 
-    def moments(self) -> Iterator[Peak]:
-        """In the order that they come in."""
+    def phases(self) -> Iterator[Peak]:
+        """Yield the phases in order of time."""
         yield self._forward()
         yield from self._loss()
-        for index in self._telling_blocks():
+        for index in self._candidate_blocks():
             yield self._backward(index)
             if self.is_unit:
                 yield self._reduction(index)
         yield from self._ends()
         yield Peak("update", replace(self.state, working=self.memory.update_bytes(self.state)))
 
-    def _telling_blocks(self) -> list[int]:
-        """Those among which the highest is, or one within a block's activations of it: what is kept falls block by
-        block and gradients grow, so they are at the ends, or the first and last that are computed again, or are not.
+    def _candidate_blocks(self) -> list[int]:
+        """Return the blocks at which backward may peak, to within one block's activations.
+
+        Kept activations shrink block by block while gradients grow, so the peak is at either end of the model or of the
+        checkpointed or the other blocks.
         """
         found = {0, 1, self.num_blocks - 2, self.num_blocks - 1}
         for again in (True, False):
@@ -94,40 +96,40 @@ class Timeline:
         return sorted((index for index in found if 0 <= index < self.num_blocks), reverse=True)
 
     def _forward(self) -> Peak:
-        """The last block that still gathers the next."""
+        """Return the footprint at the last block that prefetches the next one."""
         index = max(0, self.num_blocks - 2)
-        work = self.memory.block_memory
+        work = self.memory.block_activations
         return Peak(
             "forward",
             replace(
                 self._accumulated(self.num_blocks),
-                gathered=self._gathered(index, buffers=2 * self.gathered_in),
+                gathered=self._gathered(index, buffers=2 * self.gather_buffers),
                 activations=sum(self.kept[:index]),
-                working=work.whole(self.tokens) + work.constant,
+                working=work.total(self.tokens) + work.dequantization_constant,
             ),
         )
 
     def _loss(self) -> Iterator[Peak]:
-        """Logits of a chunk with their copies; then the head's gradient beside the sum of those before it."""
+        """Yield the logits of a chunk with their copies, then the head's gradient as it is added to earlier ones."""
         memory = self.memory
         rows = int(self.tokens * memory.supervised_share)
         logits = memory.chunk_elements(rows)
         held = replace(
             self._accumulated(self.num_blocks),
-            gathered=self._gathered(self.num_blocks, buffers=self.gathered_in),
-            activations=sum(self.kept) + (2 * self.tokens + rows) * self.a_token,
+            gathered=self._gathered(self.num_blocks, buffers=self.gather_buffers),
+            activations=sum(self.kept) + (2 * self.tokens + rows) * self.token_bytes,
         )
         width = memory.precision.compute_dtype.itemsize
-        # The log-softmax, its gradient and the logits', all float32.
+        # The log-softmax, its gradient and the gradient of the logits, all in float32.
         yield Peak("loss", replace(held, reducing=held.reducing + self.head_grads, logits=12 * logits))
         if self.head_grads:
             reducing = held.reducing + 2 * self.head_grads
             yield Peak("gradient of the head", replace(held, reducing=reducing, logits=width * logits))
 
     def _backward(self, index: int) -> Peak:
-        work = self.memory.block_memory
-        beside = work.beside(self.tokens)
-        whole = work.whole(self.tokens)
+        work = self.memory.block_activations
+        beside = work.backward_extra(self.tokens)
+        whole = work.total(self.tokens)
         is_checkpointed = self.is_checkpointed[index]
         has_next = index + 1 < self.num_blocks
         held = self._accumulated(index + 1)
@@ -135,10 +137,10 @@ class Timeline:
             "backward of " + ("the last block" if not has_next else f"block {index + 1}"),
             replace(
                 held,
-                gathered=self._gathered(index, buffers=self.gathered_in if index else 0),
+                gathered=self._gathered(index, buffers=self.gather_buffers if index else 0),
                 reducing=held.reducing
                 + self.head_grads
-                + (self.block_grads // 2 if self.is_unit else 0)  # of the half that backward begins with
+                + (self.block_grads // 2 if self.is_unit else 0)  # of the half of the block that backward starts with
                 + (self.block_buffer if has_next and self.is_unit else 0),
                 activations=sum(self.kept[:index]) + (0 if is_checkpointed else whole),
                 working=beside + (whole if is_checkpointed else 0),
@@ -146,9 +148,9 @@ class Timeline:
         )
 
     def _reduction(self, index: int) -> Peak:
-        """The block's weights are let go before its gradients are copied; the next block's are being gathered."""
+        """Return the footprint of a reduction: the block's weights are released, the next ones are being gathered."""
         held = self._accumulated(index)
-        gathered = self.root_weights + (self.block_weights if index and self.gathered_in else 0)
+        gathered = self.root_weights + (self.block_weights if index and self.gather_buffers else 0)
         if not self.memory.config.parallel.reshard_after_forward:
             gathered = self._gathered(index - 1, buffers=0)
         return Peak(
@@ -157,16 +159,16 @@ class Timeline:
                 held,
                 gathered=gathered,
                 reducing=held.reducing + self.head_grads + self.block_grads + self.block_buffer,
-                activations=sum(self.kept[:index]) + self.tokens * self.a_token,
+                activations=sum(self.kept[:index]) + self.tokens * self.token_bytes,
             ),
         )
 
     def _ends(self) -> Iterator[Peak]:
-        """The embedding's gradient, then the reduction of both ends', whose weights are let go before."""
+        """Yield the embedding's gradient, then the reduction of embedding and head, after their weights' release."""
         if not self.root_grads:
             return
         held = self._accumulated(0)
-        whole = self.memory.ends_gradient_bytes()
+        whole = self.memory.head_and_embedding_gradient_bytes()
         buffer = self.block_buffer if self.is_unit else 0
         yield Peak(
             "gradient of the embedding",
@@ -174,17 +176,17 @@ class Timeline:
                 held,
                 gathered=self.root_weights,
                 reducing=held.reducing + buffer + (whole if self.is_unit else whole - self.root_grads),
-                activations=self.tokens * self.a_token,
+                activations=self.tokens * self.token_bytes,
             ),
         )
         if self.is_unit:
             yield Peak(
-                "reduction of the ends' gradients",
+                "reduction of the embedding's and the head's gradients",
                 replace(held, reducing=held.reducing + self.root_grads + self.root_buffer),
             )
 
     def _gathered(self, index: int, buffers: int) -> int:
-        """Whole weights while a block runs, past the last one those of the ends alone, and buffers of a block's."""
+        """Return the bytes of unsharded weights while a block runs: embedding, head, the block, and block buffers."""
         if not self.is_unit:
             return 0
         running = 1 if index < self.num_blocks else 0
@@ -193,14 +195,14 @@ class Timeline:
         return self.root_weights + (running + buffers) * self.block_weights
 
     def _accumulated(self, num_left: int) -> Footprint:
-        """Weights, optimizer, and gradients of other micro-batches and of the blocks whose backward is over."""
+        """Return the state with the gradients of earlier micro-batches and of blocks whose backward has finished."""
         state, memory, setting = self.state, self.memory, self.setting
         if setting.mode == "ddp" and not self.is_unit:
-            return state  # they lie in DDP's buckets all the time
+            return state  # DDP's buckets hold the gradients all the time
         done = (self.num_blocks - num_left) * self.block_local
         if setting.accumulation == 1:
             return replace(state, gradients=min(done, state.gradients))
-        if not self.is_unit or not memory.holds_gradients:
+        if not self.is_unit or not memory.keeps_unsharded_gradients:
             return state
-        left = memory.reduced_bytes(self.root) + num_left * memory.reduced_bytes(self.block)
+        left = memory.reduction_bytes(self.root) + num_left * memory.reduction_bytes(self.block)
         return replace(state, gradients=min(done, state.gradients), reducing=left)

@@ -1,4 +1,4 @@
-"""Bytes that a block's kernels move beside its products and attention, operator by operator."""
+"""Memory traffic of a block's kernels other than matrix products and attention, counted operator by operator."""
 
 from __future__ import annotations
 
@@ -7,38 +7,43 @@ from dataclasses import dataclass
 from fctune.config.schema import AdapterConfig, RunConfig
 from fctune.models.architecture import Architecture
 
-_WIDE = 4  # bytes of float32, which eager RoPE is done in
+_WIDE = 4  # bytes of float32, in which eager RoPE computes
 
 
 @dataclass(frozen=True, slots=True)
 class BytesMoved:
-    """Bytes a token of one block."""
+    """Bytes per token that one block reads and writes."""
 
     forward: float
     backward: float
 
     def over(self, other: BytesMoved, recomputed: float) -> float:
-        """More than another's, in a step that computes a share of the blocks again."""
+        """Return the bytes in excess of another's, in a step that recomputes a share of the blocks."""
         more = (self.forward - other.forward) * (1 + recomputed)
         return more + self.backward - other.backward
 
 
 def count_bytes_moved(a: Architecture, config: RunConfig, width: int) -> BytesMoved:
-    """What this run's kernels read and write; ``width`` is bytes of a number in the compute format.
+    """Count the bytes that the kernels of this run move per token and block.
 
-    Eager, each operator reads its inputs and writes its output. Compiled, neighbours are one kernel. Adapters add the
-    thin products, which read the input and write an output for next to no arithmetic, their scaling and their sum.
+    In eager mode, each operator reads its inputs and writes its output; compiled, adjacent operators are fused.
+    Adapters add their thin matrix products, which move much memory for little arithmetic, their scaling and their sum.
+
+    Args:
+        a: sizes of the model.
+        config: config of the run.
+        width: bytes per element in the compute dtype.
     """
     if config.compile:
         plain = count_fused_bytes(a, width)
     else:
-        d, i, turned = a.embed_dim, a.intermediate_dim, a.embed_dim + a.num_kv_heads * a.head_dim
-        rope = 2 * (width + _WIDE)  # to float32 and back
+        d, i, rotated = a.embed_dim, a.intermediate_dim, a.embed_dim + a.num_kv_heads * a.head_dim
+        rope = 2 * (width + _WIDE)  # conversion to float32 and back
         plain = BytesMoved(
-            # norms, sums with the residual, SwiGLU; of RoPE products with both tables, their sums, stacking
-            forward=(4 + 6) * d * width + 5 * i * width + (rope + 9 * _WIDE) * turned,
-            # norms, sums of gradients; of RoPE the same and what slices leave out
-            backward=(6 + 15) * d * width + 9 * i * width + (rope + 14 * _WIDE) * turned,
+            # Norms, residual sums, SwiGLU; for RoPE, products with both tables, their sums and stacking.
+            forward=(4 + 6) * d * width + 5 * i * width + (rope + 9 * _WIDE) * rotated,
+            # Norms, sums of gradients; for RoPE the same and the padding of slices.
+            backward=(6 + 15) * d * width + 9 * i * width + (rope + 14 * _WIDE) * rotated,
         )
     if config.adapter is None:
         return plain
@@ -49,11 +54,11 @@ def count_bytes_moved(a: Architecture, config: RunConfig, width: int) -> BytesMo
 
 
 def count_fused_bytes(a: Architecture, width: int) -> BytesMoved:
-    """Of a block without adapters whose neighbouring operators are one kernel: published rates are reached so."""
-    d, i, turned = a.embed_dim, a.intermediate_dim, a.embed_dim + a.num_kv_heads * a.head_dim
-    # Norm, RoPE, sum and norm, SwiGLU, sum; backward the same, SwiGLU's output once more, and sums of gradients.
+    """Count the bytes that a fused block without adapters moves, for which published efficiencies were measured."""
+    d, i, rotated = a.embed_dim, a.intermediate_dim, a.embed_dim + a.num_kv_heads * a.head_dim
+    # Norm, RoPE, sum and norm, SwiGLU, sum; in backward the same, SwiGLU's output again, and sums of gradients.
     return BytesMoved(
-        (2 + 4 + 3) * d * width + 2 * turned * width + 3 * i * width, (11 * d + 2 * turned + 6 * i) * width
+        (2 + 4 + 3) * d * width + 2 * rotated * width + 3 * i * width, (11 * d + 2 * rotated + 6 * i) * width
     )
 
 
@@ -62,9 +67,9 @@ def _adapted(a: Architecture, adapter: AdapterConfig) -> list[tuple[int, int]]:
 
 
 def _adapter(in_dim: int, out_dim: int, adapter: AdapterConfig, is_compiled: bool, width: int) -> BytesMoved:
-    """Of one adapter: two thin products forward, four backward, its scaling and sum; dropout hashes 64-bit keys.
+    """Count one adapter: two thin products forward, four backward, its scaling and sum; dropout hashes 64-bit keys.
 
-    DoRA scales the sum, and its backward gives gradients of the sum and of the scales.
+    DoRA scales the sum, and its backward computes gradients of the sum and of the scales.
     """
     dropped = 0
     if adapter.dropout:

@@ -1,4 +1,4 @@
-"""The shape of the model that a config names, from its config.json alone: no weights are read or downloaded."""
+"""Model of a run on the meta device, from its config.json alone: no weights are read or downloaded."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from fctune.models.sources import find_public_config, parse_architecture, read_a
 from fctune.parallel.layout import check_layout
 
 
-def find_architecture(path: str, by_hand: str | None = None) -> tuple[Architecture, Path | None, str]:
-    """The architecture of ``model.path``, its directory where it is here, and where the shape was found.
+def find_architecture(path: str, model_dir: str | None = None) -> tuple[Architecture, Path | None, str]:
+    """Find the architecture of a model, its directory if it is on this machine, and a description of the source.
 
     Args:
-        path: as in the config.
-        by_hand: a directory with a config.json, in place of it.
+        path: ``model.path`` of the config.
+        model_dir: directory with a config.json to use instead.
 
     Raises:
-        ConfigError: a model that is not here, is not known, and whose config.json cannot be downloaded.
+        ConfigError: the model is neither on this machine nor a known public one, and its config.json cannot be
+            downloaded; or the config.json is invalid.
     """
     named = parse_name(path)
-    if by_hand is not None and not Path(by_hand).is_dir():
-        raise ConfigError(f"--model {by_hand}: no such directory; name the one that holds the model's config.json.")
-    if by_hand is not None or named is None:
-        folder = Path(by_hand or path)
+    if model_dir is not None and not Path(model_dir).is_dir():
+        raise ConfigError(f"--model {model_dir}: no such directory; pass the one with the model's config.json.")
+    if model_dir is not None or named is None:
+        folder = Path(model_dir or path)
         return read_architecture(folder), folder, str(folder / "config.json")
     from huggingface_hub import try_to_load_from_cache
 
@@ -42,7 +43,7 @@ def find_architecture(path: str, by_hand: str | None = None) -> tuple[Architectu
         return read_architecture(Path(cached).parent), Path(cached).parent, cached
     known = find_public_config(name)
     if known is not None:
-        return parse_architecture(name, known), None, f"{name}, as this version of the planner knows it"
+        return parse_architecture(name, known), None, f"{name}, built into this version of fctune"
     content = _download_config(path, name, revision)
     try:
         raw = json.loads(content)
@@ -52,7 +53,7 @@ def find_architecture(path: str, by_hand: str | None = None) -> tuple[Architectu
 
 
 def _download_config(path: str, name: str, revision: str | None) -> bytes:
-    """One try of a few seconds: the hub's own client tries for half a minute."""
+    """Download a config.json with a single attempt: the hub's own client retries for half a minute."""
     import httpx
     from huggingface_hub import constants, get_token, hf_hub_url
 
@@ -65,7 +66,7 @@ def _download_config(path: str, name: str, revision: str | None) -> bytes:
         # The hub redirects renamed repositories; httpx drops the token when the host changes.
         answer = httpx.get(url, headers=headers, timeout=5, follow_redirects=True)
         answer.raise_for_status()
-    except Exception as error:  # httpx's own, and the hub's for an invalid name
+    except Exception as error:  # from httpx, or from the hub's client for an invalid name
         raise ConfigError(
             f"model.path={path}: config.json cannot be downloaded ({describe_failure(error, 200)}). "
             "Pass --model DIR with one; no weights are needed."
@@ -85,10 +86,10 @@ def shape_model(
 
 
 def check_run(config: RunConfig, gpu: Gpu) -> None:
-    """Stop where the run would stop on this kind of GPU; one that is described by hand is taken at its word.
+    """Check that a GPU supports the precision of a run; a GPU described by options is assumed to.
 
     Raises:
-        ConfigError: products in float8 on a GPU that has none.
+        ConfigError: the run needs float8 matrix products and the GPU has none.
     """
     precision = choose_precision(config.precision, config.adapter is not None, "cuda")
     is_base = config.adapter is not None and config.adapter.base == "float8"
@@ -96,13 +97,13 @@ def check_run(config: RunConfig, gpu: Gpu) -> None:
     if known is not None and known.fp8_tflops is None and (precision.has_float8_matmuls or is_base):
         key = "adapter.base=float8" if is_base else f"precision={config.precision}"
         raise ConfigError(
-            f"{key}: --gpu {gpu.name} has no products in float8, so the run would not start on it. Use bf16, or a GPU "
-            f"that has them: {', '.join(name for name, one in GPUS.items() if one.fp8_tflops is not None)}."
+            f"{key}: --gpu {gpu.name} has no float8 matrix products, so the run would not start. Use bf16, or "
+            f"one of these GPUs: {', '.join(name for name, one in GPUS.items() if one.fp8_tflops is not None)}."
         )
 
 
 def is_valid_layout(config: RunConfig, model: CausalLM, mode: str, num_shards: int) -> bool:
-    """Whether a run can start so."""
+    """Return True if a run can start with this layout."""
     try:
         check_layout(config, model, mode, num_shards)
     except ConfigError:

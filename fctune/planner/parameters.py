@@ -1,4 +1,4 @@
-"""Parameters as sharding cuts them, and the state that an optimizer keeps of each."""
+"""Sizes of sharded parameters and of their optimizer state."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from fctune.models.frozen_linear import NF4_BYTES_PER_WEIGHT, is_nf4
 from fctune.models.lora import is_adapter
 
-# Of quantised moments: numbers that share a scale, bits of a number, bytes of the table of what they stand for.
-_QUANTISED = {"8bit": (256, 8, 1024), "4bit": (128, 4, 64), "Fp8": (256, 8, 0)}
+# Quantized moments by suffix of the optimizer's name: elements per scale, bits per element, bytes of the code book.
+_QUANTIZED = {"8bit": (256, 8, 1024), "4bit": (128, 4, 64), "Fp8": (256, 8, 0)}
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """A parameter."""
+    """Shape and kind of one parameter."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -28,21 +28,21 @@ class ParameterShape:
 
     @property
     def numel(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole."""
+        """Bytes of the unsharded parameter."""
         return int(self.numel * NF4_BYTES_PER_WEIGHT) if self.is_nf4 else self.numel * self.itemsize
 
     def local_numel(self, num_shards: int) -> int:
-        """Of the largest shard: rows are dealt as ``torch.chunk`` deals them."""
+        """Return the number of elements in the largest shard, which splits rows like ``torch.chunk``."""
         return math.ceil(self.shape[0] / num_shards) * math.prod(self.shape[1:])
 
 
 class ParameterGroup:
-    """The parameters of a unit of sharding."""
+    """Parameters that are sharded together: one block, the ends of the model, or all of it."""
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]):
         self.tensors = [
@@ -52,24 +52,29 @@ class ParameterGroup:
         self.numel = sum(t.numel for t in self.tensors)
 
     def local_bytes(self, tensor: ParameterShape, num_shards: int) -> int:
-        """Bytes of one rank's part."""
+        """Return the bytes of one rank's shard of a parameter."""
         if tensor.is_nf4:
             return tensor.num_bytes // num_shards
         return tensor.local_numel(num_shards) * tensor.itemsize
 
 
 def optimizer_state_bytes(optimizer: dict[str, Any], numel: int, itemsize: int) -> int:
-    """Bytes of optimizer state of one tensor: two moments and a step counter (https://arxiv.org/abs/1711.05101).
+    """Return the bytes of optimizer state of one tensor: two moments and a step counter (https://arxiv.org/abs/1711.05101).
 
-    Quantised moments have a scale a block (of 256 in 8 bits and float8, 128 in 4) and a table each; tensors that are
-    small or not whole blocks keep theirs as they are (torchao.optim).
+    Quantized moments have a scale per block (256 elements in 8 bits and float8, 128 in 4 bits) and a code book each;
+    tensors that are small or not a multiple of the block keep unquantized moments (torchao.optim).
+
+    Args:
+        optimizer: the config's ``optimizer``.
+        numel: elements of the tensor.
+        itemsize: bytes per element.
     """
     name = str(optimizer.get("_component_", "AdamW")).rpartition(".")[2]
     if name == "SGD":
         return numel * itemsize if optimizer.get("momentum") else 0
     if name == "Adafactor":
         return numel // 16
-    block, bits, tables = next((sizes for end, sizes in _QUANTISED.items() if name.endswith(end)), (0, 0, 0))
+    block, bits, tables = next((sizes for suffix, sizes in _QUANTIZED.items() if name.endswith(suffix)), (0, 0, 0))
     if block and numel >= 4096 and numel % block == 0:
         return 2 * (numel * bits // 8 + numel // block * 4 + tables) + 4
     return 2 * numel * itemsize + 4

@@ -1,4 +1,4 @@
-"""The formula by hand that memory is commonly estimated with, to compare with."""
+"""Common rules of thumb for memory and FLOPs, reported for comparison with the plan."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fctune.parallel.footprint import GIB
 
 @dataclass(frozen=True, slots=True)
 class RuleOfThumb:
-    """GiB a GPU, by the formula."""
+    """Memory per GPU in GiB by the rule of thumb."""
 
     state_gib: float
     activations_gib: float
 
     @property
     def total_gib(self) -> float:
-        """Of both."""
+        """Sum of state and activations in GiB."""
         return self.state_gib + self.activations_gib
 
 
@@ -31,11 +31,11 @@ def estimate_memory_by_rule(
     bytes_per_weight: int = 4,
     optimizer_weights: int = 2,
 ) -> RuleOfThumb:
-    """(weights + gradients + optimizer) / GPUs + batch x length x width x layers, all in one format.
+    """Estimate (weights + gradients + optimizer) / GPUs + batch x length x width x layers, all in one dtype.
 
-    The formula of many tutorials (https://blog.eleuther.ai/transformer-math gives its parts): as if all were sharded
-    and a block kept one tensor of the model's width. It leaves out the feed-forward's activations, logits, weights and
-    gradients that sharding holds whole, CUDA's context and fragmentation, and knows neither copies nor checkpointing.
+    Many tutorials give this formula (https://blog.eleuther.ai/transformer-math has its parts). It assumes that all
+    state is sharded and a block keeps one tensor of the model's width. It ignores the MLP's activations, logits,
+    unsharded weights and gradients, CUDA's context, fragmentation, replicas and checkpointing.
     """
     state = bytes_per_weight * (num_parameters + (1 + optimizer_weights) * num_trained) / world_size
     activations = micro_batch_size * seq_len * embed_dim * num_layers * bytes_per_weight
@@ -43,8 +43,8 @@ def estimate_memory_by_rule(
 
 
 def estimate_flops_by_rule(num_parameters: float, num_tokens: float, is_recomputed: bool) -> float:
-    """6 N D, or 8 N D where activations are computed again (https://arxiv.org/abs/2001.08361, section 2.1).
+    """Estimate 6 N D, or 8 N D with recomputed activations (https://arxiv.org/abs/2001.08361, section 2.1).
 
-    It counts the embedding as a product, a frozen base as if it trained, and leaves out attention and padding.
+    The rule counts the embedding as a matrix product and a frozen base as trained, and ignores attention and padding.
     """
     return (8 if is_recomputed else 6) * num_parameters * num_tokens

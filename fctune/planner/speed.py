@@ -1,4 +1,4 @@
-"""Time of a step: arithmetic at a stated efficiency, what kernels move beyond that, what collectives cannot hide."""
+"""Step time: arithmetic at a stated efficiency, memory traffic beyond that, and communication that is not hidden."""
 
 from __future__ import annotations
 
@@ -12,64 +12,65 @@ from fctune.planner.memory_timeline import Setting
 from fctune.planner.memory_traffic import count_bytes_moved, count_fused_bytes
 from fctune.planner.storage import HOST_GB_S
 
-# Share of the dense peak that a step with fused kernels reaches, all that it waits for counted: Megatron-LM's README
-# gives 41 % to 48 % of H100's for 2 to 462 billion weights; the middle is taken, the ends are the range of a plan.
+# Share of the dense peak that a step with fused kernels reaches, including all waiting: Megatron-LM's README reports
+# 41 % to 48 % on H100 for 2 to 462 billion parameters. The middle is the default, the ends are the range of a plan.
 EFFICIENCY = 0.445
 EFFICIENCY_RANGE = (0.41, 0.48)
 
-# Of their peaks, what the best products reach on H100, bfloat16 and float8: 794.5 of 989 and 1402.6 of 1979
+# Share of the peak that the best matrix products reach on H100: 794.5 of 989 in bfloat16, 1402.6 of 1979 in float8
 # (https://github.com/stas00/ml-engineering, compute/accelerator, maximum achievable matmul).
 _BF16_SHARE = 0.803
 _FLOAT8_SHARE = 0.709
 
-# Share of a link's rate that collectives reach at the 100s of MB that a block is, and of memory's that a kernel does.
-# Assumptions, between what configs/acceptance_2x8_h100.yaml warns of and fails at; ``fctune acceptance`` measures both.
+# Share of a link's rate that collectives reach at a block's size of some 100 MB, and of the memory's rate that kernels
+# reach. Assumptions, between the warning and failure thresholds of configs/acceptance_2x8_h100.yaml; ``fctune
+# acceptance`` measures both.
 _LINK_SHARE = 0.8
 _MEMORY_SHARE = 0.8
 
-# Of arithmetic, what communication can run beside: the first block of a step has nothing before it, collectives take
-# some of the processors. An assumption.
+# Share of the arithmetic that can overlap with communication: nothing precedes the first block of a step, and
+# collectives occupy some multiprocessors. An assumption.
 _OVERLAP = 0.9
 
-# Of the host's memory, what one rank's update has of it beside the others of its node. An assumption.
+# Rate of host memory available to one rank's optimizer update while all ranks of the node update. An assumption.
 _HOST_MEMORY_GB_S = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Operations of one token on average, as the step really does them; a multiply-add is two."""
+    """Average FLOPs per token that a step computes; a multiply-add counts as two."""
 
-    products: float  # of the blocks' linears and adapters
+    products: float  # matrix products of the blocks' linears and adapters
     recomputed: float
     attention: float
     head: float
 
     @property
     def total(self) -> float:
-        """All."""
+        """Total FLOPs per token."""
         return self.products + self.recomputed + self.attention + self.head
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one optimizer step; ``exposed_s`` is what training waits for of what is sent."""
+    """Seconds of one optimizer step by use, and the bytes communicated."""
 
     compute_s: float
-    moving_s: float  # what kernels move beyond those that efficiencies are of: eager ones', adapters'
+    memory_traffic_s: float  # traffic of eager kernels and adapters beyond the fused kernels that efficiencies refer to
     collectives_s: float
-    host_s: float  # that what is offloaded takes between the GPU and the host
-    exposed_s: float
-    update_s: float
-    gathered_bytes: int  # that a rank receives a step
+    host_s: float  # transfers of offloaded tensors between GPU and host
+    exposed_s: float  # part of the communication that training waits for
+    update_s: float  # optimizer update
+    gathered_bytes: int  # received per rank and step
     reduced_bytes: int
 
     @property
     def total_s(self) -> float:
-        """All of it."""
-        return self.compute_s + self.moving_s + self.exposed_s + self.update_s
+        """Duration of the step."""
+        return self.compute_s + self.memory_traffic_s + self.exposed_s + self.update_s
 
     def to_json(self) -> dict[str, float]:
-        """All of it."""
+        """Return the times and sizes as plain values."""
         return asdict(self) | {"total_s": self.total_s}
 
 
@@ -81,14 +82,22 @@ def count_flops(
     max_logits: float = MAX_LOGITS,
     micro_batch_size: int | None = None,
 ) -> Flops:
-    """Operations a token: 2N forward, 2N for gradients of inputs, 2N for those of weights that train.
+    """Count the FLOPs per token: 2N forward, 2N for input gradients, 2N for gradients of trained weights.
 
-    So 6N when all train and 4N over a frozen base, with 6 a weight of adapters (https://arxiv.org/abs/2001.08361,
-    section 2.1; https://arxiv.org/abs/2204.02311, appendix B). The embedding is a look-up and costs none. A block that
-    is computed again adds its forward; with policy ``op``, its first and every second product alone. What a block
-    ends with is not computed again, as no backward reads it (torch.utils.checkpoint, early stop). Attention costs
-    4d a pair forward and 10d backward, where it forms its scores again (https://arxiv.org/abs/2205.14135). The head
-    meets supervised places alone; where they are too many for one chunk, logits are computed again.
+    That is 6N for full training and 4N over a frozen base plus 6 per adapter weight (https://arxiv.org/abs/2001.08361,
+    section 2.1; https://arxiv.org/abs/2204.02311, appendix B). The embedding is a look-up and costs nothing. A
+    checkpointed block adds its forward; with policy ``op``, only its first and every second product. Its last product
+    is not recomputed, because no backward reads it (torch.utils.checkpoint, early stop). Attention costs 4d per pair
+    forward and 10d backward, where it recomputes its scores (https://arxiv.org/abs/2205.14135). The head is applied to
+    supervised positions only; if they need several chunks, logits are recomputed.
+
+    Args:
+        memory: memory model of the run.
+        fraction: share of the blocks that are checkpointed.
+        supervised_share: share of the positions that are supervised.
+        pairs_per_token: average number of tokens that a token attends to.
+        max_logits: logits computed in one chunk.
+        micro_batch_size: packs per micro-batch; None takes the config's.
     """
     a, config = memory.architecture, memory.config
     adapter = config.adapter
@@ -104,17 +113,17 @@ def count_flops(
     products = a.num_layers * ((4 if adapter is not None else 6) * base + 6 * added)
     is_by_operator = config.activation_checkpointing.policy == "op"
     last = math.prod(shapes[a.block_linears.mlp_output]) if adapter is None or config.compile else 0
-    again = sum(outputs[:-1:2]) if is_by_operator else base + added - last
+    recomputed_products = sum(outputs[:-1:2]) if is_by_operator else base + added - last
     pair = a.num_layers * a.embed_dim * pairs_per_token
-    recomputed = fraction * (2 * a.num_layers * again + (0 if is_by_operator else 4 * pair))
+    recomputed = fraction * (2 * a.num_layers * recomputed_products + (0 if is_by_operator else 4 * pair))
     head = a.vocab_size * a.embed_dim
     trains_head = adapter is None
     head_cost = 2 + 2 + 2 * trains_head
     head_adapter = 0
     if adapter is not None and a.head in a.resolve_adapter_modules(adapter.modules):
         head_adapter = 6 * adapter.rank * (a.vocab_size + a.embed_dim)
-    places = (micro_batch_size or config.micro_batch_size) * config.data.seq_len * supervised_share
-    if places * a.vocab_size > max_logits:
+    positions = (micro_batch_size or config.micro_batch_size) * config.data.seq_len * supervised_share
+    if positions * a.vocab_size > max_logits:
         head_cost += 2
     return Flops(products, recomputed, 14 * pair, supervised_share * (head_cost * head + head_adapter))
 
@@ -129,54 +138,65 @@ def estimate_step_time(
     efficiency: float = EFFICIENCY,
     slots_per_pack: float | None = None,
 ) -> StepTime:
-    """Seconds of a step of ``packs`` packs over all ranks; a rank with a pack less waits for the others.
+    """Estimate the duration of a step; ranks with fewer packs wait for the others.
 
-    ``slots_per_pack`` are places computed, padding among them; None where packs are as long as rows may be.
-
-    A ring moves (n - 1)/n of what is gathered or scattered through each link, and twice that to reduce to all
+    A ring moves (n - 1)/n of a gather or scatter through each link, and twice that for an all-reduce
     (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+
+    Args:
+        memory: memory model of the run.
+        gpu: GPU and its links.
+        setting: layout and batch shape.
+        flops: FLOPs per token.
+        packs: packs per step over all ranks.
+        ranks_per_node: ranks on each node.
+        efficiency: share of the GPU's dense peak that fused kernels reach.
+        slots_per_pack: computed positions per pack, including padding; None for full packs.
     """
     per_rank = math.ceil(packs / setting.world_size)
     tokens = per_rank * (memory.config.data.seq_len if slots_per_pack is None else slots_per_pack)
     micro_batches = math.ceil(per_rank / setting.micro_batch_size)
     compute = tokens * flops.total / (gpu.tflops(memory.precision.compute_dtype.itemsize) * 1e12 * efficiency)
-    moving = tokens * memory_traffic_seconds(memory, gpu, setting.fraction)
+    traffic = tokens * memory_traffic_seconds(memory, gpu, setting.fraction)
     compute -= float8_savings(memory, gpu, flops, tokens, micro_batches)
     gathered, scattered, summed = count_communication(memory, setting, micro_batches)
     inner = _bus_bytes_per_s(gpu, setting.shard, ranks_per_node)
-    # The copies of each shard meet in a ring of their own, at the same time.
+    # The replicas of each shard reduce in separate rings at the same time.
     outer = _bus_bytes_per_s(gpu, setting.world_size, ranks_per_node, num_rings=min(setting.shard, ranks_per_node))
-    shards, copies = setting.shard, setting.replicate
+    shards, replicas = setting.shard, setting.replicate
     each = (shards - 1) / shards / inner
-    last = 2 * summed * (copies - 1) / copies / outer
-    last += scattered * each if memory.holds_gradients else 0.0
-    steady = gathered * each + (0.0 if memory.holds_gradients else scattered * each)
+    last = 2 * summed * (replicas - 1) / replicas / outer
+    last += scattered * each if memory.keeps_unsharded_gradients else 0.0
+    steady = gathered * each + (0.0 if memory.keeps_unsharded_gradients else scattered * each)
     sent = steady + last
     host = offloaded_bytes(memory, setting, tokens, micro_batches) / (HOST_GB_S * 1e9)
-    hidden = _OVERLAP * (compute + moving)
-    # What is sent once a step goes beside its last micro-batch; the others hide none of it.
+    hidden = _OVERLAP * (compute + traffic)
+    # Communication once per step overlaps with the last micro-batch only.
     exposed = (micro_batches - 1) * max(0.0, steady - hidden) / micro_batches
     exposed += max(0.0, (steady - hidden) / micro_batches + last)
-    # Network and host are different wires; of each, the first block's has nothing to go beside.
+    # Network and host links are independent; on each, the first block's transfer has nothing to overlap with.
     exposed = max(exposed, host - hidden, max(sent, host) / len(memory.blocks))
     state = memory.sharded_state(setting)
     moved = 2 * (state.optimizer + state.gradients) + 2 * state.gradients
     update = moved / (_HOST_MEMORY_GB_S * 1e9 if memory.config.parallel.cpu_offload else _memory_bytes_per_s(gpu))
-    return StepTime(compute, moving, sent, host, exposed, update, int(gathered), int(scattered + summed))
+    return StepTime(compute, traffic, sent, host, exposed, update, int(gathered), int(scattered + summed))
 
 
 def memory_traffic_seconds(memory: MemoryModel, gpu: Gpu, fraction: float) -> float:
-    """A token's, for what kernels move beyond those of fused blocks without adapters, which efficiencies are of."""
+    """Return the seconds per token of memory traffic beyond fused blocks without adapters.
+
+    Published efficiencies refer to such blocks and include their traffic.
+    """
     a, width = memory.architecture, memory.precision.compute_dtype.itemsize
     more = count_bytes_moved(a, memory.config, width).over(count_fused_bytes(a, width), fraction)
     return a.num_layers * more / _memory_bytes_per_s(gpu)
 
 
 def float8_savings(memory: MemoryModel, gpu: Gpu, flops: Flops, tokens: float, micro_batches: int) -> float:
-    """Seconds that products in float8 take less than in bfloat16, at what each reaches at best, less the rounding.
+    """Return the seconds that float8 products save over bfloat16, each at its best rate, minus the rounding.
 
-    Each rounding reads a tensor for its largest value, then reads it and writes a byte: of a product's input and weight
-    forward and backward, of the gradient backward.
+    Each rounding reads a tensor for its largest value, then reads it again and writes one byte per element: for the
+    input and weight of a product in forward and backward, and for the gradient in backward.
     """
     adapter, a = memory.config.adapter, memory.architecture
     is_base = adapter is not None and adapter.base == "float8"
@@ -186,41 +206,42 @@ def float8_savings(memory: MemoryModel, gpu: Gpu, flops: Flops, tokens: float, m
     before, after = gpu.bf16_tflops * 1e12 * _BF16_SHARE, gpu.fp8_tflops * 1e12 * _FLOAT8_SHARE
     shapes = a.linear_shapes().values()
     inputs, outputs = sum(i for i, _ in shapes), sum(o for _, o in shapes)
-    weights = 0 if is_base else 2 * sum(i * o for i, o in shapes)  # a frozen base is rounded once and for all
+    weights = 0 if is_base else 2 * sum(i * o for i, o in shapes)  # a frozen base is rounded once, before training
     numbers = tokens * ((1 if is_base else 2) * inputs + outputs) + micro_batches * weights
     rounding = a.num_layers * numbers * (2 * memory.precision.compute_dtype.itemsize + 1) / _memory_bytes_per_s(gpu)
     return work * (1 / before - 1 / after) - rounding
 
 
 def count_communication(memory: MemoryModel, setting: Setting, micro_batches: int) -> tuple[float, float, float]:
-    """Bytes of whole tensors that are gathered, scattered and summed over copies in a step, by one rank.
+    """Return the unsharded bytes that one rank gathers, reduce-scatters and all-reduces over replicas in a step.
 
-    Sharded blocks are gathered for each forward and each backward; the head once a micro-batch, as it stays whole
-    (ZeRO stage 3, https://arxiv.org/abs/1910.02054). Gradients that fit are reduced once a step, else each time.
+    Sharded blocks are gathered for each forward and each backward, the head once per micro-batch because it stays
+    unsharded (ZeRO stage 3, https://arxiv.org/abs/1910.02054). Gradients are reduced once per step if their unsharded
+    form fits, else once per micro-batch.
     """
-    trained = memory.reduced_bytes(memory.all)
-    times = 1 if memory.holds_gradients else micro_batches
+    trained = memory.reduction_bytes(memory.all)
+    times = 1 if memory.keeps_unsharded_gradients else micro_batches
     gathered = scattered = 0.0
     if setting.shard > 1:
         passes = 2 if memory.config.parallel.reshard_after_forward else 1
-        blocks = sum(memory.whole_bytes(block) for block in memory.blocks)
-        gathered = micro_batches * (passes * blocks + memory.whole_bytes(memory.root))
+        blocks = sum(memory.unsharded_bytes(block) for block in memory.blocks)
+        gathered = micro_batches * (passes * blocks + memory.unsharded_bytes(memory.root))
         scattered = times * trained
     summed = trained / setting.shard if setting.replicate > 1 else 0.0
     return gathered, scattered, summed
 
 
 def offloaded_bytes(memory: MemoryModel, setting: Setting, tokens: float, micro_batches: int) -> float:
-    """Bytes that a rank sends to the host and gets from it in a step.
+    """Return the bytes that a rank exchanges with the host in a step.
 
-    Under ``parallel.cpu_offload`` its shards come for each time that they are gathered, and its gradients go
-    (torch.distributed.fsdp, CPUOffloadPolicy); under ``activation_checkpointing.offload`` what blocks keep goes and
-    comes back.
+    With ``parallel.cpu_offload``, shards are copied to the GPU for each gather and gradients to the host
+    (torch.distributed.fsdp, CPUOffloadPolicy); with ``activation_checkpointing.offload``, kept activations are copied
+    in both directions.
     """
     config, total = memory.config, 0.0
     if config.parallel.cpu_offload:
         state = memory.sharded_state(setting)
-        times = 1 if memory.holds_gradients else micro_batches
+        times = 1 if memory.keeps_unsharded_gradients else micro_batches
         passes = 2 if config.parallel.reshard_after_forward else 1
         total += micro_batches * passes * (state.parameters + state.adapters) + times * state.gradients
     if config.activation_checkpointing.offload:
@@ -229,7 +250,7 @@ def offloaded_bytes(memory: MemoryModel, setting: Setting, tokens: float, micro_
 
 
 def _bus_bytes_per_s(gpu: Gpu, ranks: int, ranks_per_node: int, num_rings: int = 1) -> float:
-    """Of each of so many rings: the node's links, or between nodes their share of all of a node's adapters."""
+    """Return the rate of each of ``num_rings`` rings: the node's links, or a share of its network adapters."""
     rate = gpu.link_gb_s
     if ranks > ranks_per_node:
         rate = min(rate, gpu.nic_gb_s * ranks_per_node / num_rings)

@@ -1,4 +1,4 @@
-"""Checkpoints: how large, how often, and how much room a run takes on the shared disk."""
+"""Disk space of a run and the save interval that loses the least time."""
 
 from __future__ import annotations
 
@@ -10,44 +10,41 @@ from fctune.planner.data_size import DataSize
 from fctune.planner.memory import MemoryModel
 from fctune.planner.parameters import optimizer_state_bytes
 
-# Unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 H100 (https://arxiv.org/abs/2407.21783).
-FAILURES_PER_GPU_DAY = 419 / 54 / 16_384
+HOST_GB_S = 25  # rate of a GPU's copies to pinned memory over PCIe while all GPUs of the node copy
 
-HOST_GB_S = 25  # of a GPU's copies to pinned memory over PCIe, beside the other GPUs of its node
-
-# Where saves and failures take more of the time than this, first order says no more: hours are at least so many.
+# Above this share of time lost to saves and failures, the first-order estimate is only a lower bound.
 MAX_LOST_SHARE = 0.9
 
-# Bytes a token in the prepared set: an int32 and a code.
+# Bytes per token in the prepared set: an int32 token id and a one-byte code.
 _PREPARED_BYTES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Bytes on the shared disk, and the rhythm of saves that loses least."""
+    """Bytes on the shared disk, and the save interval that loses the least time."""
 
-    checkpoint_bytes: int  # of one, sharded or elastic: both hold what trains and its optimizer
-    checkpoints_bytes: int  # all that are kept, and the ones being written
+    checkpoint_bytes: int  # one checkpoint, sharded or elastic: trained parameters and optimizer state
+    checkpoints_bytes: int  # all kept checkpoints and those being written
     base_bytes: int
     export_bytes: int
     prepared_bytes: int | None
-    save_s: float  # to the shared disk
-    stall_s: float  # that training waits for
+    save_s: float  # time to write one checkpoint to the shared disk
+    stall_s: float  # time that training waits for a save
     hours_between_failures: float
     best_interval_s: float
-    lost_share: float  # of the time, saving so
+    lost_share: float  # share of time lost to saves and failures at that interval
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Total bytes on the shared disk."""
         return self.checkpoints_bytes + self.base_bytes + self.export_bytes + (self.prepared_bytes or 0)
 
     def hours(self, num_steps: int | None, step_s: float) -> float | None:
-        """Of so many steps with saves and failures as expected, where all is saved in the best rhythm."""
+        """Return the hours of ``num_steps`` with the expected saves and failures at the best interval."""
         return None if num_steps is None else num_steps * step_s / 3600 / (1 - min(MAX_LOST_SHARE, self.lost_share))
 
     def to_json(self) -> dict[str, float | None]:
-        """All of it."""
+        """Return the figures as plain values."""
         return asdict(self) | {"total_bytes": self.total_bytes}
 
 
@@ -61,17 +58,17 @@ def plan_storage(
     num_shards: int = 1,
     num_steps: int | None = None,
 ) -> Storage:
-    """Sizes of what a run writes, and how often to save.
+    """Compute the sizes of a run's files and the best save interval.
 
     Args:
-        memory: of the run's model.
-        config: of the run.
-        world_size: ranks.
-        rows: None where they are not known.
-        disk_gb_s: of the shared disk, all ranks writing.
-        failures_per_gpu_day: on average.
-        num_shards: ranks that a copy of what trains is cut over; each holds its part and copies that for a save.
-        num_steps: of the run; None where it is not known.
+        memory: memory model of the run.
+        config: config of the run.
+        world_size: number of ranks.
+        rows: size of the data; None if unknown.
+        disk_gb_s: rate of the shared disk with all ranks writing.
+        failures_per_gpu_day: average number of failures.
+        num_shards: ranks that the trained parameters are sharded over; each copies its shard for a save.
+        num_steps: optimizer steps of the run; None if unknown.
     """
     trained = [t for t in memory.all.tensors if t.is_trained]
     weights = sum(t.num_bytes for t in trained)
@@ -87,7 +84,7 @@ def plan_storage(
     lost = stall_s / interval + (interval / 2 + save_s) / between_s if math.isfinite(interval) else 0.0
     return Storage(
         checkpoint_bytes=size,
-        checkpoints_bytes=_most_kept(config, num_steps) * size,
+        checkpoints_bytes=_max_checkpoints(config, num_steps) * size,
         base_bytes=base,
         export_bytes=base + adapters,
         prepared_bytes=None if rows is None else _PREPARED_BYTES * rows.tokens,
@@ -99,12 +96,12 @@ def plan_storage(
     )
 
 
-def _most_kept(config: RunConfig, num_steps: int | None) -> int:
-    """Checkpoints that lie there at the fullest, one of each kind being written among them.
+def _max_checkpoints(config: RunConfig, num_steps: int | None) -> int:
+    """Return the largest number of checkpoints on disk at once, including one of each kind that is being written.
 
-    Of each kind the newest stay, and every nth; of the elastic ones also the best evaluation's
-    (``fctune.checkpoint.store``). A run has one at its end, or where it is stopped, whatever its steps. Of a run whose
-    steps are not known, every nth cannot be counted.
+    The newest and every nth of each kind are kept, and the elastic one of the best evaluation
+    (``fctune.checkpoint.store``). A run always has one at its end or stop. Without a known number of steps, every nth
+    cannot be counted.
     """
     checkpoint, evaluated_every = config.checkpoint, config.eval.every_n_steps
     newest = max(1, checkpoint.keep_last) + 1
@@ -121,10 +118,10 @@ def _most_kept(config: RunConfig, num_steps: int | None) -> int:
 
 
 def optimal_save_interval(stall_s: float, between_failures_s: float) -> float:
-    """Seconds between saves that lose least: sqrt(2 d M) for a stall d and M between failures, to first order.
+    """Return the seconds between saves that lose the least time: sqrt(2 d M) for a stall d and M between failures.
 
-    Source: Young, CACM 17(9), 1974; for stalls that are not small, Daly's second order (Future Generation Computer
-    Systems 22(3), 2006): sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d under d = 2M, else M.
+    Source: Young, CACM 17(9), 1974. For stalls that are not small, Daly's higher order (Future Generation Computer
+    Systems 22(3), 2006): sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d for d < 2M, else M.
     """
     if not math.isfinite(between_failures_s):
         return math.inf

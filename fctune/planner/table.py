@@ -1,4 +1,4 @@
-"""The plan as a terminal shows it."""
+"""Terminal output of ``fctune plan``."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from rich.console import Console
 from rich.table import Table
 
 from fctune.parallel.footprint import GIB, LABELS, SAFE_SHARE
-from fctune.planner.plan import WORTH, Plan, Variant, list_remedies
+from fctune.planner.plan import Plan, list_remedies
+from fctune.planner.plan_request import FAILURES_PER_GPU_DAY
 from fctune.planner.speed import EFFICIENCY_RANGE
-from fctune.planner.storage import FAILURES_PER_GPU_DAY, MAX_LOST_SHARE
+from fctune.planner.storage import MAX_LOST_SHARE
+from fctune.planner.variants import WORTHWHILE_SPEEDUP, Variant
 from fctune.terminal import print_full_width
 
 
 def print_plan(console: Console, plan: Plan) -> None:
-    """Print all of it."""
-    ask, setting = plan.request, plan.setting
-    gpus = f"{ask.nodes} x {ask.gpus_per_node} {ask.gpu.name}"
-    _say(console, f"{plan.config.model.path}: {plan.num_parameters:,} parameters, {plan.num_trained:,} train")
-    _say(console, f"  shape: {plan.shape_source}")
-    _say(console, f"{gpus} ({ask.gpu.source}; {ask.gpu.machine})")
+    """Print a plan: memory, variants, time, cost, storage and, if requested, other numbers of nodes."""
+    request, setting = plan.request, plan.setting
+    gpus = f"{request.nodes} x {request.gpus_per_node} {request.gpu.name}"
+    _say(console, f"{plan.config.model.path}: {plan.num_parameters:,} parameters, {plan.num_trained:,} trained")
+    _say(console, f"  sizes from: {plan.shape_source}")
+    _say(console, f"{gpus} ({request.gpu.source}; {request.gpu.machine})")
     _say(console, f"  {_describe_layout(setting.mode, setting.replicate, setting.shard)} ({plan.layout_reason})")
     console.print()
     _print_memory(console, plan)
@@ -36,34 +38,34 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 def _print_memory(console: Console, plan: Plan) -> None:
     parts, memory = plan.peak.footprint, plan.request.gpu.memory_bytes
-    table = Table("memory of a GPU", "GiB", box=None, pad_edge=False)
+    table = Table("memory per GPU", "GiB", box=None, pad_edge=False)
     for part in fields(parts):
         size = getattr(parts, part.name)
         if size:
             table.add_row(LABELS.get(part.name, part.name), _gib(size))
     table.add_row("peak", _gib(parts.total), style="bold")
     print_full_width(console, table)
-    _say(console, f"  highest at: {plan.peak.phase}")
+    _say(console, f"  peak in phase: {plan.peak.phase}")
     if plan.fits:
         margin = plan.margin_bytes / memory
-        _say(console, f"fits: {_gib(plan.margin_bytes)} GiB ({margin:.0%}) of {_gib(memory)} GiB left")
+        _say(console, f"fits: {_gib(plan.margin_bytes)} GiB ({margin:.0%}) of {_gib(memory)} GiB free")
         if plan.peak.footprint.total > SAFE_SHARE * memory:
-            _say(console, "  a narrow margin: leave a tenth free for what nobody counts", "yellow")
+            _say(console, "  narrow margin: keep a tenth free for memory that is not counted", "yellow")
     else:
-        _say(console, f"does not fit: {_gib(-plan.margin_bytes)} GiB over the {_gib(memory)} GiB there are", "red")
-    _say(console, f"largest micro_batch_size that fits, a tenth left free: {plan.largest_micro_batch or 'none'}")
-    hand = plan.hand
+        _say(console, f"does not fit: {_gib(-plan.margin_bytes)} GiB over the GPU's {_gib(memory)} GiB", "red")
+    _say(console, f"largest micro_batch_size that fits with a tenth free: {plan.largest_micro_batch or 'none'}")
+    rule = plan.rule_of_thumb
     _say(
         console,
-        f"by hand, (weights + gradients + optimizer) / GPUs + activations: {hand.state_gib:.2f} + "
-        f"{hand.activations_gib:.2f} = {hand.total_gib:.2f} GiB; it takes all as float32, sharded over all GPUs, one "
-        "tensor a block, and leaves out the feed-forward, logits, what sharding holds whole, CUDA and fragmentation",
+        f"rule of thumb, (weights + gradients + optimizer) / GPUs + activations: {rule.state_gib:.2f} + "
+        f"{rule.activations_gib:.2f} = {rule.total_gib:.2f} GiB; it assumes float32, sharding over all GPUs and "
+        "one tensor per block, and ignores the MLP, logits, unsharded tensors, CUDA and fragmentation",
         "dim",
     )
 
 
 def _print_variants(console: Console, plan: Plan) -> None:
-    names = ("layout", "recomputed", "micro-batch", "GiB", "step", "tokens/s a GPU")
+    names = ("layout", "checkpointed", "micro-batch", "GiB", "step", "tokens/s per GPU")
     table = Table(*names, box=None, pad_edge=False)
     fastest = plan.fastest
     for variant in plan.variants:
@@ -79,51 +81,55 @@ def _print_variants(console: Console, plan: Plan) -> None:
         )
     print_full_width(console, table)
     if fastest is None:
-        _say(console, f"nothing fits: {', '.join(list_remedies(plan))}", "red")
+        _say(console, f"nothing fits; options: {', '.join(list_remedies(plan))}", "red")
     else:
         _say(console, f"fastest that fits: {_as_overrides(fastest)}")
 
 
 def _print_time(console: Console, plan: Plan) -> None:
     time, flops = plan.time, plan.flops
-    mover = "adapters" if plan.config.compile else "kernels that are not compiled"
+    kernels = "adapters" if plan.config.compile else "uncompiled kernels"
     rate = plan.request.gpu.tflops(plan.compute_width)
-    host = f" or for the host (of {_seconds(time.host_s)})" if time.host_s else ""
-    moving = f" + {_seconds(time.moving_s)} in which {mover} move memory" if time.moving_s else ""
+    host = f" or the host (of {_seconds(time.host_s)})" if time.host_s else ""
+    traffic = f" + {_seconds(time.memory_traffic_s)} memory traffic of {kernels}" if time.memory_traffic_s else ""
     _say(
         console,
-        f"a step: {_seconds(time.total_s)} = {_seconds(time.compute_s)} arithmetic ({flops.total / 1e9:.3g} GFLOP a "
-        f"token at {plan.efficiency:.1%} of {rate:g} TFLOP/s){moving} + "
-        f"{_seconds(time.exposed_s)} waiting for the network (of {_seconds(time.collectives_s)} sending){host} + "
+        f"step time: {_seconds(time.total_s)} = {_seconds(time.compute_s)} arithmetic ({flops.total / 1e9:.3g} GFLOP "
+        f"per token at {plan.efficiency:.1%} of {rate:g} TFLOP/s){traffic} + "
+        f"{_seconds(time.exposed_s)} waiting for the network (of {_seconds(time.collectives_s)} in total){host} + "
         f"{_seconds(time.update_s)} update",
     )
     if plan.compute_width > 2 and rate == plan.request.gpu.bf16_tflops:
-        _say(console, f"  the rate of precision={plan.config.precision} is not known here: bf16's is taken", "yellow")
-    if plan.rows is None:
-        steps = "steps and hours are not known" if plan.num_steps is None else "max_steps are taken, of full packs"
         _say(
             console,
-            f"data: not prepared here, so {steps}; run `fctune data prepare`, or pass --rows and --mean-tokens. All "
-            "places are taken as learnt",
+            f"  the rate of precision={plan.config.precision} is unknown for this GPU; bf16's was used",
+            "yellow",
+        )
+    if plan.rows is None:
+        steps = "steps and hours are unknown" if plan.num_steps is None else "max_steps of full packs are assumed"
+        _say(
+            console,
+            f"data: not prepared, so {steps}; run `fctune data prepare`, or pass --rows and --mean-tokens. All "
+            "positions are assumed to be supervised",
             "yellow",
         )
     else:
         rows = plan.rows
         _say(
             console,
-            f"data: {rows.packs:,} {'packs' if plan.config.data.packed else 'rows'}, {rows.tokens:,} tokens an epoch, "
-            f"{rows.supervised / rows.tokens:.0%} learnt, {rows.padding_share:.1%} of the places padding "
+            f"data: {rows.packs:,} {'packs' if plan.config.data.packed else 'rows'}, {rows.tokens:,} tokens per "
+            f"epoch, {rows.supervised / rows.tokens:.0%} supervised, {rows.padding_share:.1%} of the positions padding "
             f"({rows.source})",
         )
     if plan.hours is not None:
         _say(console, _describe_cost(plan, plan.hours), "bold")
-    if plan.hand_flops is not None:
+    if plan.rule_of_thumb_flops is not None:
         factor = 8 if plan.setting.fraction else 6
-        hours = plan.hand_flops / (rate * 1e12 * plan.efficiency) / 3600
+        hours = plan.rule_of_thumb_flops / (rate * 1e12 * plan.efficiency) / 3600
         _say(
             console,
-            f"by hand, {factor} N D: {hours:,.1f} GPU-hours; it counts a frozen base as "
-            "trained and the embedding as a product, and leaves out attention, padding, memory and the network",
+            f"rule of thumb, {factor} N D: {hours:,.1f} GPU-hours; it counts a frozen base as trained and the "
+            "embedding as a matrix product, and ignores attention, padding, memory traffic and the network",
             "dim",
         )
 
@@ -134,37 +140,43 @@ def _describe_cost(plan: Plan, hours: float) -> str:
     line = f"{plan.num_steps:,} steps: {_hours(hours)}"
     if ends is not None:
         low, high = EFFICIENCY_RANGE
-        line += f" ({_hours(ends[0])} to {_hours(ends[1])} at {high:.0%} to {low:.0%} of the rate)"
+        line += f" ({_hours(ends[0])} to {_hours(ends[1])} at {high:.0%} to {low:.0%} of the peak rate)"
     line += f", {gpu_hours:,.1f} GPU-hours"
     if price is not None:
-        line += f", {gpu_hours * price:,.2f} at {price:g} an hour"
+        line += f", {gpu_hours * price:,.2f} at {price:g} per GPU-hour"
         if ends is not None:
             line += f" ({ends[0] * plan.world_size * price:,.2f} to {ends[1] * plan.world_size * price:,.2f})"
-    return f"{line}; start, compilation and evaluation aside"
+    return f"{line}; without start-up, compilation and evaluation"
 
 
 def _print_storage(console: Console, plan: Plan) -> None:
     storage = plan.storage
     _say(
         console,
-        f"a checkpoint: {_gib(storage.checkpoint_bytes)} GiB, {_seconds(storage.save_s)} to write at "
+        f"checkpoint: {_gib(storage.checkpoint_bytes)} GiB, {_seconds(storage.save_s)} to write at "
         f"{plan.request.disk_gb_s:g} GB/s (--disk-gb-s), training waits {_seconds(storage.stall_s)}",
     )
-    rhythm = storage.best_interval_s
-    if rhythm < float("inf"):
-        steps = max(1, round(rhythm / plan.time.total_s))
-        source = " (as Llama 3's)" if plan.request.failures_per_gpu_day == FAILURES_PER_GPU_DAY else ""
+    interval_s = storage.best_interval_s
+    if interval_s < float("inf"):
+        steps = max(1, round(interval_s / plan.time.total_s))
+        source = (
+            " (the rate of Llama 3's training)" if plan.request.failures_per_gpu_day == FAILURES_PER_GPU_DAY else ""
+        )
         _say(
             console,
-            f"a failure every {_hours(storage.hours_between_failures)}{source}: saving every {rhythm / 60:,.1f} min "
-            f"loses least, {storage.lost_share:.2%} of the time (Young, Daly): checkpoint.every_n_steps={steps:,}; the "
-            f"config has {plan.config.checkpoint.every_n_steps:,}",
+            f"a failure every {_hours(storage.hours_between_failures)}{source}: saving every {interval_s / 60:,.1f} "
+            f"min loses the least time, {storage.lost_share:.2%} (Young, Daly): checkpoint.every_n_steps={steps:,}; "
+            f"the config has {plan.config.checkpoint.every_n_steps:,}",
         )
     if storage.lost_share > MAX_LOST_SHARE:
-        _say(console, "  the run hardly advances: fewer GPUs, a faster disk, or hours that are longer than told", "red")
+        _say(
+            console,
+            "  the run hardly advances; use fewer GPUs or a faster disk. The hours above are a lower bound",
+            "red",
+        )
     _say(
         console,
-        f"room on the shared disk (/mnt/shared in sky/): {_gib(storage.total_bytes)} GiB (checkpoints "
+        f"space on the shared disk (/mnt/shared in sky/): {_gib(storage.total_bytes)} GiB (checkpoints "
         f"{_gib(storage.checkpoints_bytes)} with checkpoint.keep_last={plan.config.checkpoint.keep_last}, "
         f"base {_gib(storage.base_bytes)}, export {_gib(storage.export_bytes)}"
         + (")" if storage.prepared_bytes is None else f", data {_gib(storage.prepared_bytes)})"),
@@ -173,37 +185,37 @@ def _print_storage(console: Console, plan: Plan) -> None:
 
 def _print_search(console: Console, plan: Plan) -> None:
     is_timed, is_priced = plan.num_steps is not None, plan.request.price is not None and plan.num_steps is not None
-    names = ["nodes", "GPUs", "fastest that fits", "step", "tokens/s a GPU"]
-    names += ["hours", "GPU-hours"] * is_timed + ["cost"] * is_priced + ["pays"]
+    names = ["nodes", "GPUs", "fastest that fits", "step", "tokens/s per GPU"]
+    names += ["hours", "GPU-hours"] * is_timed + ["cost"] * is_priced + ["pays off"]
     table = Table(*names, box=None, pad_edge=False)
-    for scale in plan.scaling:
-        best = scale.best
-        cells = [str(scale.nodes), str(scale.nodes * plan.request.gpus_per_node)]
+    for point in plan.scaling:
+        best = point.best
+        cells = [str(point.nodes), str(point.nodes * plan.request.gpus_per_node)]
         if best is None:
             cells += ["nothing fits", "", ""]
         else:
             cells += [_describe_briefly(best), _seconds(best.time.total_s), f"{best.tokens_per_s_per_gpu:,.0f}"]
-        figures = [scale.hours, scale.gpu_hours] * is_timed + [scale.cost] * is_priced
+        figures = [point.hours, point.gpu_hours] * is_timed + [point.cost] * is_priced
         cells += ["" if value is None else f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}" for value in figures]
-        table.add_row(*cells, "yes" if scale.pays else "no")
+        table.add_row(*cells, "yes" if point.pays else "no")
     print_full_width(console, table)
-    paying = [scale.nodes for scale in plan.scaling if scale.pays]
+    paying = [point.nodes for point in plan.scaling if point.pays]
     if not paying:
         return
     most, batch = paying[-1], plan.config.global_batch_size
     if most == plan.scaling[-1].nodes and 2 * most * plan.request.gpus_per_node > batch:
-        why = f"global_batch_size={batch} packs cannot be dealt to twice as many GPUs"
+        why = f"global_batch_size={batch} packs cannot be split over twice as many GPUs"
     elif most == plan.scaling[-1].nodes:
         why = "more were not tried"
     else:
-        why = f"twice as many would be less than {WORTH:g} times as fast"
-    _say(console, f"the most nodes that pay: {most}; {why}")
+        why = f"twice as many would be less than {WORTHWHILE_SPEEDUP:g} times as fast"
+    _say(console, f"most nodes that pay off: {most}; {why}")
 
 
 def _describe_briefly(variant: Variant) -> str:
     setting = variant.setting
     layout = _describe_layout(setting.mode, setting.replicate, setting.shard)
-    return f"{layout}, {setting.fraction:g} recomputed, {setting.micro_batch_size} at a time"
+    return f"{layout}, {setting.fraction:g} checkpointed, micro-batch {setting.micro_batch_size}"
 
 
 def _as_overrides(variant: Variant) -> str:
@@ -219,7 +231,7 @@ def _as_overrides(variant: Variant) -> str:
 def _describe_layout(mode: str, replicate: int, shard: int) -> str:
     return {
         "none": "one GPU",
-        "ddp": f"ddp, {replicate} copies",
+        "ddp": f"ddp, {replicate} replicas",
         "fsdp": f"fsdp over {shard}",
         "hsdp": f"hsdp, {replicate} x {shard}",
     }[mode]

@@ -13,8 +13,9 @@ from fctune.config.schema import RunConfig
 from fctune.distributed import World
 from fctune.gpus import find_gpu
 from fctune.parallel.footprint import GIB
-from fctune.planner.plan import Plan, Variant, list_remedies, make_plan
+from fctune.planner.plan import Plan, list_remedies, make_plan
 from fctune.planner.plan_request import PlanRequest
+from fctune.planner.variants import Variant
 from fctune.telemetry.device import peak_tflops, total_memory
 
 logger = logging.getLogger("fctune")

@@ -1,4 +1,4 @@
-"""What is counted in a prepared set, against the loader that deals it; which set is taken, and what is said by hand."""
+"""Data sizes counted in a prepared set, compared with the loader; the choice of the set; sizes given by options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tiny(tmp_path: Path, *overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize(("world_size", "size", "batch"), [(1, 1, 4), (2, 2, 16), (4, 3, 26)])
-def test_places_of_unpacked_rows_are_those_that_the_loader_deals(
+def test_positions_of_unpacked_rows_equal_those_of_the_loader(
     world_size: int, size: int, batch: int, tmp_path: Path
 ) -> None:
     config = tiny(tmp_path, "data.packed=false", f"micro_batch_size={size}", f"global_batch_size={batch}")
@@ -37,17 +37,17 @@ def test_places_of_unpacked_rows_are_those_that_the_loader_deals(
     rows = measure_data(config, TINY_BASE, None, None, world_size)
     assert rows is not None
     loader = GlobalLoader(prepared, "train", batch, config.seed)
-    dealt = 0
+    loaded = 0
     for step in range(1, loader.steps_per_epoch + 1):
         for rank in range(world_size):
             batches = loader.micro_batches(loader.step_at(step), rank, world_size, size)
-            dealt += sum(batch.tokens.numel() for batch in batches if batch.rows != (-1,))
-    assert rows.slots == dealt
+            loaded += sum(batch.tokens.numel() for batch in batches if batch.rows != (-1,))
+    assert rows.slots == loaded
     assert rows.packs == prepared.num_packs("train")
 
 
 def test_a_set_of_another_tokenizer_is_not_counted(tmp_path: Path) -> None:
-    """Rows of the hub go by their name and revision, so nothing need be fetched to tell the sets apart."""
+    """Rows on the hub are identified by name and revision, so nothing is downloaded to tell the sets apart."""
     config = tiny(tmp_path)
     prepared = prepare(config.data, TINY_BASE, prepared_root(config))
     config.data.sources[0].path = "hf:some/rows@abc"
@@ -64,7 +64,7 @@ def test_a_set_of_another_tokenizer_is_not_counted(tmp_path: Path) -> None:
     assert measure_data(config, TINY_BASE, None, None) is None
 
 
-def test_without_a_tokenizer_the_newest_set_is_counted_and_that_is_said(tmp_path: Path) -> None:
+def test_without_a_tokenizer_the_newest_set_is_counted_with_a_note(tmp_path: Path) -> None:
     config = tiny(tmp_path)
     prepared = prepare(config.data, TINY_BASE, prepared_root(config))
     bare = tmp_path / "bare"
@@ -77,7 +77,7 @@ def test_without_a_tokenizer_the_newest_set_is_counted_and_that_is_said(tmp_path
         assert "without the model's tokenizer" in rows.source
 
 
-def test_a_damaged_set_is_said_and_not_taken_for_none(tmp_path: Path) -> None:
+def test_a_damaged_set_is_an_error(tmp_path: Path) -> None:
     config = tiny(tmp_path)
     prepared = prepare(config.data, TINY_BASE, prepared_root(config))
     (prepared.path / "tokens.bin").write_bytes(b"")
@@ -85,7 +85,7 @@ def test_a_damaged_set_is_said_and_not_taken_for_none(tmp_path: Path) -> None:
         measure_data(config, TINY_BASE, None, None)
 
 
-def test_files_whose_digests_were_kept_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_with_stored_digests_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: now() + 10**10)  # digests of files this young are not cached
     config = tiny(tmp_path)
@@ -98,7 +98,7 @@ def test_files_whose_digests_were_kept_are_not_read_again(tmp_path: Path, monkey
     assert measure_data(config, TINY_BASE, None, None) is not None
 
 
-def test_a_single_row_by_hand_is_one_pack(tmp_path: Path) -> None:
+def test_a_single_given_row_is_one_pack(tmp_path: Path) -> None:
     config = tiny(tmp_path)
     assert config.data.validation_share > 0
     for data in (config.data, replace(config.data, packed=False)):

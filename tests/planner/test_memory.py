@@ -1,4 +1,4 @@
-"""Memory: state to the byte against real shards, activations against what autograd really keeps."""
+"""Planned state compared with real shards to the byte, planned activations with the tensors that autograd keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from fctune.config.loading import parse_config
 from fctune.config.schema import RunConfig
 from fctune.distributed import World
 from fctune.models.attention import make_bounds
@@ -26,23 +25,15 @@ from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Setting
 from fctune.planner.models import shape_model
 from fctune.training.setup import build_base, shard_and_load_, start_state
+from tests.planner.sample_plans import GIB, WIDE, parse_small_config
 from tests.ranks import run_ranks
 
-GIB = 1024**3
 ADAPTER = {"rank": 4, "alpha": 8, "modules": ["q_proj", "o_proj", "down_proj"]}
 
 
-def config_of(raw: dict[str, Any]) -> RunConfig:
-    problems: list[str] = []
-    base = {"output_dir": "runs/x", "data": {"sources": [{"path": "synthetic:train:10"}], "seq_len": 64}}
-    config = parse_config(base | raw, problems)
-    assert config is not None, problems
-    return config
-
-
 def measure_state(world: World, raw: dict[str, Any], model_dir: Path) -> dict[str, int]:
-    """Bytes that this rank holds after a step of the recipes' own pieces."""
-    config = config_of(raw)
+    """Return the bytes that this rank holds after one step with the recipes' own functions."""
+    config = parse_small_config(raw)
     model = build_base(config, model_dir, world)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
@@ -78,24 +69,24 @@ def measure_state(world: World, raw: dict[str, Any], model_dir: Path) -> dict[st
     ],
     ids=str,
 )
-def test_state_is_that_of_real_shards_to_the_byte(
+def test_planned_state_equals_real_shards_to_the_byte(
     world_size: int, family: str, raw: dict[str, Any], make_model: Callable[..., Path]
 ) -> None:
-    # Rows that no number of ranks divides, so that shards are uneven.
+    # No number of ranks divides these rows, so that shards are uneven.
     model_dir = make_model(family, intermediate_size=90)
     raw = raw | {"model": {"path": str(model_dir)}}
-    held = run_ranks(measure_state, world_size, raw, model_dir)[0]  # the first rank's part is the largest
-    config = config_of(raw)
+    held = run_ranks(measure_state, world_size, raw, model_dir)[0]  # the first rank's shard is the largest
+    config = parse_small_config(raw)
     memory = MemoryModel(shape_model(config, read_architecture(model_dir)), config, 80 * GIB)
     mode = config.parallel.mode
     copies = {"fsdp": 1, "ddp": world_size, "hsdp": config.parallel.replicate or 1}[mode]
-    state = memory.state(Setting(mode, copies, world_size // copies, 0.0, 1))
+    state = memory.device_state(Setting(mode, copies, world_size // copies, 0.0, 1))
     planned = {name: getattr(state, name) for name in ("parameters", "adapters", "gradients", "optimizer")}
     assert planned | {"buffers": memory.buffers} == held
 
 
 def keep_of_block(config: RunConfig, model_dir: Path, dtype: torch.dtype, num_tokens: int) -> int:
-    """Bytes that autograd keeps of one real block's forward, weights aside."""
+    """Return the bytes that autograd keeps for one real block's forward, without weights."""
     model = read_architecture(model_dir).build_model(2048, PrecisionPolicy.uniform(dtype))
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
@@ -118,7 +109,7 @@ def keep_of_block(config: RunConfig, model_dir: Path, dtype: torch.dtype, num_to
         return tensor
 
     forward = next(iter(model.blocks)).forward
-    if config.compile:  # cut into what is kept and what is made again as for CUDA, then run eagerly
+    if config.compile:  # partitioned into kept and recomputed tensors as for CUDA, then run eagerly
         torch._dynamo.reset()
         forward = torch.compile(forward, backend="aot_eager_decomp_partition")
     bounds = make_bounds(((num_tokens,),), "per_document") if config.compile else None
@@ -126,9 +117,6 @@ def keep_of_block(config: RunConfig, model_dir: Path, dtype: torch.dtype, num_to
         out = forward(hidden, mask=bounds, input_pos=positions)
     del out
     return sum(kept.values())
-
-
-WIDE = {"hidden_size": 256, "intermediate_size": 640, "num_key_value_heads": 2}
 
 
 @pytest.mark.parametrize(
@@ -141,17 +129,17 @@ WIDE = {"hidden_size": 256, "intermediate_size": 640, "num_key_value_heads": 2}
     ],
     ids=str,
 )
-def test_activations_are_what_autograd_keeps(
+def test_planned_activations_equal_what_autograd_keeps(
     raw: dict[str, Any], policy: str | None, make_model: Callable[..., Path]
 ) -> None:
     model_dir = make_model("llama", **(WIDE | {"num_key_value_heads": 4}))
     checkpointing = {"fraction": 1.0, "policy": policy} if policy else {}
     extra = {"model": {"path": str(model_dir)}, "precision": "fp32", "activation_checkpointing": checkpointing}
-    config = config_of(raw | extra)
-    block_memory = count_block_activations(read_architecture(model_dir), config, 4)
-    planned = block_memory.inputs * 512 if policy == "block" else block_memory.whole(512)
+    config = parse_small_config(raw | extra)
+    activations = count_block_activations(read_architecture(model_dir), config, 4)
+    planned = activations.kept_policy_block * 512 if policy == "block" else activations.total(512)
     if config.adapter is None and policy is None:
-        planned += 512 * 2 * 256 * 4  # on CPU a norm that trains keeps its quotient too: no kernel does it in one
+        planned += 512 * 2 * 256 * 4  # on CPU, a trained norm keeps its quotient too, for lack of a fused kernel
     assert planned == keep_of_block(config, model_dir, torch.float32, 512)
 
 
@@ -165,31 +153,31 @@ def test_activations_are_what_autograd_keeps(
     ],
     ids=str,
 )
-def test_activations_of_compiled_blocks_are_what_the_partitioner_keeps(
+def test_planned_activations_of_compiled_blocks_equal_what_the_partitioner_keeps(
     raw: dict[str, Any], make_model: Callable[..., Path]
 ) -> None:
     model_dir = make_model("llama", **WIDE)
-    config = config_of(raw | {"model": {"path": str(model_dir)}, "precision": "bf16", "compile": True})
-    planned = count_block_activations(read_architecture(model_dir), config, 2).whole(512)
-    # Keys of tokens for dropout, and where the row ends.
+    config = parse_small_config(raw | {"model": {"path": str(model_dir)}, "precision": "bf16", "compile": True})
+    planned = count_block_activations(read_architecture(model_dir), config, 2).total(512)
+    # Dropout's token keys, and the row's bounds.
     tolerance = 16 * 512 if config.adapter is not None and config.adapter.dropout else 64
     assert abs(planned - keep_of_block(config, model_dir, torch.bfloat16, 512)) <= tolerance
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_dora_keeps_no_more_than_is_said(is_compiled: bool, make_model: Callable[..., Path]) -> None:
+def test_dora_keeps_no_more_than_planned(is_compiled: bool, make_model: Callable[..., Path]) -> None:
     model_dir = make_model("llama", **WIDE)
     adapter = {"rank": 4, "dora": True}
-    config = config_of({"model": {"path": str(model_dir)}, "precision": "fp32", "adapter": adapter})
+    config = parse_small_config({"model": {"path": str(model_dir)}, "precision": "fp32", "adapter": adapter})
     config.compile = is_compiled
-    planned = count_block_activations(read_architecture(model_dir), config, 4).whole(512)
+    planned = count_block_activations(read_architecture(model_dir), config, 4).total(512)
     kept = keep_of_block(config, model_dir, torch.float32, 512)
     assert kept <= 1.01 * planned
     assert is_compiled or planned == pytest.approx(kept, rel=0.01)
 
 
-def test_more_of_anything_that_costs_memory_never_needs_less(make_model: Callable[..., Path]) -> None:
-    config = config_of({"model": {"path": str(make_model("llama"))}, "precision": "bf16_mixed"})
+def test_memory_grows_with_batch_and_shard_size_and_shrinks_with_checkpointing(make_model: Callable[..., Path]) -> None:
+    config = parse_small_config({"model": {"path": str(make_model("llama"))}, "precision": "bf16_mixed"})
     model = shape_model(config, read_architecture(make_model("llama")))
     memory = MemoryModel(model, config, 80 * GIB)
     setting = Setting("fsdp", 1, 8, 0.5, 2, 2)
@@ -202,7 +190,7 @@ def test_more_of_anything_that_costs_memory_never_needs_less(make_model: Callabl
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not(make_model: Callable[..., Path]) -> None:
     model_dir = make_model("llama")
-    config = config_of({"model": {"path": str(model_dir)}, "precision": "bf16_mixed"})
+    config = parse_small_config({"model": {"path": str(model_dir)}, "precision": "bf16_mixed"})
     memory = MemoryModel(shape_model(config, read_architecture(model_dir)), config, int(1.75 * GIB))
     setting = Setting("fsdp", 1, 2, 0.0, 1)
     largest = memory.largest_micro_batch(setting, 4096, 8192)

@@ -1,4 +1,4 @@
-"""Bytes that eager blocks move, against what each operator of a real block reads and writes."""
+"""Planned memory traffic of eager blocks compared with the reads and writes of each operator of a real block."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import read_architecture
 from fctune.models.torchtune import layers
 from fctune.planner.memory_traffic import BytesMoved, count_bytes_moved, count_fused_bytes
-from tests.planner.test_memory import WIDE, config_of
+from tests.planner.sample_plans import WIDE, parse_small_config
 
 TOKENS, RANK, WIDTH = 512, 4, 2
 
 
 class Counter(TorchDispatchMode):
-    """Adds up what operators read and write, but for products, attention, views and what is done to weights."""
+    """Adds up the bytes that operators read and write, without products, attention, views and weight casts."""
 
     total = 0
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        given = [t for t in tree_leaves((arguments, options or {})) if isinstance(t, torch.Tensor)]
+        inputs = [t for t in tree_leaves((arguments, options or {})) if isinstance(t, torch.Tensor)]
         result = operator(*arguments, **(options or {}))
-        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        owned = {t.untyped_storage().data_ptr() for t in given}
-        is_view = all(t.untyped_storage().data_ptr() in owned for t in made)
+        outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        owned = {t.untyped_storage().data_ptr() for t in inputs}
+        is_view = all(t.untyped_storage().data_ptr() in owned for t in outputs)
         name = str(operator)
-        is_cast = any(RANK in t.shape for t in given) and "_to_copy" in name
-        is_weight = is_cast or "vector_norm" in name  # once, whatever the tokens
+        is_cast = any(RANK in t.shape for t in inputs) and "_to_copy" in name
+        is_weight = is_cast or "vector_norm" in name  # once per step, whatever the number of tokens
         if (
             not is_view
             and not is_weight
             and not any(part in name for part in ("mm.", "attend_per_document", "empty", "zeros"))
         ):
-            self.total += sum(t.numel() * t.element_size() for t in given + made)
+            self.total += sum(t.numel() * t.element_size() for t in inputs + outputs)
         return result
 
 
-def move(model_dir: Path, raw: dict[str, Any]) -> BytesMoved:
-    """Of one real block, a token; norms are not done, as CUDA's kernel for them is not here."""
-    config = config_of(raw | {"model": {"path": str(model_dir)}, "precision": "bf16"})
+def measure_block(model_dir: Path, raw: dict[str, Any]) -> BytesMoved:
+    """Measure one real block per token, without norms, for which CUDA's kernel is missing here."""
+    config = parse_small_config(raw | {"model": {"path": str(model_dir)}, "precision": "bf16"})
     model = read_architecture(model_dir).build_model(2048, PrecisionPolicy.uniform(torch.bfloat16))
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
@@ -67,37 +67,37 @@ def move(model_dir: Path, raw: dict[str, Any]) -> BytesMoved:
     return BytesMoved(forward.total / TOKENS, backward.total / TOKENS)
 
 
-def planned(a: Architecture, model_dir: Path, raw: dict[str, Any]) -> BytesMoved:
-    """By the formula, without norms and adapters' products."""
-    config = config_of(raw | {"model": {"path": str(model_dir)}, "precision": "bf16"})
+def plan_block(a: Architecture, model_dir: Path, raw: dict[str, Any]) -> BytesMoved:
+    """Return the planned traffic without norms and the adapters' products."""
+    config = parse_small_config(raw | {"model": {"path": str(model_dir)}, "precision": "bf16"})
     moved = count_bytes_moved(a, config, WIDTH)
-    thin = sum(sum(shape) for shape in a.linear_shapes().values()) * WIDTH if config.adapter else 0
+    products = sum(sum(shape) for shape in a.linear_shapes().values()) * WIDTH if config.adapter else 0
     return BytesMoved(
-        moved.forward - 4 * a.embed_dim * WIDTH - thin, moved.backward - 6 * a.embed_dim * WIDTH - 2 * thin
+        moved.forward - 4 * a.embed_dim * WIDTH - products, moved.backward - 6 * a.embed_dim * WIDTH - 2 * products
     )
 
 
 @pytest.mark.parametrize(
     "adapter", [None, {"rank": RANK}, {"rank": RANK, "dropout": 0.1}, {"rank": RANK, "dora": True}], ids=str
 )
-def test_eager_blocks_move_what_the_planner_says(
+def test_eager_blocks_move_the_planned_bytes(
     adapter: dict[str, Any] | None, make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers, "rms_norm", lambda x, _, weight, eps: FusedNorm.apply(x, weight))
     raw = {} if adapter is None else {"adapter": adapter}
     model_dir = make_model("llama", **WIDE)
-    real, formula = move(model_dir, raw), planned(read_architecture(model_dir), model_dir, raw)
+    real, formula = measure_block(model_dir, raw), plan_block(read_architecture(model_dir), model_dir, raw)
     assert formula.forward == pytest.approx(real.forward, rel=0.03)
     assert formula.backward == pytest.approx(real.backward, rel=0.03)
 
 
-def test_compiled_blocks_move_less_and_plain_ones_nothing_extra(make_model: Callable[..., Path]) -> None:
+def test_compiled_blocks_move_less_and_have_no_extra_traffic_without_adapters(make_model: Callable[..., Path]) -> None:
     model_dir = make_model("llama", **WIDE)
     a, raw = read_architecture(model_dir), {"model": {"path": str(model_dir)}, "precision": "bf16"}
     plain = count_fused_bytes(a, WIDTH)
-    assert count_bytes_moved(a, config_of(raw | {"compile": True}), WIDTH).over(plain, 1.0) == 0
-    eager = count_bytes_moved(a, config_of(raw), WIDTH).over(plain, 0.0)
+    assert count_bytes_moved(a, parse_small_config(raw | {"compile": True}), WIDTH).over(plain, 1.0) == 0
+    eager = count_bytes_moved(a, parse_small_config(raw), WIDTH).over(plain, 0.0)
     assert eager > 0
     adapted = raw | {"adapter": {"rank": 4}}
-    compiled = count_bytes_moved(a, config_of(adapted | {"compile": True}), WIDTH).over(plain, 0.0)
-    assert 0 < compiled < count_bytes_moved(a, config_of(adapted), WIDTH).over(plain, 0.0)
+    compiled = count_bytes_moved(a, parse_small_config(adapted | {"compile": True}), WIDTH).over(plain, 0.0)
+    assert 0 < compiled < count_bytes_moved(a, parse_small_config(adapted), WIDTH).over(plain, 0.0)

@@ -1,4 +1,4 @@
-"""``fctune plan``: what it prints and how it exits, JSON, bad input."""
+"""``fctune plan``: output, exit codes, JSON and bad input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, captured.out, captured.err
 
 
-def test_json_holds_the_plan_and_says_what_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_contains_the_plan_and_null_for_unknown_figures(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--nodes", "2", "--json", "--failures-per-gpu-day", "0")
     plan = json.loads(out)
     assert (code, plan["version"], plan["memory"]["fits"]) == (0, 1, True)
@@ -35,7 +35,7 @@ def test_json_holds_the_plan_and_says_what_is_not_known(capsys: pytest.CaptureFi
     assert (plan["price"], plan["disk_gb_s"]) == (2, 1)
 
 
-def test_the_configs_price_is_taken_where_none_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_price_is_the_configs(capsys: pytest.CaptureFixture[str]) -> None:
     data = ("--nodes", "2", "--json", "--rows", "100000", "--mean-tokens", "600", "price_per_gpu_hour=3")
     _, out, _ = run(capsys, *data)
     plan = json.loads(out)
@@ -48,7 +48,7 @@ def test_the_configs_price_is_taken_where_none_is_given(capsys: pytest.CaptureFi
     assert plan["hours_range"] is None
 
 
-def test_a_model_that_is_nowhere_is_named_at_once(
+def test_an_unavailable_model_is_reported_at_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -58,7 +58,7 @@ def test_a_model_that_is_nowhere_is_named_at_once(
     assert "Pass --model DIR" in err
 
 
-def test_a_model_of_the_hub_that_has_no_builder_is_named_and_no_file_that_is_gone(
+def test_an_unsupported_model_on_the_hub_is_reported_by_its_hub_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     served = tmp_path / "some" / "model" / "resolve" / "main"
@@ -83,16 +83,16 @@ def test_a_model_of_the_hub_that_has_no_builder_is_named_and_no_file_that_is_gon
     assert err.startswith("hf:some/model/config.json: model_type='mamba' is not supported")
 
 
-def test_the_table_says_whether_it_fits_and_the_exit_code_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_and_exit_code_say_if_the_run_fits(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--nodes", "2", "--search", "--rows", "100000", "--mean-tokens", "600")
     assert code == 0
     for words in (
         "fits: ",
-        "by hand",
+        "rule of thumb",
         "fastest that fits: ",
         "GPU-hours",
-        "room on the shared disk",
-        "the most nodes that pay: ",
+        "space on the shared disk",
+        "most nodes that pay off: ",
     ):
         assert words in out
     code, out, _ = run(capsys, "--gpu", "l4", "parallel.mode=ddp")
@@ -100,29 +100,29 @@ def test_the_table_says_whether_it_fits_and_the_exit_code_too(capsys: pytest.Cap
     assert "does not fit" in out
 
 
-def test_where_nothing_fits_the_plan_says_what_might(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_are_listed_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(ROOT / "configs" / "qwen2_5_72b_full.yaml")
     assert main(["plan", "--config", config, "--nodes", "1", "--search"]) == 1
     out = capsys.readouterr().out
-    assert "nothing fits: more or larger GPUs, an adapter in place of all weights, an 8-bit optimizer" in out
+    assert "nothing fits; options: more or larger GPUs, an adapter instead of all weights, an 8-bit optimizer" in out
     rows = {line.split()[0]: line for line in out[out.index("fastest that fits") :].splitlines() if line[:1].isdigit()}
     assert "nothing fits" in rows["1"]
     assert rows["1"].split()[-1] == "no"
     assert rows["8"].split()[-1] == "yes"
-    assert "the most nodes that pay: 16; global_batch_size=128 packs cannot be dealt to twice as many GPUs" in out
+    assert "most nodes that pay off: 16; global_batch_size=128 packs cannot be split over twice as many GPUs" in out
 
 
-def test_what_is_set_already_is_not_advised(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_are_already_set_are_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
     long = ("--gpu", "l4", "--gpus-per-node", "1", "data.seq_len=65536", "parallel.cpu_offload=true")
     code, out, _ = run(capsys, *long, "adapter.base=nf4")
     assert code == 1
-    assert "nothing fits: more or larger GPUs, data.seq_len under 65536\n" in out
+    assert "nothing fits; options: more or larger GPUs, data.seq_len below 65536\n" in out
     _, out, _ = run(capsys, *long)
-    assert "nothing fits: more or larger GPUs, adapter.base=nf4, data.seq_len under 65536\n" in out
+    assert "nothing fits; options: more or larger GPUs, adapter.base=nf4, data.seq_len below 65536\n" in out
 
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--gpu", "l4"], 1)])
-def test_a_reader_that_has_seen_enough_does_not_change_the_exit_code(arguments: list[str], code: int) -> None:
+def test_a_closed_pipe_does_not_change_the_exit_code(arguments: list[str], code: int) -> None:
     config = ["--config", "configs/llama3_1_8b_lora.yaml", "--nodes", "2", "parallel.mode=ddp"]
     assert run_unheard("plan", *config, *arguments) == code
 
@@ -130,20 +130,20 @@ def test_a_reader_that_has_seen_enough_does_not_change_the_exit_code(arguments: 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--gpu", "h900"], "--gpu h900: not known; known: b200, h200, h100"),
-        (["--gpu", "h900", "--gpu-memory-gib", "80"], "give --gpu-memory-gib and --tflops"),
-        (["--gpu-memory-gib", "-1"], "--gpu-memory-gib -1: expected a finite number over 0."),
+        (["--gpu", "h900"], "--gpu h900: unknown GPU; known: b200, h200, h100"),
+        (["--gpu", "h900", "--gpu-memory-gib", "80"], "pass --gpu-memory-gib and --tflops"),
+        (["--gpu-memory-gib", "-1"], "--gpu-memory-gib -1: expected a finite number greater than 0."),
         (["--nodes", "0"], "--nodes 0: expected 1 or more."),
-        (["--nodes", "100"], "global_batch_size=512: under the 800 GPUs"),
-        (["--rows", "10"], "--mean-tokens: missing"),
+        (["--nodes", "100"], "global_batch_size=512: smaller than the 800 GPUs"),
+        (["--rows", "10"], "--mean-tokens: missing; --rows and --mean-tokens must be given together"),
         (["--rows", "10", "--mean-tokens", "5000"], "--mean-tokens 5000: expected 1 to data.seq_len=4096"),
         (["--rows", "0", "--mean-tokens", "50"], "--rows 0: expected 1 or more."),
-        (["--efficiency", "2"], "--efficiency 2: expected over 0 and at most 1."),
-        (["--disk-gb-s", "0"], "--disk-gb-s 0: expected a finite number over 0."),
-        (["--model", "nowhere"], "--model nowhere: no such directory; name the one that holds the model's config.json"),
-        (["--model", str(TINY_BASE / "config.json")], "/config.json: no such directory; name the one that holds"),
+        (["--efficiency", "2"], "--efficiency 2: expected more than 0 and at most 1."),
+        (["--disk-gb-s", "0"], "--disk-gb-s 0: expected a finite number greater than 0."),
+        (["--model", "nowhere"], "--model nowhere: no such directory; pass the one with the model's config.json"),
+        (["--model", str(TINY_BASE / "config.json")], "/config.json: no such directory; pass the one with"),
         (["--model", str(ROOT / "configs")], "configs/config.json: no such file"),
-        (["--gpu", "a100", "adapter.base=float8"], "adapter.base=float8: --gpu a100 has no products in float8"),
+        (["--gpu", "a100", "adapter.base=float8"], "adapter.base=float8: --gpu a100 has no float8 matrix products"),
         (["--gpus-per-node", "6", "adapter.base=nf4", "parallel.mode=fsdp"], "cannot be sharded over 6 ranks"),
         (
             ["optimizer={_component_: torchao.optim._AdamW, bf16_stochastic_round: true}", "parallel.mode=fsdp"],
@@ -153,7 +153,7 @@ def test_a_reader_that_has_seen_enough_does_not_change_the_exit_code(arguments: 
     ],
     ids=str,
 )
-def test_bad_input_is_one_line_that_says_what_to_do(
+def test_bad_input_is_reported_in_one_line(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(capsys, *arguments)

@@ -1,7 +1,7 @@
-"""Peak memory against torch's own tracker, which runs this project's step on tensors without memory.
+"""Planned peak memory compared with torch's memory tracker, which runs this project's step on fake tensors.
 
-Small shapes by default; with ``-m slow`` models of 1, 8 and 70 billion weights, 10 to 90 seconds each. Neither the
-formulas nor their constants were fitted to any of these.
+Small shapes by default; with ``-m slow`` models of 1, 8 and 70 billion parameters, 10 to 90 seconds each. Neither the
+formulas nor their constants were fitted to them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FULL = {"precision": "bf16_mixed"}
     ],
     ids=str,
 )
-def test_the_peak_of_a_small_model_is_the_trackers(
+def test_the_planned_peak_of_a_small_model_is_within_a_twentieth_of_the_trackers(
     raw: dict[str, Any], setting: Setting, make_model: Callable[..., Path]
 ) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -40,5 +40,5 @@ def test_the_peak_of_a_small_model_is_the_trackers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_the_peak_is_within_a_twentieth_of_the_trackers(name: str) -> None:
+def test_the_planned_peak_is_within_a_twentieth_of_the_trackers(name: str) -> None:
     assert compare(CASES[name])["error"] == pytest.approx(0, abs=0.05)
