@@ -20,7 +20,7 @@ class Reading(NamedTuple):
     lenient: Parsed
 
 
-def read_tool_calls(sent: Any, prose: str = "") -> Reading:
+def read_tool_calls(sent: Any, prose: str = "", is_bounded: bool = False) -> Reading:
     """Read calls as endpoints and prediction files give them; never raises.
 
     The lenient reading also takes missing or empty arguments for ``{}``, and the last of equal keys.
@@ -29,20 +29,21 @@ def read_tool_calls(sent: Any, prose: str = "") -> Reading:
         sent: Expected to be a list of calls. Items that are not calls become malformed stretches, of length 0 as there
             is no text.
         prose: Text next to the calls.
+        is_bounded: The calls come from ``decode_json``, which bounds their depth; otherwise deep ones are malformed.
     """
     if not isinstance(sent, (list, tuple)):
         parsed = Parsed((), (Malformed(0, 0, f"expected a list of calls, got {type(sent).__name__}"),), prose)
         return Reading(parsed, parsed)
-    strict = _read_all(sent, prose, lenient=False)
+    strict = _read_all(sent, prose, is_bounded, lenient=False)
     # Lenience only ever accepts more.
-    return Reading(strict, _read_all(sent, prose, lenient=True) if strict.malformed else strict)
+    return Reading(strict, _read_all(sent, prose, is_bounded, lenient=True) if strict.malformed else strict)
 
 
-def _read_all(sent: list[Any] | tuple[Any, ...], prose: str, lenient: bool) -> Parsed:
+def _read_all(sent: list[Any] | tuple[Any, ...], prose: str, is_bounded: bool, lenient: bool) -> Parsed:
     calls: list[Call] = []
     malformed: list[Malformed] = []
     for item in sent:
-        call = _read_call(item, lenient)
+        call = _read_call(item, is_bounded, lenient)
         if isinstance(call, Call):
             calls.append(call)
         else:
@@ -50,7 +51,7 @@ def _read_all(sent: list[Any] | tuple[Any, ...], prose: str, lenient: bool) -> P
     return Parsed(tuple(calls), tuple(malformed), prose)
 
 
-def _read_call(value: Any, lenient: bool) -> Call | str:
+def _read_call(value: Any, is_bounded: bool, lenient: bool) -> Call | str:
     """Read one call, or return the reason that it cannot be read."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
@@ -68,6 +69,6 @@ def _read_call(value: Any, lenient: bool) -> Call | str:
             return f"{name[:80]}: arguments are not JSON: {error.reason}"
     if not isinstance(arguments, dict):
         return f"{name[:80]}: arguments are not an object but {type(arguments).__name__}"
-    if is_deeper_than(arguments, MAX_DEPTH):
+    if not is_bounded and is_deeper_than(arguments, MAX_DEPTH):
         return f"{name[:80]}: arguments are nested more than {MAX_DEPTH} deep"
     return Call(name, arguments)

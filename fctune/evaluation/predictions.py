@@ -70,7 +70,7 @@ class Prediction(NamedTuple):
         if isinstance(step, str):
             assert self.call_format is not None
             return Reading(*self.call_format.parse_both(step, tools))
-        return read_tool_calls(step)
+        return read_tool_calls(step, is_bounded=True)
 
 
 class JudgedPrediction(NamedTuple):
@@ -162,7 +162,7 @@ def _read_row(line: str, formats: dict[Any, CallFormat]) -> Prediction | str:
         unreadable = Parsed((), (Malformed(0, 0, fault),))
         return Prediction(case_id, Reading(unreadable, unreadable))
     if (calls := row.get("calls")) is not None:
-        reading = read_tool_calls(calls)
+        reading = read_tool_calls(calls, is_bounded=True)
         if row.get("malformed"):
             stretch = Malformed(0, 0, str(row["malformed"])[:200])
             reading = Reading(*(one._replace(malformed=(*one.malformed, stretch)) for one in reading))

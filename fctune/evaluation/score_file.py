@@ -27,10 +27,11 @@ def score_file(
 ) -> dict[str, Any]:
     """Judge a file of predictions, write one row for each in its order, and return the summary.
 
-    An output row has ``id``, ``category``, ``valid``, ``reason``, ``verdict``, ``valid_lenient`` and
-    ``reason_lenient``; ``differences``, if there are any; the ``calls`` and ``malformed`` stretches of a text's strict
-    reading; and ``bfcl``, the leaderboard's own verdict, for its cases. ``category`` is None if no case has the id,
-    ``valid`` if its category cannot be run. The output file is complete or absent.
+    An output row has ``id``, ``category``, ``valid``, ``reason`` and ``verdict``; ``differences``, if there are any;
+    the ``calls`` and ``malformed`` stretches of a text's strict reading; ``valid_lenient`` and ``reason_lenient`` for a
+    text, or if the two readings differ; and ``bfcl``, if the leaderboard's own verdict or the strict typed match differs
+    from ``verdict``. ``category`` is None if no case has the id, ``valid`` if its category cannot be run. The output
+    file is complete or absent.
 
     The summary has the rates of ``Tally.summarise``, ``num_cases``, ``not_run`` (categories and reasons),
     ``unknown_ids`` with how often each occurred, ``missing_ids`` and ``num_repeated_ids``.
@@ -114,13 +115,13 @@ def _to_row(case_id: str, category: str, judged: JudgedPrediction) -> dict[str, 
         "valid": strict.is_correct,
         "reason": strict.reason,
         "verdict": strict.outcome.verdict,
-        "valid_lenient": lenient.is_correct,
-        "reason_lenient": lenient.reason,
     }
     if strict.differences:
         row["differences"] = strict.differences
     if judged.parsed is not None:
         row |= to_plain(judged.parsed)
-    if strict.benchmark is not None:
+    if judged.parsed is not None or lenient is not strict:
+        row["valid_lenient"], row["reason_lenient"] = lenient.is_correct, lenient.reason
+    if (own := strict.benchmark) is not None and (own.valid != row["valid"] or own.typed != row["verdict"]):
         row |= to_benchmark_fields(strict)
     return row

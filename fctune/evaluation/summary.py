@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +14,9 @@ from fctune.evaluation.suites import Suite
 # In live_relevance any call will do: nothing is known of its name, its arguments or the number of calls.
 _RATES_OF_ANY_CALL = ("accuracy", "well_formed", "missed_call", "schema_valid")
 
+# The strict outcome, the lenient one if it differs, and a benchmark's own verdict and typed match if there is one.
+_Judged = tuple[Outcome, Outcome | None, tuple[bool, bool] | None]
+
 
 class Tally:
     """Counts judged answers and computes their rates; the one summary of every command.
@@ -24,23 +27,15 @@ class Tally:
 
     def __init__(self, has_total: bool) -> None:
         self._has_total = has_total
-        self._strict: dict[str, Counter[Outcome]] = {}
-        self._lenient: dict[str, Counter[Outcome]] = {}
-        self._official: dict[str, Counter[bool]] = {}
-        self._typed: dict[str, Counter[bool]] = {}
-        self._has_benchmark = False
+        # Counts by category of equal judgements: in a large file most are equal, and counting takes most time.
+        self._counts: dict[str, Counter[_Judged]] = defaultdict(Counter)
 
     def add(self, category: str, strict: Judgement, lenient: Judgement) -> None:
         """Count one answer, in both readings."""
-        if category not in self._strict:
-            self._strict[category], self._lenient[category] = Counter(), Counter()
-            self._official[category], self._typed[category] = Counter(), Counter()
-        self._strict[category][strict.outcome] += 1
-        self._lenient[category][lenient.outcome] += 1
-        if (benchmark := strict.benchmark) is not None:
-            self._has_benchmark = True
-            self._official[category][benchmark.valid] += 1
-            self._typed[category][benchmark.typed == "correct"] += 1
+        benchmark = strict.benchmark
+        verdicts = None if benchmark is None else (benchmark.valid, benchmark.typed == "correct")
+        other = None if lenient is strict else lenient.outcome
+        self._counts[category][strict.outcome, other, verdicts] += 1
 
     def summarise(self) -> dict[str, Any]:
         """Return the rates by category.
@@ -49,10 +44,23 @@ class Tally:
         lenient reading. Cases of the leaderboard also give ``official``, its own verdict, and ``typed``, the strict
         typed match; answers that never came count as wrong in both.
         """
-        summary = {"scores": self._score(self._strict), "lenient": self._score(self._lenient)}
-        if self._has_benchmark:
-            for name, counts in (("official", self._official), ("typed", self._typed)):
-                summary[name] = {key: rate(counts[key][True], self._strict[key].total()) for key in sorted(counts)}
+        scores: dict[str, Counter[Outcome]] = defaultdict(Counter)
+        lenient: dict[str, Counter[Outcome]] = defaultdict(Counter)
+        official: Counter[str] = Counter()
+        typed: Counter[str] = Counter()
+        has_benchmark = False
+        for category, counts in self._counts.items():
+            for (strict, other, verdicts), times in counts.items():
+                scores[category][strict] += times
+                lenient[category][other or strict] += times
+                if verdicts is not None:
+                    has_benchmark = True
+                    official[category] += times * verdicts[0]
+                    typed[category] += times * verdicts[1]
+        summary = {"scores": self._score(scores), "lenient": self._score(lenient)}
+        if has_benchmark:
+            for name, successes in (("official", official), ("typed", typed)):
+                summary[name] = {key: rate(successes[key], scores[key].total()) for key in sorted(scores)}
         return summary
 
     def _score(self, outcomes: Mapping[str, Counter[Outcome]]) -> dict[str, Any]:

@@ -43,6 +43,11 @@ def to_json(calls: list[Call]) -> list[dict[str, Any]]:
     return [{"name": call.name, "arguments": call.arguments} for call in calls]
 
 
+def bfcl_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the leaderboard's own verdict, which rows leave out if it agrees with ours."""
+    return row.get("bfcl", {"valid": row["valid"], "typed": row["verdict"]})  # type: ignore[no-any-return]
+
+
 def score_bfcl(
     predictions: Path, *categories: str, default_format: str | None = None, dots_as_underscores: bool = False
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -69,7 +74,7 @@ def test_each_row_gets_the_official_verdict(write_rows: WriteRows) -> None:
     assert [row["valid"] for row in out] == official
     assert all(bool(row["reason"]) != row["valid"] for row in out)
     assert all(row["category"] == row["id"].rpartition("_")[0] for row in out)
-    assert all(row["valid"] == row["bfcl"]["valid"] == (row["verdict"] == "correct") for row in out)
+    assert all(row["valid"] == bfcl_of(row)["valid"] == (row["verdict"] == "correct") for row in out)
     for category, scores in summary["scores"].items():
         mine = [row for row in out if row["category"] == category]
         assert len(mine) == 300
@@ -80,7 +85,7 @@ def test_each_row_gets_the_official_verdict(write_rows: WriteRows) -> None:
         assert (accuracy["successes"], accuracy["n"]) == (num_valid, scores["n"])
         assert (accuracy["low"], accuracy["high"]) == wilson_interval(num_valid, scores["n"])
         assert summary["official"][category] == accuracy
-        num_typed = sum(row["bfcl"]["typed"] == "correct" for row in mine)
+        num_typed = sum(bfcl_of(row)["typed"] == "correct" for row in mine)
         assert summary["typed"][category]["successes"] == num_typed
 
 
