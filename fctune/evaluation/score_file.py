@@ -29,9 +29,9 @@ def score_file(
 
     An output row has ``id``, ``category``, ``valid``, ``reason`` and ``verdict``; ``differences``, if there are any;
     the ``calls`` and ``malformed`` stretches of a text's strict reading; ``valid_lenient`` and ``reason_lenient`` for a
-    text, or if the two readings differ; and ``bfcl``, if the leaderboard's own verdict or the strict typed match differs
-    from ``verdict``. ``category`` is None if no case has the id, ``valid`` if its category cannot be run. The output
-    file is complete or absent.
+    text, or if the two readings differ; and ``bfcl``, if the leaderboard's own verdict or the strict typed match
+    differs from ``verdict``. ``category`` is None if no case has the id, ``valid`` if its category cannot be run. The
+    output file is complete or absent.
 
     The summary has the rates of ``Tally.summarise``, ``num_cases``, ``not_run`` (categories and reasons),
     ``unknown_ids`` with how often each occurred, ``missing_ids`` and ``num_repeated_ids``.
