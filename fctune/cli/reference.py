@@ -1,4 +1,4 @@
-"""Write the generated pages of the documentation: every config key and every command.
+"""Write the generated pages of the documentation: every config key, command and metric.
 
 python -m fctune.cli.reference [DIR]      # default: docs/reference
 """
@@ -12,15 +12,35 @@ from pathlib import Path
 
 from fctune.cli import make_parser
 from fctune.config.reference import render_config_reference
+from fctune.telemetry.names import METRICS
 
 
 def main() -> int:
-    """Write both pages."""
+    """Write the pages."""
     directory = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/reference")
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.md").write_text(render_config_reference(), encoding="utf-8")
     (directory / "commands.md").write_text(render_command_reference(), encoding="utf-8")
+    (directory / "metrics.md").write_text(render_metric_reference(), encoding="utf-8")
     return 0
+
+
+def render_metric_reference() -> str:
+    """Return ``docs/reference/metrics.md``: every metric with its unit and meaning."""
+    lines = [
+        "# Metrics",
+        "",
+        "Metrics of a run, as `metrics.jsonl`, W&B and TensorBoard name them, with their Prometheus names.",
+        "",
+        "Generated from `fctune/telemetry/names.py` by `make reference`.",
+        "",
+        "| metric | unit | meaning | counted over | Prometheus |",
+        "|---|---|---|---|---|",
+    ]
+    for metric in METRICS:
+        prometheus = "" if metric.kind == "text" else f"`{metric.prometheus}`"
+        lines.append(f"| `{metric.name}` | {metric.unit} | {metric.description} | {metric.convention} | {prometheus} |")
+    return "\n".join(lines) + "\n"
 
 
 def render_command_reference() -> str:

@@ -39,8 +39,8 @@ def parse_architecture(source: str, raw: Any) -> Architecture:
         raise ConfigError(f"{source}: expected a JSON object, got {type(raw).__name__}. Download the model again.")
     family = raw.get("model_type")
     if family not in torchtune.FAMILIES:
-        known = " and ".join(f"{name} ({models})" for name, models in torchtune.FAMILIES.items())
-        raise ConfigError(f"{source}: model_type={family!r} is not supported; supported: {known}.")
+        supported = " and ".join(f"{name} ({facts.models})" for name, facts in torchtune.FAMILIES.items())
+        raise ConfigError(f"{source}: model_type={family!r} is not supported; supported: {supported}.")
     return torchtune.parse_architecture(source, raw)
 
 

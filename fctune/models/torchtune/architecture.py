@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,8 +17,21 @@ if TYPE_CHECKING:
     from fctune.models.causal_lm import CausalLM
     from fctune.models.precision import PrecisionPolicy
 
-# model_type of the families that torchtune builds -> the models that it covers.
-FAMILIES = {"llama": "Llama 3, 3.1, 3.2, 3.3", "qwen2": "Qwen2, Qwen2.5"}
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Facts about a model family that torchtune builds."""
+
+    models: str  # the models it covers, for messages
+    rotates_neighbours: bool  # torchtune's RoPE rotates neighbouring rows of a head; Hugging Face's its two halves
+    unsupported: Mapping[str, object]  # keys and values of config.json that torchtune's builder would ignore
+
+
+# By model_type of config.json.
+FAMILIES = {
+    "llama": Family("Llama 3, 3.1, 3.2, 3.3", True, {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": Family("Qwen2, Qwen2.5", False, {"use_sliding_window": True}),
+}
 
 # Linears whose rows RoPE rotates in pairs.
 _ROTATED = (".q_proj.", ".k_proj.")
@@ -59,7 +72,7 @@ class TorchtuneArchitecture(Architecture):
     def row_group(self, name: str) -> int:
         """Number of consecutive rows that the layouts reorder among themselves: those of a head where RoPE rotates."""
         is_rotated = any(part in name for part in _ROTATED) and not name.endswith(".lora_a")
-        return self.head_dim if self.family == "llama" and is_rotated else 1
+        return self.head_dim if FAMILIES[self.family].rotates_neighbours and is_rotated else 1
 
     def _permute(self, name: str, tensor: Tensor, groups: Sequence[int]) -> Tensor:
         if self.row_group(name) == 1:
@@ -124,8 +137,7 @@ def parse_architecture(source: str, raw: dict[str, Any]) -> TorchtuneArchitectur
 
 def _reject_unsupported(source: str, raw: dict[str, Any], family: str) -> None:
     """Reject features that the builders would ignore, giving another model than the one the weights are of."""
-    rejected = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {"use_sliding_window": True}
-    for key, value in rejected.items():
+    for key, value in FAMILIES[family].unsupported.items():
         if raw.get(key) == value:
             raise ConfigError(f"{source}: {key}={raw[key]} is not supported for model_type={family}.")
     if raw.get("hidden_act", "silu") != "silu":
