@@ -35,7 +35,7 @@ class _IndexedMessage(dict[str, Any]):
 
     def __init__(self, message: dict[str, Any], index: int):
         super().__init__(message)
-        self.index = index
+        self._index = index  # the sandbox hides names that begin with an underscore
 
 
 class TracedTemplate:
@@ -115,7 +115,7 @@ class TracedTemplate:
         if type(item) is not _IndexedMessage:
             return ""
         context.parent[_OPENED].add(loop)
-        return f"[{self._nonce}:{loop}:{item.index}]"
+        return f"[{self._nonce}:{loop}:{item._index}]"
 
     @jinja2.pass_context
     def _mark_end(self, context: jinja2.runtime.Context, loop: int) -> str:
@@ -149,7 +149,7 @@ class TracedTemplate:
 
 
 _OPENED = "fctune_opened"  # template variable: the loops that are at a message
-_NOT_KEYS = frozenset({*dir(dict), "index"})
+_NOT_KEYS = frozenset(dir(dict))
 
 
 def _get_attribute(environment: jinja2.Environment, fallback: Callable[[Any, str], Any], value: Any, name: str) -> Any:
