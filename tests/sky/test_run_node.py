@@ -173,7 +173,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
             command, env=environment, start_new_session=True, stdout=shown, stderr=subprocess.STDOUT
         )
     metrics = Path(environment["RUN"]) / "metrics.jsonl"
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 150
     while process.poll() is None and not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.2)
     return process
@@ -181,7 +181,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
 
 def end(process: subprocess.Popen[bytes]) -> int:
     try:
-        return process.wait(60)
+        return process.wait(150)  # a loaded machine takes a minute to start a run
     finally:
         for left in [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []:
             left.kill()
