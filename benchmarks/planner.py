@@ -1,4 +1,4 @@
-"""Peak memory by the planner, beside torch's own tracker of it on this project's step.
+"""Planned peak memory compared with torch's memory tracker on this project's step.
 
     python -m benchmarks.planner [--only 8b_lora,1b] [--out benchmarks/results/planner_DATE.json]
 
@@ -54,24 +54,24 @@ DEVICE = 80 * GIB
 
 
 class FusedNorm(torch.autograd.Function):
-    """A norm that keeps what CUDA's kernel does: its input, its weight, a float32 a row."""
+    """Norm that keeps the same tensors as CUDA's fused kernel: its input, its weight and a float32 per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """A tensor of the right shape; nobody reads its numbers."""
+        """Return a tensor of the right shape with arbitrary values."""
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The same of both gradients."""
+        """Return gradients of the right shapes with arbitrary values."""
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
 
 
 @contextmanager
-def pretended_group(world_size: int) -> Iterator[None]:
-    """A process group that sends nothing; this process is rank 0, whose shards are the largest."""
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """Start a process group that sends nothing, as rank 0, whose shards are the largest."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -82,8 +82,8 @@ def pretended_group(world_size: int) -> Iterator[None]:
 
 
 @contextmanager
-def _cuda_pretended(world_size: int) -> Iterator[None]:
-    """What only CUDA has, and what tensors without memory cannot give."""
+def _simulated_cuda(world_size: int) -> Iterator[None]:
+    """Replace what only CUDA has and what fake tensors cannot compute."""
     from torch.distributed.tensor import _sharding_prop
     from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
 
@@ -101,14 +101,14 @@ def _cuda_pretended(world_size: int) -> Iterator[None]:
 
 
 def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) -> dict[str, int]:
-    """Bytes at the highest moment of two steps on rank 0, by kind as the tracker names them, and in all."""
+    """Return the peak bytes of two steps on rank 0, by the tracker's kinds and in total."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.distributed._tools.mem_tracker import MemTracker
     from torch.distributed.fsdp import FSDPModule
 
     world = World(0, setting.world_size, 0, torch.device("cpu"), setting.shard)
-    with pretended_group(setting.world_size), _cuda_pretended(setting.world_size):
+    with fake_process_group(setting.world_size), _simulated_cuda(setting.world_size):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         model = shape_model(config, architecture, "varlen")
         apply_activation_checkpointing_(model, config.activation_checkpointing, "cuda")
@@ -146,7 +146,7 @@ def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) 
 
 
 def _make_step(config: RunConfig, model: CausalLM, setting: Setting) -> StepData:
-    """Packs of one conversation each, all of it supervised."""
+    """Make packs of one fully supervised conversation each."""
     rows, length = setting.micro_batch_size, config.data.seq_len
     inputs = Inputs(
         tokens=torch.zeros(rows, length, dtype=torch.int64),
@@ -171,12 +171,9 @@ def _without_memory(data: StepData, mode: Any) -> StepData:
     return replace(data, inputs=[fake] * len(data.inputs))
 
 
-# --- what is compared -----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, what trains, and how it lies on the ranks."""
+    """A model with its config and setting."""
 
     model: str
     setting: Setting
@@ -217,7 +214,7 @@ CASES = _cases()
 
 
 def make_config(case: Case) -> RunConfig:
-    """The run of a case, as its YAML would say it."""
+    """Return the config of a case."""
     setting = case.setting
     checkpointing = case.config.get("activation_checkpointing", {}) | {"fraction": setting.fraction}
     problems: list[str] = []
@@ -237,7 +234,7 @@ def make_config(case: Case) -> RunConfig:
 
 
 def compare(case: Case) -> dict[str, Any]:
-    """Both peaks of a case, GiB by part, and by how much the planner's is over."""
+    """Return both peaks of a case in GiB, by part, and the planner's relative error."""
     config = make_config(case)
     architecture, _, _ = find_architecture(case.model)
     started = time.perf_counter()
@@ -260,12 +257,12 @@ def compare(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compare all cases, each in a process of its own, and write what was found."""
+    """Compare all cases, each in a separate process, and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", default="", help="beginnings of names, comma-separated; default: all")
-    parser.add_argument("--one", choices=CASES, help="compare one in this process and print JSON")
+    parser.add_argument("--only", default="", help="comma-separated prefixes of case names; default: all")
+    parser.add_argument("--one", choices=CASES, help="compare one case in this process and print JSON")
     default = ROOT / "benchmarks" / "results" / f"planner_{datetime.date.today()}.json"
-    parser.add_argument("--out", type=Path, default=default, help="what is in it of other cases stays")
+    parser.add_argument("--out", type=Path, default=default, help="results of other cases in it are kept")
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(compare(CASES[arguments.one])))

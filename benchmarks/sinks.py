@@ -1,4 +1,4 @@
-"""What metrics cost training: steps with every sink open beside steps with none, in turns, in one run.
+"""Cost of the metrics sinks: steps with all sinks compared with steps without any, alternating in one run.
 
     python -m benchmarks.sinks [--seq-len 1024] [--rows 4] [--steps 10] [--pairs 40] [--line] [--out FILE]
 
@@ -49,7 +49,7 @@ NUM_WARMUP = 20  # steps before the first pair: wandb starts, memory is touched
 
 
 class Times(NamedTuple):
-    """Seconds so far, or of a step."""
+    """Seconds so far, or per step."""
 
     clock: float
     training_cpu: float  # of the thread that trains
@@ -58,7 +58,7 @@ class Times(NamedTuple):
 
     @classmethod
     def now(cls) -> Times:
-        """As they stand, asked on the thread that trains."""
+        """Return the current times; call it on the training thread."""
         own = time.thread_time()
         services = 0.0
         for child in psutil.Process().children(recursive=True):
@@ -67,12 +67,12 @@ class Times(NamedTuple):
         return cls(time.perf_counter(), own, time.process_time() - own, services)
 
     def a_step_since(self, before: Times, num_steps: int) -> Times:
-        """What each of ``num_steps`` steps took."""
+        """Return the times per step since ``before``."""
         return Times(*((after - start) / num_steps for after, start in zip(self, before, strict=True)))
 
 
 class Turns:
-    """A sink that hands steps on in one half of each pair of blocks, and times the steps of both.
+    """Sink that forwards steps in one half of each pair of blocks, and times the steps of both.
 
     Args:
         sinks: where steps go.
@@ -91,7 +91,7 @@ class Turns:
         self.held_s: list[float] = []  # of the training thread, a step that was handed on
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """One step ended."""
+        """Record the end of a step, forwarding it in the half with sinks."""
         since = metrics["step"] - NUM_WARMUP - 1
         pair, half = divmod(max(0, since) // self._block, 2)
         is_on = since < 0 or (pair + half) % 2 == 1
@@ -106,7 +106,7 @@ class Turns:
             self.held_s.append(time.perf_counter() - entered)
 
     def close(self) -> None:
-        """The sinks are closed by who opened them."""
+        """Close what ``accompany`` opened; the sinks belong to the caller."""
         self._stack.close()
 
     def _turn(self, is_on: bool) -> None:
@@ -119,7 +119,7 @@ class Turns:
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The pairs of one run."""
+    """Run all pairs and return their summary."""
     import torch
     from rich.console import Console
 
@@ -151,7 +151,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     @contextmanager
     def accompany() -> Iterator[ConsoleSink]:
-        with open(os.devnull, "w") as nowhere, _asked(port):
+        with open(os.devnull, "w") as nowhere, _scraped(port):
             shown = ConsoleSink(
                 Console(file=nowhere, force_terminal=not arguments.line), num_steps, config.log_every_n_steps
             )
@@ -174,7 +174,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _summary(pairs: list[tuple[Times, Times]], held_s: list[float]) -> dict[str, Any]:
-    """Of pairs without sinks and with them: what these add to a step, and the 95 % interval of the mean."""
+    """Return the time that sinks add to a step, with the 95 % interval of the mean over pairs."""
     added = [with_sinks.clock - without.clock for without, with_sinks in pairs]
     step_s, added_s = statistics.mean(without.clock for without, _ in pairs), statistics.mean(added)
     margin_s = 1.96 * statistics.stdev(added) / math.sqrt(len(added))
@@ -224,8 +224,8 @@ def _config(arguments: argparse.Namespace, folder: Path, port: int, num_steps: i
 
 
 @contextmanager
-def _asked(port: int) -> Iterator[None]:
-    """While it lasts, the endpoint is asked every second, from a process of its own, as by a server."""
+def _scraped(port: int) -> Iterator[None]:
+    """Scrape the endpoint every second from another process while the context is open."""
     client = subprocess.Popen([sys.executable, "-c", _CLIENT, f"http://127.0.0.1:{port}/metrics"])
     try:
         yield
@@ -243,7 +243,7 @@ def _free_port() -> int:
 
 
 def main() -> int:
-    """Run the pairs; 0 where the mean cost is at most 1 % of a step."""
+    """Run the benchmark; exit 0 if the mean cost is at most 1 % of a step."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=4, help="of a step")
@@ -264,7 +264,7 @@ def main() -> int:
     low, high = found["added_interval"]
     others = {kind: 1000 * (cpu["threads_cpu"] + cpu["services_cpu"]) for kind, cpu in found["cpu_s"].items()}
     print(
-        f"a step {step_ms:.1f} ms; sinks add {added_ms:+.2f} ms ({found['added_share']:+.2%}; "
+        f"step {step_ms:.1f} ms; sinks add {added_ms:+.2f} ms ({found['added_share']:+.2%}; "
         f"95 % interval {low:+.2%} to {high:+.2%}, {len(found['pairs_s'])} pairs); the training thread is held "
         f"{held_ms:.3f} ms ({found['held_share']:.2%}); CPU of other threads and processes {others['with']:.2f} ms a "
         f"step, without sinks {others['without']:.2f} ms"

@@ -1,4 +1,4 @@
-"""Pages in a headless Chromium: what they hold after their script ran, and how they look."""
+"""Pages in headless Chromium: their state after the scripts ran, and screenshots."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 BINARY = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
-needs_chromium = pytest.mark.skipif(BINARY is None, reason="no chromium here: apt-get install chromium")
+needs_chromium = pytest.mark.skipif(BINARY is None, reason="needs chromium: apt-get install chromium")
 
-# Runs after the page's own script and writes what only a browser knows where --dump-dom shows it.
+# Runs after the page's scripts and stores the browser's state where --dump-dom prints it.
 _PROBE = """<script>
 addEventListener("securitypolicyviolation", (event) => probe.violations.push(event.blockedURI));
 const probe = { violations: [] };
@@ -39,14 +39,14 @@ addEventListener("load", () => setTimeout(() => { (() => { ACT })(); setTimeout(
 
 @dataclass(frozen=True, slots=True)
 class PageState:
-    """A page as the browser has it: ``probe`` is what ``_PROBE`` saw, ``console`` its messages."""
+    """State of a page in the browser: ``probe`` as measured by ``_PROBE``, ``console`` messages."""
 
     probe: dict[str, Any]
     console: list[str] = field(default_factory=list)
 
 
 def open_page(page: Path, width: int = 1100, dark: bool = False, act: str = "") -> PageState:
-    """Opens the page in a frame of ``width``, does ``act`` (a script) when the page's own has run, and looks.
+    """Open a page in a frame of ``width``, run the script ``act`` after the page's own, and return its state.
 
     The frame is an iframe, since a headless window cannot be narrower than 500 pixels.
     """
@@ -66,7 +66,7 @@ def open_page(page: Path, width: int = 1100, dark: bool = False, act: str = "") 
 
 
 def take_screenshot(page: Path, image: Path, width: int = 1100, height: int = 1600, dark: bool = False) -> None:
-    """Writes a PNG of the page's first ``height`` pixels."""
+    """Write a PNG of the page's first ``height`` pixels."""
     _run(page, ["--hide-scrollbars", f"--screenshot={image}"], width, dark, height)
 
 
@@ -75,7 +75,7 @@ def _run(page: Path, options: list[str], width: int, dark: bool, height: int = 9
     command = [
         BINARY,
         "--headless=new",
-        "--no-sandbox",  # a container's root has none
+        "--no-sandbox",  # root in a container has no sandbox
         "--disable-gpu",
         "--disable-dev-shm-usage",
         "--host-resolver-rules=MAP * ~NOTFOUND",

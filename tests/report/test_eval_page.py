@@ -1,4 +1,4 @@
-"""The page of an evaluation, as a browser shows it."""
+"""The page of an evaluation, rendered by a browser."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENIENT = '<tool_call>{"name": "get_weather", "parameters": {"city": "Paris", "u
 
 
 def answers_of(suite: Suite) -> list[str]:
-    """Right answers, except one of each kind of error."""
+    """Return one answer of each kind of error."""
     texts = [FORMATS["hermes"].render(case.expected) or "You are welcome." for case in suite.cases]
     wrong = [text.replace("Ana", "Eve") for text in texts[1:2]]
     return [LENIENT, *wrong, HOSTILE, texts[0]]
@@ -58,7 +58,7 @@ def failures_in(page: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_failure_is_on_the_page_with_prompt_expected_got_and_what_differs(page: Path, smoke: Suite) -> None:
+def test_every_failure_is_shown_with_prompt_calls_and_differences(page: Path, smoke: Suite) -> None:
     failures = failures_in(page)
     assert [failure["title"].split(":")[0] for failure in failures] == [case.id for case in smoke.cases]
     assert [failure["tags"][0] for failure in failures] == ["malformed", "wrong_arguments", "missed_call", "false_call"]
@@ -71,7 +71,7 @@ def test_every_failure_is_on_the_page_with_prompt_expected_got_and_what_differs(
     assert "get_weather(city: string, unit?: string)" in parts["Available tools"]["text"]
 
 
-def test_rates_stand_with_their_intervals(page: Path) -> None:
+def test_rates_have_their_intervals(page: Path) -> None:
     text = page.read_text("utf-8")
     assert "0.0% of 4 cases correct (95 % interval 0.0% - 49.0%)." in text
     assert text.count('<svg class="interval"') == 5
@@ -92,7 +92,7 @@ def test_the_page_fits_in_light_and_dark_down_to_a_phone(page: Path, width: int,
 
 
 def shown(state: Any) -> tuple[str, list[str]]:
-    """What the counter says, and the ids of the cases in the list."""
+    """Return the counter's text and the ids of the listed cases."""
     lines = [line.strip() for line in state.probe["text"].splitlines()]
     count = next(line for line in lines if line.endswith(" of 4"))
     ids = ("weather: ", "meeting: ", "two_cities: ", "thanks: ")
@@ -116,7 +116,7 @@ def shown(state: Any) -> tuple[str, list[str]]:
         ),
     ],
 )
-def test_failures_are_narrowed_down_by_class_category_tool_and_words(
+def test_failures_can_be_filtered_by_class_category_tool_and_text(
     act: str, due: tuple[str, list[str]], page: Path
 ) -> None:
     script = """
@@ -138,7 +138,7 @@ def test_failures_are_narrowed_down_by_class_category_tool_and_words(
 
 
 @needs_chromium
-def test_lines_that_differ_are_marked_and_the_others_are_not(page: Path) -> None:
+def test_only_differing_lines_are_marked(page: Path) -> None:
     act = """
     const opened = [...document.querySelectorAll(".case")].find((d) => d.textContent.includes("meeting: "));
     opened.open = true;
@@ -152,7 +152,7 @@ def test_lines_that_differ_are_marked_and_the_others_are_not(page: Path) -> None
 
 
 @needs_chromium
-def test_a_long_list_grows_as_it_is_asked_to(tmp_path: Path) -> None:
+def test_a_long_list_grows_on_request(tmp_path: Path) -> None:
     suite = load_suite(ROOT / "eval" / "suites" / "synthetic.yaml", num_cases=60)
     path = tmp_path / "long.html"
     make_page(path, suite, ["<tool_call>{" + "x" * 6000] * 60)
@@ -163,7 +163,7 @@ def test_a_long_list_grows_as_it_is_asked_to(tmp_path: Path) -> None:
     assert "listed: 60." in open_page(path, act=more + more + count).probe["text"]
 
 
-def test_a_run_without_failures_and_one_without_answers_are_pages_too(smoke: Suite, tmp_path: Path) -> None:
+def test_evaluations_without_failures_or_answers_have_pages(smoke: Suite, tmp_path: Path) -> None:
     right = [FORMATS["hermes"].render(case.expected) or "Bye." for case in smoke.cases]
     make_page(tmp_path / "right.html", smoke, right)
     assert "<p>None.</p>" in (tmp_path / "right.html").read_text()
@@ -174,7 +174,7 @@ def test_a_run_without_failures_and_one_without_answers_are_pages_too(smoke: Sui
 
 
 @needs_wheel
-def test_a_benchmarks_page_has_no_total_and_says_what_was_not_run(tmp_path: Path) -> None:
+def test_a_benchmarks_page_has_no_total_and_lists_what_was_not_run(tmp_path: Path) -> None:
     suite = load_suite(ROOT / "eval" / "suites" / "bfcl.yaml", categories=["simple_python", "multi_turn_base"])
     suite = suite.select(limit=3)
     make_page(tmp_path / "bfcl.html", suite, ["<tool_call>{", "No.", "Hello."])

@@ -1,4 +1,4 @@
-"""The HTML shell and the data page, as a browser shows them."""
+"""The page builder and the data page, rendered by a browser."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def data_page(report: Report, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_page_is_one_file_that_names_no_other(data_page: Path) -> None:
+def test_a_page_is_one_self_contained_file(data_page: Path) -> None:
     text = data_page.read_text("utf-8")
     assert "default-src 'none'" in text
     assert not re.findall(r"<(?:link|script|img|iframe)[^>]*(?:src|href)=\"(?!data:)", text)
@@ -44,7 +44,7 @@ def test_a_page_is_one_file_that_names_no_other(data_page: Path) -> None:
     assert len(text) < 600_000
 
 
-def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_written_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "page.html"
     path.write_text("before")
     page = Page("x")
@@ -63,13 +63,13 @@ def test_the_numbers_of_the_report_are_on_the_page(data_page: Path, report: Repo
         assert f"<code>{finding.kind}</code>" in text
 
 
-def test_numbers_of_tables_are_digits_and_no_powers_of_ten() -> None:
+def test_large_numbers_in_tables_have_no_exponent() -> None:
     table = make_table([("x", True)], [[12345.6], [9999.7], [1234.5], [0.123456], [2e-05], [0.0], [-12345.6]])
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", table)
     assert cells == ["12,346", "10,000", "1,234", "0.1235", "2e-05", "0", "-12,346"]
 
 
-def test_a_gap_in_a_line_and_a_number_without_json_are_told_apart() -> None:
+def test_a_chart_accepts_gaps_but_no_nan() -> None:
     page = Page("x")
     page.make_chart(Chart("lines", [1, 2], [Series("loss", [1.0, None])]))
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -79,7 +79,7 @@ def test_a_gap_in_a_line_and_a_number_without_json_are_told_apart() -> None:
 @needs_chromium
 @pytest.mark.parametrize("width", [1100, 390])
 @pytest.mark.parametrize("dark", [False, True])
-def test_the_page_draws_its_charts_fits_and_reaches_for_nothing(data_page: Path, width: int, dark: bool) -> None:
+def test_the_page_draws_its_charts_and_loads_nothing(data_page: Path, width: int, dark: bool) -> None:
     state = open_page(data_page, width, dark)
     assert state.console == []
     assert state.probe["violations"] == state.probe["resources"] == []
@@ -92,7 +92,7 @@ def test_the_page_draws_its_charts_fits_and_reaches_for_nothing(data_page: Path,
 
 
 @needs_chromium
-def test_text_of_rows_is_text_on_the_page(tmp_path: Path) -> None:
+def test_hostile_text_is_escaped(tmp_path: Path) -> None:
     page = Page(HOSTILE, HOSTILE, "bad")
     page.add_tiles([(HOSTILE, HOSTILE, "")])
     chart = Chart("bars", [HOSTILE, "b"], [Series(HOSTILE, [1, 2])], HOSTILE, HOSTILE)
@@ -132,7 +132,7 @@ document.querySelector("main").prepend(JSON.stringify(y.ticks.map((tick) => tick
         ([0.0, 16000.0], False, [f"{n:,}" for n in range(0, 16001, 2000)]),
     ],
 )
-def test_ticks_say_what_they_stand_for(values: list[float], is_log: bool, due: list[str], tmp_path: Path) -> None:
+def test_ticks_have_readable_labels(values: list[float], is_log: bool, due: list[str], tmp_path: Path) -> None:
     page = Page("Ticks")
     chart = Chart("lines", [1, 2], [Series("x", values)], "step", is_log=is_log)
     page.add_section("", page.make_chart(chart))

@@ -1,4 +1,4 @@
-"""Thinning keeps what a reader must not miss."""
+"""Thinned charts keep extremes and both ends."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ values = st.lists(st.none() | st.floats(-1e6, 1e6), max_size=3000)
 
 @settings(max_examples=60, deadline=None)
 @given(values, st.integers(10, 200))
-def test_extremes_and_ends_stay_and_all_else_is_as_it_was(column: list[float | None], num_points: int) -> None:
-    places = thin(column, num_points)
-    known = [(place, value) for place, value in enumerate(column) if value is not None]
-    assert len(places) <= num_points
-    assert places == sorted(set(places))
-    assert all(column[place] is not None for place in places)
+def test_thinning_keeps_extremes_and_ends(column: list[float | None], num_points: int) -> None:
+    indices = thin(column, num_points)
+    known = [(index, value) for index, value in enumerate(column) if value is not None]
+    assert len(indices) <= num_points
+    assert indices == sorted(set(indices))
+    assert all(column[index] is not None for index in indices)
     if known:
-        kept = [column[place] for place in places]
-        assert (places[0], places[-1]) == (known[0][0], known[-1][0])
+        kept = [column[index] for index in indices]
+        assert (indices[0], indices[-1]) == (known[0][0], known[-1][0])
         assert max(kept) == max(v for _, v in known)  # type: ignore[type-var]
         assert min(kept) == min(v for _, v in known)  # type: ignore[type-var]
 
 
-def test_one_step_that_stands_out_of_a_hundred_thousand_is_drawn() -> None:
+def test_single_outliers_among_a_hundred_thousand_steps_are_drawn() -> None:
     column: list[float | None] = [1.0] * 100_000
     column[77_777], column[33_333] = 50.0, -3.0
     steps = list(range(1, 100_001))
@@ -35,7 +35,7 @@ def test_one_step_that_stands_out_of_a_hundred_thousand_is_drawn() -> None:
     assert (drawn[77_778], drawn[33_334]) == (50.0, -3.0)
 
 
-def test_curves_of_other_steps_share_an_axis_and_keep_their_values() -> None:
+def test_curves_with_different_steps_share_an_axis_and_keep_their_values() -> None:
     first = ("a", list(range(1, 2001)), [float(i) for i in range(1, 2001)])
     second = ("b", list(range(500, 3001, 100)), [float(-i) for i in range(500, 3001, 100)])
     chart = make_line_chart([first, second], "")
@@ -51,7 +51,7 @@ def test_a_single_value_is_drawn_as_a_point() -> None:
     assert make_line_chart([("loss", [1], [3.0])], "").series[0].is_sparse
 
 
-def test_a_logarithmic_axis_is_for_values_over_zero_that_span_a_decade() -> None:
+def test_a_logarithmic_axis_needs_positive_values_that_span_a_decade() -> None:
     assert make_line_chart([("loss", [1, 2, 3], [0.5, None, 0.05])], "", is_log=True).is_log
     assert not make_line_chart([("loss", [1, 2], [0.5, 0.0])], "", is_log=True).is_log
     assert not make_line_chart([("loss", [1, 2], [0.5, -0.1])], "", is_log=True).is_log

@@ -1,4 +1,4 @@
-"""The page of runs: its numbers are the files', and a browser shows it."""
+"""The page of runs shows the numbers of their files, and a browser renders it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def smoke() -> Suite:
 
 
 def write_results(path: Path, suite: Suite, texts: list[str], model: str) -> list[dict[str, Any]]:
-    """Results as an evaluation leaves them."""
+    """Write results as an evaluation does."""
     settings = {"suite": suite.name, "cases_digest": suite.digest(), "max_new_tokens": 256}
     file = ResultsFile(path)
     file.start(settings)
@@ -54,13 +54,13 @@ def write_results(path: Path, suite: Suite, texts: list[str], model: str) -> lis
     return rows
 
 
-def right(suite: Suite) -> list[str]:
+def render_correct(suite: Suite) -> list[str]:
     return [FORMATS["hermes"].render(case.expected) or "You are welcome." for case in suite.cases]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, smoke: Suite) -> Path:
-    """A run that was restarted, raised an alert, keeps a checkpoint, and was evaluated before and after."""
+    """Write a run with a restart, an alert, a checkpoint, and evaluations before and after."""
     root = tmp_path_factory.mktemp("runs")
     path = root / "mine"
     tear(make_run(path, 500, code=None, success=SuccessConfig()))
@@ -73,8 +73,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, smoke: Suite) -> Path:
     (path / "checkpoints" / "checkpoint-480").mkdir(parents=True)
     (path / "checkpoints" / "checkpoint-480" / "_SUCCESS").write_text("x")
     AlertMonitor(path).alert(Alert("data_wait", 333, 0.2, 0.1, f"waiting {HOSTILE}"))
-    wrong = ["<tool_call>{", "No.", *right(smoke)[2:]]
-    mostly = [text.replace("Ana", HOSTILE.replace('"', "'")) for text in right(smoke)]
+    wrong = ["<tool_call>{", "No.", *render_correct(smoke)[2:]]
+    mostly = [text.replace("Ana", HOSTILE.replace('"', "'")) for text in render_correct(smoke)]
     write_results(path / "eval" / "tuned.jsonl", smoke, mostly, str(path / "export" / "merged"))
     write_results(root / "eval" / "base" / "smoke.jsonl", smoke, wrong, "models/base")
     return path
@@ -104,7 +104,7 @@ def page_of_two(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def charts_of(text: str) -> dict[str, dict[str, Any]]:
-    """The charts of a page, by title."""
+    """Return the charts of a page by title."""
     found = re.findall(
         r'aria-label="([^"]*)"></canvas></div><script type="application/json" data-chart="[^"]*">(.*?)</', text
     )
@@ -116,7 +116,7 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 
 
 def cells_of(text: str, title: str) -> list[list[str]]:
-    """The rows of the first table of a section."""
+    """Return the rows of the first table in a section."""
     section = text[text.index(f"<h2>{title}") :]
     body = re.search(r"<tbody>(.*?)</tbody>", section, re.DOTALL)
     assert body
@@ -124,7 +124,7 @@ def cells_of(text: str, title: str) -> list[list[str]]:
     return [[html.unescape(re.sub("<[^>]*>", "", c)) for c in re.findall(r"<td.*?>(.*?)</td>", r)] for r in rows]
 
 
-def test_every_point_that_is_drawn_is_the_files(page: Path, run: Path) -> None:
+def test_every_drawn_point_is_in_the_file(page: Path, run: Path) -> None:
     by_step = {line["step"]: line for line in lines_of(run)}
     charts = charts_of(page.read_text("utf-8"))
     names = {
@@ -153,7 +153,7 @@ def test_every_point_that_is_drawn_is_the_files(page: Path, run: Path) -> None:
     ]
 
 
-def test_figures_are_the_files(page: Path, run: Path) -> None:
+def test_figures_are_computed_from_the_file(page: Path, run: Path) -> None:
     text, lines = page.read_text("utf-8"), lines_of(run)
     for figure, what in (
         ("900", "steps"),
@@ -178,7 +178,7 @@ def test_restarts_checkpoints_and_alerts_are_marked(page: Path) -> None:
     assert "from checkpoint-480, 2 ranks at 20" in events[1][2]
 
 
-def test_categories_before_and_after_are_those_of_the_results(page: Path, run: Path, smoke: Suite) -> None:
+def test_accuracies_before_and_after_are_those_of_the_results(page: Path, run: Path, smoke: Suite) -> None:
     text = page.read_text("utf-8")
     shown = {row[0]: row for row in cells_of(text, "Tool-call accuracy: smoke")}
     (accuracy,) = find_accuracies(read_run(run))
@@ -195,10 +195,12 @@ def test_categories_before_and_after_are_those_of_the_results(page: Path, run: P
     assert [case["title"].split(":")[0] for case in failures_in(text)] == [smoke.cases[1].id]
 
 
-def test_results_of_an_earlier_run_in_the_same_place_are_not_this_ones(smoke: Suite, tmp_path: Path) -> None:
+def test_results_of_an_earlier_run_in_the_same_directory_are_ignored(smoke: Suite, tmp_path: Path) -> None:
     path = tmp_path / "mine"
     make_run(path, 3)
-    write_results(tmp_path / "eval" / "mine" / "smoke.jsonl", smoke, right(smoke), str(path / "export" / "merged"))
+    write_results(
+        tmp_path / "eval" / "mine" / "smoke.jsonl", smoke, render_correct(smoke), str(path / "export" / "merged")
+    )
     assert len(find_accuracies(read_run(path))) == 1
     later = (datetime.now(UTC) + timedelta(minutes=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
     RunDirectory(path).start(make_config(path), 2)
@@ -212,7 +214,7 @@ def test_results_of_an_earlier_run_in_the_same_place_are_not_this_ones(smoke: Su
 @pytest.mark.parametrize(
     "summary", ["{", "[]", '{"model": 5, "suite": "x"}', '{"model": "a", "adapter": 5, "suite": 1}']
 )
-def test_summaries_of_something_else_are_passed_over(summary: str, tmp_path: Path) -> None:
+def test_other_summary_files_are_ignored(summary: str, tmp_path: Path) -> None:
     make_run(tmp_path / "run", 3)
     (tmp_path / "run" / "x.summary.json").write_text(summary)
     (tmp_path / "run" / "x.jsonl").write_text("{}\n")
@@ -225,7 +227,7 @@ def failures_in(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_what_was_trained_by_which_command_and_versions_is_said(run: Path, tmp_path: Path) -> None:
+def test_the_setup_shows_model_data_command_and_versions(run: Path, tmp_path: Path) -> None:
     text = write_page([run], tmp_path / "a.html")
     rows = dict(row[:2] for row in cells_of(text, "Setup"))
     assert rows["model"] == "models/base"
@@ -238,7 +240,7 @@ def test_what_was_trained_by_which_command_and_versions_is_said(run: Path, tmp_p
     assert "--nproc_per_node 2 recipes/lora_fc_distributed --config FILE" in rows["command"]
 
 
-def test_what_was_recorded_beside_the_metrics_is_named(tmp_path: Path) -> None:
+def test_profiles_and_memory_snapshots_are_listed(tmp_path: Path) -> None:
     make_run(tmp_path / "run", 3)
     for name in ("profile/rank-0.steps-2-3.trace.json.gz", "out-of-memory-rank-1.pickle"):
         (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
@@ -248,14 +250,14 @@ def test_what_was_recorded_beside_the_metrics_is_named(tmp_path: Path) -> None:
     assert rows["out-of-memory snapshots"] == "out-of-memory-rank-1.pickle"
 
 
-def test_the_price_is_that_of_the_config_where_none_is_given(tmp_path: Path) -> None:
+def test_the_default_price_is_the_configs(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 30, price_per_gpu_hour=3.0)
     change_run(directory, started_at="2026-01-01T00:00:00Z", finished_at="2026-01-01T01:00:00Z")
     assert "2 GPU-hours at 3: 6.00." in write_page([tmp_path / "run"], tmp_path / "a.html")
     assert "2 GPU-hours at 1.5: 3.00." in write_page([tmp_path / "run"], tmp_path / "b.html", price=1.5)
 
 
-def test_the_price_of_a_gpu_hour_makes_a_cost(run: Path, page: Path) -> None:
+def test_the_cost_is_gpu_hours_times_price(run: Path, page: Path) -> None:
     text = page.read_text("utf-8")
     hours = re.search(r"([\d,.]+) GPU-hours at 2.5: ([\d,.]+)\.", text)
     assert hours
@@ -265,12 +267,12 @@ def test_the_price_of_a_gpu_hour_makes_a_cost(run: Path, page: Path) -> None:
 
 
 def times_of(text: str) -> list[list[str]]:
-    """The table of times, which is the second of its section: the chart's numbers come before."""
+    """Return the table of times, the second of its section after the chart's numbers."""
     section = text[text.index("<h2>Time and cost") :]
     return cells_of("<h2>x" + section[section.index("</details>") :], "x")
 
 
-def test_several_runs_are_laid_over_each_other_with_what_differs(page_of_two: Path, run: Path) -> None:
+def test_several_runs_are_compared_with_their_config_differences(page_of_two: Path, run: Path) -> None:
     text = page_of_two.read_text("utf-8")
     theirs = page_of_two.parent / "theirs"
     by_step = [{line["step"]: line for line in lines_of(path)} for path in (run, theirs)]
@@ -288,7 +290,7 @@ def test_several_runs_are_laid_over_each_other_with_what_differs(page_of_two: Pa
     assert side["tool-call accuracy, smoke"] == ["75.0% (30.1% - 95.4%)", ""]
 
 
-def test_values_of_a_config_are_shown_to_their_last_digit(tmp_path: Path) -> None:
+def test_config_values_are_shown_exactly(tmp_path: Path) -> None:
     for name, lr in (("a", 0.00012345), ("b", 0.00012346)):
         make_run(tmp_path / name, 5, seed=20260101, optimizer={"lr": lr}, epochs=1000)
     text = write_page([tmp_path / "a", tmp_path / "b"], tmp_path / "two.html")
@@ -298,7 +300,7 @@ def test_values_of_a_config_are_shown_to_their_last_digit(tmp_path: Path) -> Non
     assert (config["seed"], config["epochs"], config["optimizer.lr"]) == ("20260101", "1000", "0.00012345")
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_of_the_same_name_are_distinguished_by_path(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         make_run(tmp_path / folder / "x", 5)
     text = write_page([tmp_path / "a" / "x", tmp_path / "b" / "x"], tmp_path / "out.html")
@@ -314,20 +316,20 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
         (0, "Completed after step 5 of 5."),
     ],
 )
-def test_how_a_run_ended_is_the_first_thing_said(code: int | None, due: str, tmp_path: Path) -> None:
+def test_the_headline_is_the_outcome(code: int | None, due: str, tmp_path: Path) -> None:
     make_run(tmp_path / "run", 5, code=code)
     assert f">{due}</p>" in write_page([tmp_path / "run"], tmp_path / "a.html")
 
 
 @pytest.mark.parametrize("code", [None, 0])
-def test_verdicts_on_a_run_that_goes_on_say_so(code: int | None, tmp_path: Path) -> None:
+def test_criteria_of_an_unfinished_run_are_marked_provisional(code: int | None, tmp_path: Path) -> None:
     make_run(tmp_path / "run", 5, code=code)
     text = write_page([tmp_path / "run"], tmp_path / "a.html")
     assert "<h2>Success criteria</h2>" in text
     assert ("Provisional: the run has not ended." in text) is (code is None)
 
 
-def test_a_reason_of_many_lines_is_said_by_its_first_and_kept_whole(tmp_path: Path) -> None:
+def test_a_multi_line_reason_is_summarized_and_shown_in_full(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 5, code=None)
     directory.finish(2, "66 of 400 rows cannot be trained on\n  a.jsonl:3: <292> tokens\nFix the rows.", 5)
     text = write_page([tmp_path / "run"], tmp_path / "a.html")
@@ -335,7 +337,7 @@ def test_a_reason_of_many_lines_is_said_by_its_first_and_kept_whole(tmp_path: Pa
     assert "<pre>66 of 400 rows cannot be trained on\n  a.jsonl:3: &lt;292&gt; tokens\nFix the rows.</pre>" in text
 
 
-def test_runs_with_little_on_record_are_pages_too(tmp_path: Path) -> None:
+def test_runs_with_few_records_have_pages(tmp_path: Path) -> None:
     RunDirectory(tmp_path / "empty").start(make_config(tmp_path / "empty"), 1)
     assert "contains no steps" in write_page([tmp_path / "empty"], tmp_path / "a.html")
     (tmp_path / "old").mkdir()
@@ -347,7 +349,7 @@ def test_runs_with_little_on_record_are_pages_too(tmp_path: Path) -> None:
     assert "2 runs" in write_page([tmp_path / "old", tmp_path / "empty"], tmp_path / "c.html")
 
 
-def test_the_check_of_the_data_is_on_the_page_where_it_was_kept(tmp_path: Path) -> None:
+def test_a_saved_data_check_is_on_the_page(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 5)
     change_run(directory, data={"path": str(tmp_path / "set"), "fingerprint": "abc", "inputs": {}})
     (tmp_path / "set").mkdir()
@@ -377,7 +379,7 @@ def test_a_browser_shows_it_without_errors_or_network(
 
 
 @needs_chromium
-def test_words_of_what_was_trained_stay_whole_on_a_phone(page: Path) -> None:
+def test_names_in_the_setup_do_not_break_on_a_phone(page: Path) -> None:
     act = """
     const lines = (cell) => {
       const range = document.createRange();
@@ -392,7 +394,7 @@ def test_words_of_what_was_trained_stay_whole_on_a_phone(page: Path) -> None:
 
 
 @needs_chromium
-def test_marks_are_drawn_where_they_belong(run: Path, tmp_path: Path) -> None:
+def test_marks_are_drawn_at_their_steps(run: Path, tmp_path: Path) -> None:
     write_page([run], tmp_path / "a.html")
     act = """
     const bad = (r, g, b) => Math.abs(r - 179) < 40 && Math.abs(g - 38) < 40 && Math.abs(b - 30) < 40;
@@ -413,7 +415,7 @@ def test_marks_are_drawn_where_they_belong(run: Path, tmp_path: Path) -> None:
 
 
 @needs_chromium
-def test_paper_is_light_and_the_screen_is_as_before(page: Path, tmp_path: Path) -> None:
+def test_printing_uses_the_light_theme_and_restores_the_screens(page: Path, tmp_path: Path) -> None:
     copy = tmp_path / "page.html"
     copy.write_text(page.read_text("utf-8"), "utf-8")
     on_paper = open_page(copy, dark=True, act='dispatchEvent(new Event("beforeprint"));')

@@ -1,4 +1,4 @@
-"""A run in a terminal: its figures are the files', and what is wrong is said."""
+"""The terminal view of a run shows the figures of its files, and problems."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def show(record: RunRecord, width: int = 100, **more: object) -> str:
     return console.export_text()
 
 
-def test_the_figures_are_the_files(tmp_path: Path) -> None:
+def test_the_figures_are_computed_from_the_files(tmp_path: Path) -> None:
     make_run(tmp_path / "run", 200)
     text, last = show(read_run(tmp_path / "run")), list(make_steps(181, 200))
     assert "Completed after step 200 of 200." in text
@@ -32,7 +32,7 @@ def test_the_figures_are_the_files(tmp_path: Path) -> None:
         f"{last[-1]['validation_loss']:.4f}",
         f"{last[-1]['grad_norm']:.4g}",
         f"{sum(m['tokens_total'] for m in make_steps(1, 200)):,}",
-        "2.00%",  # of the last steps waited for data
+        "2.00%",  # of recent step time waiting for data
         f"{last[-1]['peak_memory_max_gib']:.2f} GiB",
         f"{last[-1]['gpu_utilization']:.0%}, {last[-1]['gpu_temperature_c']:.0f} degrees C, ",
         f" degrees C, {last[-1]['gpu_power_w']:,.0f} W",
@@ -40,7 +40,7 @@ def test_the_figures_are_the_files(tmp_path: Path) -> None:
         assert due in text, due
 
 
-def test_a_terminal_of_80_columns_shows_a_curve_to_its_end(tmp_path: Path) -> None:
+def test_curves_fit_a_terminal_of_80_columns(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 200, code=None)
     directory.describe(num_steps=120_000)
     write_steps(directory, 201, 300, tokens_per_s=19_123.0, loss=0.0001234)
@@ -53,7 +53,7 @@ def test_a_terminal_of_80_columns_shows_a_curve_to_its_end(tmp_path: Path) -> No
     assert bar.rstrip().endswith("left")
 
 
-def test_the_slowest_rank_is_named_with_its_machine_and_the_hours_with_their_cost(tmp_path: Path) -> None:
+def test_the_slowest_rank_has_its_host_and_gpu_hours_their_cost(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 30, price_per_gpu_hour=3600.0)
     directory.describe(hosts=["node-a", "node-b"])
     change_run(directory, started_at="2026-01-01T00:00:00Z", finished_at="2026-01-01T00:00:10Z")
@@ -62,7 +62,7 @@ def test_the_slowest_rank_is_named_with_its_machine_and_the_hours_with_their_cos
     assert "0.005556, cost 20.00" in text  # two ranks for ten seconds
 
 
-def test_the_slowest_rank_is_the_one_that_was_most_often_and_of_one_there_is_none(tmp_path: Path) -> None:
+def test_the_slowest_rank_is_the_most_frequent_one_and_a_single_rank_has_none(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 1, code=None)
     for step in range(2, 202):
         is_theirs = step % 4 != 0
@@ -73,7 +73,7 @@ def test_the_slowest_rank_is_the_one_that_was_most_often_and_of_one_there_is_non
     assert "slowest rank" not in show(read_run(tmp_path / "run"))
 
 
-def test_a_reason_of_many_lines_keeps_them(tmp_path: Path) -> None:
+def test_a_multi_line_reason_is_shown_in_full(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 5, code=None)
     directory.finish(2, "2 rows cannot be trained on\n  a.jsonl:3: too long\nFix the rows.", 5)
     lines = [line.rstrip() for line in show(read_run(tmp_path / "run"), width=200).splitlines()]
@@ -81,7 +81,7 @@ def test_a_reason_of_many_lines_keeps_them(tmp_path: Path) -> None:
     assert lines[0].endswith("Ended with code 2 after step 5 of 5: 2 rows cannot be trained on")
 
 
-def test_a_run_that_goes_on_says_what_is_left_and_one_that_is_silent_that_it_may_be_gone(tmp_path: Path) -> None:
+def test_a_running_run_shows_the_time_left_and_a_silent_one_that_it_may_have_died(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 50, code=None)
     directory.describe(num_steps=1050)
     record = read_run(tmp_path / "run")
@@ -93,12 +93,12 @@ def test_a_run_that_goes_on_says_what_is_left_and_one_that_is_silent_that_it_may
     assert "the run may have died" in show(record, now=record.ended_at + timedelta(hours=1))
 
 
-def test_alerts_torn_lines_and_verdicts_are_shown(tmp_path: Path) -> None:
+def test_alerts_incomplete_lines_and_criteria_are_shown(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 50)
     tear(directory)
-    watchman = AlertMonitor(directory.path)
+    monitor = AlertMonitor(directory.path)
     for step in range(1, 8):
-        watchman.alert(Alert("disk", step, 0.01, 0.05, f"[red]message {step}"))
+        monitor.alert(Alert("disk", step, 0.01, 0.05, f"[red]message {step}"))
     record = read_run(tmp_path / "run")
     text = show(record, criteria=judge_run(record))
     assert "alert at step 7: disk: [red]message 7" in text
@@ -108,7 +108,7 @@ def test_alerts_torn_lines_and_verdicts_are_shown(tmp_path: Path) -> None:
     assert re.search(r"FAIL +tokens/s per GPU, median +> 2,000 ", text)
 
 
-def test_a_run_without_a_step_or_with_older_metrics_is_shown(tmp_path: Path) -> None:
+def test_runs_without_steps_or_with_older_metrics_are_shown(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
     assert "2.5000" in show(read_run(tmp_path / "old"))
@@ -117,7 +117,7 @@ def test_a_run_without_a_step_or_with_older_metrics_is_shown(tmp_path: Path) -> 
     assert "contains no steps" in show(read_run(tmp_path / "new"))
 
 
-def test_a_sparkline_goes_from_the_least_to_the_greatest() -> None:
+def test_a_sparkline_spans_the_lowest_to_the_highest_value() -> None:
     assert draw_sparkline([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]) == "▁▂▃▄▅▆▇█"
     assert draw_sparkline([7.0] * 3) == "▁▁▁"
     assert draw_sparkline([1.0, None, 3.0]) == "▁ █"

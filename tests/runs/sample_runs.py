@@ -1,4 +1,4 @@
-"""Run directories as the project's own writers leave them."""
+"""Sample run directories, written by the project's own writers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_config(path: Path, **changes: Any) -> RunConfig:
 
 
 def make_steps(first: int, last: int, scale: float = 1.0) -> Iterator[dict[str, Any]]:
-    """Metrics as the loop hands them to sinks; every number differs from step to step."""
+    """Yield metrics as the training loop passes them to sinks; most numbers differ from step to step."""
     for step in range(first, last + 1):
         seconds = 0.5 + 0.1 * math.sin(step)
         yield {
@@ -43,12 +43,12 @@ def make_steps(first: int, last: int, scale: float = 1.0) -> Iterator[dict[str, 
             "tflops_per_device": 380 + 10 * math.sin(step),
             "mfu": (380 + 10 * math.sin(step)) / 989,
             **({"validation_loss": scale * (0.3 + 1 / step)} if step % 20 == 0 else {}),
-            **(make_stretch(step) if step % 10 == 0 else {}),
+            **(make_interval_metrics(step) if step % 10 == 0 else {}),
         }
 
 
-def make_stretch(step: int) -> dict[str, Any]:
-    """What is told every now and then of all ranks."""
+def make_interval_metrics(step: int) -> dict[str, Any]:
+    """Return the metrics of all ranks that are logged every few steps."""
     return {
         "gpu_utilization": 0.91 + 0.03 * math.sin(step / 7),
         "gpu_utilization_min": 0.82 + 0.05 * math.sin(step / 9),
@@ -69,7 +69,7 @@ def write_steps(directory: RunDirectory, first: int, last: int, scale: float = 1
 
 
 def make_run(path: Path, num_steps: int = 60, scale: float = 1.0, code: int | None = 0, **changes: Any) -> RunDirectory:
-    """A run of ``num_steps`` that ended with ``code``; None: that has not said how."""
+    """Write a run of ``num_steps`` that ended with exit code ``code``, or that has not ended."""
     directory = RunDirectory(path)
     directory.start(make_config(path, **changes), world_size=2)
     directory.describe(num_steps=num_steps)
@@ -80,7 +80,7 @@ def make_run(path: Path, num_steps: int = 60, scale: float = 1.0, code: int | No
 
 
 def tear(directory: RunDirectory) -> None:
-    """What a kill leaves of a line."""
+    """Append an incomplete line, as a kill leaves it."""
     with open(directory.metrics, "a", encoding="utf-8") as file:
         file.write('{"step": 9999, "loss": 0.1')
 

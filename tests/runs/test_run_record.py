@@ -1,4 +1,4 @@
-"""Run directories as they are found: going on, killed, restarted, old, of something else."""
+"""Reading run directories: running, killed, restarted, of older versions, and of something else."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def test_every_number_of_the_file_is_read(tmp_path: Path) -> None:
     assert record.exit["code"] == 0
 
 
-def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_ignored_with_a_note(tmp_path: Path) -> None:
     tear(make_run(tmp_path / "run", 10, code=None))
     record = read_run(tmp_path / "run")
     assert record.metrics.steps == list(range(1, 11))
     assert [note for note in record.notes() if "the last line is incomplete" in note]
 
 
-def test_a_line_that_lacks_its_end_alone_counts(tmp_path: Path) -> None:
+def test_a_complete_line_without_newline_counts(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 10)
     directory.metrics.write_text(directory.metrics.read_text().removesuffix("\n"))
     record = read_run(tmp_path / "run")
     assert record.metrics.steps == list(range(1, 11))
     assert not record.metrics.is_torn
-    write_steps(directory, 11, 12)  # what a writer that goes on would make of it
+    write_steps(directory, 11, 12)  # as a resumed writer would append
     text = directory.metrics.read_text().replace('}{"loss"', '}\n{"loss"')
     directory.metrics.write_text(text)
     record.update()
@@ -56,7 +56,7 @@ def test_a_line_that_lacks_its_end_alone_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1, 5, 60, 300])
-def test_a_file_that_is_cut_anywhere_is_readable(num_bytes: int, tmp_path: Path) -> None:
+def test_a_file_truncated_anywhere_is_readable(num_bytes: int, tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 10, code=None)
     directory.metrics.write_bytes(directory.metrics.read_bytes()[:-num_bytes])
     record = read_run(tmp_path / "run")
@@ -64,7 +64,7 @@ def test_a_file_that_is_cut_anywhere_is_readable(num_bytes: int, tmp_path: Path)
     assert record.metrics.is_torn is (num_bytes != 1)
 
 
-def test_reading_on_takes_what_is_new_and_a_line_once_it_is_whole(tmp_path: Path) -> None:
+def test_an_update_reads_new_lines_once_they_are_complete(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 10, code=None)
     metrics = MetricsFile(directory.metrics)
     assert metrics.update()
@@ -99,7 +99,7 @@ def test_a_restart_leaves_no_gap_and_no_repeat(tmp_path: Path) -> None:
         assert record.notes() == []
 
 
-def test_steps_that_were_written_twice_count_once_as_they_were_last(tmp_path: Path) -> None:
+def test_repeated_steps_count_once_with_their_last_values(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 15, code=None)
     write_steps(directory, 11, 20, scale=2.0)
     record = read_run(tmp_path / "run")
@@ -108,7 +108,7 @@ def test_steps_that_were_written_twice_count_once_as_they_were_last(tmp_path: Pa
     assert record.notes() == ["metrics.jsonl: 5 steps appear twice; the later lines are used."]
 
 
-def test_gaps_and_lines_that_are_no_steps_are_said(tmp_path: Path) -> None:
+def test_gaps_and_lines_that_are_not_steps_are_reported(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 10)
     with open(directory.metrics, "a") as file:
         file.write('[1]\n{"loss": 1.0}\n{"step": "x"}\n\n')
@@ -120,7 +120,7 @@ def test_gaps_and_lines_that_are_no_steps_are_said(tmp_path: Path) -> None:
     ]
 
 
-def test_numbers_that_are_none_are_gaps(tmp_path: Path) -> None:
+def test_non_finite_numbers_are_gaps(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 3)
     with open(directory.metrics, "a") as file:
         file.write('{"step": 4, "loss": NaN, "is_skipped": true}\n{"step": 5, "loss": null, "lr": Infinity}\n')
@@ -130,7 +130,7 @@ def test_numbers_that_are_none_are_gaps(tmp_path: Path) -> None:
     assert metrics.column("is_skipped") == [None, None, None, 1.0, None]
 
 
-def test_metrics_of_an_older_version_lack_columns_and_nothing_else(tmp_path: Path) -> None:
+def test_metrics_of_an_older_version_only_lack_columns(tmp_path: Path) -> None:
     path = tmp_path / "old"
     path.mkdir()
     (path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "loss": {5 - i / 10}}}\n' for i in range(1, 11)))
@@ -168,13 +168,13 @@ def write(path: Path, files: dict[str, str]) -> Path:
         ({"metrics.jsonl": '{"iteration": 1}\n{"iteration": 2}\n'}, "none of its 2 lines is a training step"),
     ],
 )
-def test_a_directory_of_something_else_is_an_error_of_one_line(files: dict[str, str], due: str, tmp_path: Path) -> None:
+def test_a_directory_that_is_not_a_run_is_a_one_line_error(files: dict[str, str], due: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=due) as caught:
         read_run(write(tmp_path / "other", files))
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_no_directory_and_where_runs_are_below_is_said(tmp_path: Path) -> None:
+def test_a_missing_directory_and_a_directory_of_runs_are_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such directory"):
         read_run(tmp_path / "nowhere")
     make_run(tmp_path / "mine", 1)
@@ -182,54 +182,54 @@ def test_what_is_no_directory_and_where_runs_are_below_is_said(tmp_path: Path) -
         read_run(tmp_path)
 
 
-def test_a_run_without_a_step_is_a_run(tmp_path: Path) -> None:
+def test_a_run_without_steps_is_readable(tmp_path: Path) -> None:
     RunDirectory(tmp_path / "run").start(make_config(tmp_path / "run"), 1)
     assert read_run(tmp_path / "run").notes() == ["metrics.jsonl: contains no steps."]
 
 
-def test_checkpoints_are_those_of_the_store(tmp_path: Path) -> None:
+def test_checkpoints_are_the_complete_ones_of_the_store(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 10)
     store = CheckpointStore(directory.checkpoints)
     for kind, step in (("sharded", 4), ("elastic", 8), ("sharded", 8)):
         store.start(kind, step)  # type: ignore[arg-type]
         (store.partial_path(kind, step) / "x").write_text("x")  # type: ignore[arg-type]
         store.publish(kind, step, [FileRecord("x", 1, "")])  # type: ignore[arg-type]
-    (store.root / "checkpoint-9").mkdir()  # without its mark
+    (store.root / "checkpoint-9").mkdir()  # without its completion marker
     store.start("sharded", 10)
     found = {(state.step, state.kind, state.name) for state in read_run(tmp_path / "run").checkpoints}
     assert found == {(c.step, c.kind, c.path.name) for c in store.list_complete()}
     assert len(found) == 3
 
 
-def test_alerts_are_read_as_they_are_written(tmp_path: Path) -> None:
+def test_alerts_are_read_back(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 10)
-    watchman = AlertMonitor(directory.path)
-    watchman.alert(Alert("disk", 7, 0.01, 0.05, "nearly full"))
+    monitor = AlertMonitor(directory.path)
+    monitor.alert(Alert("disk", 7, 0.01, 0.05, "nearly full"))
     with open(directory.path / "alerts.jsonl", "a") as file:
         file.write('{"name": "torn", "st')
     alerts = read_run(tmp_path / "run").alerts
     assert [(alert["name"], alert["step"], alert["message"]) for alert in alerts] == [("disk", 7, "nearly full")]
 
 
-def test_what_a_run_said_of_its_end_goes_before_the_files_times(tmp_path: Path) -> None:
+def test_the_recorded_end_time_takes_precedence_over_file_times(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 3)
     change_run(directory, finished_at="2020-01-02T03:04:05Z")
     ended = read_run(tmp_path / "run").ended_at
     assert ended is not None
     assert ended.isoformat() == "2020-01-02T03:04:05+00:00"
-    (tmp_path / "run" / "exit.json").unlink()  # it was taken up again
+    (tmp_path / "run" / "exit.json").unlink()  # as after a restart
     ended = read_run(tmp_path / "run").ended_at
     assert ended is not None
     assert abs(ended.timestamp() - time.time()) < 60
 
 
-def test_a_time_without_a_zone_is_in_utc(tmp_path: Path) -> None:
+def test_a_time_without_a_zone_is_utc(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 3)
     change_run(directory, started_at="2026-01-01T00:00:00", finished_at="2026-01-01T00:01:00Z")
     assert account_for_time(read_run(tmp_path / "run")).elapsed_s == 60
 
 
-def test_a_run_that_makes_room_for_another_leaves_nothing_of_it_to_whoever_watches(tmp_path: Path) -> None:
+def test_a_record_is_cleared_when_a_new_run_replaces_the_directory(tmp_path: Path) -> None:
     make_run(tmp_path / "run", 15, code=None)
     watching = read_run(tmp_path / "run")
     again = RunDirectory(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""What a run had to reach: judged as it stands in its files."""
+"""Success criteria of a run, judged from its files."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fctune.runs.success import Criterion, is_success, judge_run
 from tests.runs.sample_runs import change_run, make_run, make_steps, write_steps
 
 
-def verdicts(path: Path, asked: SuccessConfig | None = None, **more: Any) -> dict[str, Criterion]:
-    return {f"{one.name} {one.threshold}".strip(): one for one in judge_run(read_run(path), asked, **more)}
+def judge(path: Path, thresholds: SuccessConfig | None = None, **more: Any) -> dict[str, Criterion]:
+    return {f"{one.name} {one.threshold}".strip(): one for one in judge_run(read_run(path), thresholds, **more)}
 
 
-def test_figures_of_the_files_are_held_to_the_thresholds(tmp_path: Path) -> None:
+def test_figures_are_compared_with_the_thresholds(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 100, code=None)
     write_steps(directory, 101, 101, eval_accuracy=0.86, eval_accuracy_low=0.8, eval_accuracy_high=0.9)
     directory.finish(0, "completed", 101)
-    judged = verdicts(tmp_path / "run")
+    judged = judge(tmp_path / "run")
     accuracy = judged["tool-call accuracy while training, step 101 >= 85.0%"]
     assert (accuracy.status, accuracy.value, accuracy.detail) == ("PASS", 0.86, "86.0%")
     assert judged["loss, mean of the last 20 steps < 1.5"].status == "PASS"
@@ -32,23 +32,25 @@ def test_figures_of_the_files_are_held_to_the_thresholds(tmp_path: Path) -> None
     assert (speed.status, 900 < speed.value < 1200) == ("FAIL", True)
     assert judged["no out-of-memory"].status == "PASS"
     busy = [one["gpu_utilization"] for one in make_steps(1, 100) if "gpu_utilization" in one]
-    utilisation = judged["GPU utilization >= 85.0%"]
-    assert (utilisation.status, utilisation.value) == ("PASS", pytest.approx(sum(busy) / len(busy)))
+    utilization = judged["GPU utilization >= 85.0%"]
+    assert (utilization.status, utilization.value) == ("PASS", pytest.approx(sum(busy) / len(busy)))
     for name in ("scaling >= 90.0%", "inference tokens/s >= 100"):
         assert (judged[name].status, judged[name].value) == ("not measured", None)
 
 
-def test_the_loss_that_is_asked_for_is_lower_where_all_weights_train(tmp_path: Path) -> None:
+def test_the_loss_threshold_is_lower_for_full_training(tmp_path: Path) -> None:
     for name, adapter in (("lora", AdapterConfig()), ("full", None)):
         make_run(tmp_path / name, 90, scale=1.5, adapter=adapter)
-    assert verdicts(tmp_path / "lora")["loss, mean of the last 20 steps < 1.5"].status == "PASS"
-    assert verdicts(tmp_path / "full")["loss, mean of the last 20 steps < 0.5"].status == "FAIL"
+    assert judge(tmp_path / "lora")["loss, mean of the last 20 steps < 1.5"].status == "PASS"
+    assert judge(tmp_path / "full")["loss, mean of the last 20 steps < 0.5"].status == "FAIL"
 
 
-def test_thresholds_are_those_of_the_config_and_null_asks_nothing(tmp_path: Path) -> None:
-    asked = SuccessConfig(min_tokens_per_s_per_gpu=500, min_memory_share=None, max_memory_share=None, min_scaling=None)
-    make_run(tmp_path / "run", 50, success=asked)
-    judged = verdicts(tmp_path / "run")
+def test_thresholds_come_from_the_config_and_null_disables_one(tmp_path: Path) -> None:
+    thresholds = SuccessConfig(
+        min_tokens_per_s_per_gpu=500, min_memory_share=None, max_memory_share=None, min_scaling=None
+    )
+    make_run(tmp_path / "run", 50, success=thresholds)
+    judged = judge(tmp_path / "run")
     assert judged["tokens/s per GPU, median > 500"].status == "PASS"
     assert not [name for name in judged if "peak memory" in name or "scaling" in name]
 
@@ -64,27 +66,27 @@ def test_thresholds_are_those_of_the_config_and_null_asks_nothing(tmp_path: Path
         (None, "", "not measured"),
     ],
 )
-def test_out_of_memory_is_read_from_how_the_run_ended(code: int | None, reason: str, due: str, tmp_path: Path) -> None:
+def test_out_of_memory_is_detected_in_the_exit_reason(code: int | None, reason: str, due: str, tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 10, code=None)
     if code is not None:
         directory.finish(code, reason, 10)
-    assert verdicts(tmp_path / "run")["no out-of-memory"].status == due
+    assert judge(tmp_path / "run")["no out-of-memory"].status == due
 
 
-def test_memory_is_held_to_a_range_of_the_gpus(tmp_path: Path) -> None:
+def test_peak_memory_must_be_within_a_range_of_the_gpus_memory(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 100)  # 1.1 GiB at most on rank 0, 1.11 on another
     for whole, low, high in ((1.5, "PASS", "PASS"), (2.0, "FAIL", "PASS"), (1.2, "PASS", "FAIL")):
         change_run(directory, device_memory_gib=whole)
-        judged = verdicts(tmp_path / "run")
+        judged = judge(tmp_path / "run")
         found = [judged[f"peak GPU memory {wanted}"] for wanted in (">= 70.0%", "<= 80.0%")]
         assert [one.status for one in found] == [low, high]
         assert found[0].value == pytest.approx(1.11 / whole)
 
 
-def test_after_a_restart_nobody_knows_what_the_first_part_ended_of(tmp_path: Path) -> None:
+def test_out_of_memory_is_not_measured_if_a_restart_has_no_recorded_reason(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 10)
     change_run(directory, resumed=[{"step": 5, "at": "2026-01-01T00:00:00Z", "world_size": 2}])
-    assert verdicts(tmp_path / "run")["no out-of-memory"].status == "not measured"
+    assert judge(tmp_path / "run")["no out-of-memory"].status == "not measured"
 
 
 def test_scaling_is_measured_against_the_same_work_on_fewer_ranks(tmp_path: Path) -> None:
@@ -98,7 +100,7 @@ def test_scaling_is_measured_against_the_same_work_on_fewer_ranks(tmp_path: Path
     assert {one.name: one for one in judge_run(peers[0], peers=peers)}["scaling"].status == "not measured"
 
 
-def test_what_was_not_measured_fails_under_strict_alone() -> None:
+def test_an_unmeasured_criterion_fails_only_in_strict_mode() -> None:
     passed, unknown, failed = (
         Criterion("x", ">= 1", verdict, None, "")  # type: ignore[arg-type]
         for verdict in ("PASS", "not measured", "FAIL")
@@ -109,7 +111,7 @@ def test_what_was_not_measured_fails_under_strict_alone() -> None:
     assert not is_success([passed, failed])
 
 
-def test_the_table_of_verdicts_says_each_with_its_figure(tmp_path: Path) -> None:
+def test_the_table_shows_status_threshold_and_result(tmp_path: Path) -> None:
     page = Page("x")
     add_success(page, [Criterion("loss", "< 1.5", "FAIL", 2.0, "2")])
     text = page.render()

@@ -1,4 +1,4 @@
-"""How fast a model answers is taken from the files of the command that measured it, and of the run's own model."""
+"""Throughput results are found in files of ``fctune throughput`` that measured the run's own model."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ def write(path: Path, *rows: tuple[str, int, float], age_s: float = 0.0) -> None
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime - age_s))
 
 
-def speed_of(run: Path) -> tuple[float, int] | None:
+def find_best(run: Path) -> tuple[float, int] | None:
     found = find_throughput(read_run(run))
     return None if found is None else (found.tokens_per_s, found.width)
 
 
-def test_the_fastest_width_of_the_runs_own_model_counts(tmp_path: Path) -> None:
+def test_the_fastest_width_of_the_runs_own_model_is_used(tmp_path: Path) -> None:
     make_run(tmp_path / "run", 3)
-    assert speed_of(tmp_path / "run") is None
+    assert find_best(tmp_path / "run") is None
     own, base = str(tmp_path / "run"), "models/base"
     write(tmp_path / "throughput.json", (base, 32, 900.0), (own, 1, 40.0), (own, 8, 150.0))
-    assert speed_of(tmp_path / "run") == (150.0, 8)
+    assert find_best(tmp_path / "run") == (150.0, 8)
 
 
-def test_the_newest_file_counts_and_a_server_where_its_file_is_the_runs(tmp_path: Path) -> None:
+def test_the_newest_file_is_used_and_a_servers_only_inside_the_run(tmp_path: Path) -> None:
     change_run(make_run(tmp_path / "run", 3), started_at="2020-01-01T00:00:00Z")
     write(tmp_path / "eval" / "throughput.json", (str(tmp_path / "run" / "export"), 8, 10.0), age_s=100)
     write(tmp_path / "run" / "server-throughput.json", ("http://127.0.0.1:8000", 16, 700.0), age_s=50)
-    write(tmp_path / "throughput.json", ("http://127.0.0.1:9000", 16, 9000.0))  # of who knows what
-    assert speed_of(tmp_path / "run") == (700.0, 16)
+    write(tmp_path / "throughput.json", ("http://127.0.0.1:9000", 16, 9000.0))  # of an unknown model
+    assert find_best(tmp_path / "run") == (700.0, 16)
 
 
-def test_what_was_measured_before_the_run_began_is_of_an_earlier_one(tmp_path: Path) -> None:
+def test_results_older_than_the_run_are_ignored(tmp_path: Path) -> None:
     make_run(tmp_path / "run", 3)
     write(tmp_path / "throughput.json", (str(tmp_path / "run"), 8, 150.0), age_s=100)
-    assert speed_of(tmp_path / "run") is None
+    assert find_best(tmp_path / "run") is None
 
 
 ROW = '[{"model": "RUN", "width": %s, "tokens_per_s": %s}]'
@@ -56,13 +56,13 @@ ROW = '[{"model": "RUN", "width": %s, "tokens_per_s": %s}]'
     "content",
     ["{", "[]", "[1]", '{"model": 1}', '[{"model": "x", "width": 1}]', ROW % ("null", 1), ROW % (1, '"x"')],
 )
-def test_files_of_something_else_are_passed_over(content: str, tmp_path: Path) -> None:
+def test_files_with_other_contents_are_ignored(content: str, tmp_path: Path) -> None:
     make_run(tmp_path / "run", 3)
     (tmp_path / "run" / "throughput.json").write_text(content.replace("RUN", str(tmp_path / "run")))
-    assert speed_of(tmp_path / "run") is None
+    assert find_best(tmp_path / "run") is None
 
 
-def test_what_the_command_writes_is_what_is_read(tmp_path: Path, tiny_base: Path) -> None:
+def test_the_commands_output_is_readable(tmp_path: Path, tiny_base: Path) -> None:
     from eval import throughput
 
     make_run(tmp_path / "run", 3)
@@ -71,7 +71,7 @@ def test_what_the_command_writes_is_what_is_read(tmp_path: Path, tiny_base: Path
     small = ["--widths", "1,2", "--rounds", "1", "--new-tokens", "4", "--suite", "smoke"]
     assert throughput.main(["--model", str(merged), *small, "--json", str(out)]) == 0
     rows = json.loads(out.read_text())
-    found = speed_of(tmp_path / "run")
+    found = find_best(tmp_path / "run")
     assert found is not None
     assert found[0] == max(row["tokens_per_s"] for row in rows)
     judged = {one.name: one for one in judge_run(read_run(tmp_path / "run"))}

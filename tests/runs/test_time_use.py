@@ -1,4 +1,4 @@
-"""Where the time of a run went, counted by hand beside."""
+"""Account of a run's time."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def make(path: Path, steps: list[dict[str, Any]], **run: Any) -> RunRecord:
     return read_run(path)
 
 
-def test_every_second_is_in_one_part(tmp_path: Path) -> None:
+def test_every_second_belongs_to_one_part(tmp_path: Path) -> None:
     steps: list[dict[str, Any]] = [{"step_time_s": 2.0, "data_time_s": 0.5} for _ in range(20)]
     steps[0] = {"step_time_s": 12.0, "data_time_s": 0.5}  # compiles
-    steps[7] = {"step_time_s": 9.0, "data_time_s": 0.5}  # stands still for 7 s
+    steps[7] = {"step_time_s": 9.0, "data_time_s": 0.5}  # stalls for 7 s
     steps[8] = {"step_time_s": 2.0, "data_time_s": 0.5, "is_skipped": True}
     steps[9] = {"step_time_s": 2.0, "data_time_s": 0.5, "eval_time_s": 6.0}
     steps[11] = {"step_time_s": 2.0, "data_time_s": 0.5, "validation_time_s": 4.0}
@@ -43,7 +43,7 @@ def test_every_second_is_in_one_part(tmp_path: Path) -> None:
     assert time.parts.keys() == PART_DESCRIPTIONS.keys()
 
 
-def test_a_restart_costs_all_but_the_steps_that_were_kept(tmp_path: Path) -> None:
+def test_a_restart_costs_all_time_but_the_kept_steps(tmp_path: Path) -> None:
     steps = [{"step_time_s": 2.0, "data_time_s": 0.0}] * 30
     resumed = [
         {"step": 10, "at": "2026-01-01T00:01:00Z", "world_size": 2},  # 20 of 60 s kept
@@ -54,19 +54,19 @@ def test_a_restart_costs_all_but_the_steps_that_were_kept(tmp_path: Path) -> Non
     assert time.parts["restarts"] == pytest.approx(40 + 30)
     assert time.parts["training"] == pytest.approx(60)
     assert time.parts["other"] == pytest.approx(20)
-    assert time.gpu_hours == pytest.approx(2 * 150 / 3600)  # the first part's ranks are those of the next
+    assert time.gpu_hours == pytest.approx(2 * 150 / 3600)  # the first segment's ranks are taken from the next
 
 
-def test_a_slow_start_after_a_restart_is_no_stall(tmp_path: Path) -> None:
+def test_a_slow_first_step_after_a_restart_is_not_a_stall(tmp_path: Path) -> None:
     steps = [{"step_time_s": 2.0 if i != 10 else 30.0, "data_time_s": 0.0} for i in range(30)]
     resumed = [{"step": 10, "at": "2026-01-01T00:00:20Z", "world_size": 4}]
     time = account_for_time(make(tmp_path / "run", steps, resumed=resumed, finished_at="2026-01-01T00:02:30Z"))
     assert (time.parts["stalls"], time.parts["first steps"]) == (0.0, 28.0)
 
 
-def test_steps_on_fewer_ranks_take_longer_and_are_no_stalls(tmp_path: Path) -> None:
+def test_slower_steps_on_fewer_ranks_are_not_stalls(tmp_path: Path) -> None:
     steps = [{"step_time_s": 1.0 if i < 30 else 4.0, "data_time_s": 0.0} for i in range(50)]
-    steps[40] = {"step_time_s": 14.0, "data_time_s": 0.0}  # stands still for 10 s
+    steps[40] = {"step_time_s": 14.0, "data_time_s": 0.0}  # stalls for 10 s
     before = {"world_size": 8, "until": "2026-01-01T00:00:30Z", "exit": None}
     resumed = [{"step": 30, "at": "2026-01-01T00:00:30Z", "world_size": 2, "before": before}]
     record = make(tmp_path / "run", steps, world_size=2, resumed=resumed, finished_at="2026-01-01T00:02:00Z")
@@ -75,7 +75,7 @@ def test_steps_on_fewer_ranks_take_longer_and_are_no_stalls(tmp_path: Path) -> N
     assert time.goodput == pytest.approx(110 / 120)
 
 
-def test_steps_that_a_later_restart_took_back_are_kept_of_no_earlier_part(tmp_path: Path) -> None:
+def test_steps_discarded_by_a_later_restart_count_for_no_earlier_segment(tmp_path: Path) -> None:
     steps = [{"step_time_s": 2.0, "data_time_s": 0.0}] * 30
     resumed = [
         {"step": 20, "at": "2026-01-01T00:01:00Z", "world_size": 4},
@@ -88,7 +88,7 @@ def test_steps_that_a_later_restart_took_back_are_kept_of_no_earlier_part(tmp_pa
     assert time.parts["other"] == pytest.approx(130 - 60 - 60)
 
 
-def test_time_that_is_not_on_record_is_not_made_up(tmp_path: Path) -> None:
+def test_unrecorded_time_is_unknown(tmp_path: Path) -> None:
     time = account_for_time(make(tmp_path / "run", [{"step_time_s": 2.0}] * 5, started_at="yesterday"))
     assert (time.elapsed_s, time.goodput, time.gpu_hours) == (None, None, None)
     assert time.parts["training"] == pytest.approx(10)
@@ -97,7 +97,7 @@ def test_time_that_is_not_on_record_is_not_made_up(tmp_path: Path) -> None:
     assert not any(seconds for name, seconds in older.parts.items() if name != "other")
 
 
-def test_time_between_a_part_and_its_restart_is_no_gpu_hour_where_the_end_is_on_record(tmp_path: Path) -> None:
+def test_downtime_before_a_restart_is_not_counted_as_gpu_hours(tmp_path: Path) -> None:
     before = {"world_size": 8, "until": "2026-01-01T00:00:40Z", "exit": {"code": 75, "reason": "stopped"}}
     resumed = [{"step": 10, "at": "2026-01-01T02:00:00Z", "world_size": 2, "before": before}]
     steps = [{"step_time_s": 2.0, "data_time_s": 0.0}] * 30

@@ -1,4 +1,4 @@
-"""A real run's record of its start and its end, and what it was asked to reach."""
+"""Record of a real run: start, end, time use and success criteria."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ CONFIG = str(ROOT / "configs" / "tiny_lora.yaml")
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run of two steps that was asked something it does not reach."""
+    """Run two steps with a threshold that they miss."""
     root = tmp_path_factory.mktemp("ended")
     overrides = ["success.max_final_loss=0.001", "success.min_tokens_per_s_per_gpu=1"]
     result: dict[str, Any] = run_ranks(run_on_rank, 1, arguments_for(root, *overrides))[0]
     return {**result, "path": root / "run"}
 
 
-def test_a_run_that_falls_short_is_completed_and_says_so_in_its_record_and_on_the_console(
+def test_a_run_that_misses_its_thresholds_completes_and_reports_them(
     ended: dict[str, Any],
 ) -> None:
-    assert ended["code"] == 0  # what is to be run again by its code is a run that did not end
+    assert ended["code"] == 0  # a non-zero code would make launchers restart the run
     described = json.loads((ended["path"] / "run.json").read_text())
-    verdicts = {one["name"]: one["status"] for one in described["success"]}
-    assert verdicts["loss, mean of the last 20 steps"] == "FAIL"
-    assert verdicts["tokens/s per GPU, median"] == "PASS"
-    assert verdicts["tool-call accuracy"] == "not measured"
+    statuses = {one["name"]: one["status"] for one in described["success"]}
+    assert statuses["loss, mean of the last 20 steps"] == "FAIL"
+    assert statuses["tokens/s per GPU, median"] == "PASS"
+    assert statuses["tool-call accuracy"] == "not measured"
     assert re.search(r"success: FAIL +loss, mean of the last 20 steps +< 0\.001 +\d", ended["out"])
     assert main(["report", str(ended["path"]), "--out", str(ended["path"].parent / "page.html")]) == 1
 
 
-def test_the_command_and_the_device_are_on_record_and_on_the_page(ended: dict[str, Any]) -> None:
+def test_the_command_and_the_device_are_recorded_and_on_the_page(ended: dict[str, Any]) -> None:
     record = read_run(ended["path"])
     assert record.run["command"][1:] == arguments_for(ended["path"].parent, *record.run["command"][-2:])
     assert record.run["device"].startswith("cpu, ")
@@ -71,10 +71,10 @@ def test_the_times_of_a_real_run_add_up(ended: dict[str, Any]) -> None:
     assert time.parts["saves"] == pytest.approx(waited + between + closing["save_s"])
     assert time.parts["export"] == closing["export_s"] > 0
     assert time.parts["validation"] == record.metrics.column("validation_time_s")[-1]
-    assert sum(time.parts.values()) <= time.elapsed_s + 1  # what is on record is by the second
+    assert sum(time.parts.values()) <= time.elapsed_s + 1  # recorded times have a resolution of one second
 
 
-def test_a_config_that_asks_nothing_is_not_judged(tmp_path: Path) -> None:
+def test_a_config_without_thresholds_is_not_judged(tmp_path: Path) -> None:
     assert load_config(CONFIG, ["output_dir=x", "success=null"]).success is None
     assert load_config(CONFIG, ["success={}"]).success == SuccessConfig()
     assert load_config(CONFIG, ["success.min_accuracy=null"]).success == SuccessConfig(min_accuracy=None)
@@ -87,6 +87,6 @@ def test_a_config_that_asks_nothing_is_not_judged(tmp_path: Path) -> None:
         ("success.min_acuracy=0.9", "unknown key; did you mean success.min_accuracy"),
     ],
 )
-def test_what_cannot_be_asked_is_an_error(override: str, due: str) -> None:
+def test_an_invalid_threshold_is_an_error(override: str, due: str) -> None:
     with pytest.raises(ConfigError, match=due):
         load_config(CONFIG, [override])
