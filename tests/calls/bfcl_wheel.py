@@ -1,6 +1,6 @@
-"""The bfcl-eval wheel, where it is installed: its data, and its checker imported alone.
+"""The bfcl-eval wheel, if it is installed: its data, and its checker imported without its dependencies.
 
-The wheel's own needs are 6 GB; its checker needs none of them but a table of models, which is stubbed.
+The wheel's dependencies take 6 GB; its checker only needs a table of models, which is stubbed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def python_cases() -> Iterator[Case]:
 
 
 def gold_calls(case: Case, rank: int = 0) -> list[Call]:
-    """The answer as calls: of each parameter the alternative of that rank, or the last; omitted where it is ``""``."""
+    """Return the answer as calls, with the alternative of that rank, or the last; ``""`` means omitted."""
     calls = []
     for answer in case.answers:
         ((name, parameters),) = answer.items()
@@ -120,7 +120,7 @@ def _value(alternative: Any) -> Any:
 
 @functools.cache
 def official_checker() -> Callable[[Case, list[Call]], bool | None]:
-    """The wheel's verdict on calls; None where its checker raises."""
+    """Return a function that gives the wheel's verdict on calls, or None if its checker raises."""
     table = types.ModuleType("bfcl_eval.constants.model_config")
     table.MODEL_CONFIG_MAPPING = {  # type: ignore[attr-defined]
         "keeps-dots": types.SimpleNamespace(underscore_to_dot=False),
@@ -177,5 +177,5 @@ def official_multi_turn_checker() -> Callable[[BfclCase, list[list[list[Call]]]]
 
 
 def _as_source(call: Call) -> str:
-    """The call as the wheel's handlers of function-calling models write it for its checker."""
+    """Write a call as the wheel's handlers of function-calling models do for its checker."""
     return f"{call.name}({','.join(f'{key}={value!r}' for key, value in call.arguments.items())})"

@@ -1,4 +1,4 @@
-"""Predictions made from the expected calls by a seeded generator: right, nearly right and wrong in every way known."""
+"""Predictions made from the expected calls by a seeded generator: correct, nearly correct and wrong in many ways."""
 
 from __future__ import annotations
 

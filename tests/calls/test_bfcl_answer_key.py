@@ -1,4 +1,4 @@
-"""The strict typed match against answers with alternatives: letter by letter, by the best pairing."""
+"""Strict typed match with answers that have alternatives: exact values, best pairing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def judge(answers: list[Any], *calls: Call, malformed: int = 0) -> Outcome:
         ([{"k": "x"}], {"k": "x"}, True),
     ],
 )
-def test_a_value_is_one_of_its_alternatives_letter_by_letter(alternatives: Any, value: Any, is_taken: bool) -> None:
+def test_a_value_must_equal_one_of_its_alternatives_exactly(alternatives: Any, value: Any, is_taken: bool) -> None:
     assert judge([{"f": {"a": alternatives}}], Call("f", {"a": value})).is_correct is is_taken
 
 
@@ -170,7 +170,7 @@ def test_what_the_benchmark_finds_exact_is_what_the_strict_match_finds() -> None
 
 @needs_wheel
 def test_counts_are_those_of_a_plain_pairing() -> None:
-    """What is counted of mutated predictions never exceeds what there is, and is all of it where the match is exact."""
+    """Counts never exceed their totals, and equal them if the match is exact."""
     rng = random.Random(8)
     for found in read_bfcl(data_dir(), "parallel_multiple"):
         key = AnswerKey(found)

@@ -64,7 +64,7 @@ def count_disagreements(predictions: Sequence[tuple[Case, list[Call]]]) -> tuple
 
 
 @needs_wheel
-def test_gold_gets_the_official_verdict_and_the_same_seven_fail() -> None:
+def test_gold_answers_get_the_official_verdict_and_the_same_seven_fail() -> None:
     cases = list(python_cases())
     assert len(cases) == 2351
     for rank in range(4):
@@ -146,7 +146,7 @@ JAVASCRIPT_PIECES = (
 
 @needs_wheel
 @pytest.mark.parametrize("language", ["java", "javascript"])
-def test_source_text_of_any_kind_is_read_as_the_wheel_reads_it(language: str) -> None:
+def test_arbitrary_source_text_reads_the_same_as_in_the_wheel(language: str) -> None:
     official_checker()
     read: Callable[..., object]
     official: Callable[..., object]

@@ -58,7 +58,7 @@ def test_mutated_answers_get_the_official_verdict(category: str) -> None:
 
 
 @needs_wheel
-def test_a_bracket_in_a_string_is_read_as_the_wheel_reads_it() -> None:
+def test_a_bracket_in_a_string_reads_the_same_as_in_the_wheel() -> None:
     """The wheel rewrites ``word (`` to ``word(`` inside of strings, and puts an instance's name before a tool's."""
     official = official_multi_turn_checker()
     content = {"content": "", "file_name": "a.txt"}

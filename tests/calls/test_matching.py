@@ -1,4 +1,4 @@
-"""Typed equality of calls, and the best pairing against trying all of them."""
+"""Typed equality of calls, and the best pairing compared with brute force."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_values_are_equal_as_typed_json(left: object, right: object, expected: b
     assert is_exact_match([call(a=left)], [call(a=right)]) is expected
 
 
-def test_the_type_of_a_number_can_be_told() -> None:
+def test_number_types_can_be_distinguished() -> None:
     assert is_equal([5], [5.0])
     assert not is_equal([5], [5.0], is_same_number_type=True)
 

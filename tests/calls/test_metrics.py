@@ -1,4 +1,4 @@
-"""The verdict of a case, and rates that keep every case in their denominators."""
+"""Verdicts on cases, and rates that count every case."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def rates_of(*cases: Judgement) -> dict[str, Any]:
     return {name: (rate["successes"], rate["n"]) for name, rate in rates_by_name(*cases).items()}
 
 
-def test_rates_count_what_they_say() -> None:
+def test_rates_have_the_documented_numerators_and_denominators() -> None:
     rates = rates_of(
         judge([ONE], parsed(ONE), TOOLS),
         judge([ONE], parsed(Call("f", {"a": 1, "b": "y", "c": 3})), TOOLS),
@@ -148,7 +148,7 @@ def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
     assert rates["tool_f1"]["low"] < f1 < rates["tool_f1"]["high"]
 
 
-def test_what_was_never_asked_has_no_rate() -> None:
+def test_a_rate_over_nothing_is_none() -> None:
     rates = score_judged({"irrelevance": [judge([], parsed())], "empty": []})
     assert rates["irrelevance"]["rates"]["missed_call"]["rate"] is None
     assert rates["irrelevance"]["rates"]["schema_valid"]["rate"] is None
@@ -175,7 +175,7 @@ def test_the_bounds_are_where_the_score_test_turns(n: int, confidence: float) ->
             assert abs(successes / n - bound) == pytest.approx(z * math.sqrt(bound * (1 - bound) / n))
 
 
-def test_small_categories_say_how_little_they_know() -> None:
+def test_small_categories_have_wide_intervals() -> None:
     assert [round(bound, 2) for bound in wilson_interval(13, 16)] == [0.57, 0.93]
     assert wilson_interval(0, 0) == (0.0, 1.0)
     assert wilson_interval(16, 16)[1] == 1.0

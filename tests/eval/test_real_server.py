@@ -61,7 +61,7 @@ def transformers_serve(model: Path, home: Path) -> Iterator[str]:
 
 
 def train(run: Path, tiny_base: Path) -> None:
-    """A short training, so that there are calls to read."""
+    """Train briefly, so that the model makes calls."""
     from tests.recipes.recipe_runs import tune_run
 
     overrides = ["data.sources.0.path=synthetic:train:1500:1", "seed=1", f"output_dir={run}"]

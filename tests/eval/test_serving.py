@@ -1,4 +1,4 @@
-"""Accuracy as served: the servers' real parsers where they are, a sentence where they are not."""
+"""Accuracy as served, with the servers' real parsers where they are installed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rows_of(suite: Suite, texts: list[str], format_name: str = "hermes") -> list
 
 
 @pytest.mark.parametrize("server", SERVERS)
-def test_a_server_that_is_not_installed_is_said_with_the_reason(server: Server, smoke: Suite, tiny_base: Path) -> None:
+def test_a_missing_server_is_reported_with_the_reason(server: Server, smoke: Suite, tiny_base: Path) -> None:
     bare = f"{sys.base_prefix}/bin/python3"
     with pytest.raises(ConfigError, match=f"No module named '{server}'"):
         parse_as_served(server, smoke, [], tiny_base, "hermes", bare)
@@ -103,13 +103,13 @@ def test_a_call_of_a_tool_that_is_not_on_offer_is_dropped_by_sglang(
 
 
 @pytest.mark.parametrize("server", [needs(server) for server in SERVERS])
-def test_a_parser_that_the_server_has_not_is_said(server: Server, smoke: Suite, tiny_base: Path) -> None:
+def test_an_unknown_parser_is_reported(server: Server, smoke: Suite, tiny_base: Path) -> None:
     with pytest.raises(ConfigError, match="its parser no_such cannot be run"):
         parse_as_served(server, smoke, [], tiny_base, "no_such", python_of(server))
 
 
 @pytest.mark.skipif(not any(map(is_installed, SERVERS)), reason="no server is installed")
-def test_the_command_shows_what_is_served_beside_both_readings(
+def test_the_command_compares_served_accuracy_with_both_readings(
     smoke: Suite, tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, found = tmp_path / "results.jsonl", tmp_path / "served.jsonl"

@@ -1,4 +1,4 @@
-"""Speed as it is measured: counts that add up, and times that a known server keeps to."""
+"""Inference speed: counts, and times of a server with known delays."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_rounds_go_in_turn_and_the_first_is_thrown_away() -> None:
 
     def measure(name: str) -> Speed:
         order.append(name)
-        # Of rounds 0 to 3 the warming up is by far the slowest.
+        # Round 0, the warm-up, is by far the slowest.
         total_s = (100.0, 3.0, 1.0, 2.0)[order.count(name) - 1]
         return Speed(1, 1, 6, total_s, 0.1, 0.1, None, None)
 
@@ -87,7 +87,7 @@ def test_the_command_measures_models_and_servers_side_by_side(
     ("arguments", "words"),
     [(["--rounds", "0"], "expected 1 or more"), (["--model", "no/such"], "no such directory")],
 )
-def test_wrong_input_is_a_sentence(
+def test_wrong_input_is_reported_in_one_sentence(
     arguments: list[str], words: str, tiny_base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert throughput.main(["--model", str(tiny_base), *arguments]) == 2

@@ -1,4 +1,4 @@
-"""The evaluation as a user starts it: right verdicts, one sentence for each wrong input."""
+"""The evaluation commands: verdicts, files and errors."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_an_answer_in_place_of_expected_calls_is_what_is_expected(tmp_path: Path
         (["--config", "no/such.yaml"], "cannot be read"),
     ],
 )
-def test_wrong_input_is_a_sentence(
+def test_wrong_input_is_reported_in_one_sentence(
     arguments: list[str],
     words: str,
     cases: Path,
@@ -132,7 +132,7 @@ def test_wrong_input_is_a_sentence(
     assert words in capsys.readouterr().err
 
 
-def test_a_model_without_a_template_is_a_sentence(
+def test_a_model_without_a_template_is_reported(
     cases: Path, tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import shutil
@@ -151,7 +151,7 @@ def test_a_model_without_a_template_is_a_sentence(
     ("config", "words"),
     [("[1]", "expected a mapping of options"), ("modl: x", "modl: unknown option"), ("a: [", "cannot be read")],
 )
-def test_a_config_of_no_options_is_a_sentence(
+def test_a_config_file_without_options_is_reported(
     config: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "eval.yaml"
@@ -172,7 +172,7 @@ def test_a_config_stands_for_its_options_and_the_command_line_wins(tmp_path: Pat
 
 
 @pytest.mark.parametrize("request_body", ["[1]", "{"])
-def test_a_request_that_is_no_object_is_wrong_usage(request_body: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_request_must_be_a_json_object(request_body: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         tool_calls.main(["--model", "m", "--suite", "smoke", "--request", request_body])
     assert "argument --request: invalid" in capsys.readouterr().err
@@ -274,7 +274,7 @@ def test_failures_become_drafts_and_a_page(tmp_path: Path) -> None:
 
 
 @needs_wheel
-def test_a_benchmark_is_no_source_of_drafts_and_has_no_total(
+def test_no_drafts_are_made_from_a_benchmark_and_it_has_no_total(
     tmp_path: Path, tiny_base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["--model", str(tiny_base), "--suite", "bfcl", "--categories", "simple_python", "--limit", "2"]
@@ -290,7 +290,7 @@ def test_a_benchmark_is_no_source_of_drafts_and_has_no_total(
 
 
 @needs_wheel
-def test_what_of_the_benchmark_is_not_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_categories_that_are_not_run_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serve(lambda handler, *_: handler.say("No.")) as log:
         command = ["--model", log.url, "--suite", "bfcl", "--categories", "live_relevance,memory_kv"]
         assert tool_calls.main([*command, "--out", str(tmp_path / "o.jsonl")]) == 0
@@ -300,7 +300,7 @@ def test_what_of_the_benchmark_is_not_run_is_said(tmp_path: Path, capsys: pytest
 
 
 @needs_wheel
-def test_cases_of_several_turns_come_to_a_verdict_and_are_no_source_of_drafts(
+def test_multi_turn_cases_are_judged_and_never_drafted(
     tmp_path: Path, tiny_base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command, with the model itself, on two cases whose tools are few."""
@@ -363,7 +363,7 @@ def test_all_ranks_of_torchrun_and_tune_run_give_the_answers_of_one_process(tmp_
     assert rows["one"] == rows["torchrun"] == rows["tune"]
 
 
-def test_results_of_other_cases_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_of_different_cases_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, identity in (("a", "1"), ("b", "2")):
         row = {"id": identity, "category": "x", "verdict": "correct"}
         (tmp_path / name).write_text(json.dumps(row))
@@ -371,7 +371,7 @@ def test_results_of_other_cases_are_not_compared(tmp_path: Path, capsys: pytest.
     assert "same cases" in capsys.readouterr().err
 
 
-def test_results_on_other_terms_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_of_different_settings_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, limit in (("a", 8), ("b", 9)):
         row = {"id": "1", "category": "x", "verdict": "correct"}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
@@ -380,7 +380,7 @@ def test_results_on_other_terms_are_not_compared(tmp_path: Path, capsys: pytest.
     assert "max_new_tokens is 8 in one and 9 in the other" in capsys.readouterr().err
 
 
-def test_a_comparison_says_which_cases_turned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_lists_the_cases_that_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, right in (("a", "12"), ("b", "134")):
         rows = [{"id": i, "category": "x", "verdict": "correct" if i in right else "wrong_name"} for i in "123456"]
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))

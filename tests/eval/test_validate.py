@@ -1,4 +1,4 @@
-"""Exports that are whole and right, and exports with one thing wrong."""
+"""Validation of intact exports, and of exports with one defect."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def split(model: Path) -> dict[str, str]:
     return weight_map
 
 
-def test_a_whole_model_holds_every_check_that_is_asked_for(model: Path) -> None:
+def test_an_intact_model_passes_every_requested_check(model: Path) -> None:
     found = checks(model, format_name="hermes", like=ModelFiles(model))
     assert {name: check.status for name, check in found.items()} == {
         **dict.fromkeys(("files", "weights", "values", "template", "stops", "loads", "logits"), "ok"),

@@ -1,4 +1,4 @@
-"""An engine that plays the benchmark's multi-turn cases by a plan, such as their answers or these with faults."""
+"""An engine that answers multi-turn cases by a plan, such as the expected calls or these with errors."""
 
 from __future__ import annotations
 

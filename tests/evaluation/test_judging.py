@@ -1,4 +1,4 @@
-"""Answers of a server that reads calls itself, and hostile ones."""
+"""Reading and judging answers: calls parsed by a server, and hostile text."""
 
 from __future__ import annotations
 

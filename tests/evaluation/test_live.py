@@ -1,4 +1,4 @@
-"""Accuracy while training is that of the export, and measuring it changes nothing."""
+"""Accuracy while training equals that of the export, and measuring it changes nothing."""
 
 from __future__ import annotations
 

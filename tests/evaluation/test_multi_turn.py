@@ -1,4 +1,4 @@
-"""Conversations of several turns: right ones, wrong ones, and what ends one before its time."""
+"""Multi-turn conversations: correct ones, wrong ones, and early ends."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_all_800_answers_replayed_are_right(tmp_path: Path) -> None:
     assert_all_right(suite, run(suite, Player(suite), tmp_path / "out.jsonl"))
 
 
-def test_a_function_that_is_held_out_comes_in_its_turn_with_the_benchmarks_words() -> None:
+def test_a_held_out_function_is_offered_in_its_turn_with_the_benchmarks_sentence() -> None:
     cases = {case.id: case for case in load_multi_turn_suite().multi_turn}
     case = cases["multi_turn_miss_func_2"]  # holds out cp and cat until its fifth turn
     names = [[tool.name for tool in turn.tools] for turn in case.turns]
@@ -85,7 +85,7 @@ def test_a_function_that_is_held_out_comes_in_its_turn_with_the_benchmarks_words
     assert sum(len(case.turns[0].tools) < len(case.turns[-1].tools) for case in cases.values()) == 200
 
 
-def test_a_call_that_is_left_out_is_wrong_and_the_turn_is_named(tmp_path: Path) -> None:
+def test_an_omitted_call_is_wrong_and_the_turn_is_named(tmp_path: Path) -> None:
     suite = sample(40, ["multi_turn_base", "multi_turn_miss_param"])
 
     def forgetful(case: MultiTurnCase, turn: int, step: int) -> list[Call]:
@@ -121,7 +121,7 @@ def test_calls_without_end_are_stopped_and_the_reason_is_kept(tmp_path: Path) ->
         assert row["stopped"] == row["differences"][0] == "turn 1, step 21: still calling after 20 steps"
         assert [len(turn) for turn in row["turns"]] == [21]
         assert row["verdict"] == row["lenient"]["verdict"] == "wrong_count"
-        # What it stops in the last turn the benchmark judges like any other.
+        # The benchmark judges a conversation that it stops in the last turn like any other.
         assert row["bfcl"]["valid"] == (len(case.turns) == 1)
         if len(case.turns) > 1:
             assert row["bfcl"]["reason"] == f"1 turns instead of {len(case.turns)}"
@@ -164,7 +164,7 @@ def test_calls_that_only_servers_read_are_made_and_not_right_strictly(tmp_path: 
         assert row["calls"] == []
 
 
-def test_a_run_that_stopped_goes_on_and_is_the_same(tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_with_the_same_results(tmp_path: Path) -> None:
     suite = sample()
     whole = run(suite, Player(suite), tmp_path / "whole.jsonl", num_at_once=4)
     path = tmp_path / "cut.jsonl"
@@ -252,7 +252,7 @@ def test_one_that_outgrows_it_after_its_last_call_has_no_answer_either(tmp_path:
         assert row["calls"] == row["expected_calls"]
 
 
-def test_a_model_that_can_take_no_prompt_at_all_is_a_sentence(tmp_path: Path) -> None:
+def test_a_model_that_accepts_no_prompt_is_reported(tmp_path: Path) -> None:
     suite = sample(66, ["multi_turn_base"])
     with pytest.raises(DataError, match="none of 4 prompts can be answered"):
         run(suite, Narrow(suite), tmp_path / "out.jsonl")
@@ -310,7 +310,7 @@ def test_a_server_that_is_gone_is_not_asked_for_all_the_rest(tmp_path: Path) -> 
     assert sum("not asked: 8 conversations in a row" in row["error"] for row in rows) == 32
 
 
-def test_calls_that_take_for_ever_end_the_conversation(tmp_path: Path) -> None:
+def test_calls_that_take_too_long_end_the_conversation(tmp_path: Path) -> None:
     suite = load_multi_turn_suite()
     case = next(case for case in suite.multi_turn if case.question.classes[0] == "GorillaFileSystem")
     suite = replace(suite, multi_turn=(replace(case, max_time_s=0.05),))

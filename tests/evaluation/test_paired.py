@@ -1,4 +1,4 @@
-"""Two models on the same cases: the interval held against its definition, and p against counting."""
+"""Paired comparison: the interval checked against its definition, p against counting."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_no_difference_is_outside_exactly_when_mcnemars_statistic_says_so() -> N
         assert (low > 0 or high < 0) == rejects, (right, wrong)
 
 
-def test_turning_the_models_round_turns_the_interval_round() -> None:
+def test_swapping_the_models_mirrors_the_interval() -> None:
     for right, wrong, n in ((3, 8, 20), (0, 0, 5), (20, 0, 20)):
         low, high = paired_difference_interval(right, wrong, n)
         assert paired_difference_interval(wrong, right, n) == pytest.approx((-high, -low), abs=1e-12)

@@ -1,4 +1,4 @@
-"""Drafts from failures: what a person gets to review, and what is never drafted."""
+"""Draft rows from failures, and what is never drafted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results on disk: what is there when a run is killed, and what the next one makes of it."""
+"""Results on disk: killed and resumed runs, several ranks, invalid files."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(suite: Suite, engine: Oracle, path: Path, **options: Any) -> list[dict[s
     return rows
 
 
-def test_a_run_that_stopped_goes_on_and_is_the_same(suite: Suite, tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_with_the_same_results(suite: Suite, tmp_path: Path) -> None:
     whole = run(suite, Oracle(suite), tmp_path / "whole.jsonl")
     assert [row["id"] for row in whole] == [case.id for case in suite.cases]
     path = tmp_path / "cut.jsonl"
@@ -75,7 +75,7 @@ def test_a_run_that_stopped_goes_on_and_is_the_same(suite: Suite, tmp_path: Path
     assert sorted(first.asked + second.asked) == sorted(case.id for case in suite.cases)
 
 
-def test_a_line_that_was_cut_in_half_is_asked_again(suite: Suite, tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_asked_again(suite: Suite, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     whole = run(suite, Oracle(suite), path)
     path.write_bytes(path.read_bytes()[:-40])
@@ -84,7 +84,7 @@ def test_a_line_that_was_cut_in_half_is_asked_again(suite: Suite, tmp_path: Path
     assert again.asked == [whole[-1]["id"]]
 
 
-def test_what_got_no_answer_counts_as_wrong_and_is_asked_again(suite: Suite, tmp_path: Path) -> None:
+def test_unanswered_cases_count_as_wrong_and_are_asked_again(suite: Suite, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     lost = [suite.cases[3].id, suite.cases[7].id]
     rows = run(suite, Oracle(suite, lost=lost), path)
@@ -110,7 +110,7 @@ def test_a_case_without_a_row_counts_as_wrong(suite: Suite, tmp_path: Path) -> N
     assert summary["num_no_answer"] == 5
 
 
-def test_results_of_other_settings_are_never_mixed(suite: Suite, tmp_path: Path) -> None:
+def test_results_of_different_settings_are_never_mixed(suite: Suite, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     run(suite, Oracle(suite), path)
     other = load_suite(ROOT / "eval" / "suites" / "synthetic.yaml", num_cases=30, seed=7)
@@ -149,7 +149,7 @@ def test_half_a_surrogate_pair_is_written_and_read_back(suite: Suite, tmp_path: 
 @pytest.mark.parametrize(
     "content", ["nonsense\n", "[]\n", '{"id": 3, "category": "x", "verdict": "correct"}\n', '{"id": "a"}\n']
 )
-def test_what_are_no_results_is_a_sentence(content: str, tmp_path: Path) -> None:
+def test_a_file_that_holds_other_rows_is_reported(content: str, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text(content)
     with pytest.raises(DataError, match=r"results\.jsonl:1: not a result of eval\.tool_calls"):
@@ -185,7 +185,7 @@ def test_ranks_share_the_cases_and_one_process_takes_over_from_three(suite: Suit
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_leaves_what_it_had_and_goes_on(tmp_path: Path, tiny_base: Path) -> None:
+def test_a_killed_run_keeps_its_results_and_resumes(tmp_path: Path, tiny_base: Path) -> None:
     """The command itself, under SIGKILL in the middle."""
     out = tmp_path / "killed.jsonl"
     command = [sys.executable, "-m", "eval.tool_calls", "--model", str(tiny_base), "--suite", "synthetic"]

@@ -344,7 +344,7 @@ def test_the_output_file_is_complete_or_absent(write_rows: WriteRows, tmp_path: 
     assert len(out.read_text().splitlines()) == 1
 
 
-def test_what_utf8_cannot_say_comes_out_as_json_says_it(write_rows: WriteRows, tmp_path: Path) -> None:
+def test_half_a_surrogate_pair_stays_escaped(write_rows: WriteRows, tmp_path: Path) -> None:
     suite = Suite("cases", tuple(read_cases(write_rows(CASES, "cases.jsonl"))))
     rows = [{"id": "\ud800", "calls": []}, {"id": "c0", "calls": [{"name": "\udfff", "arguments": {"\ud83d": "é"}}]}]
     score_file(suite, write_rows(rows), tmp_path / "out.jsonl")

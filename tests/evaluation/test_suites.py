@@ -98,7 +98,7 @@ ASKED = [{"role": "user", "content": "Hi"}]
         ),
     ],
 )
-def test_a_suite_that_cannot_be_asked_is_a_sentence(spec: Any, words: str, tmp_path: Path) -> None:
+def test_an_invalid_suite_is_reported(spec: Any, words: str, tmp_path: Path) -> None:
     path = tmp_path / "suite.yaml"
     path.write_text(spec if isinstance(spec, str) else yaml.safe_dump(spec))
     with pytest.raises((ConfigError, DataError), match=words):
@@ -184,6 +184,6 @@ def test_names_without_dots_are_expected_where_they_are_offered() -> None:
 @pytest.mark.parametrize(
     ("names", "words"), [(["simple_pyton"], "did you mean simple_python"), (["liv"], "did you mean live")]
 )
-def test_a_category_that_is_none_is_a_sentence(names: list[str], words: str, tmp_path: Path) -> None:
+def test_an_unknown_category_is_reported(names: list[str], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         BfclSuite(tmp_path, names)

@@ -135,7 +135,7 @@ class AnswerKey:
 
 
 class _Fit(NamedTuple):
-    """How a call fits an answer; ``is_complete`` if every argument matches and none is missing or extra."""
+    """Match of a call with an answer; ``is_complete`` if every argument matches and none is missing or extra."""
 
     num_matched: int
     num_due: int

@@ -1,7 +1,7 @@
-"""Java and JavaScript values as the Berkeley leaderboard reads them out of source text.
+"""Read Java and JavaScript values from source text the way the Berkeley leaderboard does.
 
-The leaderboard reads by regular expressions, some of which take exponential time on hostile text. The same readings are
-found here by looking ahead once, in linear time. What is not understood stays the text that it was.
+The leaderboard uses regular expressions, some of which take exponential time on hostile text. Here the same values are
+found in linear time, by looking ahead once. Text that cannot be read is returned unchanged.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _SPACE = re.compile(r"\s*")
 
 
 def read_java(text: str, type_name: str, item_name: str | None = None) -> Any:
-    """The value of Java source text as the type of that name; the text itself where it is no such value.
+    """Read Java source text as a value of the named type; text that is not such a value is returned unchanged.
 
     Raises:
-        NotImplementedError: Sets, queues and stacks, which the leaderboard does not read either.
+        NotImplementedError: The type is a set, queue or stack, which the leaderboard does not read either.
     """
     if type_name in ("byte", "short", "integer"):
         return int(text) if _WHOLE.fullmatch(text) else text
@@ -80,7 +80,7 @@ def read_java(text: str, type_name: str, item_name: str | None = None) -> Any:
 
 
 def read_javascript(text: str, type_name: str, item_name: str | None = None) -> Any:
-    """The value of JavaScript source text as the type of that name; the text itself where it is no such value."""
+    """Read JavaScript source text as a value of the named type; other text is returned unchanged."""
     if type_name == "String":
         return text[1:-1] if _is_quoted(text) else text
     if type_name == "integer":
@@ -147,7 +147,7 @@ def _read_hash_map(text: str) -> Any:
 
 
 def _puts(text: str) -> Iterator[tuple[str, str]]:
-    """Key and value of each ``put("key", value)``; a key stays on its line, as does a value."""
+    """Yield key and value of each ``put("key", value)``; neither may span lines."""
     search = ForwardSearch(text)
     position = 0
     while (put := text.find('put("', position)) >= 0:
@@ -200,10 +200,10 @@ def _read_javascript_array(text: str, item_name: str | None) -> Any:
 
 
 def _nested_array_end(text: str) -> int:
-    """Where a list of lists that begins the text ends, or -1 if none does.
+    """Return the end of a list of lists at the start of the text, or -1.
 
-    A bracket that closes an inner list is one from which the end can be reached: over a comma to another inner
-    list whose closing bracket is such a one on the same line, or at once. Found from the right, each once.
+    A closing bracket of an inner list is good if the end can be reached from it: directly, or over a comma to another
+    inner list with a good closing bracket on the same line. Good brackets are found from the right, each once.
     """
     begun = _NEW_ARRAY.match(text)
     if begun is None and not text.startswith("["):
@@ -212,16 +212,16 @@ def _nested_array_end(text: str) -> int:
     first = _skip_space(text, begun.end() if begun else 1)
     if not text.startswith("[", first):
         return -1
-    line_ends = [place for place, letter in enumerate(text) if letter == "\n"] + [len(text)]
-    # Both from right to left: the good closing brackets, negated so that they ascend, and where each leads.
+    line_ends = [index for index, letter in enumerate(text) if letter == "\n"] + [len(text)]
+    # Both from right to left: the good closing brackets, negated so that they ascend, and the target of each.
     good: list[int] = []
     leads: dict[int, int] = {}
 
     def next_good(opened: int) -> int:
         """The first good closing bracket behind an opening one on its line, or -1."""
-        place = bisect.bisect_left(good, -opened) - 1
+        index = bisect.bisect_left(good, -opened) - 1
         line_end = line_ends[bisect.bisect_left(line_ends, opened)]
-        return -good[place] if place >= 0 and -good[place] < line_end else -1
+        return -good[index] if index >= 0 and -good[index] < line_end else -1
 
     closed = text.rfind("]")
     while closed > first:
@@ -257,7 +257,7 @@ def _read_javascript_object(text: str) -> Any:
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
-    """Key and value of each ``key: value``; a comma ends a value if a colon comes before the next comma."""
+    """Yield key and value of each ``key: value``; a comma ends a value if a colon comes before the next comma."""
     search = ForwardSearch(text)
     position = 0
     while (colon := search.find(":", position)) >= 0:
@@ -271,7 +271,7 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _value_end(search: ForwardSearch, start: int) -> tuple[int, int]:
-    """Where a value of an object ends, and where the next key begins."""
+    """Return the end of an object's value and the start of the next key."""
     text = search.text
     comma = search.find(",", start)
     while comma >= 0:
@@ -279,7 +279,7 @@ def _value_end(search: ForwardSearch, start: int) -> tuple[int, int]:
         limit = len(text) if following < 0 else following
         if 0 <= search.find(":", comma + 2) < limit:
             begun = _skip_space(text, comma + 1)
-            # The key has at least one letter, if only a space before its colon.
+            # The key has at least one character, even if only a space before its colon.
             return comma, begun if 0 <= search.find(":", begun + 1) < limit else begun - 1
         comma = following
     return len(text), len(text)
@@ -306,7 +306,7 @@ def _is_quoted(text: str) -> bool:
 
 
 def _enclosed(text: str, opening: re.Pattern[str], closing: str, min_length: int = 0) -> Iterator[str]:
-    """What stands between each opening and the next closing on the same line, from left to right."""
+    """Yield the text between each opening and the next closing on the same line, from left to right."""
     search = ForwardSearch(text)
     position = 0
     while (opened := opening.search(text, position)) is not None:
