@@ -51,7 +51,7 @@ def test_replicas_within_a_node_share_its_network_adapters() -> None:
 
 
 def test_gradients_reduced_once_per_step_overlap_with_the_last_micro_batch_only() -> None:
-    """Gradients that accumulate are not there to be sent before (``fctune.parallel.sharding.defer_reduce``)."""
+    """Gradients that accumulate are not there to be sent before (``fctune.parallel.sharding.GradientSync``)."""
     config = make_config(LLAMA, 2048, adapter={"rank": 64}, compile=True)
     memory, gpu = make_memory(config, 79.1), replace(find_gpu("h100"), nic_gb_s=0.1)
     setting, flops = Setting("ddp", 16, 1, 0.0, 2), count_flops(make_memory(config, 79.1), 0.0, 0.25, 250.0)
