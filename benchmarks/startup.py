@@ -1,9 +1,10 @@
 """Measure the user CPU time of ``--help``, of answers to wrong input, and of ``fctune data show``.
 
-    python -m benchmarks.startup [--runs 5] [--checkout DIR [--python PATH]] [--out FILE]
+    python -m benchmarks.startup [--runs 5] [--only WORDS] [--checkout DIR [--python PATH]] [--out FILE]
 
 ``--checkout`` measures another checkout too, alternating with this one run by run, for a comparison on the same machine
-at the same time. User CPU time covers the process and its children (os.wait4), and is little affected by other work on
+at the same time. ``--only`` measures the commands whose names contain its words and keeps the other results of the
+file. User CPU time covers the process and its children (os.wait4), and is little affected by other work on
 the machine; the median of the runs is reported. Limits: 1 s for help, 2 s for wrong input, 4 s for a row.
 """
 
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -88,10 +90,11 @@ def measure_user_s(python: str, arguments: list[str], checkout: Path) -> float:
     return usage.ru_utime
 
 
-def measure(runs: int, other: tuple[str, Path] | None) -> dict[str, Any]:
-    """Measure every command ``runs`` times, after one run that fills the file cache."""
-    found: dict[str, Any] = {}
-    for name, command in make_commands().items():
+def measure(
+    commands: dict[str, Command], runs: int, other: tuple[str, Path] | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Measure every command ``runs`` times, after one run that fills the file cache; yields each with its name."""
+    for name, command in commands.items():
         here: list[float] = []
         there: list[float] = []
         for _ in range(runs + 1):
@@ -99,16 +102,16 @@ def measure(runs: int, other: tuple[str, Path] | None) -> dict[str, Any]:
                 there.append(measure_user_s(other[0], command.before, other[1]))
             here.append(measure_user_s(sys.executable, command.arguments, ROOT))
         median = statistics.median(here[1:])
-        found[name] = {"limit_s": command.limit_s, "median_s": round(median, 3), "runs_s": _round(here[1:])}
+        found: dict[str, Any] = {"limit_s": command.limit_s, "median_s": round(median, 3), "runs_s": _round(here[1:])}
         if there:
-            found[name] |= {
+            found |= {
                 "before_median_s": round(statistics.median(there[1:]), 3),
                 "before_runs_s": _round(there[1:]),
             }
-        before = f"{found[name].get('before_median_s', float('nan')):6.2f} s -> " if other is not None else ""
+        before = f"{found.get('before_median_s', float('nan')):6.2f} s -> " if other is not None else ""
         late = "" if median < command.limit_s else "  OVER THE LIMIT"
         print(f"{name:36} {before}{median:5.2f} s  (limit {command.limit_s:g} s){late}", flush=True)
-    return found
+        yield name, found
 
 
 def _round(values: list[float]) -> list[float]:
@@ -119,32 +122,29 @@ def main() -> int:
     """Measure, print and write the results; returns 1 if a command is over its limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--only", default="", metavar="WORDS", help="part of the names to measure")
     parser.add_argument("--checkout", type=Path, metavar="DIR", help="another checkout to compare with")
     parser.add_argument("--python", default=sys.executable, help="its Python; default: this one")
     parser.add_argument("--out", type=Path, default=ROOT / f"benchmarks/results/startup_{time.strftime('%F')}.json")
     arguments = parser.parse_args()
     other = None if arguments.checkout is None else (arguments.python, arguments.checkout.resolve())
-    found = measure(arguments.runs, other)
+    commands = {name: one for name, one in make_commands().items() if arguments.only in name}
     cpu = next(
-        (
-            line.split(": ")[1]
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        "",
-    ).strip()
-    machine: dict[str, Any] = {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-    }
+        (line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
+    )
+    machine: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "platform": platform.platform()}
+    machine |= {"python": platform.python_version()}
     machine |= {name: version(name) for name in ("torch", "transformers", "datasets")}
-    load = [round(value, 2) for value in os.getloadavg()]
-    result = {"unit": "user CPU seconds", "machine": machine, "load_at_end": load, "commands": found}
+    result: dict[str, Any] = {"unit": "user CPU seconds", "machine": machine, "commands": {}}
+    if arguments.only and arguments.out.exists():
+        result["commands"] = json.loads(arguments.out.read_text(encoding="utf-8"))["commands"]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 1 if any(one["median_s"] >= one["limit_s"] for one in found.values()) else 0
+    is_late = False
+    for name, found in measure(commands, arguments.runs, other):
+        result["commands"][name] = found | {"load": round(os.getloadavg()[0], 1)}
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        is_late = is_late or found["median_s"] >= found["limit_s"]
+    return 1 if is_late else 0
 
 
 if __name__ == "__main__":
