@@ -1,4 +1,4 @@
-"""What several tests build on: small models in Hugging Face's layout, and rows."""
+"""Fixtures that several test directories share: small Hugging Face models, and rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from fctune.calls.bfcl.cases import SIMULATORS
 
-# The same examples every time, so that a run says what the code does; HYPOTHESIS_PROFILE=random looks further.
+# Deterministic examples by default; HYPOTHESIS_PROFILE=random explores further.
 settings.register_profile("same", derandomize=True)
 settings.register_profile("random", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
@@ -26,7 +26,7 @@ REAL_DATA = ROOT.parent / "shared" / "data"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what reads real rows where there are none."""
+    """Skip tests of real rows if ../shared/data is missing."""
     if not REAL_DATA.is_dir():
         for item in items:
             if item.get_closest_marker("real_data"):
@@ -35,13 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_base() -> Path:
-    """The demo's model directory."""
+    """Path of the demo's model directory."""
     return TINY_BASE
 
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Makes a model directory with random weights: ``make_model("llama" | "qwen2", **config)``; each is made once."""
+    """Create model directories with random weights: ``make_model("llama" | "qwen2", **config)``, cached."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -69,7 +69,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             else:
                 model = Qwen2ForCausalLM(Qwen2Config(**(sizes | changes)))
                 for name, parameter in model.named_parameters():
-                    if name.endswith("bias"):  # zero as built, which would hide a bias that is dropped
+                    if name.endswith("bias"):  # initialised to zero, which would hide a bias that is dropped
                         torch.nn.init.normal_(parameter, std=0.1)
             path = tmp_path_factory.mktemp(family)
             model.save_pretrained(path)
@@ -84,7 +84,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture
 def write_rows(tmp_path: Path) -> Callable[..., Path]:
-    """Writes rows as a JSONL file."""
+    """Write rows to a JSONL file in the test's directory."""
 
     def write(rows: list[object], name: str = "rows.jsonl") -> Path:
         path = tmp_path / name
@@ -102,8 +102,8 @@ def without_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, f"{package}.{module}", None)
 
 
-def run_unheard(*arguments: str) -> int:
-    """The exit code of the ``fctune`` command where nobody reads what it prints, and which says nothing of it."""
+def run_with_closed_pipe(*arguments: str) -> int:
+    """Run ``fctune`` with its output closed, check that it prints no error, and return its exit code."""
     command = [sys.executable, "-m", "fctune.cli", *arguments]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""The command as a user types it: exit codes, files it writes, one sentence for each wrong input."""
+"""Commands as a user types them: exit codes, output files, one sentence for each wrong input."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 from fctune.cli import main
 from fctune.data.check import make_report_schema
 from tests.calls.bfcl_wheel import data_dir, gold_calls, load_cases, needs_wheel
-from tests.conftest import REAL_DATA, ROOT, run_unheard
+from tests.conftest import REAL_DATA, ROOT, run_with_closed_pipe
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
 BAD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "robot", "content": "Hello."}]}
 
 
-def test_check_fails_on_a_bad_row_and_not_where_it_is_skipped(
+def test_check_fails_on_a_bad_row_unless_it_is_skipped(
     write_rows: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = str(write_rows([GOOD, BAD]))
@@ -31,15 +31,15 @@ def test_check_fails_on_a_bad_row_and_not_where_it_is_skipped(
 
 
 @pytest.mark.parametrize(("rows", "code"), [([GOOD], 0), ([GOOD, BAD], 1)])
-def test_a_reader_that_has_seen_enough_changes_neither_the_exit_code_nor_what_is_written(
+def test_a_closed_pipe_changes_neither_the_exit_code_nor_the_files_written(
     rows: list[dict[str, Any]], code: int, write_rows: Callable[..., Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "report.json"
-    assert run_unheard("data", "check", str(write_rows(rows)), "--json", str(out)) == code
+    assert run_with_closed_pipe("data", "check", str(write_rows(rows)), "--json", str(out)) == code
     assert json.loads(out.read_text())["rows"] == len(rows)
 
 
-def test_overrides_may_stand_on_both_sides_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overrides_may_come_before_and_after_options(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(ROOT / "configs" / "llama3_1_8b_lora.yaml")
     assert main(["plan", "micro_batch_size=1", "--config", config, "--json", "data.seq_len=1024"]) == 0
     apart = capsys.readouterr().out
@@ -67,14 +67,14 @@ def test_check_writes_a_report_of_the_documented_schema_and_a_page(
 
 
 @pytest.mark.real_data
-def test_check_of_the_real_rows_counts_what_is_known_of_them(tmp_path: Path) -> None:
+def test_check_of_real_rows_reports_their_known_counts(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     assert main(["data", "check", str(REAL_DATA / "glaive_demo"), "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     assert (report["rows"], report["calls"], report["duplicates"], report["defects"]) == (300, 211, 35, 0)
 
 
-def test_show_prints_the_row_and_how_much_of_it_is_learnt(
+def test_show_prints_the_row_and_its_supervised_share(
     write_rows: Callable[..., Path], tiny_base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = str(write_rows([BAD, GOOD]))
@@ -112,7 +112,7 @@ CASE = {
 }
 
 
-def test_score_calls_writes_a_verdict_a_row_and_prints_every_category_with_its_interval(
+def test_score_calls_writes_a_verdict_per_row_and_prints_each_category_with_its_interval(
     write_rows: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cases = write_rows(
@@ -133,7 +133,7 @@ def test_score_calls_writes_a_verdict_a_row_and_prints_every_category_with_its_i
 
 
 @needs_wheel
-def test_score_bfcl_judges_by_the_leaderboards_rules(
+def test_score_bfcl_applies_the_leaderboards_rules(
     write_rows: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = load_cases("live_parallel")[0]
@@ -187,7 +187,7 @@ def test_the_command_can_be_run_as_a_module() -> None:
         ),
     ],
 )
-def test_wrong_input_is_a_sentence(
+def test_wrong_input_is_answered_with_one_sentence(
     arguments: list[str],
     words: str,
     tiny_base: Path,

@@ -1,15 +1,14 @@
-"""What the README says of the tree, and what must never stand in it."""
+"""Rules of the tree: layers, and what may be imported or tracked where."""
 
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 from pathlib import Path
 
 from tests.conftest import ROOT
 
-# From the ground up: a package may import itself and what stands before it.
+# From the bottom up: a package may import itself and the packages before it.
 LAYERS = (
     "errors",
     "files",
@@ -43,17 +42,6 @@ def tracked_files() -> list[str]:
     ]
 
 
-def imports_of(path: Path) -> set[str]:
-    """Modules that a file imports, anywhere in it."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-    return found
-
-
 def test_sky_holds_no_python() -> None:
     assert not [f for f in tracked_files() if f.startswith("sky/") and f.endswith(".py")], "it would shadow SkyPilot"
 
@@ -73,7 +61,7 @@ def test_recipes_is_a_package_and_is_not_packaged_at_the_top_level() -> None:
 
 def test_torchtune_is_imported_in_named_places_only() -> None:
     for file in (ROOT / "fctune").rglob("*.py"):
-        if any(module.split(".")[0] == "torchtune" for module in imports_of(file)):
+        if any(module.split(".")[0] == "torchtune" for module in imported_modules(file)):
             assert file.is_relative_to(ROOT / "fctune" / "models" / "torchtune"), file
 
 
@@ -86,7 +74,7 @@ def layer_of(module: str) -> int | None:
 
 
 def imported_modules(file: Path) -> set[str]:
-    """Like ``imports_of``, with ``from package import module`` given as ``package.module``."""
+    """Return the modules that a file imports, anywhere in it; ``from package import module`` is ``package.module``."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -127,12 +115,3 @@ def test_a_planted_upward_import_is_found(tmp_path: Path) -> None:
     assert find_upward_imports(tmp_path) == [
         "fctune/data/loader.py imports fctune.training.loop, which is in a higher layer"
     ]
-
-
-def test_the_environment_is_read_in_two_places() -> None:
-    readers = {
-        str(file.relative_to(ROOT))
-        for file in (ROOT / "fctune").rglob("*.py")
-        if re.search(r"os\.environ|os\.getenv", file.read_text())
-    }
-    assert readers <= {"fctune/config/loading.py", "fctune/distributed.py"}

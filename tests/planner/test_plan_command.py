@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fctune.cli import main
-from tests.conftest import ROOT, TINY_BASE, run_unheard
+from tests.conftest import ROOT, TINY_BASE, run_with_closed_pipe
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -124,7 +124,7 @@ def test_options_that_are_already_set_are_not_listed(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--gpu", "l4"], 1)])
 def test_a_closed_pipe_does_not_change_the_exit_code(arguments: list[str], code: int) -> None:
     config = ["--config", "configs/llama3_1_8b_lora.yaml", "--nodes", "2", "parallel.mode=ddp"]
-    assert run_unheard("plan", *config, *arguments) == code
+    assert run_with_closed_pipe("plan", *config, *arguments) == code
 
 
 @pytest.mark.parametrize(
