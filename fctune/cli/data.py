@@ -9,7 +9,7 @@ from typing import Any
 
 from fctune.cli.files import write_file
 from fctune.cli.parser import add_config_arguments
-from fctune.errors import ConfigError
+from fctune.errors import ConfigError, DataError
 from fctune.models.run_config import load_run_config
 from fctune.terminal import Terminal
 
@@ -107,6 +107,10 @@ def _check_data(arguments: argparse.Namespace) -> int:
 
 
 def _show_row(arguments: argparse.Namespace) -> int:
+    if not arguments.path.startswith(("hf:", "synthetic:")) and not Path(arguments.path).exists():
+        raise DataError(
+            f"{arguments.path}: no such file or directory. Check the path; a dataset of the hub is hf:NAME[:config][:split]."
+        )
     from fctune.data.show import show_row
 
     renderables = show_row(

@@ -52,6 +52,7 @@ COMMANDS = [
     ("fctune.cli", "preflight", "tiny_lora", "epoch=1"),
     ("fctune.cli", "data", "prepare", "tiny_lora", "data.sources.0.path=no/such.jsonl"),
     ("fctune.cli", "data", "check", "no/such.jsonl"),
+    ("fctune.cli", "data", "show", "no/such.jsonl", "--tokenizer", "fctune/assets/tiny_base"),
     ("fctune.cli", "report", "no/such"),
     ("fctune.cli", "watch", "no/such"),
     ("fctune.cli", "eval", "--model", "no/such", "--suite", "smoke"),
