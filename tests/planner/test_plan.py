@@ -24,7 +24,7 @@ from fctune.planner.plan_request import PlanRequest
 from fctune.planner.rule_of_thumb import estimate_flops_by_rule, estimate_memory_by_rule
 from fctune.planner.speed import EFFICIENCY_RANGE, count_flops
 from fctune.planner.storage import optimal_save_interval
-from tests.configs.test_clusters import CASES
+from tests.configs.cluster_cases import CASES
 from tests.conftest import ROOT, TINY_BASE
 from tests.planner.sample_plans import GIB, LLAMA, cap_power, estimate_rate, make_config, make_memory
 

@@ -83,7 +83,7 @@ def test_a_config_without_thresholds_is_not_judged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "due"),
     [
-        ("success.min_accuracy=85", "success.min_accuracy=85.0: expected a share, 0 to 1"),
+        ("success.min_accuracy=85", "success.min_accuracy=85.0: expected 0 or more and at most 1"),
         ("success.min_acuracy=0.9", "unknown key; did you mean success.min_accuracy"),
     ],
 )
