@@ -109,7 +109,8 @@ def _check_data(arguments: argparse.Namespace) -> int:
 def _show_row(arguments: argparse.Namespace) -> int:
     if not arguments.path.startswith(("hf:", "synthetic:")) and not Path(arguments.path).exists():
         raise DataError(
-            f"{arguments.path}: no such file or directory. Check the path; a dataset of the hub is hf:NAME[:config][:split]."
+            f"{arguments.path}: no such file or directory. "
+            "Check the path; a dataset of the hub is hf:NAME[:config][:split]."
         )
     from fctune.data.show import show_row
 
