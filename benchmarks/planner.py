@@ -93,7 +93,7 @@ def _simulated_cuda(world_size: int) -> Iterator[None]:
             (layers, "rms_norm", lambda x, _, weight, eps: FusedNorm.apply(x, weight)),
             (step, "_exchange", lambda *_: rows),
             (Llama3ScaledRoPE, "apply_scaling", lambda self, frequencies, *_: frequencies),
-            # Shapes are derived on whole tensors in a mode of its own, which the tracker then knows to leave out.
+            # DTensor derives shapes in a separate fake mode, which the tracker then knows to ignore.
             (_sharding_prop, "detect_fake_mode", lambda *_: None),
         ):
             stack.enter_context(mock.patch.object(target, name, value))

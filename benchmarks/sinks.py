@@ -7,7 +7,7 @@ alike; all steps are of the same number of rows, in one epoch. With sinks are me
 ``--line`` the lines of an output that is no terminal), alerts, W&B (offline), TensorBoard and Prometheus, which a
 client asks once a second. Which half of a pair comes first changes from pair to pair, so that a machine that gets
 slower favours none. The cost of a step is how much longer it took, the mean of the pairs and its 95 % interval, which
-counts what the sinks' threads and processes take from it; beside it, how long the training thread itself was in the
+counts what the sinks' threads and processes take from it; in addition, how long the training thread itself was in the
 sinks' hands, and the CPU time of each other thread, with sinks and without. A step of a large model takes seconds and
 the sinks as long as here, so the share is the most there is of it. Two cores or more, quiet ones.
 """
@@ -77,7 +77,7 @@ class Turns:
     Args:
         sinks: where steps go.
         block: steps of a half that are timed, after some that are not.
-        accompany: what goes on while steps are handed on: what runs whether or not a step ends.
+        accompany: context to run while steps are forwarded, for work that does not depend on steps.
     """
 
     def __init__(self, sinks: Any, block: int, accompany: Callable[[], contextlib.AbstractContextManager[Any]]):
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     assert config is not None, problems
     assert config.adapter is not None
     world = init_distributed()
-    torch.set_num_threads(1)  # the other core is for the sinks, as a host's are beside a GPU
+    torch.set_num_threads(1)  # the other core is for the sinks, like a GPU host's cores
     directory = RunDirectory(config.output_dir)
     directory.start(config, 1)
     model_dir = Path(config.model.path)

@@ -128,8 +128,8 @@ class Timeline:
 
     def _backward(self, index: int) -> Peak:
         work = self.memory.block_activations
-        beside = work.backward_extra(self.tokens)
-        whole = work.total(self.tokens)
+        extra = work.backward_extra(self.tokens)
+        total = work.total(self.tokens)
         is_checkpointed = self.is_checkpointed[index]
         has_next = index + 1 < self.num_blocks
         held = self._accumulated(index + 1)
@@ -142,8 +142,8 @@ class Timeline:
                 + self.head_grads
                 + (self.block_grads // 2 if self.is_unit else 0)  # of the half of the block that backward starts with
                 + (self.block_buffer if has_next and self.is_unit else 0),
-                activations=sum(self.kept[:index]) + (0 if is_checkpointed else whole),
-                working=beside + (whole if is_checkpointed else 0),
+                activations=sum(self.kept[:index]) + (0 if is_checkpointed else total),
+                working=extra + (total if is_checkpointed else 0),
             ),
         )
 
@@ -168,14 +168,14 @@ class Timeline:
         if not self.root_grads:
             return
         held = self._accumulated(0)
-        whole = self.memory.head_and_embedding_gradient_bytes()
+        unsharded = self.memory.head_and_embedding_gradient_bytes()
         buffer = self.block_buffer if self.is_unit else 0
         yield Peak(
             "gradient of the embedding",
             replace(
                 held,
                 gathered=self.root_weights,
-                reducing=held.reducing + buffer + (whole if self.is_unit else whole - self.root_grads),
+                reducing=held.reducing + buffer + (unsharded if self.is_unit else unsharded - self.root_grads),
                 activations=self.tokens * self.token_bytes,
             ),
         )
