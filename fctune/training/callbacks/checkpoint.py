@@ -70,11 +70,8 @@ class CheckpointCallback(Callback):
             CheckpointError: a save failed and ``checkpoint.on_error`` is stop.
         """
         self.raise_if_failed()
-        best, every, elastic_every = (
-            self.checkpointer.state.best,
-            self.config.every_n_steps,
-            self.config.elastic_every_n_steps,
-        )
+        best = self.checkpointer.state.best
+        every, elastic_every = self.config.every_n_steps, self.config.elastic_every_n_steps
         if best is not None and best["step"] == step:
             self.save("elastic", step)
             self._link(self._wait(), "best")
