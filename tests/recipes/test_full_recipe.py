@@ -91,7 +91,7 @@ def test_metrics_account_for_time_and_tokens(tmp_path: Path) -> None:
         (
             "full",
             ["optimizer={_component_: torchao.optim._AdamW, lr: 1e-3, bf16_stochastic_round: true}"],
-            "optimizer.bf16_stochastic_round: torchao cannot round so in shards",
+            "optimizer.bf16_stochastic_round: torchao does not support it for sharded weights",
         ),
         ("lora", ["adapter.base=int3"], "adapter.base='int3': expected one of bf16, nf4, float8"),
     ],
