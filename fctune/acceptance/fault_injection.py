@@ -45,7 +45,7 @@ class FaultInjector:
         self._num_delays: Counter[FaultKind] = Counter()
 
     def delay(self, kind: FaultKind) -> None:
-        """Sleep if this rank is to be slow in this kind of work."""
+        """Sleep if a delay is configured for this rank in this kind of work."""
         for fault in self._faults:
             if fault.kind == kind and (fault.times is None or self._num_delays[kind] < fault.times):
                 self._num_delays[kind] += 1
@@ -58,7 +58,7 @@ class FaultInjector:
             middle[-1] ^= 1
 
     def interrupt(self, phase: str) -> None:
-        """Die, hang or raise at the start of a phase, if this rank is to."""
+        """Die, hang or raise at the start of a phase, if a fault is configured for it on this rank."""
         for fault in self._faults:
             if fault.at != phase:
                 continue

@@ -61,7 +61,7 @@ class Acceptance:
         session.arrive()
         if session.broadcast("writing a first result", lambda: self._write(self._make_result({}, None))):
             session.close()
-            raise ConfigError(f"output_dir={self._folder}: cannot be written, or its disk is full. Choose another one.")
+            raise ConfigError(f"output_dir={self._folder}: not writable, or its disk is full. Choose another.")
         try:
             return self._measure(session)
         except BaseException as error:

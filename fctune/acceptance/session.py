@@ -36,7 +36,7 @@ class Session:
     Args:
         launch: this process's launch.
         limits: timeouts of the run.
-        folder: the result's, where ranks that lost the store elect the one that writes it.
+        folder: directory of the result; ranks that lost the store elect the one that writes it there.
         write_early: writes the result of a run that ended early; called on one rank, in a thread.
 
     Raises:
@@ -152,7 +152,7 @@ class Session:
             dist.destroy_process_group()
 
     def remove_at_exit(self, path: Path) -> None:
-        """Register a path for removal, whichever way the run ends."""
+        """Register a path to be removed when the run ends, however it ends."""
         self._temporary.add(path)
 
     def clean_up(self) -> None:

@@ -251,7 +251,7 @@ class Watch:
         store.set(f"report/{self._launch.rank}", json.dumps([order, kind, text]))
 
     def wait(self) -> None:
-        """Wait for the thread, which ends this process."""
+        """Block until the watch thread ends this process."""
         self._thread.join()
 
     def stop(self) -> None:

@@ -44,7 +44,7 @@ def _report(arguments: argparse.Namespace) -> int:
     from fctune.runs.success import format_criteria, is_success, judge_run
 
     if (arguments.after or arguments.before) and len(arguments.runs) > 1:
-        raise ConfigError("--after, --before: only for a single run; several runs find their results by themselves.")
+        raise ConfigError("--after, --before: only for a single run; the results of several are found automatically.")
     if arguments.before and not arguments.after:
         raise ConfigError("--before: needs --after, the results to compare it with.")
     if arguments.price is not None and not 0 <= arguments.price < math.inf:

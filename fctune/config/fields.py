@@ -50,7 +50,7 @@ class Range:
         return " and ".join(words.format(bound) for bound, words in bounds if bound is not None)
 
     def to_json_schema(self) -> dict[str, float]:
-        """Return the bounds as keywords of JSON Schema."""
+        """Return the bounds as JSON Schema keywords."""
         names = {"minimum": self.ge, "exclusiveMinimum": self.gt, "maximum": self.le, "exclusiveMaximum": self.lt}
         return {name: bound for name, bound in names.items() if bound is not None}
 

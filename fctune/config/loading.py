@@ -45,7 +45,7 @@ def load_config(
 
 
 def parse_config(raw: dict[str, Any], problems: list[str]) -> RunConfig | None:
-    """Build and check the RunConfig of nested plain dicts.
+    """Build and validate a RunConfig from nested plain dicts.
 
     Returns:
         The config, or None if it cannot be built; then ``problems`` has a line for each reason.

@@ -75,9 +75,9 @@ def apply_override(raw: dict[str, Any], override: str, problems: list[str]) -> N
 def parse_dataclass(cls: type[Any], raw: Any, where: str, problems: list[str]) -> Any:
     """Build an instance of ``cls`` from nested plain values, and check it.
 
-    Values of the right type are checked against the constraints in the annotations of their fields, and sections
-    without a wrong type by their ``check(where, problems)`` method, if they have one. Null selects a field's default. A
-    mapping is merged over the field's default mapping.
+    Values of the right type are checked against the constraints in their field's annotation; sections without type
+    errors are also checked by their ``check(where, problems)`` method, if they have one. Null selects a field's
+    default. A mapping is merged into the field's default mapping.
 
     Returns:
         The instance, or None if it cannot be built; then ``problems`` has a line for each reason.
@@ -126,7 +126,7 @@ def _build(cls: type[Any], raw: Any, where: str, problems: list[str], out_of_ran
 
 
 def split_annotation(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Split ``Annotated[type, *constraints]`` into both parts; other types have no constraints."""
+    """Split ``Annotated[type, *constraints]`` into the type and its constraints; other types have none."""
     if get_origin(hint) is Annotated:
         inner, *constraints = get_args(hint)
         return inner, tuple(constraints)

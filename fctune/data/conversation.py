@@ -28,7 +28,7 @@ class Tool:
 
     @property
     def name(self) -> str:
-        """The name that calls use."""
+        """Name under which calls refer to the tool."""
         name: str = self.function["name"]
         return name
 

@@ -55,7 +55,7 @@ class Counts:
 
 
 class Chunk(NamedTuple):
-    """Consecutive rows of one source, which is an index into the config's sources."""
+    """Consecutive rows of one source; ``source`` is its index in the config's sources."""
 
     source: int
     rows: list[UnreadRow]

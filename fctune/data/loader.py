@@ -91,7 +91,7 @@ class GlobalLoader:
         self._order: tuple[int, np.ndarray] | None = None  # of the last requested epoch
 
     def step_at(self, step: int) -> GlobalStep:
-        """Return the packs of a global step (from 1)."""
+        """Return the packs of a global step, counted from 1."""
         epoch, index = divmod(step - 1, self.steps_per_epoch)
         start = index * self.global_batch_size
         packs = self._epoch_order(epoch)[start : start + self.global_batch_size]

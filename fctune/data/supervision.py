@@ -35,7 +35,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class SupervisionConfig:
-    """Selects the supervised tokens of a conversation; the fields are those of the config's ``data`` section."""
+    """Selects which tokens of a conversation are supervised; the fields are those of the config's ``data`` section."""
 
     train_on: TrainOn = "assistant"
     call_weight: float = 1.0

@@ -50,7 +50,7 @@ class JudgedAnswer:
     lenient: Judgement
 
     def to_row(self) -> Row:
-        """Return the row of the results: prompt, answer, calls and verdicts, in plain values."""
+        """Return the results row: prompt, answer, calls and verdicts as plain values."""
         case, answer, (strict, lenient) = self.case, self.answer, self.reading
         row: Row = {
             "id": case.id,

@@ -248,7 +248,7 @@ def _to_base_url(url: str) -> str:
         raise ConfigError(f"{url}: not a server address. Expected http://HOST:PORT or https://HOST/PATH.")
     if parts.username or parts.password:
         raise ConfigError(
-            "--model: the address contains a password, which would be written to the results. Set FCTUNE_API_KEY."
+            "--model: the address contains a password, which would be written to the results. Use FCTUNE_API_KEY."
         )
     path = parts.path.removesuffix("/chat/completions").removesuffix("/")
     return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"

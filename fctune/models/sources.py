@@ -45,7 +45,7 @@ def parse_architecture(source: str, raw: Any) -> Architecture:
 
 
 def find_module_problems(modules: Sequence[str] | None) -> list[str]:
-    """Check ``adapter.modules`` of a model whose architecture is not known yet; one line per problem."""
+    """Check ``adapter.modules`` for a model of unknown architecture, and return one line per problem."""
     known = (*torchtune.TorchtuneArchitecture.block_linears.all, torchtune.TorchtuneArchitecture.head)
     return architecture.find_module_problems(modules, known)
 

@@ -34,7 +34,7 @@ class GradientSync:
         self.holds_gradients = holds_gradients
 
     def defer(self, is_deferred: bool) -> None:
-        """Defer the reduction in the backward passes that follow, or reduce in them."""
+        """Turn deferral of the gradient reduction on or off for the backward passes that follow."""
         set_sync: Any = getattr(self.model, "set_requires_gradient_sync", None)  # the same name in DDP and FSDP
         if self.holds_gradients and set_sync is not None:
             set_sync(not is_deferred)

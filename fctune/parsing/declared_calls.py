@@ -53,7 +53,7 @@ class DeclaredCallReader(PythonReader):
         return True
 
     def skip_space(self, position: int) -> int:
-        """Return the position of the next character that is not white space."""
+        """Return the position of the next character that is not whitespace."""
         match = _SPACE.match(self.text, position)
         assert match is not None
         return match.end()

@@ -155,7 +155,7 @@ class PythonReader:
     def _find_name_end(self, position: int) -> int:
         name = _FUNCTION.match(self.text, position)
         if name is None:
-            raise ParseError("expected the name of a function", position)
+            raise ParseError("expected a function name", position)
         return name.end()
 
     def _read_argument(self, position: int, depth: int) -> tuple[dict[str, Any], int]:
@@ -213,7 +213,7 @@ class PythonReader:
         while not self.text.startswith("}", position):
             key, end = self.read_value(position, depth + 1)
             if not isinstance(key, str):
-                raise ParseError("a key that is no string", position)
+                raise ParseError("expected a string as the key", position)
             if key in pairs and not self.lenient:
                 raise ParseError(f"duplicate key {key[:40]!r} in one dict", position, "duplicate_key")
             end = self.skip_space(end)

@@ -26,7 +26,7 @@ _NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Setting of a run at the largest micro-batch that fits, or at 1 if none does."""
+    """A run's setting with the largest micro-batch that fits, or 1 if none does."""
 
     setting: Setting
     peak: Peak

@@ -58,7 +58,7 @@ _MARKS_LEGEND = (
 
 
 def add_run_charts(page: Page, names: Sequence[str], records: Sequence[RunRecord]) -> None:
-    """Add the charts of one run, or of several runs in comparison."""
+    """Add the charts of one run, or charts that compare several runs."""
     charts = []
     is_single = len(records) == 1
     for title, unit, is_log, metrics in _CURVES if is_single else (_CURVES[0], _VALIDATION, *_CURVES[1:]):

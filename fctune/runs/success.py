@@ -112,7 +112,7 @@ def format_criteria(criteria: Sequence[Criterion]) -> list[str]:
 
 
 def read_thresholds(record: RunRecord) -> SuccessConfig:
-    """Return the success thresholds of a run's config; the defaults where it sets none."""
+    """Return the success thresholds from a run's config, with defaults for those it does not set."""
     configured = record.config.get("success")
     known = {spec.name for spec in fields(SuccessConfig)}
     return SuccessConfig(**{key: value for key, value in (configured or {}).items() if key in known})

@@ -49,14 +49,14 @@ class StepProfiler:
         return self._record(config, number)
 
     def close(self) -> None:
-        """Stop a recording that has not reached its last step, and write what it has."""
+        """Stop a recording that is still in progress, and write the steps recorded so far."""
         if self._profile is not None:
             profiler, self._profile = self._profile, None
             with contextlib.suppress(Exception):  # must not hide the error that ends the run
                 profiler.stop()
         if self._config is not None and not self._is_written:
             first, last = self._config.first_step, self._config.last_step
-            logger.info("profile: nothing was recorded; this run took no step from %d to %d", first, last)
+            logger.info("profile: nothing recorded; this run took no step from %d to %d", first, last)
 
     @contextmanager
     def _record(self, config: ProfileConfig, number: int) -> Iterator[None]:

@@ -91,7 +91,7 @@ class ConsoleSink:
 class SinkGroup:
     """Passes metrics to several sinks; with none, as on ranks that do not write, it discards them.
 
-    An ``OSError`` of a sink, such as a full disk or a closed terminal, is logged once and does not stop training.
+    An ``OSError`` from a sink, such as a full disk or a closed terminal, is logged once and does not stop training.
     """
 
     def __init__(self, *sinks: Sink):

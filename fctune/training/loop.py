@@ -21,7 +21,7 @@ from fctune.training.step import StepResult, mean_loss, train_step
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or gradient norm of a step is NaN or infinite; the weights are those before the step, on every rank."""
+    """A step's loss or gradient norm is NaN or infinite; every rank keeps the weights from before the step."""
 
 
 def build_loader(config: RunConfig, prepared: PreparedSet) -> GlobalLoader:

@@ -74,7 +74,7 @@ class FineTuning(ABC):
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken."""
+        """Number of optimizer steps taken so far."""
         return 0 if self.state is None else self.state.step
 
     def setup(self) -> None:

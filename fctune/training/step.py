@@ -30,9 +30,9 @@ class StepResult:
         num_tokens: tokens without padding.
         num_supervised: tokens with a label.
         num_slots: positions computed, including padding.
-        compute_s: seconds of forward and backward on each rank, in the step before; this step's are not known yet when
-            the ranks exchange their numbers.
-        is_applied: False if loss or norm was not finite; no weight changed then.
+        compute_s: seconds of forward and backward on each rank in the previous step; this step's are not known yet
+            when the ranks exchange their results.
+        is_applied: False if the loss or norm was not finite, so that no weight changed.
     """
 
     loss: float

@@ -164,7 +164,7 @@ class SimulatedTools:
             return f"Error during execution: {error}"
 
     def read_answer(self, text: str) -> Call:
-        """Read a call of an answer, whose first argument may be positional."""
+        """Read a call from an answer; its first argument may be positional."""
         reader = PythonReader(text)
         try:
             return Call(*reader.read_call(0)[0])

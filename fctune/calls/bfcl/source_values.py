@@ -218,7 +218,7 @@ def _nested_array_end(text: str) -> int:
     leads: dict[int, int] = {}
 
     def next_good(opened: int) -> int:
-        """The first good closing bracket behind an opening one on its line, or -1."""
+        """Return the first good closing bracket after an opening one on the same line, or -1."""
         index = bisect.bisect_left(good, -opened) - 1
         line_end = line_ends[bisect.bisect_left(line_ends, opened)]
         return -good[index] if index >= 0 and -good[index] < line_end else -1

@@ -111,7 +111,7 @@ class ParseState(ForwardSearch):
         self.position = end
 
     def finish(self) -> Parsed:
-        """Return the result; the remaining text is prose."""
+        """Treat the remaining text as prose, and return the result."""
         self.skip(self.end, self.end)
         return Parsed(tuple(self.calls), tuple(self.malformed), "".join(self.prose).strip(), tuple(self.spans))
 

@@ -77,7 +77,7 @@ class DeepSeekV31(CallFormat):
     def _read_call(self, text: str, start: int, lenient: bool) -> tuple[Call, int]:
         head = (_ANY_HEAD if lenient else self._head).match(text, start)
         if head is None:
-            raise ParseError("expected the name of a function", start)
+            raise ParseError("expected a function name", start)
         arguments, end = read_json(text, skip_space(text, head.end()), lenient)
         tail = (_ANY_TAIL if lenient else self._tail).match(text, end)
         if not isinstance(arguments, dict):

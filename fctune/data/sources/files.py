@@ -35,7 +35,7 @@ class RawRow:
 
 
 def iter_lines(stream: IO[bytes]) -> Iterator[RawRow]:
-    """Yield the rows of JSON lines; blank lines are counted but are not rows."""
+    """Yield the rows of a JSON Lines stream; blank lines count as lines but yield no row."""
     line = 0
     while True:
         line += 1
@@ -237,8 +237,8 @@ def _iter_rows(stream: io.BufferedReader, path: str, chunk_bytes: int) -> Iterat
         head = head[3:]
     if b"\0" in head or head.startswith((b"\xff\xfe", b"\xfe\xff", b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ")):
         raise DataError(
-            f"{path}: binary or not UTF-8 (starts with {head[:8]!r}). Expected JSON, JSON lines, JSON lines in gzip, "
-            "or Parquet."
+            f"{path}: binary or not UTF-8 (starts with {head[:8]!r}). Expected JSON, JSON Lines (plain or "
+            "gzipped) or Parquet."
         )
     first_line = head.lstrip().split(b"\n", 1)[0].strip()
     if head.lstrip()[:1] == b"[" or first_line == b"{":

@@ -111,7 +111,7 @@ def parse_architecture(source: str, raw: dict[str, Any]) -> TorchtuneArchitectur
     head_dim = raw.get("head_dim") or embed_dim // num_heads
     if head_dim * num_heads != embed_dim:
         raise ConfigError(
-            f"{source}: head_dim={head_dim} x {num_heads} heads is not hidden_size={embed_dim}, which is not supported."
+            f"{source}: head_dim={head_dim} x {num_heads} heads must equal hidden_size={embed_dim}."
         )
     if num_heads % num_kv_heads:
         raise ConfigError(

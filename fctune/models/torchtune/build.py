@@ -87,7 +87,7 @@ def build_model(
     """Build the model on the meta device; see ``Architecture.build_model``.
 
     Raises:
-        ConfigError: rows longer than the positions of the model, or a combination that torchtune cannot build.
+        ConfigError: ``max_seq_len`` exceeds the model's positions, or torchtune cannot build this combination.
     """
     if max_seq_len > architecture.max_position_embeddings:
         raise ConfigError(

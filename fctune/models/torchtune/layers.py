@@ -53,11 +53,11 @@ class Rotary(nn.Module):
             tables.register_buffer("cache", cache, persistent=False)
 
     def init_buffers_(self) -> None:
-        """Compute the tables on torch's default device."""
+        """Compute the sine and cosine tables on torch's default device."""
         self.tables.rope_init()
 
     def forward(self, x: Tensor, *, input_pos: Tensor | None = None) -> Tensor:
-        """Rotate ``[b, s, h, head_dim]`` by position: ``input_pos [b, s]``, or else the index in the row."""
+        """Rotate ``[b, s, h, head_dim]`` by each token's position: ``input_pos [b, s]`` if given, else its index."""
         wide = x if x.dtype is torch.float64 else x.float()
         cache: Tensor = self.tables.cache[: x.shape[1]][None] if input_pos is None else self.tables.cache[input_pos]
         dim = x.shape[-1]
@@ -82,7 +82,7 @@ class Attention(MultiHeadAttention):  # type: ignore[misc]
         mask: DocumentBounds | None = None,
         input_pos: Tensor | None = None,
     ) -> Tensor:
-        """Attend within ``x [b, s, d]``; torchtune's block passes the same tensor as ``y``."""
+        """Compute self-attention over ``x [b, s, d]``; torchtune's block passes the same tensor as ``y``."""
         b, s, _ = x.shape
         q, k, v = (project(x).view(b, s, -1, self.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = self.pos_embeddings(q, input_pos=input_pos), self.pos_embeddings(k, input_pos=input_pos)

@@ -22,7 +22,7 @@ _STOP_FILE_EVERY_S = 2.0
 
 
 class Stopped(Exception):
-    """Training stopped on request; ``checkpoint`` is what a re-run resumes from, None if nothing was saved."""
+    """Training stopped on request; a re-run resumes from ``checkpoint``, which is None if nothing was saved."""
 
     def __init__(self, reason: str, checkpoint: Path | None = None):
         super().__init__(reason)
@@ -56,7 +56,7 @@ class StopRequest:
         self._thread.start()
 
     def start_training(self) -> None:
-        """Let signals wait for the end of the step from now on."""
+        """From now on, handle signals at the end of a step."""
         self._is_training = True
 
     @property

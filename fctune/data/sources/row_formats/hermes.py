@@ -63,7 +63,7 @@ def _add_system(value: str, pointer: str, row: dict[str, Any], builder: RowBuild
         return
     if not builder.tools:
         if row.get("tools") not in (None, "", "null") and not _NO_TOOLS.match(value, match.end()):
-            raise RowError("tools", "tools_disagree", "no tools in the column, but some in the system prompt")
+            raise RowError("tools", "tools_disagree", "the column has no tools, but the system prompt does")
         declared, _ = builder.decode_prefix(value, match.end(), pointer)
         builder.set_tools(declared if isinstance(declared, list) else [declared], pointer)
         builder.notes["tools_from_prompt"] += 1

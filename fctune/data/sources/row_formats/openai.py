@@ -102,7 +102,7 @@ def _read_content(content: Any, pointer: str) -> str | None:
         text = content[0].get("text")
         if content[0].get("type") == "text" and isinstance(text, str):
             return text
-    reason = f"expected text, null, or a list of one text part, got {describe_value(content)}"
+    reason = f"expected text, null, or a list with one text part, got {describe_value(content)}"
     raise RowError(pointer, "content_not_text", reason)
 
 
