@@ -110,9 +110,7 @@ def parse_architecture(source: str, raw: dict[str, Any]) -> TorchtuneArchitectur
     num_kv_heads = raw.get("num_key_value_heads") or num_heads
     head_dim = raw.get("head_dim") or embed_dim // num_heads
     if head_dim * num_heads != embed_dim:
-        raise ConfigError(
-            f"{source}: head_dim={head_dim} x {num_heads} heads must equal hidden_size={embed_dim}."
-        )
+        raise ConfigError(f"{source}: head_dim={head_dim} x {num_heads} heads must equal hidden_size={embed_dim}.")
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"{source}: num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}."
