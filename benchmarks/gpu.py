@@ -1,16 +1,17 @@
-"""All that is measured on a GPU, in one command: correctness first, then speed and memory, then where the time goes.
+"""Every GPU benchmark in one command: correctness, then speed and memory, then profiles.
 
     python -m benchmarks.gpu --out results.jsonl [--rows correctness,lora_8b,...] [--toy]
 
-Each row runs in processes of its own within its own time limit and appends one JSON line to ``--out`` as it ends; rows
-that are there already are left out, so the command can be cut up by ``--rows`` or run again. The models have the true
-shapes of Llama-3.1-8B and Llama-3.2-3B and random weights drawn on the device; the rows are this project's synthetic
-set in its own packs. ``--toy`` runs every row on a toy model, on the CPU where there is no GPU.
+Each row runs in separate processes with its own time limit and appends one JSON line to ``--out`` when it ends. Rows
+already in ``--out`` are skipped, so the work can be split with ``--rows``, or resumed by running the command again. The
+models have the shapes of Llama-3.1-8B and Llama-3.2-3B and random weights drawn on the device; the training data is
+this project's synthetic set, packed. ``--toy`` runs every row on a toy model, on the CPU if there is no GPU.
 
-Tokens are real ones, not padding. FLOPs a token are given as projects count them: 6N when all weights train and 4N over
-a frozen base (N with embeddings, without adapters), and the same with 12 x layers x width x seq_len for attention, as
-torchtitan adds it. Of function-calling rows a fifth is supervised, and this project computes logits for those alone;
-``lora_8b_dense`` has rows where nearly all is supervised, as the rows of other projects' published figures.
+Token counts exclude padding. FLOPs per token are counted as other projects do: 6N when all weights train and 4N over a
+frozen base (N with embeddings, without adapters), and the same plus 12 x layers x width x seq_len for attention, as in
+torchtitan. About a fifth of the tokens of function-calling rows are supervised, and this project computes logits for
+those only; ``lora_8b_dense`` uses rows in which nearly every token is supervised, like those behind other projects'
+published figures.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ from benchmarks.workload import SHAPES, Shape, write_model, write_rows
 
 
 class Bench:
-    """The rows by name: what each runs, and how long it may take."""
+    """The benchmark rows by name, each with its time limit."""
 
     def __init__(self, folder: Path, is_toy: bool):
         self.folder, self.is_toy = folder, is_toy
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         if not is_toy and self.device == "cpu":
-            raise SystemExit("no CUDA device here; --toy runs every row on the CPU")
+            raise SystemExit("no CUDA device; --toy runs every row on the CPU")
 
     def rows(self) -> dict[str, tuple[float, Callable[[float], dict[str, Any]]]]:
-        """Name -> seconds and what is run in them."""
+        """Return name -> (time limit in seconds, function that runs the row within a limit)."""
         lora, full = self.lora(), self.full()
         ours = {"compile": True}
         none, every = {"checkpointed": 0.0}, {"checkpointed": 1.0}
-        fp8 = lora.but(**ours, base="float8")
+        fp8 = lora.replace(**ours, base="float8")
         tune = {"tool": "torchtune", "compile": True}
         trl = {"tool": "trl", "liger": self.device == "cuda", "attention": "sdpa"}
         return {
@@ -58,41 +59,41 @@ class Bench:
                 400,
                 lambda limit: self.call(["-m", "pytest", "-m", "gpu", "-q", "tests"], limit, may_be_none=True),
             ),
-            "lora_8b": (420, self.best([lora.but(**ours, micro_batch_size=n, rows_a_step=4) for n in (2, 4)])),
-            "lora_8b_dense": (240, self.best([lora.but(**ours, rows_dir=self.dense_dir())])),
+            "lora_8b": (420, self.best([lora.replace(**ours, micro_batch_size=n, rows_a_step=4) for n in (2, 4)])),
+            "lora_8b_dense": (240, self.best([lora.replace(**ours, rows_dir=self.dense_dir())])),
             "lora_8b_float8": (300, self.best([fp8])),
-            "lora_8b_nf4": (240, self.best([lora.but(**ours, base="nf4")])),
-            "lora_8b_torchtune": (480, self.best([lora.but(**tune, **part) for part in (none, every)])),
+            "lora_8b_nf4": (240, self.best([lora.replace(**ours, base="nf4")])),
+            "lora_8b_torchtune": (480, self.best([lora.replace(**tune, **part) for part in (none, every)])),
             "lora_8b_torchtune_unpacked": (
                 240,
-                self.best([lora.but(**tune, packed=False, rows_a_step=32, micro_batch_size=8)]),
+                self.best([lora.replace(**tune, packed=False, rows_a_step=32, micro_batch_size=8)]),
             ),
-            "lora_8b_trl": (480, self.best([lora.but(**trl, **part) for part in (none, every)])),
-            "full_8b_bf16": (300, self.best([full.but(**ours)])),
-            "full_8b_float8": (300, self.best([full.but(**ours, dtype="float8")])),
-            "full_8b_master": (300, self.best([full.but(**ours, dtype="bf16_mixed")])),
-            "full_8b_torchtune": (300, self.best([full.but(**tune)])),
-            "full_8b_trl": (300, self.best([full.but(**trl)])),
-            "profile_lora_8b": (240, self.profile(lora.but(**ours))),
-            "profile_full_8b": (240, self.profile(full.but(**ours))),
+            "lora_8b_trl": (480, self.best([lora.replace(**trl, **part) for part in (none, every)])),
+            "full_8b_bf16": (300, self.best([full.replace(**ours)])),
+            "full_8b_float8": (300, self.best([full.replace(**ours, dtype="float8")])),
+            "full_8b_master": (300, self.best([full.replace(**ours, dtype="bf16_mixed")])),
+            "full_8b_torchtune": (300, self.best([full.replace(**tune)])),
+            "full_8b_trl": (300, self.best([full.replace(**trl)])),
+            "profile_lora_8b": (240, self.profile(lora.replace(**ours))),
+            "profile_full_8b": (240, self.profile(full.replace(**ours))),
             "planner": (900, self.plans()),
             "acceptance": (420, self.acceptance),
-            "checkpoint_lora_8b": (360, self.stall(lora.but(**ours))),
-            "checkpoint_full_3b": (480, self.stall(full.but(**ours, model_dir=self.model_dir("3b")))),
+            "checkpoint_lora_8b": (360, self.stall(lora.replace(**ours))),
+            "checkpoint_full_3b": (480, self.stall(full.replace(**ours, model_dir=self.model_dir("3b")))),
         }
 
     # --- jobs ---
 
     def lora(self) -> Job:
-        """Rank 16 on all linears, 4,096 tokens, packed, bfloat16."""
-        return self.job("8b", 4_096).but(micro_batch_size=2, rows_a_step=4)
+        """LoRA of rank 16 on all linears: 4,096 tokens, packed, bfloat16."""
+        return self.job("8b", 4_096).replace(micro_batch_size=2, rows_a_step=4)
 
     def full(self) -> Job:
-        """8,192 tokens, packed, weights and optimizer bfloat16, every block recomputed."""
-        return self.job("8b", 8_192).but(adapter=False, checkpointed=1.0, micro_batch_size=1, rows_a_step=2)
+        """Full fine-tuning: 8,192 tokens, packed, bfloat16 weights and optimizer, every block checkpointed."""
+        return self.job("8b", 8_192).replace(adapter=False, checkpointed=1.0, micro_batch_size=1, rows_a_step=2)
 
     def job(self, shape: str, seq_len: int) -> Job:
-        """What rows have in common."""
+        """Return the settings that all rows share."""
         seq_len = seq_len // 8 if self.is_toy else seq_len
         return Job(
             tool="fctune",
@@ -109,18 +110,18 @@ class Bench:
         )
 
     def shape(self, name: str) -> Shape:
-        """Of a model, or the toy in its place."""
+        """Return the shape of a model, or the toy's with ``--toy``."""
         return SHAPES["toy" if self.is_toy else name]
 
     def model_dir(self, name: str) -> str:
-        """Config and tokenizer, without weights."""
+        """Write a model directory without weights, unless it exists, and return its path."""
         folder = self.folder / name
         if not (folder / "config.json").exists():
             write_model(folder, self.shape(name), has_weights=False, num_texts=300 if self.is_toy else 1_000)
         return str(folder)
 
     def rows_dir(self, name: str) -> str:
-        """The synthetic set; ``dense``: the same text as long answers."""
+        """Write the synthetic rows (``dense``: as long answers), unless they exist, and return their directory."""
         from fctune.data.conversation import Conversation, Message
         from fctune.data.synthetic import iter_conversations
 
@@ -129,7 +130,7 @@ class Bench:
         def answers() -> Iterator[Conversation]:
             for conversation in iter_conversations("train", 1_000, 2):
                 text = json.dumps(conversation.to_openai(), ensure_ascii=False)
-                yield Conversation((Message("user", content="Go on."), Message("assistant", content=text)))
+                yield Conversation((Message("user", content="Continue."), Message("assistant", content=text)))
 
         if not (folder / "rows.jsonl").exists():
             rows = answers() if name == "dense" else iter_conversations("train", 200 if self.is_toy else 2_000, 1)
@@ -137,13 +138,13 @@ class Bench:
         return str(folder)
 
     def dense_dir(self) -> str:
-        """Rows that are nearly all supervised."""
+        """Return the directory of rows in which nearly every token is supervised."""
         return self.rows_dir("dense")
 
     # --- kinds of rows ---
 
     def best(self, jobs: list[Job]) -> Callable[[float], dict[str, Any]]:
-        """The fastest of some settings; all are in the result."""
+        """Measure several settings and report the fastest; the result lists all of them."""
 
         def run(limit: float) -> dict[str, Any]:
             found = []
@@ -159,7 +160,7 @@ class Bench:
         return run
 
     def describe(self, job: Job, found: dict[str, Any]) -> dict[str, Any]:
-        """Tokens, memory and FLOPs of a run."""
+        """Return throughput, peak memory and FLOP rates of a run."""
         sizes = json.loads((Path(job.model_dir) / "config.json").read_text())
         shape = self.shape(Path(job.model_dir).name)
         factor = 4 if job.adapter else 6
@@ -178,14 +179,18 @@ class Bench:
         }
 
     def plans(self) -> Callable[[float], dict[str, Any]]:
-        """What tensors take at the peak, beside what the planner says: adapters and all weights, two lengths, no block,
-        half of them and all of them computed again, eager and compiled.
+        """Compare measured with planned peak memory: LoRA at two lengths and full fine-tuning, each with none, half and
+        all of the blocks checkpointed, eager and compiled.
         """
         short = {"warmup": 2, "steps": 4}
-        lora = [self.job("8b", length).but(**short, micro_batch_size=2) for length in (4_096, 8_192)]
-        full = self.job("3b", 4_096).but(**short, adapter=False, dtype="bf16_mixed")
-        jobs = [one.but(checkpointed=share) for one in (*lora, full) for share in (0.0, 0.5, 1.0)]
-        jobs += [lora[0].but(compile=True, checkpointed=0.5), full.but(compile=True), full.but(dtype="bf16")]
+        lora = [self.job("8b", length).replace(**short, micro_batch_size=2) for length in (4_096, 8_192)]
+        full = self.job("3b", 4_096).replace(**short, adapter=False, dtype="bf16_mixed")
+        jobs = [one.replace(checkpointed=share) for one in (*lora, full) for share in (0.0, 0.5, 1.0)]
+        jobs += [
+            lora[0].replace(compile=True, checkpointed=0.5),
+            full.replace(compile=True),
+            full.replace(dtype="bf16"),
+        ]
 
         def run(limit: float) -> dict[str, Any]:
             rows = []
@@ -200,16 +205,16 @@ class Bench:
         return run
 
     def acceptance(self, limit: float) -> dict[str, Any]:
-        """An acceptance run of this machine, and its figures beside independent ones."""
+        """Run the acceptance test on this machine and compare its figures with independent ones."""
         flags = ["--machine", *(["--toy"] if self.is_toy else []), "--out", str(self.folder / "acceptance.json")]
         return self.call(["-m", "benchmarks.acceptance", *flags], limit)
 
     def profile(self, job: Job) -> Callable[[float], dict[str, Any]]:
-        """One step's kernels by the time they take."""
+        """Profile one step; the result is its table of kernels by time."""
 
         def run(limit: float) -> dict[str, Any]:
             file = self.folder / "profile.txt"
-            found = measure(job.but(profile_to=str(file)), limit)
+            found = measure(job.replace(profile_to=str(file)), limit)
             if "error" in found:
                 return {"ok": False, "error": found["error"]}
             lines = file.read_text().splitlines()
@@ -218,12 +223,12 @@ class Bench:
         return run
 
     def stall(self, job: Job) -> Callable[[float], dict[str, Any]]:
-        """What asynchronous saves add to a run, a save: its wall time with them, less that without."""
+        """Measure the wall time that each asynchronous save adds: a run with saves minus one without, per save."""
 
         def run(limit: float) -> dict[str, Any]:
             ends = time.monotonic() + limit
             plain = measure(job, ends - time.monotonic())
-            saving = measure(job.but(save_every=max(1, job.warmup)), ends - time.monotonic())
+            saving = measure(job.replace(save_every=max(1, job.warmup)), ends - time.monotonic())
             for found in (plain, saving):
                 if "error" in found:
                     return {"ok": False, "error": found["error"]}
@@ -235,13 +240,13 @@ class Bench:
         return run
 
     def call(self, command: list[str], limit: float, may_be_none: bool = False) -> dict[str, Any]:
-        """Another program: its last line as JSON where it is, else the end of what it printed."""
+        """Run a program; return its last line if that is JSON, otherwise the end of its output."""
         try:
             done = subprocess.run(
                 [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=limit
             )
         except subprocess.TimeoutExpired:
-            return {"ok": False, "error": f"not done after {limit:.0f} s"}
+            return {"ok": False, "error": f"timed out after {limit:.0f} s"}
         lines = (done.stdout + done.stderr).strip().splitlines()
         found: dict[str, Any] = {"ok": done.returncode == 0 or (may_be_none and done.returncode == 5)}
         with suppress(ValueError, IndexError):
@@ -250,10 +255,10 @@ class Bench:
 
 
 def main() -> None:
-    """Run rows and print a line of each."""
+    """Run the requested rows and print one line for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rows", help="names, comma-separated; default: all that are not in --out yet")
-    parser.add_argument("--out", type=Path, required=True, help="JSON lines, appended to")
+    parser.add_argument("--rows", help="names, comma-separated; default: every row not in --out yet")
+    parser.add_argument("--out", type=Path, required=True, help="JSONL file to append to")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--list", action="store_true", help="print the names and their limits in seconds")
     arguments = parser.parse_args()
@@ -266,7 +271,7 @@ def main() -> None:
         done = _names_in(arguments.out)
         names = arguments.rows.split(",") if arguments.rows else [name for name in rows if name not in done]
         if unknown := [name for name in names if name not in rows]:
-            raise SystemExit(f"no such row: {', '.join(unknown)}; there are {', '.join(rows)}")
+            raise SystemExit(f"no such row: {', '.join(unknown)} (known: {', '.join(rows)})")
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         for name in names:
             limit, row = rows[name]
@@ -280,11 +285,11 @@ def main() -> None:
             line |= {"device": describe_gpu(), "versions": _versions()}
             with open(arguments.out, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-            print(tell(line), flush=True)
+            print(format_line(line), flush=True)
 
 
 def measure_each(jobs: list[Job], limit: float) -> Iterator[tuple[Job, dict[str, Any]]]:
-    """Each job with what was measured of it; an error for those that too little of the limit, in seconds, is left."""
+    """Yield each job with its measurements, or with an error if too little of the limit (seconds) remains."""
     ends = time.monotonic() + limit
     for job in jobs:
         left = ends - time.monotonic()
@@ -292,9 +297,9 @@ def measure_each(jobs: list[Job], limit: float) -> Iterator[tuple[Job, dict[str,
 
 
 def _plan(job: Job, found: dict[str, Any]) -> dict[str, Any]:
-    """The planner's peak of a job on one rank, by tensors alone, and by which share it is over the measured one.
+    """Compare the planner's peak for a job on one rank, tensors only, with the measured one.
 
-    On the CPU what was measured is the process, so that the share says nothing.
+    On the CPU, the measured peak is that of the process, so the comparison means nothing.
     """
     from benchmarks.train_fctune import fctune_config
     from fctune.config.loading import parse_config
@@ -320,8 +325,8 @@ def _plan(job: Job, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def tell(line: dict[str, Any]) -> str:
-    """A row in a line, for the terminal."""
+def format_line(line: dict[str, Any]) -> str:
+    """Format a result as one line for the terminal."""
     if not line["ok"]:
         tried = line.get("tried") or [line]
         why = str(tried[-1].get("error") or tried[-1].get("output") or tried[-1]).strip().splitlines()[-1][:160]
@@ -331,7 +336,7 @@ def tell(line: dict[str, Any]) -> str:
 
 
 def describe_gpu() -> dict[str, Any]:
-    """What the numbers are of."""
+    """Return the GPU's name, memory and CUDA version, and the host."""
     if not torch.cuda.is_available():
         return describe_machine()
     properties = torch.cuda.get_device_properties(0)

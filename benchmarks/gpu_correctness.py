@@ -1,8 +1,8 @@
-"""Whether the GPU computes what the CPU does in float64: losses and gradients of a small model, by attention kernel.
+"""Compare losses and gradients of a small model on the GPU with float64 on the CPU, for each attention kernel.
 
     python -m benchmarks.gpu_correctness
 
-Prints one JSON object; exits 1 where a check fails. On a machine without a GPU the same checks run on the CPU.
+Prints one JSON object; exits 1 if a check fails. Without a GPU the same checks run on the CPU.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import read_architecture
 from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_
 
-# Head size 32: what every kernel takes.
+# Every kernel supports a head size of 32.
 SHAPE = Shape(vocab=512, layers=2, width=128, heads=4, kv_heads=2, hidden=256)
 LENGTHS = ((70, 40, 18), (128,), (9, 100, 19))
 
-# Largest relative error, ||found - true|| / ||true||, that rounding explains; float32 products may be TF32.
+# Largest relative error, ||found - true|| / ||true||, that rounding explains; float32 matmuls may be TF32.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-3, torch.bfloat16: 4e-2}
 
 
 def build(model_dir: Path, dtype: torch.dtype, device: torch.device, kernel: AttentionKernel) -> CausalLM:
-    """A model with the directory's weights."""
+    """Build a model and load the directory's weights."""
     model = read_architecture(model_dir).build_model(256, PrecisionPolicy.uniform(dtype), kernel)
     materialize_(model, device)
     load_base_(model, model_dir)
@@ -41,18 +41,18 @@ def build(model_dir: Path, dtype: torch.dtype, device: torch.device, kernel: Att
 
 
 def draw_batch() -> dict[str, Tensor]:
-    """Rows of several conversations; a fifth of the places is supervised."""
+    """Draw packed rows of several conversations; a fifth of the positions is supervised."""
     generator = torch.Generator().manual_seed(1)
     shape = (len(LENGTHS), sum(LENGTHS[0]))
     tokens = torch.randint(SHAPE.vocab, shape, generator=generator)
-    is_taught = torch.rand(shape, generator=generator) < 0.2
-    labels = torch.where(is_taught, torch.randint(SHAPE.vocab, shape, generator=generator), -100)
+    is_supervised = torch.rand(shape, generator=generator) < 0.2
+    labels = torch.where(is_supervised, torch.randint(SHAPE.vocab, shape, generator=generator), -100)
     positions = torch.cat([torch.cat([torch.arange(n) for n in row])[None] for row in LENGTHS])
     return {"tokens": tokens, "labels": labels, "positions": positions}
 
 
 def losses_and_gradients(model: CausalLM, device: torch.device, is_packed: bool = True) -> tuple[float, Tensor]:
-    """Of the batch in packed rows, or of each conversation in a row of its own."""
+    """Return the summed loss and the flat gradient, with the conversations packed or one per row."""
     model.zero_grad()
     batch = {name: tensor.to(device) for name, tensor in draw_batch().items()}
     total = 0.0
@@ -73,12 +73,12 @@ def losses_and_gradients(model: CausalLM, device: torch.device, is_packed: bool 
 
 
 def relative(found: Tensor, true: Tensor) -> float:
-    """Relative error; not a number stays one and so passes nothing."""
+    """Return the relative error; a NaN stays NaN and fails every check."""
     return float((found - true).norm() / true.norm())
 
 
 def check(model_dir: Path, device: torch.device) -> dict[str, Any]:
-    """Every check by name: loss error, gradient error, tolerance."""
+    """Run every check; return loss and gradient errors and the tolerance by name."""
     cpu = torch.device("cpu")
     true = losses_and_gradients(build(model_dir, torch.float64, cpu, "per_document"), cpu, is_packed=False)
     capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
@@ -107,7 +107,7 @@ def check(model_dir: Path, device: torch.device) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Check and print."""
+    """Run the checks and print the result."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), SHAPE, has_weights=True, num_texts=200)

@@ -1,19 +1,20 @@
-"""One run of one tool in this process, for the benchmarks: this project, torchtune's stock recipes, TRL with PEFT.
+"""Training job of a benchmark, run in this process with fctune, torchtune's stock recipes, or TRL with PEFT.
 
-Each trains through its own entry (recipe or trainer), from a model directory and rows of ``workload``, and is only
-listened to: when a step ended, its loss, how many places, real tokens and supervised tokens it had. A supervised token
-is one that this project supervises. torchtune trains the header before each assistant turn too; those tokens are
-counted apart.
+Each tool trains through its own recipe or trainer, on a model directory and rows from ``workload``. A recorder only
+observes it: the time and loss of each step, and its number of positions, tokens without padding, and supervised tokens,
+meaning those that fctune supervises. torchtune also trains on the header before each assistant turn; those tokens are
+counted separately.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
 import resource
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ RANK, ALPHA = 16, 32
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run. ``rows_a_step`` are packs, or conversations where ``packed`` is False, over all ranks."""
+    """Settings of a run; ``rows_a_step`` counts packs (conversations if ``packed`` is False) over all ranks."""
 
     tool: str  # fctune, torchtune, trl
     model_dir: str
@@ -34,69 +35,69 @@ class Job:
     seq_len: int
     rows_a_step: int
     packed: bool = True
-    micro_batch_size: int = 1  # of a rank
-    dtype: str = "fp32"  # fp32, bf16; of this project any precision
+    micro_batch_size: int = 1  # per rank
+    dtype: str = "fp32"  # fp32 or bf16; for fctune any precision
     compile: bool = False
-    threads: int = 2  # of a rank
+    threads: int = 2  # per rank
     ranks: int = 1
-    distributed: bool = False  # torchtune's recipe for several ranks, also on one
+    distributed: bool = False  # use torchtune's distributed recipe even on one rank
     adapter: bool = True
-    base: str = "bf16"  # of this project: how the frozen base is held
-    checkpointed: float = 0.0  # share of the blocks; the others know all or none
+    base: str = "bf16"  # fctune only: storage of the frozen base
+    checkpointed: float = 0.0  # share of the blocks; other tools support only 0 and 1
     device: str = "cpu"
-    has_weights: bool = True  # else they are drawn on the device
-    attention: str | None = None  # of TRL: transformers' name
-    liger: bool = False  # of TRL: its fused kernels, CUDA only
-    save_every: int = 0  # of this project: steps between asynchronous saves
-    profile_to: str | None = None  # a file for the table of one step's kernels
+    has_weights: bool = True  # otherwise weights are drawn on the device
+    attention: str | None = None  # TRL only: transformers' name of the kernel
+    liger: bool = False  # TRL only: fused kernels, on CUDA
+    save_every: int = 0  # fctune only: steps between asynchronous saves
+    profile_to: str | None = None  # file for the table of one step's kernels
     warmup: int = 1
-    steps: int = 4  # warm-up among them
+    steps: int = 4  # including warm-up
 
     @property
     def name(self) -> str:
-        """For tables: what differs between the cells of a sweep."""
+        """Label for tables: the settings that differ within a sweep."""
         parts = [f"{self.ranks}x{self.threads} threads", f"micro-batch {self.micro_batch_size}", self.dtype]
         parts += ["packed" if self.packed else "unpacked"] + ["compiled"] * self.compile
         return ", ".join(parts + ["distributed recipe"] * (self.distributed and self.ranks == 1))
 
-    def but(self, **changes: Any) -> Job:
-        """The same with changes."""
-        return replace(self, **changes)
+    def replace(self, **changes: Any) -> Job:
+        """Return a copy with changes."""
+        return dataclasses.replace(self, **changes)
 
 
 @dataclass(slots=True)
 class Recorder:
-    """Listens to a run. Counts are this rank's, by micro-batch; ends and losses are by step."""
+    """Records a run: counts by micro-batch, for this rank; end times and losses by step."""
 
     job: Job
     ends: list[float] = field(default_factory=list)
-    cpu_ends: list[float] = field(default_factory=list)  # the same in CPU time of this process
+    cpu_ends: list[float] = field(default_factory=list)  # CPU time of this process
     losses: list[float] = field(default_factory=list)
-    counts: list[tuple[int, int, int, int]] = field(default_factory=list)  # places, real, supervised, trained
-    counts_at: list[int] = field(default_factory=list)  # micro-batches seen when each step ended
+    counts: list[tuple[int, int, int, int]] = field(default_factory=list)  # all, not padding, supervised, trained
+    counts_at: list[int] = field(default_factory=list)  # number of micro-batches at the end of each step
     start_mib: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Everything is loaded; the first step comes next."""
+        """Mark the start of training, after loading."""
         self.start_mib = _resident_mib()
 
     def count(self, places: int, real: int, supervised: int, trained: int | None = None) -> None:
-        """A micro-batch."""
+        """Record the token counts of a micro-batch."""
         self.counts.append((places, real, supervised, supervised if trained is None else trained))
 
     def end_step(self) -> None:
-        """A step is done."""
+        """Record the end of a step."""
         if self.job.device == "cuda":
             torch.cuda.synchronize()
             if len(self.ends) + 1 == self.job.warmup:
-                torch.cuda.reset_peak_memory_stats()  # what loading took is over
+                torch.cuda.reset_peak_memory_stats()  # exclude the peak of loading
         self.ends.append(time.perf_counter())
         self.cpu_ends.append(time.process_time())
         self.counts_at.append(len(self.counts))
 
     def result(self) -> dict[str, Any]:
-        """Of this rank; sums over steps after the warm-up, and by step for the curve of the loss."""
+        """Return this rank's sums over the steps after the warm-up, and values by step for the loss curve."""
         first = self.job.warmup
         by_step: list[list[int]] = []
         for start, stop in zip([0, *self.counts_at], self.counts_at, strict=False):
@@ -121,7 +122,7 @@ class Recorder:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Train, in this process; the result of this rank."""
+    """Train in this process and return this rank's result."""
     torch.set_num_threads(job.threads)
     recorder = Recorder(job)
     tool = importlib.import_module(f"benchmarks.train_{job.tool}")
@@ -139,5 +140,5 @@ def _resident_mib() -> float:
 
 
 def to_json(job: Job) -> str:
-    """For another process."""
+    """Serialize a job for another process."""
     return json.dumps(asdict(job))

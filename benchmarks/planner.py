@@ -127,7 +127,7 @@ def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) 
                 tracker: Any = FSDPMemTracker(model, state.optimizer)
             else:
                 tracker = MemTracker()
-                # It asks every parameter to tell it of its gradient, the frozen ones too, which cannot.
+                # It hooks the gradient of every parameter, which fails for frozen ones.
                 count = tracker._track_module_params_and_buffers
                 tracker._track_module_params_and_buffers = lambda module, **_: count(module, install_grad_hooks=False)
                 tracker.track_external(model, state.optimizer)

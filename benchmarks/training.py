@@ -122,13 +122,13 @@ def start_jobs(common: dict[str, Any], conversations: int, packs: int) -> dict[s
 
 def vary(name: str, best: Job) -> list[Job]:
     """Return variations of the job with the best micro-batch: dtype, compilation, ranks instead of threads."""
-    jobs = [best.but(dtype="bf16"), best.but(compile=True)]
+    jobs = [best.replace(dtype="bf16"), best.replace(compile=True)]
     per_rank = best.rows_a_step // 2
     if per_rank:
         size = max(s for s in range(1, best.micro_batch_size + 1) if per_rank % s == 0)
-        jobs.append(best.but(ranks=2, threads=1, micro_batch_size=size))
+        jobs.append(best.replace(ranks=2, threads=1, micro_batch_size=size))
     if name.startswith("torchtune"):
-        jobs.append(best.but(distributed=True))
+        jobs.append(best.replace(distributed=True))
     return jobs
 
 
@@ -163,7 +163,7 @@ def sweep(first: dict[str, list[Job]], is_quick: bool) -> tuple[dict[str, Job], 
 
 def _combine(base: Job, one: Job, other: Job) -> Job:
     of_base, of_one = json.loads(to_json(base)), json.loads(to_json(one))
-    return other.but(**{key: value for key, value in of_one.items() if value != of_base[key]})
+    return other.replace(**{key: value for key, value in of_one.items() if value != of_base[key]})
 
 
 def compare(best: dict[str, Job], repeats: int) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def benchmark(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str,
     best, cells = sweep(start_jobs(common, conversations, packs), arguments.quick)
     steps = 4 if arguments.quick else arguments.steps
     repeats = 1 if arguments.quick else arguments.repeats
-    found = compare({name: job.but(steps=steps) for name, job in best.items()}, repeats)
+    found = compare({name: job.replace(steps=steps) for name, job in best.items()}, repeats)
     report: dict[str, Any] = {
         "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
         "machine": describe_machine(),
@@ -302,7 +302,7 @@ def benchmark(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str,
         real = write_rows(folder / "real", folder / "model", conversations, seq_len)
         print(f"\nreal rows: {real}", flush=True)
         jobs = {name: fit_to_rows(job, folder / "real", seq_len, real.tokens / real.rows) for name, job in best.items()}
-        found = compare({name: job.but(steps=steps) for name, job in jobs.items()}, repeats)
+        found = compare({name: job.replace(steps=steps) for name, job in jobs.items()}, repeats)
         report["real"] = found | {"rows": str(real), "ratios": print_table("real rows", found)}
         report["minutes"] = round((time.perf_counter() - started) / 60, 1)
         yield report
@@ -315,7 +315,7 @@ def fit_to_rows(job: Job, rows_dir: Path, seq_len: int, mean_tokens: float) -> J
     share = seq_len if job.packed else mean_tokens
     ideal = max(1, round(job.micro_batch_size * 1_024 / share)) if job.packed else job.micro_batch_size
     size = max(s for s in range(1, min(ideal, rows // job.ranks) + 1) if (rows // job.ranks) % s == 0)
-    return job.but(rows_dir=str(rows_dir), seq_len=seq_len, rows_a_step=rows, micro_batch_size=size)
+    return job.replace(rows_dir=str(rows_dir), seq_len=seq_len, rows_a_step=rows, micro_batch_size=size)
 
 
 def describe_machine() -> dict[str, Any]:

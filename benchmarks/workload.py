@@ -1,12 +1,12 @@
-"""What the training benchmarks run on: a model of a given shape with random weights, and the same rows for every tool.
+"""Workload of the training benchmarks: a random model of a given shape, and the same rows for every tool.
 
-A tokenizer is trained on the synthetic texts, split as Llama 3 splits, and written twice: as ``tokenizer.json`` with
-the demo model's chat template, and as the rank file that torchtune reads. The model's vocabulary is larger than the
-tokenizer's where the texts hold too few words: what costs time is the width of the logits.
+A tokenizer is trained on the synthetic texts with Llama 3's pre-tokenizer, and written twice: as ``tokenizer.json``
+with the demo model's chat template, and as the rank file that torchtune reads. If the texts have too few words, the
+model's vocabulary is larger than the tokenizer's, because the width of the logits determines the cost.
 
-torchtune 0.6.1 cannot read tool calls, so every row is also written as plain messages that hold the same text. It
-refuses two user turns in a row and has no turn for tool results, so those stand as one user turn; rows that it would
-still refuse, and rows over ``seq_len``, are left out for every tool alike.
+torchtune 0.6.1 cannot read tool calls, so every row is also written as plain messages with the same text. It rejects
+consecutive user turns and has no role for tool results, so these are merged into one user turn. Rows that it would
+still reject, and rows over ``seq_len``, are left out for every tool.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fctune.data.synthetic import iter_conversations
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = ROOT / "fctune" / "assets" / "tiny_base_template.jinja"
 
-# As torchtune's (tiktoken's cl100k) and Llama 3's own tokenizer.json have it.
+# The pattern of torchtune (tiktoken's cl100k) and of Llama 3's tokenizer.json.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -55,11 +55,11 @@ class Shape:
 
     @property
     def num_parameters(self) -> int:
-        """Without adapters."""
+        """Number of parameters without adapters."""
         return sum(rows * columns for rows, columns in self.tensors().values())
 
     def tensors(self) -> dict[str, tuple[int, int]]:
-        """Shapes by the names of Hugging Face checkpoints; of norms, the second size is 1."""
+        """Return tensor shapes by Hugging Face name; the second size of a norm is 1."""
         kv = self.width // self.heads * self.kv_heads
         of_block = {
             "self_attn.q_proj": (self.width, self.width),
@@ -80,15 +80,15 @@ class Shape:
 
 
 SHAPES = {
-    "toy": Shape(2_048, 2, 128, 4, 4, 256),  # the smallest linears that NF4 takes
+    "toy": Shape(2_048, 2, 128, 4, 4, 256),  # the smallest linears that NF4 supports
     "50m": Shape(32_000, 6, 512, 8, 4, 1_408),
-    "3b": Shape(128_256, 28, 3_072, 24, 8, 8_192),  # Llama-3.2-3B's blocks, its head untied
+    "3b": Shape(128_256, 28, 3_072, 24, 8, 8_192),  # Llama-3.2-3B with an untied head
     "8b": Shape(128_256, 32, 4_096, 32, 8, 14_336),  # Llama-3.1-8B
 }
 
 
 def write_model(folder: Path, shape: Shape, *, has_weights: bool, num_texts: int = 4_000) -> None:
-    """A model directory: config, tokenizer in both forms, and float32 weights from a seed where they are wanted."""
+    """Write a model directory: config, tokenizer in both forms and, if ``has_weights``, float32 weights from a seed."""
     folder.mkdir(parents=True, exist_ok=True)
     num_tokens = _write_tokenizer(folder, shape.vocab, num_texts)
     config = {
@@ -128,7 +128,7 @@ def write_model(folder: Path, shape: Shape, *, has_weights: bool, num_texts: int
 
 
 def _write_tokenizer(folder: Path, vocab: int, num_texts: int) -> int:
-    """Both forms; returns how many tokens there are."""
+    """Write the tokenizer in both forms; return its number of tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
@@ -161,7 +161,7 @@ def _write_tokenizer(folder: Path, vocab: int, num_texts: int) -> int:
 
 
 def _bytes_by_letter() -> dict[str, int]:
-    """The letters that byte-level BPE writes bytes as (https://github.com/openai/gpt-2, encoder.py)."""
+    """Return the byte that each letter of byte-level BPE stands for (https://github.com/openai/gpt-2, encoder.py)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -169,7 +169,7 @@ def _bytes_by_letter() -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """What was written; tokens and supervised ones as this project's template counts them."""
+    """Counts of the written rows; tokens are counted with fctune's template."""
 
     rows: int
     left_out: int
@@ -179,7 +179,7 @@ class RowCounts:
 
 
 def write_rows(folder: Path, model_dir: Path, conversations: Iterable[Conversation], seq_len: int) -> RowCounts:
-    """``rows.jsonl`` in OpenAI's shape for this project, ``turns.jsonl`` with the same text a turn, ``plain.jsonl``."""
+    """Write ``rows.jsonl`` for fctune, ``turns.jsonl`` (turns as text) for TRL, and ``plain.jsonl`` for torchtune."""
     folder.mkdir(parents=True, exist_ok=True)
     template = ChatTemplate(model_dir)
     lengths: list[int] = []
@@ -190,15 +190,15 @@ def write_rows(folder: Path, model_dir: Path, conversations: Iterable[Conversati
         open(folder / "plain.jsonl", "w", encoding="utf-8") as plain,
     ):
         for conversation in conversations:
-            said = [{"role": role, "content": text} for role, text in _TURN.findall(template.render(conversation))]
-            merged = _merge_turns(said)
+            messages = [{"role": role, "content": text} for role, text in _TURN.findall(template.render(conversation))]
+            merged = _merge_turns(messages)
             encoded = template.encode(conversation)
-            # torchtune ends a row with a token more.
+            # torchtune appends one token to each row.
             if len(encoded.tokens) >= seq_len or not _is_alternating(merged):
                 left_out += 1
                 continue
             rows.write(json.dumps(conversation.to_openai()) + "\n")
-            turns.write(json.dumps({"messages": said}) + "\n")
+            turns.write(json.dumps({"messages": messages}) + "\n")
             plain.write(json.dumps({"messages": merged}) + "\n")
             lengths.append(len(encoded.tokens))
             supervised += encoded.num_supervised
@@ -219,7 +219,7 @@ def _merge_turns(turns: list[dict[str, str]]) -> list[dict[str, Any]]:
 
 
 def _is_alternating(turns: list[dict[str, Any]]) -> bool:
-    """Whether torchtune takes it: user and assistant by turns after at most one system message, none empty."""
+    """Return True if user and assistant alternate and no turn is empty, as torchtune requires."""
     spoken = [turn["role"] for turn in turns if turn["role"] != "system"]
     expected = ["user", "assistant"] * (len(spoken) // 2)
     return bool(spoken) and spoken == expected and all(turn["content"].strip() for turn in turns)

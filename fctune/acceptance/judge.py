@@ -91,7 +91,7 @@ class Check:
 
     @property
     def next_step(self) -> str:
-        """What to do about a failure or warning; empty otherwise."""
+        """Remedy for a failure or warning; empty otherwise."""
         return _NEXT_STEPS[self.name] if self.status in ("FAIL", "WARN") else ""
 
     def mark_partial(self, reason: str) -> None:

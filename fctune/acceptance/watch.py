@@ -50,7 +50,7 @@ class EarlyEnd:
 
 @dataclass(slots=True)
 class Position:
-    """How far a rank has come: set by its main thread, published by its watch."""
+    """Progress of a rank: set by its main thread, published by its watch."""
 
     sync_points: int = 0  # passed by every rank in the same order
     activities: int = 0  # started since the last sync point

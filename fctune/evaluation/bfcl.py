@@ -1,4 +1,4 @@
-"""The categories of the Berkeley Function Calling Leaderboard as cases that a model can be asked.
+"""The categories of the Berkeley Function Calling Leaderboard as evaluation cases.
 
 Each question goes to the model as its messages, with its functions as tools, the way the leaderboard asks models with
 native tool calling ("FC"). Functions are changed as it changes them, which the tests compare with its own code: JSON

@@ -37,15 +37,15 @@ def ask_multi_turn(
     num_at_once: int,
     is_first: bool = True,
 ) -> Iterator[Row]:
-    """Ask multi-turn cases and yield the row of each as its conversation ends.
+    """Run multi-turn cases and yield the row of each as its conversation ends.
 
     A row is like that of a single-turn case, with ``turns`` in addition: the steps of each turn, each with its
     ``answer``, both readings and the results of its calls. ``calls`` and ``malformed`` are those of all steps,
     ``messages`` the complete conversation. ``stopped`` is the reason that a conversation was ended early; such a row is
-    final, while one with an ``error`` is asked again by the next run.
+    final, while one with an ``error`` is retried by the next run.
 
     Args:
-        cases: The cases to ask.
+        cases: The cases to run.
         engine: The model or server.
         call_format: The call format of its text; None: the server has parsed the calls.
         max_new_tokens: Maximum length of an answer.
@@ -71,7 +71,7 @@ def ask_multi_turn(
         if num_lost_in_a_row >= max(8, 2 * num_at_once):
             for case in waiting:
                 dialogue = _Dialogue(case)
-                dialogue.fail(f"not asked: {num_lost_in_a_row} conversations in a row got no answer")
+                dialogue.fail(f"not queried: {num_lost_in_a_row} conversations in a row got no answer")
                 yield dialogue.to_row()
             waiting.clear()
 

@@ -34,7 +34,7 @@ class Turn:
 class MultiTurnCase:
     """A conversation of several turns of the user, in which the tools answer.
 
-    In each turn the model is asked until it makes no more calls. The conversation ends if it calls in more than
+    In each turn the model is queried until it makes no more calls. The conversation ends if it calls in more than
     ``max_steps`` answers of one turn, or if the calls of one answer take more than ``max_time_s`` CPU seconds.
     """
 

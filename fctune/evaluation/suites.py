@@ -1,4 +1,4 @@
-"""Suites: the cases that a model is asked, by name, and where they are loaded from."""
+"""Suites: named sets of evaluation cases, and how they are loaded."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ class _StopRequests:
         self.num_received += 1
         if not self.has_workers:
             raise SystemExit(STOPPED)
-        # A batch system may signal the workers, too, and a worker that receives two signals ends without saving. So a
-        # run in training is asked by its stop file, which can be seen any number of times.
+        # A batch system may signal the workers too, and a worker that receives two signals ends without saving. So a
+        # run in training is stopped through its stop file, which is safe to see more than once.
         if self.num_received == 1 and self._is_training():
             self._show("stopping after this step, then saving; send the signal again to end at once")
             (self._output_dir / "stop").touch()

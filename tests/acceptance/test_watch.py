@@ -1,4 +1,4 @@
-"""Which ranks are blamed for an early end, given the state of all ranks."""
+"""Blame for an early end, given the state of all ranks."""
 
 from __future__ import annotations
 

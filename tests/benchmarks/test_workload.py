@@ -27,7 +27,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RowCounts]:
 
 
 def ours(folder: Path) -> list[tuple[list[int], list[int]]]:
-    """Tokens and places of the supervised ones, of each row."""
+    """Return each row's tokens and the positions of its supervised ones."""
     template = ChatTemplate(folder / "model")
     conversations = list(read_source(str(folder / "rows" / "rows.jsonl")))
     assert all(isinstance(row, Conversation) for row in conversations)
@@ -47,7 +47,7 @@ def test_trl_learns_the_same_tokens(written: tuple[Path, RowCounts]) -> None:
             row, chat_template=TEMPLATE, return_assistant_tokens_mask=True, return_dict=True
         )
         assert found["input_ids"] == tokens
-        assert [i for i, is_taught in enumerate(found["assistant_masks"]) if is_taught] == supervised
+        assert [i for i, is_supervised in enumerate(found["assistant_masks"]) if is_supervised] == supervised
 
 
 def test_torchtune_learns_the_same_tokens_and_the_headers(written: tuple[Path, RowCounts]) -> None:

@@ -166,7 +166,7 @@ def test_categories_are_never_summed() -> None:
 @pytest.mark.parametrize("n", [1, 2, 16, 24, 200, 1053])
 @pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
 def test_the_bounds_are_where_the_score_test_turns(n: int, confidence: float) -> None:
-    """Wilson's bounds are the shares p at which the count lies z standard deviations of p from n * p."""
+    """Wilson's bounds are the shares p at which the count is z standard deviations of p from n * p."""
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     for successes in {0, 1, n // 2, n - 1, n}:
         low, high = wilson_interval(successes, n, confidence)

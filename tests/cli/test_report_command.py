@@ -15,9 +15,9 @@ def test_a_page_is_written_and_what_is_odd_is_said(tmp_path: Path, capsys: pytes
     tear(make_run(tmp_path / "run", 12))
     out = tmp_path / "new" / "page.html"
     assert main(["report", str(tmp_path / "run"), "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "the last line is incomplete" in said
-    assert f"{out}: 1 run, 12 steps" in said
+    output = capsys.readouterr().out
+    assert "the last line is incomplete" in output
+    assert f"{out}: 1 run, 12 steps" in output
     assert out.read_text().startswith("<!doctype html>")
 
 
@@ -31,7 +31,7 @@ def test_several_runs_make_one_page(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("asked", "options", "code"),
+    ("thresholds", "options", "code"),
     [
         (None, [], 0),
         (None, ["--strict"], 1),
@@ -41,11 +41,11 @@ def test_several_runs_make_one_page(tmp_path: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_the_exit_code_is_the_verdict(
-    asked: SuccessConfig | None, options: list[str], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    thresholds: SuccessConfig | None, options: list[str], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_run(tmp_path / "run", 60, success=asked)
+    make_run(tmp_path / "run", 60, success=thresholds)
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html"), *options]) == code
-    is_judged = asked is not None or bool(options)
+    is_judged = thresholds is not None or bool(options)
     assert ("tokens/s per GPU, median" in capsys.readouterr().out) == is_judged
     assert ("Success criteria" in (tmp_path / "page.html").read_text()) == is_judged
 
@@ -70,7 +70,7 @@ def test_wrong_input_is_one_line_and_code_2(
     (tmp_path / "other").mkdir()
     out = [] if "--out" in arguments else ["--out", str(tmp_path / "page.html")]
     assert main(["report", *(text.format(tmp_path) for text in arguments), *out]) == 2
-    said = capsys.readouterr().err.strip()
-    assert due in said
-    assert "\n" not in said
+    output = capsys.readouterr().err.strip()
+    assert due in output
+    assert "\n" not in output
     assert not (tmp_path / "page.html").exists()

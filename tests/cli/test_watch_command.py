@@ -1,4 +1,4 @@
-"""``fctune watch`` as a user types it, beside a run that writes."""
+"""``fctune watch`` as a user types it, while a run writes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_terminal_follows_the_run_to_its_end(tmp_path: Path) -> None:
 
 
 def read_until(terminal: int, text: str, timeout_s: float = 30.0) -> str:
-    """What the terminal shows until ``text`` is in it."""
+    """Return the terminal's output up to ``text``."""
     os.set_blocking(terminal, False)
     seen, deadline = "", time.monotonic() + timeout_s
     while text not in seen:

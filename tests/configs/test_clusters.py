@@ -1,4 +1,4 @@
-"""Every config of a large model builds, is laid out over the ranks it names, and fits; on the meta device."""
+"""Every config of a large model builds, is sharded over the ranks it names, and fits; on the meta device."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class OfficialHandler:
     def __init__(self, case: MultiTurnCase, plan: Plan):
         self.case, self.plan, self.convert = case, plan, official_convert_to_tool()
         self.model_name_underline_replaced = f"loop{next(self.numbers)}"
-        self.asked: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = []
+        self.queries: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = []
         self.num_calls = 0
 
     def _pre_query_processing_FC(self, data: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
@@ -70,42 +70,42 @@ class OfficialHandler:
     def _compile_tools(self, data: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
         return {**data, "tools": [{"type": "function", "function": f} for f in self.convert(entry["function"])]}
 
-    def add_first_turn_message_FC(self, data: dict[str, Any], said: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**data, "message": data["message"] + said}
+    def add_first_turn_message_FC(self, data: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**data, "message": data["message"] + messages}
 
     _add_next_turn_user_message_FC = add_first_turn_message_FC
 
     def _query_FC(self, data: dict[str, Any]) -> tuple[list[Call] | str, float]:
-        self.asked.append(copy.deepcopy((data["message"], data["tools"])))
+        self.queries.append(copy.deepcopy((data["message"], data["tools"])))
         roles = [message["role"] for message in data["message"]]
         last = len(roles) - 1 - roles[::-1].index("user")
         return self.plan(self.case, roles.count("user") - 1, roles[last:].count("assistant")), 0.0
 
-    def _parse_query_response_FC(self, said: list[Call] | str) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": said if isinstance(said, str) else "Done."}
-        if isinstance(said, list) and said:
+    def _parse_query_response_FC(self, answer: list[Call] | str) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": answer if isinstance(answer, str) else "Done."}
+        if isinstance(answer, list) and answer:
             calls = []
-            for call in said:
+            for call in answer:
                 self.num_calls += 1
                 function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
                 calls.append({"id": f"call{self.num_calls:05d}", "type": "function", "function": function})
             message |= {"content": None, "tool_calls": calls}
-        return {"model_responses": said, "message": message, "input_token": 0, "output_token": 0}
+        return {"model_responses": answer, "message": message, "input_token": 0, "output_token": 0}
 
     def _add_assistant_message_FC(self, data: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
         return {**data, "message": [*data["message"], response["message"]]}
 
-    def decode_execute(self, said: list[Call] | str, has_tool_call_tag: bool) -> list[str]:
-        if isinstance(said, str):
-            raise ValueError(said)
-        return [f"{c.name}({','.join(f'{key}={value!r}' for key, value in c.arguments.items())})" for c in said]
+    def decode_execute(self, answer: list[Call] | str, has_tool_call_tag: bool) -> list[str]:
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        return [f"{c.name}({','.join(f'{key}={value!r}' for key, value in c.arguments.items())})" for c in answer]
 
     def _add_execution_results_FC(
         self, data: dict[str, Any], results: list[str], response: dict[str, Any]
     ) -> dict[str, Any]:
         calls = response["message"]["tool_calls"]
-        told = [
+        messages = [
             {"role": "tool", "content": result, "tool_call_id": call["id"]}
             for result, call in zip(results, calls, strict=True)
         ]
-        return {**data, "message": data["message"] + told}
+        return {**data, "message": data["message"] + messages}

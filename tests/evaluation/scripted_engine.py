@@ -57,8 +57,8 @@ class Player:
             yield self.say(index, prompts[index])
 
     def say(self, index: int, prompt: Conversation) -> Answer:
-        said = self.plan(self.cases[prompt.source.split()[-1]], *place_of(prompt))
-        return Answer(index, said if isinstance(said, str) else HERMES.render(said) or "Done.")
+        answer = self.plan(self.cases[prompt.source.split()[-1]], *place_of(prompt))
+        return Answer(index, answer if isinstance(answer, str) else HERMES.render(answer) or "Done.")
 
     def describe(self) -> dict[str, Any]:
         return {"model": "player"}

@@ -13,7 +13,7 @@ from fctune.errors import DataError
 from fctune.evaluation.cases import read_cases
 
 WriteRows = Callable[..., Path]
-ASKED: dict[str, Any] = {
+QUESTION: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Weather?"}],
     "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}],
 }
@@ -25,9 +25,9 @@ def test_expected_calls_are_a_field_of_their_own_or_the_last_message(write_rows:
     first, second, third = read_cases(
         write_rows(
             [
-                {**ASKED, "expected_calls": [CALL], "id": "x", "kind": "single"},
-                {**ASKED, "messages": [*ASKED["messages"], answer], "id": 7},
-                {**ASKED, "expected_calls": [], "id": None},
+                {**QUESTION, "expected_calls": [CALL], "id": "x", "kind": "single"},
+                {**QUESTION, "messages": [*QUESTION["messages"], answer], "id": 7},
+                {**QUESTION, "expected_calls": [], "id": None},
             ]
         )
     )
@@ -44,18 +44,18 @@ def test_expected_calls_are_a_field_of_their_own_or_the_last_message(write_rows:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        (ASKED, "no expected_calls"),
-        ({**ASKED, "expected_calls": {}}, "expected a list of calls, got dict"),
-        ({**ASKED, "expected_calls": [{"name": "g", "arguments": {}}]}, "which is not on offer (tools: f)"),
-        ({"messages": ASKED["messages"], "expected_calls": [CALL]}, "which is not on offer (tools: none)"),
-        ({**ASKED, "expected_calls": [{"arguments": {}}]}, "function.name"),
-        ({**ASKED, "expected_calls": [{"name": "f"}]}, "arguments"),
+        (QUESTION, "no expected_calls"),
+        ({**QUESTION, "expected_calls": {}}, "expected a list of calls, got dict"),
+        ({**QUESTION, "expected_calls": [{"name": "g", "arguments": {}}]}, "which is not on offer (tools: f)"),
+        ({"messages": QUESTION["messages"], "expected_calls": [CALL]}, "which is not on offer (tools: none)"),
+        ({**QUESTION, "expected_calls": [{"arguments": {}}]}, "function.name"),
+        ({**QUESTION, "expected_calls": [{"name": "f"}]}, "arguments"),
         ({"expected_calls": []}, "expected an object with messages"),
         ([], "expected an object with messages"),
     ],
 )
 def test_an_invalid_case_is_reported_with_its_line(write_rows: WriteRows, row: Any, words: str) -> None:
-    path = write_rows([{**ASKED, "expected_calls": []}, row])
+    path = write_rows([{**QUESTION, "expected_calls": []}, row])
     with pytest.raises(DataError) as error:
         read_cases(path)
     assert f"{path}:2: " in str(error.value)
@@ -63,7 +63,7 @@ def test_an_invalid_case_is_reported_with_its_line(write_rows: WriteRows, row: A
 
 
 def test_ids_must_be_unique(write_rows: WriteRows) -> None:
-    row = {**ASKED, "expected_calls": [], "id": "x"}
+    row = {**QUESTION, "expected_calls": [], "id": "x"}
     with pytest.raises(DataError, match="2 cases have the id 'x'"):
         read_cases(write_rows([row, row]))
 

@@ -62,7 +62,7 @@ def test_the_answers_replayed_are_right(tmp_path: Path) -> None:
     assert {case.category for case in suite.multi_turn} == set(MULTI_TURN)
     engine = Player(suite)
     assert_all_right(suite, run(suite, engine, tmp_path / "out.jsonl", num_at_once=6))
-    # Conversations go on together, and the next begins when one has ended.
+    # Conversations run concurrently, and the next begins when one has ended.
     assert engine.rounds[0] == 6
     assert sum(size == 6 for size in engine.rounds) > len(engine.rounds) / 2
 
@@ -166,19 +166,19 @@ def test_calls_that_only_servers_read_are_made_and_not_right_strictly(tmp_path: 
 
 def test_a_stopped_run_resumes_with_the_same_results(tmp_path: Path) -> None:
     suite = sample()
-    whole = run(suite, Player(suite), tmp_path / "whole.jsonl", num_at_once=4)
+    complete = run(suite, Player(suite), tmp_path / "complete.jsonl", num_at_once=4)
     path = tmp_path / "cut.jsonl"
     with pytest.raises(KeyboardInterrupt):
         run(suite, Player(suite, dies_after=60), path, num_at_once=4)
     kept = {row["id"] for row in read_rows(path)}
-    assert 0 < len(kept) < len(whole)
+    assert 0 < len(kept) < len(complete)
     again = Player(suite)
-    assert run(suite, again, path, num_at_once=4) == whole
+    assert run(suite, again, path, num_at_once=4) == complete
     assert not kept & {prompt.source.split()[-1] for prompt in again.prompts}
 
 
 class Narrow(Player):
-    """Takes prompts of so many letters, as a model of so many positions; or raises where it can take none."""
+    """Accepts prompts up to a number of characters, as a model with that many positions; raises if it accepts none."""
 
     limit = 0
 
@@ -210,7 +210,7 @@ def test_a_conversation_that_outgrows_the_context_is_wrong_with_that_reason(tmp_
     summary = summarise_run(suite, rows, {})
     assert summary["scores"]["multi_turn_base"]["n"] == len(rows)
     assert summary["num_no_answer"] == 0
-    # It is final: nothing is asked again.
+    # It is final: nothing is queried again.
     again = Player(suite)
     assert run(suite, again, path) == rows
     assert not again.prompts
@@ -307,7 +307,7 @@ def test_a_server_that_is_gone_is_not_asked_for_all_the_rest(tmp_path: Path) -> 
     engine = Gone(suite)
     rows = run(suite, engine, tmp_path / "out.jsonl", num_at_once=4)
     assert len(engine.prompts) == 8 < len(rows) == 40
-    assert sum("not asked: 8 conversations in a row" in row["error"] for row in rows) == 32
+    assert sum("not queried: 8 conversations in a row" in row["error"] for row in rows) == 32
 
 
 def test_calls_that_take_too_long_end_the_conversation(tmp_path: Path) -> None:
@@ -346,8 +346,8 @@ def test_whatever_a_model_writes_the_next_prompt_can_be_written(name: str, tmp_p
     calls = "".join(
         f'<tool_call>{{"name": "{tool}", "arguments": {ODD[name]}}}</tool_call>' for tool in ("echo", "touch", "power")
     )
-    said = "\ud800" + calls
-    plan = {0: said, 1: said, 2: "\udc00"}
+    answer = "\ud800" + calls
+    plan = {0: answer, 1: answer, 2: "\udc00"}
     engine = Careful(suite, lambda case, turn, step: plan.get(step, ""))
     (row,) = run(replace(suite, multi_turn=(case,)), engine, tmp_path / "out.jsonl")
     assert [len(step["results"]) for step in row["turns"][0]] == [3, 3, 0]
@@ -356,7 +356,7 @@ def test_whatever_a_model_writes_the_next_prompt_can_be_written(name: str, tmp_p
 
 
 def test_a_conversation_leaves_nothing_to_the_next(tmp_path: Path) -> None:
-    """Two of one case, step by step beside each other, with other calls."""
+    """Two conversations of one case with different calls, interleaved step by step."""
     case = next(case for case in load_multi_turn_suite().multi_turn if case.id == "multi_turn_base_0")
     first, second = case.start(), case.start()
     assert "'temp'" not in first.play([Call("cd", {"folder": "document"}), Call("mkdir", {"dir_name": "temp"})])[1]
@@ -367,16 +367,16 @@ def test_a_conversation_leaves_nothing_to_the_next(tmp_path: Path) -> None:
     ]
 
 
-def test_a_server_is_asked_turn_by_turn_and_its_own_calls_are_made(tmp_path: Path) -> None:
+def test_a_server_is_queried_turn_by_turn_and_its_own_calls_are_made(tmp_path: Path) -> None:
     suite = sample(50, ["multi_turn_miss_func"])
     by_question = {case.turns[0].messages[0].content: case for case in suite.multi_turn}
     assert len(by_question) == len(suite.multi_turn)
 
     def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
-        asked = [message["content"] for message in body["messages"] if message["role"] == "user"]
+        questions = [message["content"] for message in body["messages"] if message["role"] == "user"]
         roles = [message["role"] for message in body["messages"]]
         last = len(roles) - 1 - roles[::-1].index("user")
-        calls = gold(by_question[asked[0]], len(asked) - 1, roles[last:].count("assistant"))
+        calls = gold(by_question[questions[0]], len(questions) - 1, roles[last:].count("assistant"))
         functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
         sent = [{"id": f"x{i}", "type": "function", "function": f} for i, f in enumerate(functions)]
         handler.say(None if calls else "Done.", **({"tool_calls": sent} if calls else {}))
@@ -387,13 +387,13 @@ def test_a_server_is_asked_turn_by_turn_and_its_own_calls_are_made(tmp_path: Pat
     assert rows is not None
     assert_all_right(suite, rows)
     assert all(row["seconds"] > 0 for row in rows)
-    told = [m for body in log.bodies for m in body["messages"] if m["role"] == "tool"]
-    assert told
-    assert all(len(message["tool_call_id"]) == 9 for message in told)
+    results = [m for body in log.bodies for m in body["messages"] if m["role"] == "tool"]
+    assert results
+    assert all(len(message["tool_call_id"]) == 9 for message in results)
 
 
 @pytest.mark.parametrize(
-    ("status", "said", "is_final"),
+    ("status", "message", "is_final"),
     [
         (400, "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens", True),
         (400, "The input (5000 tokens) is longer than the model's context length (4096 tokens).", True),
@@ -402,8 +402,8 @@ def test_a_server_is_asked_turn_by_turn_and_its_own_calls_are_made(tmp_path: Pat
         (400, "something else is wrong with it", False),
     ],
 )
-def test_what_servers_say_of_a_prompt_that_is_too_long_ends_the_case(
-    status: int, said: str, is_final: bool, tmp_path: Path
+def test_a_servers_error_about_an_overlong_prompt_ends_the_case(
+    status: int, message: str, is_final: bool, tmp_path: Path
 ) -> None:
     suite = sample(400, ["multi_turn_base"])
     (case,) = suite.multi_turn
@@ -412,13 +412,13 @@ def test_what_servers_say_of_a_prompt_that_is_too_long_ends_the_case(
         if number < 2:
             handler.say(HERMES.render(gold(case, 0, number)) or "Done.")
         else:
-            handler.send(status, json.dumps({"error": {"message": said}}))
+            handler.send(status, json.dumps({"error": {"message": message}}))
 
     with serve(behave) as log:
         (row,) = run(suite, EndpointEngine(log.url, concurrency=1), tmp_path / "out.jsonl")
     assert row["verdict"] == "no_answer"
     assert ("stopped" in row, "error" in row) == (is_final, not is_final)
-    assert said[:40] in (row["stopped"] if is_final else row["error"])
+    assert message[:40] in (row["stopped"] if is_final else row["error"])
 
 
 def test_the_verdicts_of_the_results_are_those_of_the_summary(tmp_path: Path) -> None:

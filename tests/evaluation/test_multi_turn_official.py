@@ -27,9 +27,9 @@ def test_every_prompt_and_verdict_is_that_of_the_benchmarks_own_loop(category: s
     engine = Player(suite, stray_plan)
     rows = {row["id"]: row for row in run(suite, engine, tmp_path / "out.jsonl", num_at_once=5)}
     entries = {entry["id"]: entry for entry in load_dataset_entry(category)}
-    asked: dict[str, list[Conversation]] = {}
+    prompts: dict[str, list[Conversation]] = {}
     for prompt in engine.prompts:
-        asked.setdefault(prompt.source.split()[-1], []).append(prompt)
+        prompts.setdefault(prompt.source.split()[-1], []).append(prompt)
     num_valid = num_cut = 0
     for case in suite.multi_turn:
         entry = entries[case.id]
@@ -37,8 +37,8 @@ def test_every_prompt_and_verdict_is_that_of_the_benchmarks_own_loop(category: s
         turns, _ = loop(handler, entry, False, True)
         for name in [name for name in vars(multi_turn_utils) if name.endswith("_instance")]:
             delattr(multi_turn_utils, name)
-        ours = [(_without_names(to_messages(p.messages)), [t.to_openai() for t in p.tools]) for p in asked[case.id]]
-        assert ours == handler.asked, case.id
+        ours = [(_without_names(to_messages(p.messages)), [t.to_openai() for t in p.tools]) for p in prompts[case.id]]
+        assert ours == handler.queries, case.id
         made = [[step if isinstance(step, list) else [] for step in turn] for turn in turns]
         assert rows[case.id]["bfcl"]["valid"] == check(case.question, made), case.id
         num_valid += rows[case.id]["bfcl"]["valid"]

@@ -33,15 +33,15 @@ class Oracle:
     def __init__(self, suite: Suite, dies_after: int | None = None, lost: Sequence[str] = (), name: str = "oracle"):
         self.by_source = {case.prompt.source: case for case in suite.cases}
         self.dies_after, self.lost, self.name = dies_after, lost, name
-        self.asked: list[str] = []
+        self.queried: list[str] = []
 
     def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:
         # Not in the order of the prompts, as engines do.
         for index in reversed(range(len(prompts))):
-            if self.dies_after is not None and len(self.asked) >= self.dies_after:
+            if self.dies_after is not None and len(self.queried) >= self.dies_after:
                 raise KeyboardInterrupt
             case = self.by_source[prompts[index].source]
-            self.asked.append(case.id)
+            self.queried.append(case.id)
             if case.id in self.lost:
                 yield Answer(index, error="the server is gone")
             else:
@@ -64,24 +64,24 @@ def run(suite: Suite, engine: Oracle, path: Path, **options: Any) -> list[dict[s
 
 
 def test_a_stopped_run_resumes_with_the_same_results(suite: Suite, tmp_path: Path) -> None:
-    whole = run(suite, Oracle(suite), tmp_path / "whole.jsonl")
-    assert [row["id"] for row in whole] == [case.id for case in suite.cases]
+    complete = run(suite, Oracle(suite), tmp_path / "complete.jsonl")
+    assert [row["id"] for row in complete] == [case.id for case in suite.cases]
     path = tmp_path / "cut.jsonl"
     first, second = Oracle(suite, dies_after=12), Oracle(suite)
     with pytest.raises(KeyboardInterrupt):
         run(suite, first, path)
     assert len(read_rows(path)) == 12
-    assert run(suite, second, path) == whole
-    assert sorted(first.asked + second.asked) == sorted(case.id for case in suite.cases)
+    assert run(suite, second, path) == complete
+    assert sorted(first.queried + second.queried) == sorted(case.id for case in suite.cases)
 
 
 def test_an_incomplete_last_line_is_asked_again(suite: Suite, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    whole = run(suite, Oracle(suite), path)
+    complete = run(suite, Oracle(suite), path)
     path.write_bytes(path.read_bytes()[:-40])
     again = Oracle(suite)
-    assert run(suite, again, path) == whole
-    assert again.asked == [whole[-1]["id"]]
+    assert run(suite, again, path) == complete
+    assert again.queried == [complete[-1]["id"]]
 
 
 def test_unanswered_cases_count_as_wrong_and_are_asked_again(suite: Suite, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_unanswered_cases_count_as_wrong_and_are_asked_again(suite: Suite, tmp_p
     assert overall["verdicts"]["no_answer"] == 2
     again = Oracle(suite)
     assert all(row["verdict"] == "correct" for row in run(suite, again, path))
-    assert sorted(again.asked) == sorted(lost)
+    assert sorted(again.queried) == sorted(lost)
 
 
 def test_a_case_without_a_row_counts_as_wrong(suite: Suite, tmp_path: Path) -> None:
@@ -167,11 +167,11 @@ def ask_on_rank(world: World, path: str, dies_after: int | None) -> list[dict[st
 
 
 def test_ranks_share_the_cases_and_one_process_takes_over_from_three(suite: Suite, tmp_path: Path) -> None:
-    whole = run(suite, Oracle(suite), tmp_path / "whole.jsonl")
+    complete = run(suite, Oracle(suite), tmp_path / "complete.jsonl")
     path = tmp_path / "ranks.jsonl"
     first, *others = run_ranks(ask_on_rank, 3, str(path), None)
     assert others == [None, None]
-    assert first == whole == read_rows(path)
+    assert first == complete == read_rows(path)
     assert sorted(file.name for file in tmp_path.glob("ranks*.jsonl")) == ["ranks.jsonl"]
 
     cut = tmp_path / "cut.jsonl"
@@ -180,8 +180,8 @@ def test_ranks_share_the_cases_and_one_process_takes_over_from_three(suite: Suit
     parts = {file.name: len(read_rows(file)) for file in tmp_path.glob("cut.rank*.jsonl")}
     assert parts == {"cut.rank0.jsonl": 10, "cut.rank1.jsonl": 4, "cut.rank2.jsonl": 10}
     engine = Oracle(suite)
-    assert run(suite, engine, cut) == whole
-    assert len(engine.asked) == 6
+    assert run(suite, engine, cut) == complete
+    assert len(engine.queried) == 6
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_a_digest_knows_the_question_and_the_answer(tmp_path: Path) -> None:
 
 
 TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
-ASKED = [{"role": "user", "content": "Hi"}]
+QUESTION = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.mark.parametrize(
@@ -77,22 +77,22 @@ ASKED = [{"role": "user", "content": "Hi"}]
         ({"description": "x"}, "expected one of cases, synthetic and bfcl"),
         ({"description": "x", "synthetic": {"num_cases": 3}, "bfcl": {"categories": ["live"]}}, "expected one of"),
         ({"description": "x", "synthetik": {"num_cases": 3}}, "did you mean synthetic"),
-        ({"cases": [{"messages": ASKED, "expected_calls": []}]}, "description: missing"),
-        ({"description": "x", "cases": [{"messages": ASKED}]}, "no expected_calls, and the last message is not"),
+        ({"cases": [{"messages": QUESTION, "expected_calls": []}]}, "description: missing"),
+        ({"description": "x", "cases": [{"messages": QUESTION}]}, "no expected_calls, and the last message is not"),
         ({"description": "x", "cases": [{"expected_calls": []}]}, "expected an object with messages"),
         (
-            {"description": "x", "cases": [{"id": 1, "messages": ASKED, "expected_calls": []}] * 2},
+            {"description": "x", "cases": [{"id": 1, "messages": QUESTION, "expected_calls": []}] * 2},
             "2 cases have the id",
         ),
         (
-            {"description": "x", "tools": [TOOL], "cases": [{"messages": ASKED, "expected_calls": [{"name": "g"}]}]},
+            {"description": "x", "tools": [TOOL], "cases": [{"messages": QUESTION, "expected_calls": [{"name": "g"}]}]},
             "1 invalid case",
         ),
         (
             {
                 "description": "x",
                 "tools": [TOOL],
-                "cases": [{"id": "q", "messages": ASKED, "expected_calls": [{"name": "g", "arguments": {}}]}],
+                "cases": [{"id": "q", "messages": QUESTION, "expected_calls": [{"name": "g", "arguments": {}}]}],
             },
             r"case q: expected_calls: expects a call of g, which is not on offer \(tools: f\)",
         ),
@@ -106,7 +106,7 @@ def test_an_invalid_suite_is_reported(spec: Any, words: str, tmp_path: Path) -> 
 
 
 def test_cases_of_your_own_are_a_suite_and_unknown_tools_are_named(tmp_path: Path) -> None:
-    row = {"messages": ASKED, "tools": [{"type": "function", "function": TOOL}], "kind": "mine"}
+    row = {"messages": QUESTION, "tools": [{"type": "function", "function": TOOL}], "kind": "mine"}
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps({**row, "expected_calls": [{"name": "f", "arguments": {"a": 1}}]}))
     assert load_suite(path).cases[0].category == "mine"

@@ -86,18 +86,18 @@ def test_row_norms_equal_those_of_the_merged_weight() -> None:
 @pytest.mark.parametrize(("base", "error"), [("nf4", 0.12), ("float8", 0.04)])
 def test_a_quantised_linear_approximates_the_full_one(base: Any, error: float) -> None:
     torch.manual_seed(0)
-    whole = nn.Linear(256, 512, bias=True)
-    small = FrozenLinear(whole, base)
-    small.bias = whole.bias
-    copy_rows_(small, "weight", whole.weight.detach())
+    linear = nn.Linear(256, 512, bias=True)
+    small = FrozenLinear(linear, base)
+    small.bias = linear.bias
+    copy_rows_(small, "weight", linear.weight.detach())
     x = torch.randn(2, 5, 256, requires_grad=True)
     grad = torch.randn(2, 5, 512)
-    ours, theirs = small(x), whole(x)
+    ours, theirs = small(x), linear(x)
     assert (ours - theirs).norm() < error * theirs.norm()
     (our_grad,) = torch.autograd.grad(ours, x, grad)
     (their_grad,) = torch.autograd.grad(theirs, x, grad)
     assert (our_grad - their_grad).norm() < error * their_grad.norm()
-    assert (small.dequantized_weight() - whole.weight).norm() < error * whole.weight.norm()
+    assert (small.dequantized_weight() - linear.weight).norm() < error * linear.weight.norm()
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])

@@ -58,13 +58,13 @@ def test_chunks_give_the_same_loss_and_gradients(model: CausalLM) -> None:
     tokens, labels = batch(model, [1200])
     tokens, labels = tokens[:, :250].repeat(4, 1), labels[:, :250].repeat(4, 1)
     labels = torch.where(labels == -100, tokens.roll(-1, dims=1), labels)  # all supervised: 1,000 rows of logits
-    whole = model(tokens, labels=labels)
-    whole.backward()
+    complete = model(tokens, labels=labels)
+    complete.backward()
     expected = gradients(model)
     hidden = model.hidden_states(tokens, None, None, nullcontext())
     chunked = sum_supervised_loss(hidden, model.head, labels, max_logits=1000)
     chunked.backward()
-    torch.testing.assert_close(chunked, whole, rtol=1e-9, atol=0)
+    torch.testing.assert_close(chunked, complete, rtol=1e-9, atol=0)
     assert_same(gradients(model), expected)
 
 

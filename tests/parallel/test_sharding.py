@@ -33,7 +33,7 @@ def choose(
 
 
 @pytest.mark.parametrize(
-    ("asked", "mode", "shape"),
+    ("options", "mode", "shape"),
     [
         ({"world_size": 1}, "none", (1, 1)),
         ({"world_size": 8}, "ddp", (8, 1)),
@@ -52,16 +52,16 @@ def choose(
     ids=str,
 )
 def test_auto_chooses_the_fitting_layout_with_least_traffic(
-    asked: dict[str, Any], mode: str, shape: tuple[int, int]
+    options: dict[str, Any], mode: str, shape: tuple[int, int]
 ) -> None:
-    layout = choose(**asked)
+    layout = choose(**options)
     assert (layout.mode, (layout.replicate, layout.shard)) == (mode, shape)
     assert layout.reason
-    assert ("auto" in layout.reason) == (asked.get("mode", "auto") == "auto" and asked["world_size"] > 1)
+    assert ("auto" in layout.reason) == (options.get("mode", "auto") == "auto" and options["world_size"] > 1)
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("options", "words"),
     [
         (
             {"world_size": 16, "mode": "hsdp", "replicate": 3},
@@ -72,9 +72,9 @@ def test_auto_chooses_the_fitting_layout_with_least_traffic(
     ],
     ids=str,
 )
-def test_an_impossible_layout_is_rejected(asked: dict[str, Any], words: str) -> None:
+def test_an_impossible_layout_is_rejected(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
-        choose(**asked)
+        choose(**options)
 
 
 @pytest.mark.parametrize(

@@ -75,12 +75,12 @@ def test_out_of_memory_is_detected_in_the_exit_reason(code: int | None, reason: 
 
 def test_peak_memory_must_be_within_a_range_of_the_gpus_memory(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 100)  # 1.1 GiB at most on rank 0, 1.11 on another
-    for whole, low, high in ((1.5, "PASS", "PASS"), (2.0, "FAIL", "PASS"), (1.2, "PASS", "FAIL")):
-        change_run(directory, device_memory_gib=whole)
+    for device_gib, low, high in ((1.5, "PASS", "PASS"), (2.0, "FAIL", "PASS"), (1.2, "PASS", "FAIL")):
+        change_run(directory, device_memory_gib=device_gib)
         judged = judge(tmp_path / "run")
         found = [judged[f"peak GPU memory {wanted}"] for wanted in (">= 70.0%", "<= 80.0%")]
         assert [one.status for one in found] == [low, high]
-        assert found[0].value == pytest.approx(1.11 / whole)
+        assert found[0].value == pytest.approx(1.11 / device_gib)
 
 
 def test_out_of_memory_is_not_measured_if_a_restart_has_no_recorded_reason(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ COMMANDS = {
     """,
 }
 
-# Replaces a run: exits with CODE, immediately or when asked to stop.
+# Replaces a run: exits with CODE, immediately or on a request to stop.
 RUN_NODE = """
     env | grep -E '^(CONFIG|FCTUNE_|MASTER_ADDR|SEED)' > "$CALLS/environment"
     echo "$@" > "$CALLS/arguments"

@@ -88,7 +88,7 @@ def test_a_job_trains_on_both_nodes_and_writes_a_log_and_a_summary(cluster: Clus
 def test_a_job_that_slurm_asks_to_stop_saves_is_requeued_and_resumes_at_the_next_step(
     cluster: Cluster, clone: Path, trial: str
 ) -> None:
-    job = Job(cluster, clone, trial, "asked", "max_steps=80")
+    job = Job(cluster, clone, trial, "requested", "max_steps=80")
     job.wait_for_checkpoint()
     cluster.ssh(f"scancel --signal=USR1 --batch {job.id}")  # as --signal=B:USR1@300 does
     ended = wait_until(job.run.ended, "the run ends", 60)

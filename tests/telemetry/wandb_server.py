@@ -107,9 +107,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self._read()
         if self.path == "/graphql":
-            asked = json.loads(body)
-            operation, query = asked.get("operationName") or "", asked["query"]
-            self._reply({"data": self.wandb.answer(operation, query, asked.get("variables") or {})})
+            payload = json.loads(body)
+            operation, query = payload.get("operationName") or "", payload["query"]
+            self._reply({"data": self.wandb.answer(operation, query, payload.get("variables") or {})})
         else:
             if self.path.endswith("/file_stream"):
                 self.wandb.take(self.path.split("/")[-2], json.loads(body).get("files") or {})

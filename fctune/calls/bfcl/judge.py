@@ -71,7 +71,7 @@ class MultiTurnJudge:
     def judge(
         self, turns: Sequence[Sequence[Parsed]], stopped: str | None = None, is_unanswered: bool = False
     ) -> Judgement:
-        """Judge what the model's answers said, step by step in each turn.
+        """Judge the model's answers, given as the steps of each turn.
 
         The kind of error is that of the turn at which the benchmark's checker stops. Counts of calls and arguments are
         sums over turns.

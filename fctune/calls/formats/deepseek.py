@@ -88,7 +88,7 @@ class DeepSeekV31(CallFormat):
 
 
 class DeepSeekV3(DeepSeekV31):
-    """As V3.1, with a type before the name and a code fence around the arguments. V3 and R1.
+    """Calls of V3 and R1: V3.1's with a type before the name and a code fence around the arguments.
 
     The chat template of DeepSeek-V3.
     """

@@ -79,7 +79,7 @@
     }),
   });
 
-  // What happened at a step: restarts over the whole height, alerts at the top, checkpoints at the bottom.
+  // What happened at a step: restarts over the full height, alerts at the top, checkpoints at the bottom.
   const marks = { id: "marks", afterDatasetsDraw(chart, _, { at }) {
     const { ctx, chartArea: area, scales: { x } } = chart;
     const shades = { restart: color("bad"), alert: color("warn"), checkpoint: color("good") };
