@@ -475,38 +475,64 @@ HOSTILE_PIECES = [
 ]  # fmt: skip
 
 
+# Openings of calls that are never completed, and what follows the last. Most of these once made every opening read the
+# same stretch again.
+OPENINGS = [
+    ("<tool_call>[#", ""), ('<tool_call>[""" "', ""), ("<tool_call><function=", ">"),
+    ("<tool_call><function=f><parameter=a>", ""), ("<tool_call>f<arg_key>", "</arg_key>"),
+    ("{'name': [#", ""), ('{"name": "f", "parameters": {"a": ', ""), ("[TOOL_CALLS]f[ARGS]{", ""),
+    ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{", ""), (" to=functions.f<|message|>", ""), ("<|tool_call_start|>#", ""),
+    ("<|tool_call_start|>[f(a=#", "\n[" + "1," * 2000), ('<|tool_call_start|>[f(a=""" "', ""), ("f(a=#", ""),
+    ('<functioncall> {"name": "f", "arguments": {', ""),
+]  # fmt: skip
+
+
+def cpu_time(call_format: CallFormat, text: str, lenient: bool) -> float:
+    begun = time.process_time()
+    call_format.parse(text, [WEATHER], lenient=lenient)
+    return time.process_time() - begun
+
+
+@each_reading
+@each_format
+def test_four_times_the_text_takes_four_times_as_long(call_format: CallFormat, lenient: bool) -> None:
+    """Twice as much is allowed for; quadratic time would be sixteen times as long."""
+    for opening, end in OPENINGS:
+        short, long = (opening * (size // len(opening)) + end for size in (24_000, 96_000))
+        if cpu_time(call_format, long, lenient) > 0.03:
+            ratios = [cpu_time(call_format, long, lenient) / cpu_time(call_format, short, lenient) for _ in range(3)]
+            assert min(ratios) < 8, (opening, end[:5])
+
+
 @pytest.mark.parametrize(
-    ("unit", "size"),
+    "text",
     [
-        ("<tool_call>", 400_000),
-        ('<tool_call>{"a":"</tool_call>', 400_000),
-        ("[" * 10_000, 10_000),
-        ('<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 10_000 + "</tool_call>", 10_000),
-        ("[f(a=" + "[" * 10_000, 10_000),
-        ("[f(a=" + "-" * 10_000, 10_000),
-        ("[f(a=" + "f(a=" * 10_000, 10_000),
-        ("[f(a=1" + "+1" * 100_000, 200_000),
-        ('{"name": "f", "parameters": {"a": ', 400_000),
-        ("[TOOL_CALLS]f[ARGS]{", 400_000),
-        ('[TOOL_CALLS][{"name": "f", "arguments": {', 400_000),
-        ("<tool_call><function=f><parameter=a>", 400_000),
-        ("<tool_call>f<arg_key>a</arg_key><arg_value>", 400_000),
-        ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{", 400_000),
-        ("<|start|>assistant to=functions.f<|message|>", 400_000),
-        ("<|tool_call_start|>[f(a='", 400_000),
-        ('<functioncall> {"name": "f", "arguments": \'{', 400_000),
-        ("'''", 400_000),
-        (" ", 400_000),
-        ("9", 400_000),
+        "[" * 10_000,
+        '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 10_000 + "</tool_call>",
+        "[f(a=" + "[" * 10_000,
+        "[f(a=" + "-" * 10_000,
+        "[f(a=" + "f(a=" * 10_000,
+        "[f(a=1" + "+1" * 20_000,
     ],
+    ids=lambda text: text[:60],
 )
-def test_hostile_text_is_parsed_in_time(unit: str, size: int) -> None:
-    text = unit * (size // len(unit) or 1)
+def test_deeply_nested_text_is_no_call_and_no_error(text: str) -> None:
     for call_format in FORMATS.values():
         for lenient in (False, True):
-            begun = time.process_time()
-            call_format.parse(text, [WEATHER], lenient=lenient)
-            assert time.process_time() - begun < 3, (call_format.name, lenient)
+            assert not call_format.parse(text, [WEATHER], lenient=lenient).calls
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("lfm", "<|tool_call_start|>[f(a='x)] <|tool_call_start|>[f(a=1)]<|tool_call_end|>"),
+        ("lfm", "<|tool_call_start|>[# oops <|tool_call_start|>[f(a=1)]<|tool_call_end|>"),
+        ("hermes", "<tool_call>[# oops\n" + HERMES),
+    ],
+)
+def test_a_call_after_a_string_or_comment_that_is_never_closed_is_found(name: str, text: str) -> None:
+    parsed = get_format(name).parse(text, [WEATHER], lenient=True)
+    assert (parsed.calls, len(parsed.malformed)) == (F1, 1)
 
 
 @each_format

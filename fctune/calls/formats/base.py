@@ -29,6 +29,10 @@ TURN_ENDS = (
 )
 
 
+# Attempts to read a call that may fail beyond the next mark before the text they read is skipped.
+_MAX_REREADS = 4
+
+
 class Malformed(NamedTuple):
     """A span ``text[start:end]`` that was meant as a call and cannot be read as one, with the reason."""
 
@@ -70,7 +74,7 @@ class ParseState(ForwardSearch):
     Text between the spans that are added as calls or as malformed is prose.
     """
 
-    __slots__ = ("calls", "malformed", "position", "prose", "spans")
+    __slots__ = ("_num_rereads", "calls", "malformed", "position", "prose", "spans")
 
     def __init__(self, text: str, end: int) -> None:
         super().__init__(text, end)
@@ -79,6 +83,7 @@ class ParseState(ForwardSearch):
         self.spans: list[tuple[int, int]] = []
         self.malformed: list[Malformed] = []
         self.prose: list[str] = []
+        self._num_rereads = 0
 
     def add_calls(self, calls: Sequence[Call], start: int, end: int) -> None:
         """Record ``text[start:end]`` as calls, and continue after it."""
@@ -98,6 +103,22 @@ class ParseState(ForwardSearch):
         """Record ``text[start:end]`` as malformed, and continue after it."""
         self.skip(start, end)
         self.malformed.append(Malformed(start, end, reason))
+
+    def choose_restart(self, restart: int, read_to: int) -> int:
+        """Return the position after a failed attempt to read a call.
+
+        A string or comment that is never closed may carry an attempt past the marks of later calls, so reading restarts
+        at the next mark. A text that makes many attempts read the same stretch would take quadratic time: after a few,
+        reading restarts where the attempt failed.
+
+        Args:
+            restart: Position of the next mark.
+            read_to: Position at which the attempt failed.
+        """
+        if read_to <= restart:
+            return restart
+        self._num_rereads += 1
+        return restart if self._num_rereads <= _MAX_REREADS else min(read_to, self.end)
 
     def require_call(self, mark: str, start: int) -> None:
         """Record the text from ``mark`` on as malformed if the mark occurs and nothing was found."""

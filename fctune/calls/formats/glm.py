@@ -11,11 +11,11 @@ from fctune.calls.formats.base import ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json
 from fctune.calls.formats.tagged_calls import (
     CLOSE,
-    KEY,
     NAME,
     OPEN,
     TaggedFormat,
     find_closing,
+    find_name,
     read_value,
     require_writable,
     skip_space,
@@ -81,10 +81,9 @@ class Glm(TaggedFormat):
 
 def _read_key(state: ParseState, position: int) -> tuple[str, int]:
     """Return the key of the pair that begins at a position, and the position after the opening tag of its value."""
-    end = find_closing(state, _KEY_END, position)
-    key = state.text[position + len(_KEY_OPEN) : end].strip()
-    if not KEY.fullmatch(key):
-        raise ParseError(f"the key {key[:40]!r} is empty or contains a tag", position)
+    key, end = find_name(state, position + len(_KEY_OPEN), _KEY_END)
+    if not key:
+        raise ParseError(f"the key before {_KEY_END} is empty or contains a tag", position)
     position = skip_space(state, end + len(_KEY_END))
     if not state.text.startswith(_VALUE, position):
         raise ParseError(f"no {_VALUE} after a key", position)

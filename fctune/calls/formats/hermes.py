@@ -50,7 +50,8 @@ class Hermes(CallFormat):
         except ParseError as error:
             call = error.reason
         if isinstance(call, str):
-            call, end = self._read_past_tags(state, body, lenient, is_closed) or (call, end)
+            found, stop = self._read_past_tags(state, body, lenient, is_closed)
+            call, end = (call, state.choose_restart(end, stop)) if found is None else (found, stop)
         if isinstance(call, str):
             state.add_malformed(opened, end, call)
         else:
@@ -59,19 +60,22 @@ class Hermes(CallFormat):
 
     def _read_past_tags(
         self, state: ParseState, body: int, lenient: bool, is_closed: bool
-    ) -> tuple[Call | str, int] | None:
-        """Return the call read without regard to the tags, which may be inside a string, and the position after it."""
+    ) -> tuple[Call | str | None, int]:
+        """Return the call read without regard to the tags, which may be inside a string, and the position after it.
+
+        Without a call, the position is the one up to which the text was read.
+        """
         text, start = state.text, skip_space(state.text, body)
         try:
             value, stop = read_json(text, start, lenient)
-        except ParseError:
+        except ParseError as error:
             if not lenient:
-                return None
+                return None, error.position
             try:
                 value, stop = PythonReader(text, has_json_constants=True).read_value(start)
-            except ParseError:
-                return None
+            except ParseError as python_error:
+                return None, max(error.position, python_error.position)
         stop = skip_space(text, stop)
         if text.startswith(_CLOSE, stop):
             return to_call(value, "arguments", lenient), stop + len(_CLOSE)
-        return (to_call(value, "arguments", lenient), stop) if lenient and not is_closed else None
+        return (to_call(value, "arguments", lenient) if lenient and not is_closed else None), stop

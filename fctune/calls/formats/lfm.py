@@ -48,6 +48,7 @@ class Lfm(CallFormat):
                     raise ParseError(f"not closed by {_CLOSE}", end)
                 state.add_calls([Call(*call) for call in calls], opened, position)
             except ParseError as error:
+                position = state.choose_restart(position, error.position)
                 state.add_malformed(opened, position, error.reason)
         if lenient and not state.calls and not state.malformed:
             read_python_calls(state, start)

@@ -11,10 +11,10 @@ from fctune.calls.formats.base import Parsed, ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json
 from fctune.calls.formats.tagged_calls import (
     CLOSE,
-    KEY,
     OPEN,
     TaggedFormat,
     find_closing,
+    find_name,
     read_value,
     require_writable,
     skip_space,
@@ -97,9 +97,8 @@ def _read_tag(state: ParseState, mark: str, position: int) -> tuple[str, int]:
     """Return the name in ``<function=name>`` or ``<parameter=name>``, and the position after the tag."""
     if not state.text.startswith(mark, position):
         raise ParseError(f"expected {mark}...>", position)
-    end = find_closing(state, ">", position + len(mark))
-    name = state.text[position + len(mark) : end].strip()
-    if not KEY.fullmatch(name):
+    name, end = find_name(state, position + len(mark), ">")
+    if not name:
         raise ParseError(f"no name in {mark}...>", position)
     return name, end + 1
 

@@ -104,6 +104,18 @@ def find_closing(state: ParseState, mark: str, start: int) -> int:
     return found
 
 
+def find_name(state: ParseState, start: int, closing: str) -> tuple[str, int]:
+    """Return the name between ``start`` and the next closing mark, and the position of the mark.
+
+    The name is empty if there is none that a tag can hold. Text with another tag in it is not copied, as many opening
+    tags may precede one closing mark.
+    """
+    end = find_closing(state, closing, start)
+    tag = state.find("<", start)
+    name = "" if 0 <= tag < end else state.text[start:end].strip()
+    return (name if KEY.fullmatch(name) else ""), end
+
+
 def skip_space(state: ParseState, position: int) -> int:
     """Return the position of the next character that is not white space."""
     space = _SPACE.match(state.text, position, state.end)
