@@ -347,7 +347,7 @@ F1 = (Call("f", {"a": 1}),)
         ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{\"a\": 1}\n```"
          "<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>", F1, F1),
         ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"a\": 1}<｜tool▁call▁end｜>"
-         "<｜tool▁calls▁end｜>", "expected the name", F1),
+         "<｜tool▁calls▁end｜>", "expected a function name", F1),
         ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"a\": 1}<｜tool▁call▁end｜>"
          "<｜tool▁calls▁end｜>", F1, F1),
         ("gpt_oss", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
