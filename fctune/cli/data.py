@@ -36,6 +36,7 @@ def add_commands(commands: Any) -> None:
     check.add_argument(
         "--on-invalid", choices=("fail", "skip"), default="fail", help="fail: exit 1 if a row cannot be used"
     )
+    _add_supervision_arguments(check)
     check.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     check.add_argument("--html", type=Path, metavar="FILE", help="write the report as one self-contained page")
     check.set_defaults(run=_check_data)
@@ -44,18 +45,7 @@ def add_commands(commands: Any) -> None:
     show.add_argument("--row", type=int, default=1, metavar="N", help="number of the row, from 1; default: %(default)s")
     show.add_argument("--tokenizer", required=True, metavar="DIR", help="model directory")
     show.add_argument("--format", default="auto", metavar="NAME", help="row format; default: detected")
-    show.add_argument(
-        "--train-on",
-        choices=("assistant", "last_assistant", "calls"),
-        default="assistant",
-        help="supervised turns; default: %(default)s",
-    )
-    show.add_argument(
-        "--parallel-calls",
-        choices=("error", "split"),
-        default="error",
-        help="turns with more calls than the chat template renders; default: %(default)s",
-    )
+    _add_supervision_arguments(show)
     show.set_defaults(run=_show_row)
     prepare = data.add_parser("prepare", help="tokenise and pack the rows of a config, as training does at its start")
     add_config_arguments(prepare)
@@ -68,6 +58,25 @@ def add_commands(commands: Any) -> None:
     synthetic.set_defaults(run=_write_synthetic)
 
 
+def _add_supervision_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options of rendering and supervision, named as the config's keys; all have an effect with --tokenizer."""
+    for key, choices, meaning in (
+        ("train_on", ("assistant", "last_assistant", "calls"), "supervised turns"),
+        ("parallel_calls", ("error", "split"), "turns with more calls than the chat template prints"),
+        ("content_with_calls", ("error", "drop"), "text next to a call that the chat template does not print"),
+        ("special_tokens_in_content", ("fail", "escape", "keep"), "control tokens that a row spells"),
+    ):
+        option = f"--{key.replace('_', '-')}"
+        command.add_argument(option, choices=choices, default=choices[0], help=f"{meaning}; default: %(default)s")
+
+
+def _read_supervision(arguments: argparse.Namespace) -> Any:
+    from fctune.data.supervision import SupervisionConfig
+
+    keys = ("train_on", "parallel_calls", "content_with_calls", "special_tokens_in_content")
+    return SupervisionConfig(**{key: getattr(arguments, key) for key in keys})
+
+
 def _check_data(arguments: argparse.Namespace) -> int:
     from fctune.data.check import Encode, check_sources
 
@@ -76,8 +85,9 @@ def _check_data(arguments: argparse.Namespace) -> int:
     encode: Encode | None = None
     if arguments.tokenizer is not None:
         from fctune.data.chat_template import ChatTemplate
+        from fctune.models.hub import resolve_model_dir
 
-        template = ChatTemplate(arguments.tokenizer)
+        template = ChatTemplate(resolve_model_dir(arguments.tokenizer), _read_supervision(arguments))
 
         def count(conversation: Any) -> tuple[int, int]:
             encoded = template.encode(conversation)
@@ -119,8 +129,7 @@ def _show_row(arguments: argparse.Namespace) -> int:
         arguments.row,
         arguments.tokenizer,
         row_format=arguments.format,
-        train_on=arguments.train_on,
-        parallel_calls=arguments.parallel_calls,
+        supervision=_read_supervision(arguments),
     )
     console = Terminal(soft_wrap=True, highlight=False)
     for renderable in renderables:

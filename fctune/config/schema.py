@@ -116,6 +116,11 @@ class DataConfig:
     parallel_calls: Literal["error", "split"] = "error"
     """Turns with several calls where the chat template renders only one per turn: report the row as invalid, or split
     the turn."""
+    content_with_calls: Literal["error", "drop"] = "error"
+    """Text next to a call where the chat template prints only the call: report the row as invalid, or drop the text."""
+    special_tokens_in_content: Literal["fail", "escape", "keep"] = "fail"
+    """Rows that spell a special token of the tokenizer, such as `<|im_end|>`, in a message, tool or argument: report
+    them as invalid, encode the token as plain text, or keep it as the control token."""
     prepared_dir: Annotated[str | None, Null("`prepared` next to `output_dir`")] = None
     """Directory of prepared (tokenised and packed) sets."""
 

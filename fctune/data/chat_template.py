@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fctune.data.completeness import CompletenessCheck
+from fctune.data.control_tokens import ControlTokens
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.supervision import ConversationEncoder, Encoded, SupervisionConfig
 from fctune.data.token_offsets import OffsetTokenizer
@@ -42,7 +44,17 @@ class ChatTemplate:
         prompts = tuple(self._find_generation_prompts())
         header = self._find_history_header()
         tokenizer = OffsetTokenizer(backend)
-        self.encoder = ConversationEncoder(self._traced, tokenizer, special_ids, prompts, header, SupervisionConfig())
+        controls = ControlTokens(t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special)
+        self.encoder = ConversationEncoder(
+            self._traced,
+            tokenizer,
+            special_ids,
+            controls,
+            CompletenessCheck(self._traced),
+            prompts,
+            header,
+            SupervisionConfig(),
+        )
         self.stop_ids: set[int] = set()
         self._verify()  # with the default supervision
         self.encoder = replace(self.encoder, supervision=supervision or SupervisionConfig())
@@ -105,9 +117,7 @@ class ChatTemplate:
             try:
                 encoded = self.encode(conversation)
             except DataError as error:
-                raise DataError(
-                    f"{self.model_dir}: {error}; cannot derive which tokens belong to the answer."
-                ) from None
+                raise DataError(f"{self.model_dir}: cannot be trained on: {error}.") from None
             supervised = [token for token, weight in zip(encoded.tokens, encoded.weights, strict=True) if weight > 0]
             if not supervised:
                 raise DataError(

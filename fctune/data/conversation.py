@@ -98,6 +98,10 @@ class Conversation:
             row["tools"] = [tool.to_openai() for tool in self.tools]
         return row
 
+    def to_json(self) -> str:
+        """Return the row as JSON without spaces."""
+        return _COMPACT.encode(self.to_openai())
+
     def digest(self) -> str:
         """Return a digest of the content, 16 hex digits, which does not depend on the source."""
         weights = [message.weight for message in self.messages]

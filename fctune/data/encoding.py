@@ -22,7 +22,7 @@ from fctune.config.schema import DataConfig
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
 from fctune.data.sources import Defect, RowReader, UnreadRow, describe_defects, scan_source
-from fctune.data.supervision import ConversationEncoder, Encoded, SupervisionConfig
+from fctune.data.supervision import ConversationEncoder, Encoded, SupervisionConfig, get_defect_kind
 from fctune.errors import DataError
 
 _CHUNK_ROWS = 64  # rows sent to a process at a time
@@ -114,7 +114,7 @@ class ChunkEncoder:
             try:
                 encoded = self._encode_within(parsed.conversation, counts)
             except DataError as error:
-                defects.append(Defect(row.file, row.line, "messages", "not_renderable", str(error)))
+                defects.append(Defect(row.file, row.line, "", get_defect_kind(error), str(error)))
                 continue
             if encoded is None:
                 continue
@@ -195,7 +195,7 @@ def encode_sources(
     if num_processes > 1:  # it imports while this process loads and starts
         forkserver.set_forkserver_preload(list(_PRELOADED))
         forkserver.ensure_running()
-    template = ChatTemplate(model_dir, SupervisionConfig(config.train_on, config.call_weight, config.parallel_calls))
+    template = ChatTemplate(model_dir, make_supervision(config))
     encoder = ChunkEncoder(config, template.encoder)
     defects: list[Defect] = []
     for part in (
@@ -206,6 +206,11 @@ def encode_sources(
         yield part
     if defects and (config.on_invalid == "fail" or not counts.conversations):
         raise DataError(describe_defects(defects, counts.rows))
+
+
+def make_supervision(config: DataConfig) -> SupervisionConfig:
+    """Return the keys of the data config that select the supervised tokens."""
+    return SupervisionConfig(**{key.name: getattr(config, key.name) for key in fields(SupervisionConfig)})
 
 
 def _scan_chunks(config: DataConfig) -> Iterator[Chunk]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Literal
 
 from rich.text import Text
 
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
 from fctune.data.sources import Defect, read_source
-from fctune.data.supervision import SupervisionConfig, TrainOn
+from fctune.data.supervision import SupervisionConfig
 from fctune.errors import DataError
 
 
@@ -20,8 +19,7 @@ def show_row(
     row: int,
     model_dir: str,
     row_format: str = "auto",
-    train_on: TrainOn = "assistant",
-    parallel_calls: Literal["error", "split"] = "error",
+    supervision: SupervisionConfig | None = None,
 ) -> Iterator[Text]:
     """Yield the row's source and token counts, then its text with supervised tokens in green.
 
@@ -30,15 +28,14 @@ def show_row(
         row: Number of the row, from 1.
         model_dir: Directory with the tokenizer and chat template.
         row_format: Format of the rows, or auto.
-        train_on: Assistant turns to supervise.
-        parallel_calls: As ``data.parallel_calls``.
+        supervision: Selects the supervised tokens.
 
     Raises:
         DataError: The row does not exist, has a defect, or is rejected by the template.
     """
     if row < 1:
         raise DataError(f"--row {row}: rows are numbered from 1.")
-    template = ChatTemplate(model_dir, SupervisionConfig(train_on=train_on, parallel_calls=parallel_calls))
+    template = ChatTemplate(model_dir, supervision)
     item = next(itertools.islice(read_source(path, row_format, row), row - 1, row), None)
     if item is None:
         raise DataError(f"{path}: fewer than {row:,} rows.")

@@ -9,15 +9,26 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from fctune.data.completeness import CompletenessCheck, describe_missing, find_unescaped
+from fctune.data.control_tokens import ControlTokens, restore_hidden
 from fctune.data.conversation import Conversation, Message
 from fctune.data.token_offsets import OffsetTokenizer, TokenOffsets
 from fctune.data.tracing import Span, TracedTemplate
 from fctune.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "calls"]
+
+
+class SpecialTokenError(DataError):
+    """A row spells a special token of the tokenizer."""
+
+
+def get_defect_kind(error: DataError) -> str:
+    """Return the kind of defect (a key of ``DEFECT_KINDS``) of a row that cannot be encoded."""
+    return "special_token_in_content" if isinstance(error, SpecialTokenError) else "not_renderable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,8 @@ class SupervisionConfig:
     train_on: TrainOn = "assistant"
     call_weight: float = 1.0
     parallel_calls: Literal["error", "split"] = "error"
+    content_with_calls: Literal["error", "drop"] = "error"
+    special_tokens_in_content: Literal["fail", "escape", "keep"] = "fail"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +63,8 @@ class ConversationEncoder:
         template: Traced chat template.
         tokenizer: Tokenizer with offsets.
         special_ids: Ids of the tokenizer's special tokens.
+        control_tokens: The tokenizer's special tokens, as rows may spell them.
+        completeness: Finds the parts of a row that the template does not print.
         prompts: Texts that open an answer, the longest first.
         history_header: Text that opens an answer that is not the last; empty if unknown.
         supervision: Selects the supervised tokens.
@@ -58,6 +73,8 @@ class ConversationEncoder:
     template: TracedTemplate
     tokenizer: OffsetTokenizer
     special_ids: Set[int]
+    control_tokens: ControlTokens
+    completeness: CompletenessCheck
     prompts: tuple[str, ...]
     history_header: str
     supervision: SupervisionConfig
@@ -66,29 +83,75 @@ class ConversationEncoder:
         """Return token ids, equal to transformers' ``apply_chat_template``, and their loss weights.
 
         Raises:
-            DataError: The template rejects the conversation, or a token crosses the boundary of a supervised span.
+            DataError: The template rejects the conversation, does not print a part of it, or prints a call that cannot
+                be read; or a token crosses the boundary of a supervised span.
+            SpecialTokenError: The conversation spells a special token, and ``special_tokens_in_content`` is fail.
         """
         if self.supervision.parallel_calls == "split":
             conversation = split_parallel_calls(conversation)
-        text, spans = self.template.render(conversation)
+        original = conversation
+        if self.supervision.special_tokens_in_content != "keep":
+            conversation = self._hide_special_tokens(conversation)
+        is_hidden = conversation is not original
+        conversation, text, spans = self._render_completely(conversation)
         printed = {span.message for span in spans}
-        encoded = self.tokenizer.encode(text)
+        encoded = self.tokenizer.encode_hidden(text) if is_hidden else self.tokenizer.encode(text)
         weights = [0.0] * len(encoded.ids)
         for span in spans:
             weight = self._message_weight(conversation, span.message)
             if weight > 0:
                 start = self._answer_start(conversation, span, text)
                 stop = self._answer_stop(conversation, span, text, printed)
-                message = conversation.messages[span.message]
+                message = original.messages[span.message]
                 if len(encoded.text) != len(text):  # the offsets count bytes, and some characters have several
-                    start, stop = len(text[:start].encode()), len(text[:stop].encode())
+                    plain = restore_hidden(text) if is_hidden else text
+                    start, stop = len(plain[:start].encode()), len(plain[:stop].encode())
                 self._weigh_span(message, weight, start, stop, encoded, weights)
         return Encoded(encoded.ids, weights)
 
     def encode_prompt(self, conversation: Conversation) -> list[int]:
-        """Return the token ids of a conversation up to the start of the model's answer."""
-        text = self.template.render(conversation, add_generation_prompt=True)[0]
-        return self.tokenizer.ids(text)
+        """Return the token ids of a conversation up to the start of the model's answer.
+
+        Special tokens in its content are plain text unless ``special_tokens_in_content`` is keep.
+        """
+        prompt = conversation
+        if self.supervision.special_tokens_in_content != "keep":
+            prompt = self.control_tokens.hide(conversation)
+        text = self.template.render(prompt, add_generation_prompt=True)[0]
+        return self.tokenizer.ids(text) if prompt is conversation else self.tokenizer.encode_hidden(text).ids
+
+    def _hide_special_tokens(self, conversation: Conversation) -> Conversation:
+        if self.supervision.special_tokens_in_content == "escape":
+            return self.control_tokens.hide(conversation)
+        found = self.control_tokens.find(conversation)
+        if found is not None:
+            raise SpecialTokenError(
+                f"{found}, a control token of the tokenizer; set data.special_tokens_in_content=escape to encode it as "
+                "plain text, or keep to encode it as the control token"
+            )
+        return conversation
+
+    def _render_completely(self, conversation: Conversation) -> tuple[Conversation, str, list[Span]]:
+        """Return the conversation as it is rendered, its text and its spans; raise DataError if a part is missing."""
+        text, spans = self.template.render(conversation)
+        missing = self.completeness.find_missing(conversation, text)
+        dropped = {part.message for part in missing if part.call is None and conversation.messages[part.message].calls}
+        if dropped and self.supervision.content_with_calls == "drop":
+            messages = [replace(m, content=None) if i in dropped else m for i, m in enumerate(conversation.messages)]
+            conversation = Conversation(tuple(messages), conversation.tools, conversation.source)
+            text, spans = self.template.render(conversation)
+            missing = self.completeness.find_missing(conversation, text)
+        if missing:
+            raise DataError(describe_missing(missing, conversation))
+        for span in spans:
+            path = find_unescaped(conversation.messages[span.message].calls, text[span.start : span.stop])
+            if path is not None:
+                raise DataError(
+                    f"the chat template prints the argument {path} of messages[{span.message}] in quotes without "
+                    "escaping the quotes, backslashes or line breaks in it, so the call cannot be parsed back; change "
+                    "the argument, use another template, or skip the row"
+                )
+        return conversation, text, spans
 
     def _message_weight(self, conversation: Conversation, index: int) -> float:
         message = conversation.messages[index]

@@ -11,6 +11,9 @@ from typing import AnyStr, Generic
 
 import tokenizers
 
+from fctune.data.control_tokens import has_hidden, restore_hidden
+from fctune.errors import DataError
+
 # Byte-level vocabularies spell a printable byte as itself and the others with the characters after 255.
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTES = {chr(byte): byte for byte in _PRINTABLE}
@@ -49,7 +52,9 @@ class OffsetTokenizer:
         self.tokenizer = tokenizer
         self._max_cached = max_cached_characters
         self._pieces = _Pieces(tokenizer)
-        self._split = _make_splitter(tokenizer)
+        splitter = _make_splitter(tokenizer)
+        self._is_splitting = splitter is not None
+        self._split = splitter or (lambda text: [text])
         self._cache: dict[str, tuple[array[int], array[int]]] = {}  # ids and byte lengths of a part's tokens
         self._num_cached = 0  # characters
 
@@ -79,6 +84,33 @@ class OffsetTokenizer:
         offsets: list[tuple[int, int]] = encoding.offsets
         return TokenOffsets(encoding.ids, [start for start, _ in offsets], [end for _, end in offsets], text)
 
+    def encode_hidden(self, text: str) -> TokenOffsets[bytes]:
+        """Encode a text with special tokens that ``fctune.data.control_tokens`` has hidden; they become plain text.
+
+        Raises:
+            DataError: The tokenizer cannot encode a special token as plain text.
+        """
+        ids: list[int] = []
+        sizes: list[int] = []
+        parts = list(filter(None, self._split(text)))
+        for part in parts:
+            plain = restore_hidden(part)
+            self.tokenizer.encode_special_tokens = has_hidden(part)  # True: special tokens are plain text
+            try:
+                part_ids = self.ids(plain)
+            finally:
+                self.tokenizer.encode_special_tokens = False
+            pieces = list(map(self._pieces.__getitem__, part_ids))
+            if b"".join(pieces) != plain.encode() or not self._is_splitting:
+                raise DataError(
+                    "spells a control token that this tokenizer cannot encode as plain text (it is not byte-level, or "
+                    "strips white space next to special tokens); remove it from the row"
+                )
+            ids += part_ids
+            sizes += map(len, pieces)
+        ends = list(accumulate(sizes))
+        return TokenOffsets(ids, [0, *ends][:-1], ends, restore_hidden(text).encode())
+
     def _add(self, new: list[str], parts: list[str]) -> None:
         """Cache the tokens of new parts, or none for a part that is not the concatenation of its tokens."""
         self._num_cached += sum(map(len, new))
@@ -92,16 +124,16 @@ class OffsetTokenizer:
             self._cache[part] = (array("i", ids if is_exact else ()), array("i", map(len, pieces) if is_exact else ()))
 
 
-def _make_splitter(tokenizer: tokenizers.Tokenizer) -> Callable[[str], list[str]]:
+def _make_splitter(tokenizer: tokenizers.Tokenizer) -> Callable[[str], list[str]] | None:
     """Return a function that splits a text at its special tokens, these included, as the tokenizer does.
 
-    It does not split if a special token strips white space, matches single words only, or is matched in normalised
+    None if a special token strips white space, matches single words only, or is matched in normalised
     text, since the tokenizer then splits differently.
     """
     special = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content]
     is_plain = all(not (t.lstrip or t.rstrip or t.single_word or t.normalized) for t in special)
     if not special or not is_plain:
-        return lambda text: [text]
+        return None
     # Of several that start at the same position, the longest wins.
     contents = sorted((re.escape(token.content) for token in special), key=len, reverse=True)
     return re.compile(f"({'|'.join(contents)})").split

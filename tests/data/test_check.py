@@ -15,6 +15,7 @@ import jsonschema
 import pytest
 from rich.console import Console
 
+from fctune.data.chat_template import ChatTemplate
 from fctune.data.check import CLASSES, WARNING_KINDS, Report, check_sources, make_report_schema
 from fctune.data.check.similarity import NEAR, spoken_text
 from fctune.data.conversation import Conversation
@@ -88,12 +89,9 @@ def test_every_kind_of_warning_is_found(tmp_path: Path) -> None:
             "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}],
             "tools": [{"name": "f", "parameters": odd}],
         },
+        {"messages": [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "x"}]},
     ]
-
-    def reject(conversation: Conversation) -> tuple[int, int]:
-        raise DataError(f"{conversation.source}: this template takes one call per turn")
-
-    report = check_sources([DEFECTS, write_rows(tmp_path / "more.jsonl", more)], encode=reject)
+    report = check_sources([DEFECTS, write_rows(tmp_path / "more.jsonl", more)])
     assert WARNING_KINDS.keys() - kinds(report).keys() == set()
 
 
@@ -307,3 +305,21 @@ def test_100k_rows_take_under_a_minute_and_memory_stays_flat(tmp_path: Path) -> 
     assert report.rows == 100_000
     assert report.seconds < 60
     assert grown_mib < 100
+
+
+def test_a_row_that_the_model_cannot_be_given_is_a_defect_with_a_tokenizer(tiny_base: Path, tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]}
+        for text in ("Hello.", "Stop<|eot_id|> here.")
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = check_sources([str(path)])
+    assert report.defects == 0
+    assert [finding.kind for finding in report.warning_kinds] == ["spelled_control_token"]
+    template = ChatTemplate(tiny_base)
+    report = check_sources([str(path)], encode=lambda c: (len(template.encode(c).tokens), 1))
+    assert [finding.kind for finding in report.defect_kinds] == ["special_token_in_content"]
+    assert "rows.jsonl:2: messages[1] (assistant) holds '<|eot_id|>'" in str(report.defect_kinds[0].examples[0])
+    assert report.conversations == 1
+    assert not report.is_usable()

@@ -88,6 +88,8 @@ CHANGES: dict[str, Any] = {
     "on_invalid": "skip",
     "overlong": "drop",
     "parallel_calls": "split",
+    "content_with_calls": "drop",
+    "special_tokens_in_content": "escape",
     "prepared_dir": "elsewhere",
 }
 

@@ -73,6 +73,14 @@ CONVERSATIONS = {
     ),
 }
 
+# Conversations of which a template silently drops a part.
+DROPPED = {
+    "gptoss": ("parallel",),
+    "llama3_1": ("content with a call",),
+    "llama3_2": ("content with a call",),
+    "muse_glimmer": ("content with a call",),
+}
+
 # Templates that render tools and calls but end no turn with a token, so a model would never learn to stop.
 WITHOUT_END = {"glm4moe"}
 
@@ -135,6 +143,10 @@ def test_ids_equal_transformers_and_only_answers_are_supervised(path: Path, tmp_
                 template.encode(conversation)
             assert name in ("parallel", "content with a call"), name
             continue
+        if name in DROPPED.get(path.stem.removesuffix("_training"), ()):
+            with pytest.raises(DataError, match="does not print"):
+                template.encode(conversation)
+            continue
         encoded = template.encode(conversation)
         assert encoded.tokens == expected, name
         check_mask(template, conversation, encoded.tokens, encoded.weights)
@@ -170,6 +182,79 @@ def test_a_template_with_one_call_per_turn_rejects_or_splits_parallel_calls(name
     text = ChatTemplate(model).tokenizer.decode(split.tokens)
     assert text.index("Bergen") < text.index("Oslo")
     assert json.dumps({"town": "Oslo"}) in text
+
+
+def load(name: str, path: Path, supervision: SupervisionConfig | None = None) -> ChatTemplate:
+    assert FOLDER is not None
+    source = (FOLDER / f"{name}.jinja").read_text()
+    return ChatTemplate(path if path.exists() else write_model(source, path), supervision)
+
+
+def test_a_call_that_the_template_drops_is_named_with_the_remedy(tmp_path: Path) -> None:
+    parallel = CONVERSATIONS["parallel"]
+    with pytest.raises(DataError, match=r"call 2 of 2 of messages\[1\] \(find_place\); set data.parallel_calls=split"):
+        load("gptoss", tmp_path / "model").encode(parallel)
+    template = load("gptoss", tmp_path / "model", SupervisionConfig(parallel_calls="split"))
+    text = template.decode(template.encode(parallel).tokens)
+    assert "Bergen" in text
+    assert "Oslo" in text
+
+
+@pytest.mark.parametrize("name", ["gptoss", "llama3_1", "llama3_2", "muse_glimmer"])
+def test_text_that_the_template_drops_next_to_a_call_is_named_or_dropped_on_request(name: str, tmp_path: Path) -> None:
+    answer = Message("assistant", "It is there.")  # after which gpt-oss drops the text before a call
+    conversation = Conversation((ASK, Message("assistant", "Let me look.", CALLS.calls), FOUND, answer), (TOOL,))
+    with pytest.raises(DataError, match=r"the text next to a call in messages\[1\]; set data.content_with_calls=drop"):
+        load(name, tmp_path / "model").encode(conversation)
+    template = load(name, tmp_path / "model", SupervisionConfig(content_with_calls="drop"))
+    without = Conversation((ASK, CALLS, FOUND, answer), (TOOL,))
+    assert template.encode(conversation) == template.encode(without)
+
+
+def test_content_is_kept_on_request_to_drop_it_where_the_template_prints_it(tmp_path: Path) -> None:
+    conversation = CONVERSATIONS["content with a call"]
+    template = load("qwen3", tmp_path / "model", SupervisionConfig(content_with_calls="drop"))
+    assert "Let me look." in template.decode(template.encode(conversation).tokens)
+
+
+def test_a_call_whose_quotes_are_not_escaped_is_named(tmp_path: Path) -> None:
+    template = load("lfm2_2_5", tmp_path / "model")
+    for town in ("Land's End", "C:\\new", "a\nb"):
+        conversation = Conversation((ASK, Message("assistant", None, (call("callAAAA1", town=town),))), (TOOL,))
+        with pytest.raises(DataError, match=r"find_place\.town of messages\[1\] in quotes .* cannot be parsed back"):
+            template.encode(conversation)
+    fine = Conversation((ASK, Message("assistant", None, (call("callAAAA1", town='say "hi"'),))), (TOOL,))
+    assert template.encode(fine).num_supervised
+
+
+VALUES: dict[str, Any] = {
+    "quotes": 'She said "it\'s here" \\ there',
+    "newline": " two\n lines ",
+    "number": -1.5e-7,
+    "large": 12345678901234567890,
+    "truth": True,
+    "nothing": None,
+    "empty": "",
+    "list": ["Ærø", 1, False, {"deep": ["北京", "it's"]}],
+    "dict": {"a b": {"c": []}},
+}
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_no_template_that_prints_every_value_is_rejected(path: Path, tmp_path: Path) -> None:
+    try:
+        template = ChatTemplate(write_model(path.read_text(), tmp_path / "model"))
+    except DataError:
+        return
+    values = {k: v for k, v in VALUES.items() if k not in ("quotes", "newline")} if "lfm2_2_5" in path.stem else VALUES
+    conversation = Conversation(
+        (
+            *(Message("system", " Be\n brief. "), ASK, Message("assistant", None, (call("callAAAA1", **values),))),
+            *(result("callAAAA1", '{"a": "b \\"c\\""}'), Message("assistant", "Look:\n\n- one  \n- two")),
+        ),
+        (TOOL,),
+    )
+    assert template.encode(conversation).num_supervised
 
 
 def test_most_public_templates_are_supported() -> None:

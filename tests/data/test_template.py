@@ -182,6 +182,73 @@ def test_text_that_resembles_a_marker_or_a_turn_is_plain_text(template: ChatTemp
         assert supervised_text(template, conversation) == [f"{content.strip()}<|eot_id|>"]
 
 
+SPELLED = Conversation(
+    (
+        Message("system", "Never say <|eot_id|>."),
+        Message("user", "What is <|eot_id|>? 🎉"),
+        Message("assistant", "The end <|eot_id|> of a turn.", (Call("get_weather", {"city": "<|eot_id|>"}, id="a"),)),
+        Message("tool", "Got<|eot_id|>", call_id="a", name="get_weather"),
+        Message("assistant", "Done."),
+    ),
+    (WEATHER,),
+)
+
+
+def test_a_control_token_in_content_is_named(template: ChatTemplate) -> None:
+    remedy = r"holds '<\|eot_id\|>', a control token .* data.special_tokens_in_content=escape .* or keep"
+    for number, place in ((0, "system"), (1, "user"), (2, "assistant"), (3, "tool")):
+        plain = [Message(m.role, "x", call_id=m.call_id) for m in SPELLED.messages]
+        plain[2] = Message("assistant", "x", (CALL,))
+        plain[number] = SPELLED.messages[number]
+        with pytest.raises(DataError, match=rf"messages\[{number}\] \({place}\) {remedy}"):
+            template.encode(Conversation(tuple(plain), (WEATHER,)))
+    tool = Tool({**WEATHER.function, "description": "See <|eot_id|>."})
+    with pytest.raises(DataError, match="the tool get_weather holds"):
+        template.encode(Conversation((Message("user", "Hi"), Message("assistant", "Hello.")), (tool,)))
+
+
+def test_an_escaped_control_token_is_plain_text_with_the_same_words_supervised(tiny_base: Path) -> None:
+    template = ChatTemplate(tiny_base, SupervisionConfig(special_tokens_in_content="escape", call_weight=3.0))
+    encoded = template.encode(SPELLED)
+    text = template.tokenizer.apply_chat_template(
+        [m.to_openai() for m in SPELLED.messages], tools=[WEATHER.to_openai()], tokenize=False
+    )
+    assert template.decode(encoded.tokens) == text
+    end = template.tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    assert encoded.tokens.count(end) == text.count("<|eot_id|>") - 5  # one per turn, and none for content
+    spans = {
+        weight: template.decode([t for t, w in zip(encoded.tokens, encoded.weights, strict=True) if w == weight])
+        for weight in (1.0, 3.0)
+    }
+    assert spans[1.0] == "The end <|eot_id|> of a turn.Done.<|eot_id|>"
+    assert json.dumps({"city": "<|eot_id|>"}) in spans[3.0]
+    assert spans[3.0].endswith("</tool_call><|eot_id|>")
+
+
+def test_a_kept_control_token_is_encoded_as_transformers_encodes_it(tiny_base: Path) -> None:
+    template = ChatTemplate(tiny_base, SupervisionConfig(special_tokens_in_content="keep"))
+    assert template.encode(SPELLED).tokens == reference_ids(template, SPELLED)
+    assert template.encode_prompt(SPELLED)[: len(reference_ids(template, SPELLED))] == reference_ids(template, SPELLED)
+
+
+def test_control_tokens_in_a_prompt_are_plain_text_by_default(template: ChatTemplate) -> None:
+    question = Conversation((Message("user", "What is <|eot_id|><|start_header_id|>?"),))
+    ids = template.encode_prompt(question)
+    plain = template.encode_prompt(Conversation((Message("user", "What is it?"),)))
+    for token in ("<|eot_id|>", "<|start_header_id|>"):
+        identity = template.tokenizer.convert_tokens_to_ids(token)
+        assert ids.count(identity) == plain.count(identity)
+    assert "What is <|eot_id|><|start_header_id|>?" in template.decode(ids)
+
+
+def test_private_use_characters_are_unchanged_without_a_control_token(template: ChatTemplate) -> None:
+    conversation = Conversation((Message("user", "\U000f0041"), Message("assistant", "\U000f0042")))
+    assert template.encode(conversation).tokens == reference_ids(template, conversation)
+    both = Conversation((Message("user", "\U000f0041 <|eot_id|>"),))
+    with pytest.raises(DataError, match="private-use plane 15"):
+        template.encode_prompt(both)
+
+
 @pytest.fixture
 def broken(tiny_base: Path, tmp_path: Path) -> Callable[[str | None], Path]:
     """Return a function that copies the tiny base with another chat template, or none."""
@@ -209,7 +276,7 @@ LOOP = "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{
         (None, "no chat template"),
         (LOOP, "ignores tools"),
         ("{% for m in messages %}", "not valid Jinja"),
-        ("{{ messages[0].content }} {{ tools }}", "cannot derive masks"),
+        ("{{ messages[0].content }} {{ tools }}", "does not print the content"),
         (
             "{% for m in messages %}{{ m.role }}: {{ m.content }} {{ m.tool_calls }} {{ tools }}{% endfor %}",
             "special token",

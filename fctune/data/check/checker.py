@@ -25,6 +25,7 @@ from fctune.data.check.similarity import Location, SimilarityIndex, WordHasher
 from fctune.data.check.warnings import CLASSES, classify, iter_warnings
 from fctune.data.conversation import Conversation
 from fctune.data.sources import Defect, ParsedRow, parse_source
+from fctune.data.supervision import get_defect_kind
 from fctune.errors import DataError
 
 Encode = Callable[[Conversation], tuple[int, int]]
@@ -89,6 +90,7 @@ class _Check:
         self.overlaps = [OverlapIndex(path, "validation", hasher) for path in validation]
         self.overlaps += [OverlapIndex(path, "eval", hasher) for path in eval_suites]
         self.files: dict[str, int] = {}
+        self.row_formats: Counter[str] = Counter()  # of the current source
         self.sources: list[SourceSummary] = []
         self.num_rows = self.num_calls = 0
         self.counts: Counter[str] = Counter()
@@ -108,19 +110,18 @@ class _Check:
         """Check the rows of a source."""
         source = SourceSummary(path, 0, 0, {}, None)
         self.sources.append(source)
-        row_formats: Counter[str] = Counter()
+        self.row_formats = Counter()
         for row in _iter_rows(source, row_format, max_samples):
             self.num_rows += 1
             source.rows += 1
             if isinstance(row, Defect):
                 self.add_defect(row)
             else:
-                row_formats[row.row_format] += 1
                 self.add_row(row)
             if self.on_progress is not None and self.num_rows % _PROGRESS_ROWS == 0:
                 self.on_progress(self.num_rows)
-        source.row_formats = dict(row_formats.most_common())
-        source.conversations = row_formats.total()
+        source.row_formats = dict(self.row_formats.most_common())
+        source.conversations = self.row_formats.total()
 
     def add_defect(self, defect: Defect) -> None:
         self.counts[defect.kind] += 1
@@ -134,6 +135,18 @@ class _Check:
     def add_row(self, row: ParsedRow) -> None:
         conversation = row.conversation
         file, _, line = conversation.source.rpartition(":")
+        if self.encode is not None:
+            try:
+                num_tokens, num_supervised = self.encode(conversation)
+            except DataError as error:
+                self.num_not_renderable += 1
+                reason = str(error).removeprefix(f"{file}:{line}: ")
+                self.add_defect(Defect(file, int(line), "", get_defect_kind(error), reason))
+                return
+            self.tokens[num_tokens] += 1
+            self.num_supervised += num_supervised
+            self.num_unsupervised += num_supervised == 0
+        self.row_formats[row.row_format] += 1
         self.similarity.add(conversation, self.files.setdefault(file, len(self.files)), int(line))
         for overlap in self.overlaps:
             overlap.add(conversation)
@@ -152,21 +165,6 @@ class _Check:
         if len(self.declared) < _MAX_TOOL_NAMES:
             self.declared.update({tool.name for tool in conversation.tools})
             self.called.update(names)
-        if self.encode is not None:
-            self.count_tokens(self.encode, conversation, file, int(line))
-
-    def count_tokens(self, encode: Encode, conversation: Conversation, file: str, line: int) -> None:
-        try:
-            num_tokens, num_supervised = encode(conversation)
-        except DataError as error:
-            self.num_not_renderable += 1
-            self.warning_counts["not_renderable"] += 1
-            self.rows_of["not_renderable"] += 1
-            self.add_example("not_renderable", Example(file, line, "", str(error).removeprefix(f"{file}:{line}: ")))
-            return
-        self.tokens[num_tokens] += 1
-        self.num_supervised += num_supervised
-        self.num_unsupervised += num_supervised == 0
 
     def report(self) -> Report:
         names = list(self.files)

@@ -85,7 +85,7 @@ class Tokens:
     seq_len: Annotated[int | None, "Length that conversations are compared with"]
     num_over_seq_len: Annotated[int, "Conversations longer than seq_len"]
     num_unsupervised: Annotated[int, "Conversations without supervised tokens"]
-    num_not_renderable: Annotated[int, "Conversations that the template or tokenizer rejects"]
+    num_not_renderable: Annotated[int, "Rows that the template or tokenizer rejects; they are defects"]
     lengths: Lengths
 
 

@@ -7,6 +7,7 @@ import marshal
 import re
 from collections.abc import Iterator
 
+from fctune.data.control_tokens import COMMON_SPELLINGS, iter_spelled
 from fctune.data.conversation import Call, Conversation, Tool
 from fctune.data.sources import ParsedRow, RowWarning
 from fctune.data.tool_schema import ToolSchema, load_schema
@@ -19,7 +20,6 @@ WARNING_KINDS: dict[str, str] = {
     "missing_argument": "a call without an argument that its tool requires",
     "no_supervision": "no assistant message has a weight above 0",
     "not_in_enum": "an argument outside the values that its tool allows",
-    "not_renderable": "the chat template or tokenizer rejects the conversation",
     "parallel_not_allowed": "several calls in one turn although the row sets parallel_tool_calls to false",
     "placeholder_value": "an argument that looks like a placeholder",
     "repeated_call": "the same call twice in one turn",
@@ -27,6 +27,7 @@ WARNING_KINDS: dict[str, str] = {
     "schema_invalid": "a tool's parameters are not valid JSON Schema",
     "schema_unusable": "a tool's parameters refer to themselves endlessly, or to another document",
     "schema_violation": "arguments that violate another rule of the tool's schema",
+    "spelled_control_token": "a message, tool or argument spells a control token, which a tokenizer may encode as one",
     "tools_in_prompt": "the system prompt lists tools in its own wording",
     "turn_order": "turns in an order that chat templates may reject",
     "undeclared_tool": "a call to a tool that the row does not declare",
@@ -50,6 +51,9 @@ def iter_warnings(row: ParsedRow) -> Iterator[RowWarning]:
     """Yield the warnings about a row: the reader's, then those about turns, tools and calls."""
     yield from row.warnings
     yield from _iter_turn_warnings(row)
+    if COMMON_SPELLINGS.search(row.conversation.to_json()) is not None:
+        found = next(iter_spelled(row.conversation, COMMON_SPELLINGS), "")
+        yield RowWarning("", "spelled_control_token", found)
     tools = {tool.name: tool for tool in row.conversation.tools}
     for i, tool in enumerate(row.conversation.tools):
         problem = _load(tool).problem

@@ -1,0 +1,164 @@
+"""The check that a chat template prints every call, result and piece of content of a row.
+
+Some templates print the first call of a turn only, or no text next to a call, without an error. Two checks find it:
+
+- by structure: the row is rendered once more with a unique word in each part, and every word must be in the text.
+  Templates decide by the presence of parts, so rows of equal structure share the result.
+- by value: the row's own texts, names and arguments must be in its rendering.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from fctune.data.conversation import Call, Conversation, Message
+from fctune.data.tracing import TracedTemplate
+from fctune.errors import DataError
+
+_MAX_STRUCTURES = 20_000
+_WORD = "fctprobe"
+_END_OF_REASONING = "</think>"  # templates drop the reasoning of earlier turns, as they do when the model answers
+
+
+class Missing(NamedTuple):
+    """A part of a message that the rendering lacks: its content if ``call`` is None, else the call of that index."""
+
+    message: int
+    call: int | None
+
+
+class CompletenessCheck:
+    """Finds the parts of conversations that a chat template does not print."""
+
+    def __init__(self, template: TracedTemplate):
+        self._template = template
+        self._by_structure: dict[Any, tuple[Missing, ...]] = {}
+
+    def __reduce__(self) -> tuple[type[CompletenessCheck], tuple[TracedTemplate]]:
+        return CompletenessCheck, (self._template,)
+
+    def find_missing(self, conversation: Conversation, text: str) -> list[Missing]:
+        """Return the parts of a conversation that its rendering lacks, in order."""
+        structure = (bool(conversation.tools), *map(_describe_structure, conversation.messages))
+        found = self._by_structure.get(structure)
+        if found is None:
+            if len(self._by_structure) >= _MAX_STRUCTURES:
+                self._by_structure.clear()
+            found = self._by_structure[structure] = tuple(self._probe(conversation))
+        missing = set(found)
+        for index, message in enumerate(conversation.messages):
+            content = message.content and message.content.strip()
+            if content and content not in text and not _is_printed_content(content, text):
+                missing.add(Missing(index, None))
+            for number, call in enumerate(message.calls):
+                if call.name not in text or not _has_arguments(call.arguments, text):
+                    missing.add(Missing(index, number))
+        return sorted(missing, key=lambda part: (part.message, -1 if part.call is None else part.call))
+
+    def _probe(self, conversation: Conversation) -> Iterator[Missing]:
+        """Yield the parts that are missing from a rendering of the conversation with a unique word in each part."""
+        probe = Conversation(tuple(_mark_messages(conversation.messages)), conversation.tools)
+        try:
+            text = self._template.render(probe)[0]
+        except DataError:
+            return  # it depends on the values, which the other check compares
+        for index, message in enumerate(probe.messages):
+            if message.content and message.content not in text:
+                yield Missing(index, None)
+            for number, call in enumerate(message.calls):
+                if call.name not in text or not _has_arguments(call.arguments, text):
+                    yield Missing(index, number)
+
+
+def describe_missing(missing: list[Missing], conversation: Conversation) -> str:
+    """Return an error message: the parts that the rendering lacks, and the remedy."""
+    parts, remedies = [], []
+    for index, number in missing:
+        message = conversation.messages[index]
+        if number is not None:
+            name = message.calls[number].name
+            parts.append(f"call {number + 1} of {len(message.calls)} of messages[{index}] ({name[:80]})")
+            remedies.append(
+                "set data.parallel_calls=split to make a turn of each call" if len(message.calls) > 1 else ""
+            )
+        elif message.calls:
+            parts.append(f"the text next to a call in messages[{index}]")
+            remedies.append("set data.content_with_calls=drop to train without such text")
+        else:
+            parts.append(f"the content of messages[{index}] ({message.role})")
+            remedies.append("")
+    steps = [*dict.fromkeys(filter(None, remedies)), "change the row", "use another template"]
+    return f"the chat template does not print {', '.join(parts)}; {', or '.join(steps)}"
+
+
+def find_unescaped(calls: tuple[Call, ...], text: str) -> str | None:
+    """Return the path of an argument that ``text`` quotes without escaping, so that no parser can read it; or None."""
+    for call in calls:
+        for path, value in _iter_texts(call.arguments, ""):
+            for quote in ("'", '"'):
+                is_special = quote in value or "\\" in value or "\n" in value
+                if is_special and f"{quote}{value}{quote}" in text:
+                    return f"{call.name[:80]}{path}"
+    return None
+
+
+def _describe_structure(message: Message) -> tuple[Any, ...]:
+    has_content = None if message.content is None else bool(message.content.strip())
+    calls = tuple([bool(call.arguments) for call in message.calls])
+    return message.role, has_content, calls, message.call_id is None, message.name is None
+
+
+def _mark_messages(messages: tuple[Message, ...]) -> Iterator[Message]:
+    """Yield the messages with a unique word as each content, call name, argument name and argument."""
+    names: dict[str, str] = {}
+    for index, message in enumerate(messages):
+        content = f"{_WORD}{index}content" if message.content and message.content.strip() else message.content
+        calls = []
+        for number, call in enumerate(message.calls):
+            word = f"{_WORD}{index}call{number}"
+            names[call.name] = f"{word}name"
+            arguments = {f"{word}key": f"{word}value"} if call.arguments else {}
+            calls.append(Call(f"{word}name", arguments, call.id))
+        name = message.name and names.get(message.name, message.name)
+        yield Message(message.role, content, tuple(calls), message.call_id, name, message.weight)
+
+
+def _is_printed_content(content: str, text: str) -> bool:
+    """Return True if a content is printed escaped, without its reasoning, or with other white space."""
+    if _END_OF_REASONING in content:
+        answer = content.rpartition(_END_OF_REASONING)[2].strip()
+        if answer in text:
+            return True
+    if any(json.dumps(content, ensure_ascii=is_ascii)[1:-1] in text for is_ascii in (False, True)):
+        return True
+    return "".join(content.split()) in "".join(text.split())
+
+
+def _has_arguments(value: Any, text: str) -> bool:
+    """Return True if the keys and values of arguments are in a text, in any of the usual spellings."""
+    if isinstance(value, dict):
+        return all(_has_text(key, text) and _has_arguments(item, text) for key, item in value.items())
+    if isinstance(value, list):
+        return all(_has_arguments(item, text) for item in value)
+    if isinstance(value, str):
+        return _has_text(value, text)
+    return True if value is None else str(value) in text or json.dumps(value) in text
+
+
+def _has_text(value: str, text: str) -> bool:
+    if value in text or _is_printed_content(value.strip(), text):
+        return True
+    return repr(value)[1:-1] in text
+
+
+def _iter_texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _iter_texts(item, f"{path}.{key}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _iter_texts(item, f"{path}[{index}]")
