@@ -114,7 +114,7 @@ class ChunkEncoder:
             try:
                 encoded = self._encode_within(parsed.conversation, counts)
             except DataError as error:
-                defects.append(Defect(row.file, row.line, "", get_defect_kind(error), str(error)))
+                defects.append(Defect(row.file, row.line, "messages", get_defect_kind(error), str(error)))
                 continue
             if encoded is None:
                 continue
