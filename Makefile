@@ -91,7 +91,7 @@ test-slurm: setup sky
 	@# On two loaded cores, SkyPilot's time-outs sometimes expire: failures are retried once.
 	$(BIN)/python -m pytest -m slurm tests/slurm || $(BIN)/python -m pytest -m slurm --last-failed tests/slurm
 
-# Kill runs at random N times, and compare each with an uninterrupted run: about 3 seconds a kill.
+# Kill runs at random N times, and compare each with an uninterrupted run: about 3 seconds per kill.
 faults: setup
 	$(BIN)/python -m tests.faults.harness --num-kills $(N) --seed $(SEED)
 
@@ -99,7 +99,7 @@ faults: setup
 bench: setup
 	$(BIN)/python -m benchmarks.training $(if $(ROWS),--rows $(ROWS))
 
-# Run every GPU benchmark, one JSON line a row; rows already in the file are skipped.
+# Run every GPU benchmark, one JSON line per row; rows already in the file are skipped.
 bench-gpu: setup
 	$(BIN)/python -m benchmarks.gpu --out benchmarks/results/gpu_$$(date +%F).jsonl
 

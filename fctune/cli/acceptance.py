@@ -23,7 +23,7 @@ def add_commands(commands: Any) -> None:
     report.set_defaults(run=_report)
     compare = acceptance.add_parser("compare", help="list what has become slower; exit code 1 if anything has")
     compare.add_argument("old", metavar="OLD", help="acceptance.json of the earlier run, or its output_dir")
-    compare.add_argument("new", metavar="NEW")
+    compare.add_argument("new", metavar="NEW", help="that of the later run")
     compare.add_argument(
         "--tolerance", type=float, default=0.05, help="relative degradation to ignore; default: %(default)s"
     )

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _read(path: str) -> list[Row]:
     rows = read_rows(path)
     if not rows:
-        raise DataError(f"{path}: contains no results. Pass a file that eval.tool_calls wrote.")
+        raise DataError(f"{path}: contains no results. Pass a file written by fctune eval --out.")
     return rows
 
 

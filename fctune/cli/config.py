@@ -29,7 +29,9 @@ def add_commands(commands: Any) -> None:
     cp = group.add_parser("cp", help="copy a shipped config or recipe, to edit it")
     name = cp.add_argument("name", metavar="NAME", help="name of a config or recipe; see fctune config ls")
     name.completer = lambda **_: [path.stem for path in _list_shipped()]
-    cp.add_argument("destination", nargs="?", type=Path, default=Path(), help="file or directory; default: here")
+    cp.add_argument(
+        "destination", nargs="?", type=Path, default=Path(), help="file or directory; default: this directory"
+    )
     cp.add_argument("--force", action="store_true", help="overwrite an existing file")
     cp.set_defaults(run=_copy)
     schema = group.add_parser("schema", help="print the JSON Schema of a config, for editors")

@@ -143,7 +143,7 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--out", metavar="FILE", help="one JSON line a case, summary next to it; default: runs/eval/MODEL/SUITE.jsonl"
+        "--out", metavar="FILE", help="one JSON line per case, summary next to it; default: runs/eval/MODEL/SUITE.jsonl"
     )
     output.add_argument("--fresh", action="store_true", help="discard existing results and query every case again")
     output.add_argument("--html", type=Path, metavar="FILE", help="write a page of the results")
@@ -152,8 +152,8 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_compare_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("before", metavar="BEFORE.jsonl", help="results of eval.tool_calls --out")
-    parser.add_argument("after", metavar="AFTER.jsonl")
+    parser.add_argument("before", metavar="BEFORE.jsonl", help="results written by fctune eval --out")
+    parser.add_argument("after", metavar="AFTER.jsonl", help="results to compare with them")
     parser.add_argument("--lenient", action="store_true", help="compare the lenient reading")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="list N changed cases of each category")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison with every changed case")
@@ -167,9 +167,7 @@ def _add_validate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--like-adapter", metavar="DIR", help="adapter to load on top of --like")
     parser.add_argument("--max-kl", type=float, help="largest KL divergence; default: 1e-6 in fp32, 5e-3 in bf16")
     parser.add_argument("--format", help="call format its chat template must use")
-    parser.add_argument(
-        "--suite", "--cases", dest="suite", default="smoke", help="cases it is run on; default: %(default)s"
-    )
+    parser.add_argument("--suite", "--cases", dest="suite", default="smoke", help="cases to run; default: %(default)s")
     parser.add_argument("--num-cases", type=int, metavar="N", help="number of cases of a synthetic suite")
     parser.add_argument("--no-calls", action="store_true", help="check the files only; generate nothing")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
@@ -199,16 +197,19 @@ def _add_served_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", type=resolve_shipped_path, metavar="DIR", help="model directory, or a run's output directory"
     )
-    parser.add_argument("--results", metavar="FILE", help="results of eval.tool_calls for DIR; default: query DIR now")
+    parser.add_argument("--results", metavar="FILE", help="results of fctune eval for DIR; default: query DIR now")
     _add_eval_options_of_served(parser)
     for server in _SERVERS:
         variable = f"FCTUNE_{server.upper()}_PYTHON"
         python = read_environment().get(variable) or sys.executable
         parser.add_argument(
-            f"--{server}-python", default=python, metavar="PATH", help=f"its Python; default: {variable}, or this one"
+            f"--{server}-python",
+            default=python,
+            metavar="PATH",
+            help=f"Python with {server}; default: {variable}, or this one",
         )
         parser.add_argument(
-            f"--{server}-parser", metavar="NAME", help="its --tool-call-parser; default: the call format's"
+            f"--{server}-parser", metavar="NAME", help="the server's --tool-call-parser; default: the call format's"
         )
 
 

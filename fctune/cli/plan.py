@@ -26,14 +26,16 @@ def add_commands(commands: Any) -> None:
         "--gpu-memory-gib",
         type=float,
         metavar="X",
-        help="memory of a GPU that is not in the table, or instead of the table's",
+        help="memory per GPU; overrides the table's, or describes a GPU that is not in it",
     )
-    plan.add_argument("--tflops", type=float, metavar="X", help="likewise: dense bf16 rate")
-    plan.add_argument("--memory-gb-s", type=float, metavar="X", help="likewise: memory bandwidth")
+    plan.add_argument("--tflops", type=float, metavar="X", help="override the table's dense bf16 rate")
+    plan.add_argument("--memory-gb-s", type=float, metavar="X", help="override the table's memory bandwidth")
     plan.add_argument(
-        "--link-gb-s", type=float, metavar="X", help="likewise: bandwidth between GPUs of a node, one way"
+        "--link-gb-s", type=float, metavar="X", help="override the table's one-way bandwidth between GPUs of a node"
     )
-    plan.add_argument("--nic-gb-s", type=float, metavar="X", help="likewise: bandwidth between nodes, per GPU")
+    plan.add_argument(
+        "--nic-gb-s", type=float, metavar="X", help="override the table's bandwidth between nodes, per GPU"
+    )
     plan.add_argument("--model", metavar="DIR", help="directory with the model's config.json; weights are not needed")
     plan.add_argument("--rows", type=int, metavar="N", help="number of rows, if the data is not prepared")
     plan.add_argument("--mean-tokens", type=float, metavar="X", help="mean tokens per row, if the data is not prepared")

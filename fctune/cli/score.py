@@ -18,20 +18,20 @@ def add_commands(commands: Any) -> None:
     score = commands.add_parser(
         "score", help="judge a file of predictions, with an interval for every category"
     ).add_subparsers(required=True, metavar="COMMAND")
-    bfcl = score.add_parser("bfcl", help="by the Berkeley leaderboard's rules, for each of its categories")
+    bfcl = score.add_parser("bfcl", help="judge by the Berkeley leaderboard's rules, for each of its categories")
     bfcl.add_argument("--data", required=True, metavar="DIR", help="the wheel's data: site-packages/bfcl_eval/data")
     bfcl.add_argument(
         "--categories",
         nargs="+",
         default=[],
         metavar="NAME",
-        help="categories of which every case counts; default: those of the predictions",
+        help="categories to score in full; default: those of the predictions",
     )
     bfcl.add_argument("--dots-as-underscores", action="store_true", help="for models that write a_b for a.b")
     bfcl.set_defaults(run=_score_bfcl)
-    calls = score.add_parser("calls", help="by exact match with the expected calls of your own cases")
+    calls = score.add_parser("calls", help="judge by exact match with the expected calls of your own cases")
     calls.add_argument(
-        "--cases", required=True, metavar="FILE", help="JSONL: messages, tools, expected_calls[, id, kind]"
+        "--cases", required=True, metavar="FILE", help="JSONL: messages, tools, expected_calls[, id, category]"
     )
     calls.set_defaults(run=_score_calls)
     for command in (bfcl, calls):
@@ -42,7 +42,7 @@ def add_commands(commands: Any) -> None:
             help="JSONL: id with calls, with text and format, or with turns of steps of calls",
         )
         command.add_argument("--out", required=True, type=Path, metavar="FILE", help="JSONL: a verdict for each row")
-        command.add_argument("--format", help="call format of texts whose row names none")
+        command.add_argument("--format", help="call format of rows that do not name one")
 
 
 def _score_bfcl(arguments: argparse.Namespace) -> int:

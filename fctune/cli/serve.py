@@ -13,11 +13,11 @@ def add_commands(commands: Any) -> None:
     """Add ``fctune serve`` to the command-line parser."""
     serve = commands.add_parser("serve", help="serve a run's export with vLLM and the matching tool parser")
     serve.add_argument("model", metavar="PATH", help="a run's output directory, or a model directory")
-    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     serve.add_argument("--name", help="the served model's name; default: the run's")
-    serve.add_argument("--python", default=sys.executable, help="a Python that has vLLM; default: this one")
+    serve.add_argument("--python", default=sys.executable, help="Python with vLLM; default: this one")
     serve.add_argument("--print", action="store_true", dest="print_only", help="print the command without running it")
-    serve.add_argument("--vllm", default="", metavar="OPTIONS", help='more vLLM options: "--max-model-len 8192"')
+    serve.add_argument("--vllm", default="", metavar="OPTIONS", help='further vLLM options: "--max-model-len 8192"')
     serve.set_defaults(run=_serve)
 
 

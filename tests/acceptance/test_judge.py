@@ -151,7 +151,7 @@ def test_bandwidth_is_judged_by_node_and_scaling_by_the_ratio_of_all_nodes_to_on
     samples = {"collectives_node": {r: collectives(0.002) for r in range(4)}}
     samples["collectives_all"] = {r: collectives(0.003) for r in range(4)}
     checks = judge(settings, samples)
-    # 2 ranks a node: factor 1; 4 ranks: factor 1.5.
+    # 2 ranks per node: factor 1; 4 ranks: factor 1.5.
     assert checks["collectives_node"].figures[0].value == pytest.approx(2**20 / 0.002 / 1e9)
     assert checks["collectives_all"].figures[0].value == pytest.approx(1.5 * 2**20 / 0.003 / 1e9)
     assert checks["collectives_all"].figures[1].value == pytest.approx(1.0)

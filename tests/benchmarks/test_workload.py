@@ -64,9 +64,9 @@ def test_torchtune_learns_the_same_tokens_and_the_headers(written: tuple[Path, R
         found, is_masked = tokenizer.tokenize_messages(messages)
         assert found[-1] == tokenizer.eos_id
         header = tokenizer._tokenize_header(Message("assistant", ""))
-        taught = [token for token, masked in zip(found, is_masked, strict=True) if not masked]
-        num_turns = taught.count(tokenizer.special_tokens["<|start_header_id|>"])
-        assert len(taught) == len(supervised) + num_turns * len(header)
+        trained = [token for token, masked in zip(found, is_masked, strict=True) if not masked]
+        num_turns = trained.count(tokenizer.special_tokens["<|start_header_id|>"])
+        assert len(trained) == len(supervised) + num_turns * len(header)
         num_equal += found[:-1] == tokens
     assert num_equal > len(rows) / 2  # the others hold tool results, whose turn is a user's there
 

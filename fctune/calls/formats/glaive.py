@@ -26,7 +26,7 @@ class Glaive(CallFormat):
     template_signatures = (TemplateSignature((_MARK,), priority=-2),)
 
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
-        """Return one line a call."""
+        """Return one line per call."""
         return "\n".join(
             f'{_MARK} {{"name": {dump_json(call.name, call.name)}, '
             f"\"arguments\": '{dump_json(call.arguments, call.name)}'}}"
