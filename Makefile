@@ -42,7 +42,8 @@ $(READY): pyproject.toml constraints-$(TORCH).txt
 	@# BFCL's own checker, which tests compare verdicts with. Its dependencies take 6 GB, and the checker needs none.
 	$(BIN)/python $(PIP) --no-deps bfcl-eval==2026.3.23
 	@# Without torchrun options, `tune run recipes/x` searches site-packages first, where torchtune has its own recipes.
-	@echo "import os, sys; os.path.isfile(os.path.join(os.getcwd(), 'recipes', 'lora_fc_distributed.py')) and sys.path.insert(0, os.getcwd())" \
+	@# `tune` imports torchao before fctune, which silences its warning about C++ kernels; so it is silenced here, too.
+	@echo "import os, sys; os.path.isfile(os.path.join(os.getcwd(), 'recipes', 'lora_fc_distributed.py')) and (sys.path.insert(0, os.getcwd()), __import__('logging').getLogger('torchao').setLevel('ERROR'))" \
 	  > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/fctune_recipes.pth"
 	@touch $@
 

@@ -9,8 +9,6 @@ is in ``fctune/training/recipe.py``.
 import sys
 from collections.abc import Callable
 
-from torchtune.recipe_interfaces import FTRecipeInterface
-
 from fctune.checkpoint.hf_checkpoint import HFModelWeights
 from fctune.config.schema import RunConfig
 from fctune.distributed import World
@@ -18,6 +16,10 @@ from fctune.errors import ConfigError
 from fctune.models.export import export_merged
 from fctune.training.entry import Run, run_recipe
 from fctune.training.recipe import FineTuning
+
+# isort: split
+# After fctune, which silences a warning of torchao, one of its imports.
+from torchtune.recipe_interfaces import FTRecipeInterface
 
 
 class FullFunctionCallingRecipe(FineTuning, FTRecipeInterface):

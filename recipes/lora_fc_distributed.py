@@ -9,8 +9,6 @@ merged model are exported. The order of a run is in ``fctune/training/recipe.py`
 import sys
 from collections.abc import Callable
 
-from torchtune.recipe_interfaces import FTRecipeInterface
-
 from fctune.checkpoint.hf_checkpoint import HFAdapterWeights
 from fctune.config.schema import RunConfig
 from fctune.distributed import World
@@ -19,6 +17,10 @@ from fctune.models.export import export_adapter, export_merged
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.training.entry import Run, run_recipe
 from fctune.training.recipe import FineTuning
+
+# isort: split
+# After fctune, which silences a warning of torchao, one of its imports.
+from torchtune.recipe_interfaces import FTRecipeInterface
 
 
 class LoRAFunctionCallingRecipe(FineTuning, FTRecipeInterface):

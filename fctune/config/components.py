@@ -16,6 +16,10 @@ from fctune.config.parsing import suggest
 
 _OPTIMIZERS = "torch.optim"
 
+# Arguments that select an implementation of the same update. A component without the choice is called without them, so
+# that a config stays valid when an override changes its optimizer.
+_IMPLEMENTATION_ARGUMENTS = ("fused", "foreach")
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
@@ -34,10 +38,17 @@ class OptimizerSpec:
 
 
 def resolve_component(spec: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Import the callable that ``_component_`` names; returns it and its keyword arguments."""
-    module_name, _, name = str(spec["_component_"]).rpartition(".")
-    arguments = {key: value for key, value in spec.items() if key != "_component_"}
-    return getattr(importlib.import_module(module_name), name), arguments
+    """Import the callable that ``_component_`` names; returns it and its keyword arguments.
+
+    ``fused`` and ``foreach`` are left out for a component that does not take them.
+    """
+    component = _import_component(str(spec["_component_"]))
+    accepted = _list_parameters(component)
+    return component, {
+        key: value
+        for key, value in spec.items()
+        if key != "_component_" and (accepted is None or key in accepted or key not in _IMPLEMENTATION_ARGUMENTS)
+    }
 
 
 def find_argument_problems(spec: Mapping[str, Any], where: str) -> list[str]:
@@ -57,18 +68,29 @@ def find_argument_problems(spec: Mapping[str, Any], where: str) -> list[str]:
         parameters = _read_parameters(sources[name], name)
     if parameters is None:
         try:
-            component, _ = resolve_component(spec)
+            parameters = _list_parameters(_import_component(path))
         except (ImportError, AttributeError, ValueError) as error:
             return [f"{key}: cannot be imported ({error}); expected e.g. torch.optim.AdamW"]
-        signature = inspect.signature(component).parameters
-        if any(p.kind is p.VAR_KEYWORD for p in signature.values()):
+        if parameters is None:
             return []
-        parameters = list(signature)
     return [
-        f"{where}.{argument}: {name} takes no such argument{suggest(argument, parameters, f'{where}.')}"
+        f"{where}.{argument}: {name} takes no such argument"
+        + (suggest(argument, parameters, f"{where}.") or f"; drop it with ~{where}.{argument}")
         for argument in spec
-        if argument != "_component_" and argument not in parameters
+        if argument not in ("_component_", *_IMPLEMENTATION_ARGUMENTS) and argument not in parameters
     ]
+
+
+def _import_component(path: str) -> Callable[..., Any]:
+    module, _, name = path.rpartition(".")
+    component: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return component
+
+
+def _list_parameters(component: Callable[..., Any]) -> list[str] | None:
+    """Return the names of a callable's parameters; None if it takes ``**kwargs``."""
+    parameters = inspect.signature(component).parameters
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else list(parameters)
 
 
 def _read_optimizer_sources() -> dict[str, Path]:

@@ -364,7 +364,8 @@ class RunConfig:
     optimizer: Annotated[dict[str, Any], OptimizerSpec()] = field(
         default_factory=lambda: {"_component_": "torch.optim.AdamW", "lr": 2e-4}
     )
-    """Import path of the optimizer in `_component_`, and its arguments; merged over the default."""
+    """Import path of the optimizer in `_component_`, and its arguments; merged over the default. Optimizers without
+    `fused` or `foreach` ignore these two, which change speed only."""
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     """Learning-rate schedule."""
     clip_grad_norm: Annotated[float | None, Range(gt=0), Null("no clipping")] = 1.0

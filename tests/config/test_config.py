@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from fctune.config.components import find_argument_problems
+from fctune.config.components import find_argument_problems, resolve_component
 from fctune.config.loading import load_config, parse_config, read_yaml_mapping
+from fctune.config.shipped import list_shipped_configs
 from fctune.errors import ConfigError
 from fctune.models.run_config import load_run_config
 from tests.conftest import ROOT
@@ -181,8 +182,20 @@ def test_arguments_of_torch_optimizers_are_read_from_source_as_torch_defines_the
     spec = {"_component_": f"torch.optim.{name}"} | dict.fromkeys(accepted)
     assert find_argument_problems(spec, "optimizer") == []
     assert find_argument_problems(spec | {"nonsense": 1}, "optimizer") == [
-        f"optimizer.nonsense: {name} takes no such argument"
+        f"optimizer.nonsense: {name} takes no such argument; drop it with ~optimizer.nonsense"
     ]
+
+
+@pytest.mark.parametrize("config", [c for c in list_shipped_configs() if "optimizer:" in c.read_text()], ids=str)
+def test_every_shipped_config_works_with_an_optimizer_that_has_no_fused_update(config: Path) -> None:
+    import torch
+
+    spec = read_yaml_mapping(config)["optimizer"] | {"_component_": "torchao.optim.AdamW8bit"}
+    assert spec["fused"]
+    assert find_argument_problems(spec, "optimizer") == []
+    component, arguments = resolve_component(spec)
+    optimizer = component([torch.nn.Parameter(torch.zeros(2))], **arguments)
+    assert optimizer.param_groups[0]["lr"] == spec["lr"]
 
 
 def test_a_component_outside_torch_optim_is_imported_and_checked() -> None:

@@ -179,6 +179,7 @@ def test_steps_that_are_not_finite_are_skipped_if_configured(tmp_path: Path) -> 
 def test_the_launcher_runs_two_ranks_and_reports_once(tmp_path: Path) -> None:
     done = tune_run("--nproc_per_node", "2", "recipes/lora_fc_distributed", *arguments_for(tmp_path))
     assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("cpp extensions") <= 1  # of torchtune's own command, not of the ranks
     failed = tune_run("--nproc_per_node", "2", "recipes/lora_fc_distributed", *arguments_for(tmp_path, "epochs=0"))
     assert failed.returncode != 0
     assert (failed.stdout + failed.stderr).count("epochs=0: expected 1 or more") == 1
