@@ -1,5 +1,10 @@
 """Errors caused by a user's input; any other exception is a defect of this project."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
 
 class ConfigError(ValueError):
     """Invalid config or usage: unknown key, wrong value, missing file, impossible combination."""
@@ -11,3 +16,31 @@ class DataError(ValueError):
 
 class CheckpointError(ValueError):
     """Weights or a checkpoint that cannot be read, written or resumed from."""
+
+
+class ConfigProblems:
+    """Config errors of several checks, to be reported together in the order in which they were found."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def collect(self, action: Callable[[], T]) -> T | None:
+        """Return the result of ``action``, or None if it raises a ConfigError, which is kept."""
+        try:
+            return action()
+        except ConfigError as error:
+            self._found.append(str(error))
+            return None
+
+    def add(self, problem: str) -> None:
+        """Keep a problem."""
+        self._found.append(problem)
+
+    def raise_all(self) -> None:
+        """Raise what was found.
+
+        Raises:
+            ConfigError: with each problem on lines of its own.
+        """
+        if self._found:
+            raise ConfigError("\n".join(self._found))

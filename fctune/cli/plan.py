@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.cli.parser import add_config_arguments
-from fctune.errors import ConfigError
+from fctune.errors import ConfigProblems
 from fctune.models.run_config import load_run_config
 from fctune.terminal import Terminal
 
@@ -58,7 +58,8 @@ def add_commands(commands: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from fctune.gpus import find_gpu
+    from fctune.gpus import GPUS, find_gpu
+    from fctune.planner.plan_request import PlanRequest
 
     options = {
         "--gpu-memory-gib": arguments.gpu_memory_gib,
@@ -67,26 +68,30 @@ def _plan(arguments: argparse.Namespace) -> int:
         "--link-gb-s": arguments.link_gb_s,
         "--nic-gb-s": arguments.nic_gb_s,
     }
-    gpu = find_gpu(arguments.gpu, options)
-    config = load_run_config(arguments.config, arguments.overrides)
+    problems = ConfigProblems()
+    config = problems.collect(lambda: load_run_config(arguments.config, arguments.overrides))
     if arguments.model is not None and not Path(arguments.model).is_dir():  # before the slow imports
-        raise ConfigError(f"--model {arguments.model}: no such directory; pass the one with the model's config.json.")
-    from fctune.planner.plan_request import PlanRequest
-
+        problems.add(f"--model {arguments.model}: no such directory; pass the one with the model's config.json.")
+    gpu = problems.collect(lambda: find_gpu(arguments.gpu, options))
     rate = arguments.failures_per_gpu_day
-    request = PlanRequest(
-        gpu=gpu,
-        nodes=arguments.nodes,
-        gpus_per_node=arguments.gpus_per_node,
-        model=arguments.model,
-        rows=arguments.rows,
-        mean_tokens=arguments.mean_tokens,
-        price=arguments.price,
-        efficiency=arguments.efficiency,
-        disk_gb_s=arguments.disk_gb_s,
-        is_searching=arguments.search,
-        **({} if rate is None else {"failures_per_gpu_day": rate}),
+    request = problems.collect(
+        lambda: PlanRequest(
+            gpu=gpu or GPUS["h100"],
+            nodes=arguments.nodes,
+            gpus_per_node=arguments.gpus_per_node,
+            model=arguments.model,
+            rows=arguments.rows,
+            mean_tokens=arguments.mean_tokens,
+            price=arguments.price,
+            efficiency=arguments.efficiency,
+            disk_gb_s=arguments.disk_gb_s,
+            is_searching=arguments.search,
+            **({} if rate is None else {"failures_per_gpu_day": rate}),
+        )
     )
+    problems.raise_all()
+    assert config is not None
+    assert request is not None
     from fctune.planner.plan import make_plan  # imports torch, which takes seconds
 
     plan = make_plan(config, request)

@@ -75,9 +75,9 @@ def apply_override(raw: dict[str, Any], override: str, problems: list[str]) -> N
 def parse_dataclass(cls: type[Any], raw: Any, where: str, problems: list[str]) -> Any:
     """Build an instance of ``cls`` from nested plain values, and check it.
 
-    Values of the right type are checked against the constraints in their field's annotation; sections without type
-    errors are also checked by their ``check(where, problems)`` method, if they have one. Null selects a field's
-    default. A mapping is merged into the field's default mapping.
+    Values of the right type are checked against the constraints in the annotations of their fields, and sections by
+    their ``check(where, problems)`` method, if they have one; what it says about a wrong or misspelt key is left out.
+    Null selects a field's default. A mapping is merged over the field's default mapping.
 
     Returns:
         The instance, or None if it cannot be built; then ``problems`` has a line for each reason.
@@ -94,10 +94,11 @@ def _build(cls: type[Any], raw: Any, where: str, problems: list[str], out_of_ran
         problems.append(f"{where}: expected a mapping with the keys {', '.join(names)}, got {raw!r}")
         return None
     hints = get_type_hints(cls, include_extras=True)
-    num_before = len(problems)
+    uncertain: set[str] = set()  # fields without a right value, and those that an unknown key may be meant for
     for key in raw:
         if key not in names:
             problems.append(f"{join_key(where, key)}: unknown key{suggest(str(key), names, join_key(where, ''))}")
+            uncertain |= set(_find_near(str(key), names))
     values: dict[str, Any] = {}
     for spec in dataclasses.fields(cls):
         required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
@@ -116,13 +117,27 @@ def _build(cls: type[Any], raw: Any, where: str, problems: list[str], out_of_ran
         values[spec.name] = value
         if value is not None and len(problems) == num_so_far:
             out_of_range += find_value_problems(key, value, constraints)
+        elif value is None or not dataclasses.is_dataclass(value):
+            uncertain |= {spec.name} if len(problems) > num_so_far else set()
     try:
         built = cls(**values)
     except TypeError:
         return None  # a required key is missing, which has been reported
-    if len(problems) == num_before and hasattr(built, "check"):
-        built.check(where, out_of_range)
+    if hasattr(built, "check"):
+        right = {name: value for name, value in values.items() if name not in uncertain}
+        out_of_range += _check_section(cls, right, where, uncertain)
     return built
+
+
+def _check_section(cls: type[Any], values: dict[str, Any], where: str, uncertain: set[str]) -> list[str]:
+    """Return the problems of a section's ``check`` that involve no uncertain field."""
+    found: list[str] = []
+    try:
+        cls(**values).check(where, found)
+    except TypeError:
+        return []  # a required value is wrong, which has been reported
+    pattern = re.compile("|".join(rf"\b{name}\b" for name in sorted(uncertain)) or r"\Z.")
+    return [problem for problem in found if not pattern.search(problem)]
 
 
 def split_annotation(hint: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -147,7 +162,7 @@ def _parse_value(hint: Any, value: Any, where: str, problems: list[str], out_of_
     if origin is list:
         if not isinstance(value, list):
             problems.append(f"{where}={value!r}: expected a list")
-            return []
+            return None
         return [_parse_value(args[0], item, f"{where}.{i}", problems, out_of_range) for i, item in enumerate(value)]
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, where, problems, out_of_range)  # type: ignore[arg-type]
@@ -176,5 +191,10 @@ def _parse_scalar(hint: type[Any], value: Any, where: str, problems: list[str]) 
 
 def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Return ``; did you mean ...?`` if a known name is close, else an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    near = _find_near(word, known)
     return f"; did you mean {prefix}{near[0]}?" if near else ""
+
+
+def _find_near(word: str, known: Iterable[str]) -> list[str]:
+    """Return the closest known name in a list, which is empty if none is close."""
+    return difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

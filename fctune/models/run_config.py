@@ -25,10 +25,14 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def _find_model_problems(config: RunConfig) -> list[str]:
+    """Check the adapter's modules and the model; either section may hold wrong values, which have been reported."""
     modules = None if config.adapter is None else config.adapter.modules
-    if not (Path(config.model.path) / "config.json").is_file():
+    if modules:
+        modules = [name for name in modules if isinstance(name, str)] or None
+    path = getattr(config.model, "path", None)
+    if not isinstance(path, str) or not (Path(path) / "config.json").is_file():
         return find_module_problems(modules)
     try:
-        return read_architecture(config.model.path).find_adapter_problems(modules)
+        return read_architecture(path).find_adapter_problems(modules)
     except ConfigError as error:
-        return [*find_module_problems(modules), f"model.path: {error}"]
+        return [f"model.path: {error}", *find_module_problems(modules)]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fctune.config.schema import RunConfig
-from fctune.errors import ConfigError
+from fctune.errors import ConfigProblems
 from fctune.planner.data_size import DataSize, count_steps, measure_data
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Peak, Setting
@@ -133,20 +133,24 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
 
     Raises:
         ConfigError: the layout does not suit the ranks or the GPU, the model's sizes cannot be found, or numbers given
-            by the user are out of range.
+            by the user are out of range; all problems that can be found, the model's first.
         DataError: the prepared set is damaged.
     """
     if request.price is None:
         request = replace(request, price=config.price_per_gpu_hour)
     world_size = request.nodes * request.gpus_per_node
+    problems = ConfigProblems()
+    found = problems.collect(lambda: find_architecture(config.model.path, request.model))
+    problems.collect(lambda: check_run(config, request.gpu))
     if config.global_batch_size < world_size:
-        raise ConfigError(
+        problems.add(
             f"global_batch_size={config.global_batch_size}: smaller than the {world_size} GPUs of --nodes "
             f"{request.nodes} --gpus-per-node {request.gpus_per_node}, so some would idle; use fewer GPUs or a larger "
             "batch."
         )
-    check_run(config, request.gpu)
-    architecture, model_dir, shape_source = find_architecture(config.model.path, request.model)
+    problems.raise_all()
+    assert found is not None
+    architecture, model_dir, shape_source = found
     model = shape_model(config, architecture)
     rows = measure_data(config, model_dir, request.rows, request.mean_tokens, world_size)
     supervised_share = 1.0 if rows is None else rows.supervised / rows.slots

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fctune.errors import ConfigError
+from fctune.errors import ConfigProblems
 from fctune.gpus import Gpu
 
 # Unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 H100s (https://arxiv.org/abs/2407.21783).
@@ -17,7 +17,7 @@ class PlanRequest:
     """Machines and data to plan for; None takes what is found on disk, or a stated assumption.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: numbers are out of range, one line each.
     """
 
     gpu: Gpu
@@ -33,14 +33,16 @@ class PlanRequest:
     is_searching: bool = False  # try other numbers of nodes too
 
     def __post_init__(self) -> None:
+        problems = ConfigProblems()
         for option, number in (("--nodes", self.nodes), ("--gpus-per-node", self.gpus_per_node)):
             if number < 1:
-                raise ConfigError(f"{option} {number}: expected 1 or more.")
+                problems.add(f"{option} {number}: expected 1 or more.")
         if self.efficiency is not None and not 0 < self.efficiency <= 1:
-            raise ConfigError(f"--efficiency {self.efficiency:g}: expected more than 0 and at most 1.")
+            problems.add(f"--efficiency {self.efficiency:g}: expected more than 0 and at most 1.")
         if self.price is not None and not (self.price >= 0 and math.isfinite(self.price)):
-            raise ConfigError(f"--price {self.price:g}: expected a finite number, 0 or more.")
+            problems.add(f"--price {self.price:g}: expected a finite number, 0 or more.")
         if not (self.disk_gb_s > 0 and math.isfinite(self.disk_gb_s)):
-            raise ConfigError(f"--disk-gb-s {self.disk_gb_s:g}: expected a finite number greater than 0.")
+            problems.add(f"--disk-gb-s {self.disk_gb_s:g}: expected a finite number greater than 0.")
         if not (self.failures_per_gpu_day >= 0 and math.isfinite(self.failures_per_gpu_day)):
-            raise ConfigError(f"--failures-per-gpu-day {self.failures_per_gpu_day:g}: expected 0 or more.")
+            problems.add(f"--failures-per-gpu-day {self.failures_per_gpu_day:g}: expected 0 or more.")
+        problems.raise_all()

@@ -65,12 +65,13 @@ def test_overrides_reach_nested_keys_lists_and_null(tmp_path: Path) -> None:
 
 def test_all_problems_come_in_one_report(tmp_path: Path) -> None:
     report = problems_of(tmp_path, epochs="many", seeed=1, data={"sources": [{"path": "x", "wight": 2}], "packed": 3})
-    assert report.splitlines()[0].endswith("4 problems")
+    assert report.splitlines()[0].endswith("5 problems")
     for line in (
         "epochs='many': expected an integer",
         "seeed: unknown key; did you mean seed?",
         "data.sources.0.wight: unknown key; did you mean data.sources.0.weight?",
         "data.packed=3: expected true or false",
+        "data.sources.0.path=x: no such file or directory",
     ):
         assert line in report
 
@@ -151,6 +152,58 @@ def test_every_shipped_config_is_valid(path: Path) -> None:
     problems: list[str] = []
     assert parse_config(raw, problems), problems
     assert not problems
+
+
+def test_rules_between_values_are_checked_although_other_keys_are_wrong(tmp_path: Path) -> None:
+    report = problems_of(
+        tmp_path,
+        seeed=1,
+        adapter={"rnk": 8},
+        precision="bf16_mixed",
+        model={"path": "no/such", "revision": "x"},
+        parallel={"replicate": 2, "cpu_offload": 3},
+        profile={"first_step": 9, "last_step": 8, "shapes": "yes"},
+    )
+    for line in (
+        "seeed: unknown key",
+        "adapter.rnk: unknown key",
+        "model.path=no/such: no such directory",
+        "precision=bf16_mixed: is for training all weights",
+        "parallel.replicate=2: only hsdp",
+        "parallel.cpu_offload=3: expected true or false",
+        "profile.last_step=8: less than",
+    ):
+        assert line in report
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (["model=3", "adapter.modules=[q_prj]"], ["model: expected a mapping", "no such module: q_prj"]),
+        (["adapter.modules=3"], ["adapter.modules=3: expected a list"]),
+        (["adapter.modules=[3, q_prj]"], ["adapter.modules.0=3: expected text", "no such module: q_prj"]),
+    ],
+    ids=str,
+)
+def test_a_section_of_the_wrong_type_does_not_stop_the_check_of_the_model(
+    overrides: list[str], lines: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config("tiny_lora", overrides)
+    report = str(caught.value).splitlines()
+    assert len(report) == 1 + len(lines)
+    for shown, line in zip(report[1:], lines, strict=True):
+        assert line in shown
+
+
+def test_a_misspelt_or_wrong_key_causes_no_second_problem(tmp_path: Path) -> None:
+    report = problems_of(
+        tmp_path,
+        eval={"every_n_steps": 5, "case": "x.jsonl"},
+        parallel={"mode": "hdsp", "replicate": 2},
+        profile={"first_step": 9, "last_stp": 20},
+    )
+    assert report.splitlines()[0].endswith("3 problems")
 
 
 def test_a_problem_of_one_section_does_not_hide_those_of_another(tmp_path: Path) -> None:
