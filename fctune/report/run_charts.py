@@ -50,10 +50,19 @@ _CURVES: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
     ("Learning rate", "", False, {"lr": "learning rate"}),
     ("Slowest rank", "times the median", False, {"compute_skew": "compute time"}),
 )
+# Chart that each alert is marked on; the others, such as a full disk, are only listed.
+_ALERT_CHARTS = {
+    "loss_spike": "Loss",
+    "throughput": "Throughput",
+    "data_wait": "Step time",
+    "no_progress": "Step time",
+    "straggler": "Slowest rank",
+}
 _VALIDATION = ("Validation loss", "nats/token", True, {"validation_loss": "validation"})
 _LEAD = "Long runs are thinned out: the lowest and the highest value of each range of steps are drawn."
 _MARKS_LEGEND = (
-    "A dashed line is a restart, a triangle at the top an alert, one at the bottom a checkpoint that still exists."
+    "A dashed line is a restart, a triangle at the top an alert about what the chart shows, one at the bottom a "
+    "checkpoint that still exists."
 )
 
 
@@ -68,7 +77,7 @@ def add_run_charts(page: Page, names: Sequence[str], records: Sequence[RunRecord
                 if record.metrics.has(metric):
                     curves.append((label if is_single else name, record.metrics.steps, record.metrics.column(metric)))
         if curves:
-            marks = find_marks(records[0]) if is_single else ()
+            marks = find_marks(records[0], title) if is_single else ()
             shown = title if is_single or len(curves) > 1 else f"{title} ({curves[0][0]} only)"
             charts.append(page.make_chart(make_line_chart(curves, unit, marks, is_log), shown))
     if charts:
@@ -121,11 +130,17 @@ def make_line_chart(
     return Chart("lines", labels, series, "step", value_label, marks, is_log and spans_decade)
 
 
-def find_marks(record: RunRecord) -> list[Mark]:
-    """Return marks for the restarts, existing checkpoints and alerts of a run, thinned out to ``_MAX_MARKS`` a kind."""
+def find_marks(record: RunRecord, title: str) -> list[Mark]:
+    """Return the marks of one chart of a run, thinned out to ``_MAX_MARKS`` a kind.
+
+    Every chart has the restarts and the existing checkpoints, and the alerts about what it shows.
+    """
     restarts = [Mark(segment.after_step, "restart") for segment in record.segments[1:]]
     saves = [Mark(step, "checkpoint") for step in sorted({checkpoint.step for checkpoint in record.checkpoints})]
-    alerts = [Mark(step, "alert") for step in sorted({alert["step"] for alert in record.alerts})]
+    alerts = [
+        Mark(step, "alert")
+        for step in sorted({a["step"] for a in record.alerts if _ALERT_CHARTS.get(a["name"]) == title})
+    ]
     return [mark for kind in (restarts, saves, alerts) for mark in _thin_marks(kind)]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 WINDOW = 20  # steps that a condition must hold over
 _WARM_UP = 5  # first steps, skewed by compilation and memory allocation
+_SPEED_DEVIATIONS = 2.0  # a slowdown must exceed, in the median absolute deviations of the run's tokens/s
 _MIN_HISTORY = 50  # steps before the run's median throughput is meaningful
 
 SLOWDOWN = 0.8  # of the run's own median tokens/s
@@ -38,8 +39,9 @@ class Alert:
 
 
 ALERTS = {
-    "throughput": f"median tokens/s of the last {WINDOW} steps below {SLOWDOWN:.0%} of the run's own median",
-    "loss_spike": "a loss far above the preceding ones (`is_spike`)",
+    "throughput": f"median tokens/s of the last {WINDOW} steps below {SLOWDOWN:.0%} of the run's own median, "
+    "and by more than their usual variation",
+    "loss_spike": f"a loss far above the preceding ones (`is_spike`), after {WINDOW} steps without",
     "data_wait": f"over {DATA_WAIT:.0%} of the time of the last {WINDOW} steps spent waiting for data",
     "straggler": f"the same rank slowest in each of the last {WINDOW} steps, at least {SKEW - 1:.0%} over the median",
     "disk": f"less than {DISK_FREE:.0%} of the disk of output_dir free",
@@ -66,6 +68,7 @@ class AlertRules:
         self._slowest: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # rank, skew
         self._durations: deque[float] = deque(maxlen=WINDOW)  # step times, including the first steps
         self._longest_pause_s = 0.0
+        self._last_spike = 0
 
     def observe(
         self, metrics: dict[str, Any], pause_s: float = 0.0, disk_free_share: float | None = None
@@ -113,6 +116,9 @@ class AlertRules:
             return None
         usual = self._speeds[len(self._speeds) // 2]
         current, limit = statistics.median(self._recent_speeds), SLOWDOWN * usual
+        if current < limit:  # the deviation of many thousand steps is computed only when it matters
+            deviation = statistics.median(abs(speed - usual) for speed in self._speeds)
+            limit = min(limit, usual - _SPEED_DEVIATIONS * deviation)
         text = (
             f"{current:,.0f} tokens/s over the last {WINDOW} steps, {1 - current / usual:.0%} below this run's median "
             f"of {usual:,.0f}. Check data_time_s, compute_skew and the GPUs' clocks."
@@ -148,9 +154,13 @@ class AlertRules:
         return self._update("straggler", is_same and lowest >= SKEW, lowest < SKEW, lowest, SKEW, text)
 
     def _check_spike(self, metrics: dict[str, Any]) -> Alert | None:
-        is_spike, loss = bool(metrics.get("is_spike")), metrics.get("loss", 0.0)
-        text = f"the loss of step {self._step}, {loss:.4f}, is far above the preceding losses."
-        return self._update("loss_spike", is_spike, not is_spike, loss, 0.0, text)
+        if not metrics.get("is_spike"):
+            is_cleared = self._num_seen - self._last_spike >= WINDOW
+            return self._update("loss_spike", False, is_cleared, 0.0, 0.0, "")
+        self._last_spike = self._num_seen
+        loss, limit = metrics["loss"], metrics["spike_limit"]
+        text = f"the loss of step {self._step}, {loss:.4f}, is far above the preceding losses (limit {limit:.4f})."
+        return self._update("loss_spike", True, False, loss, limit, text)
 
     def _check_disk(self, free: float | None) -> Alert | None:
         if free is None:

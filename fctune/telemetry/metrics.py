@@ -168,22 +168,36 @@ class StepTimeStats:
 class SpikeDetector:
     """Detector of losses far above the preceding ones.
 
-    A spike exceeds the median of the last 50 losses by more than 8 times their median absolute deviation (Hampel's
-    rule) and by at least a tenth of that median. The first 20 steps are never spikes.
+    The limit is Hampel's: 10 median absolute deviations above the median of the last 50 losses. It must be exceeded on
+    the linear and on the logarithmic scale, because the noise of small batches is skewed and grows with the loss, and
+    by a tenth of the median and 0.1 nats, because a loss near zero varies by large factors in healthy runs. Where the
+    50 vary too much, as in the steep fall at the start, the limit is 8 times the median of the last 20, and at least
+    1 nat above it. The first 20 steps are never spikes.
     """
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=50)
 
-    def is_spike(self, loss: float) -> bool:
-        """Return True if this loss is a spike, and add it to the history."""
-        found = False
-        if len(self._losses) >= 20:
-            middle = statistics.median(self._losses)
-            spread = statistics.median(abs(other - middle) for other in self._losses)
-            found = loss - middle > max(8 * spread, 0.1 * abs(middle))
+    def check(self, loss: float) -> float | None:
+        """Return the limit that this loss exceeds, None if it is no spike, and add the loss to the history."""
+        limit = self._limit() if len(self._losses) >= 20 else math.inf
         self._losses.append(loss)
-        return found
+        return limit if loss > limit else None
+
+    def _limit(self) -> float:
+        middle, spread = _median_and_deviation(self._losses)
+        limits = [middle + 10 * spread, middle + 0.1 * abs(middle), middle + 0.1]
+        if min(self._losses) > 0:
+            log_middle, log_spread = _median_and_deviation([math.log(loss) for loss in self._losses])
+            limits.append(math.exp(min(log_middle + 10 * log_spread, 100.0)))
+        recent = statistics.median(list(self._losses)[-20:])
+        return min(max(limits), max(8 * recent, recent + 1))
+
+
+def _median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """Return the median and the median absolute deviation from it."""
+    middle = statistics.median(values)
+    return middle, statistics.median(abs(value - middle) for value in values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,7 @@ METRICS = (
     Metric("validation_time_s", "s", "duration of the validation", "rank 0; not part of step_time_s"),
     Metric("is_skipped", "", "update skipped because the loss or gradient norm was not finite", "", "flag"),
     Metric("is_spike", "", "loss far above the 50 preceding ones", "Hampel's rule", "flag"),
+    Metric("spike_limit", "nats/token", "limit that the loss exceeded", "in steps with a loss spike"),
     Metric("eval_accuracy", "share", "held-out cases with all calls correct", "in steps with an evaluation"),
     Metric("eval_accuracy_low", "share", "lower bound of eval_accuracy", _WILSON),
     Metric("eval_accuracy_high", "share", "upper bound of eval_accuracy", _WILSON),

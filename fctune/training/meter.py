@@ -122,8 +122,8 @@ class Meter:
         }
         if not result.is_applied:
             metrics["is_skipped"] = True
-        elif self._spikes.is_spike(result.loss):
-            metrics["is_spike"] = True
+        elif (limit := self._spikes.check(result.loss)) is not None:
+            metrics |= {"is_spike": True, "spike_limit": limit}
         metrics |= self._measure_work(result, data.totals, elapsed_s)
         self._times.add(elapsed_s)
         self._data_s += wait_s

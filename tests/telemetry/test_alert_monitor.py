@@ -16,9 +16,8 @@ from tests.runs.sample_runs import make_run
 
 
 def steps(first: int, last: int, spikes: tuple[int, ...] = ()) -> list[dict[str, Any]]:
-    return [
-        {"step": step, "loss": 1.0, **({"is_spike": True} if step in spikes else {})} for step in range(first, last)
-    ]
+    spike = {"is_spike": True, "spike_limit": 0.5}
+    return [{"step": step, "loss": 1.0, **(spike if step in spikes else {})} for step in range(first, last)]
 
 
 def test_alerts_are_still_logged_if_their_file_cannot_be_written(
@@ -29,12 +28,12 @@ def test_alerts_are_still_logged_if_their_file_cannot_be_written(
     monitor = AlertMonitor(folder)
     shutil.rmtree(folder)
     with caplog.at_level(logging.WARNING, "fctune"):
-        for metrics in steps(1, 30, spikes=(20, 25)):
+        for metrics in steps(1, 60, spikes=(20, 50)):
             monitor.write(metrics)
     messages = [record.getMessage() for record in caplog.records]
     assert [text.split(",")[0] for text in messages if "loss_spike" in text] == [
         "alert: loss_spike: the loss of step 20",
-        "alert: loss_spike: the loss of step 25",
+        "alert: loss_spike: the loss of step 50",
     ]
     assert len([text for text in messages if text.startswith("alerts.jsonl: ")]) == 1
 

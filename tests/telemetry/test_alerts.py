@@ -29,8 +29,8 @@ def make_healthy_steps(num_steps: int, seed: int = 0) -> list[dict[str, Any]]:
                 "slowest_rank": rng.randrange(8),
             }
         )
-        if spikes.is_spike(loss):
-            steps[-1]["is_spike"] = True
+        if (limit := spikes.check(loss)) is not None:
+            steps[-1] |= {"is_spike": True, "spike_limit": limit}
     return steps
 
 
@@ -78,8 +78,26 @@ def test_a_second_slowdown_after_a_recovery_raises_another_alert() -> None:
 def test_a_loss_that_jumps_and_stays_high_raises_one_alert() -> None:
     steps = make_healthy_steps(100, 3)
     for metrics in steps[60:64]:
-        metrics |= {"is_spike": True, "loss": 9.0}
-    assert names_and_steps(raise_alerts(steps)) == [("loss_spike", 61)]
+        metrics |= {"is_spike": True, "spike_limit": 2.5, "loss": 9.0}
+    (alert,) = raise_alerts(steps)
+    assert (alert.name, alert.step, alert.value, alert.limit) == ("loss_spike", 61, 9.0, 2.5)
+    assert "(limit 2.5000)" in alert.message
+
+
+def test_losses_that_spike_again_and_again_raise_one_alert_until_a_window_without() -> None:
+    steps = make_healthy_steps(200, 3)
+    for index in (60, 64, 70, 85, 120):
+        steps[index] |= {"is_spike": True, "spike_limit": 2.5, "loss": 9.0}
+    assert names_and_steps(raise_alerts(steps)) == [("loss_spike", 61), ("loss_spike", 121)]
+
+
+def test_the_uneven_speed_of_a_shared_machine_raises_no_alert() -> None:
+    rng, steps, level = random.Random(1), make_healthy_steps(600, 3), 1.0
+    for metrics in steps:
+        if metrics["step"] % 15 == 0:  # other programs start and stop
+            level = rng.uniform(0.4, 1.6)
+        metrics["tokens_per_s"] *= level
+    assert not raise_alerts(steps)
 
 
 def test_waiting_for_data_for_over_a_tenth_of_the_time_raises_one_alert() -> None:

@@ -315,12 +315,12 @@ def test_an_alert_is_logged_written_to_the_file_and_passed_to_each_sink(
     listener = Listener()
     with SinkGroup(BackgroundSink("alerts", lambda: AlertMonitor(tmp_path, [listener]))) as sinks:
         for step in range(1, 31):
-            sinks.write(metrics_of(step, is_spike=step == 25))
+            sinks.write(metrics_of(step, **({"is_spike": True, "spike_limit": 0.05} if step == 25 else {})))
     assert [(alert.name, alert.step) for alert in listener.alerts if alert.name != "disk"] == [("loss_spike", 25)]
     lines = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
     assert [(line["name"], line["step"]) for line in lines if line["name"] != "disk"] == [("loss_spike", 25)]
     assert [r.message for r in warnings.records if "loss_spike" in r.message] == [
-        "alert: loss_spike: the loss of step 25, 0.0800, is far above the preceding losses."
+        "alert: loss_spike: the loss of step 25, 0.0800, is far above the preceding losses (limit 0.0500)."
     ]
 
 
