@@ -35,27 +35,26 @@ class Outcome(NamedTuple):
 
     @property
     def is_correct(self) -> bool:
-        """True if the case counts as solved."""
+        """True if the calls are the expected ones."""
         return self.verdict == "correct"
 
 
 class BenchmarkVerdict(NamedTuple):
-    """A benchmark's own verdict, reported next to ours.
+    """A benchmark's own verdict, reported next to ours; ``reason`` is why the answer is not valid.
 
-    ``valid`` and ``reason`` are the benchmark's, to which a malformed call is no call at all; ``typed`` is the verdict
-    of the strict typed match, which the benchmark's own rules may relax.
+    The benchmark compares more loosely than the strict typed match, and to it a malformed call is no call at all.
     """
 
     valid: bool
     reason: str
-    typed: ErrorKind
 
 
 class Judgement(NamedTuple):
     """Result of judging one answer.
 
-    ``reason`` is the first problem, empty if the answer is correct. ``differences`` lists every problem, one line each;
-    a correct answer may still differ from its tool's schema. ``benchmark`` is set for benchmark cases only.
+    ``outcome`` is always that of the strict typed match; ``benchmark`` is set for benchmark cases only. ``reason`` is
+    the first problem, empty if the answer is valid. ``differences`` lists every problem, one line each; a correct
+    answer may still differ from its tool's schema.
     """
 
     outcome: Outcome
@@ -64,9 +63,9 @@ class Judgement(NamedTuple):
     benchmark: BenchmarkVerdict | None = None
 
     @property
-    def is_correct(self) -> bool:
-        """True if the case counts as solved."""
-        return self.outcome.verdict == "correct"
+    def is_valid(self) -> bool:
+        """True if the case counts as solved: by its benchmark's verdict, or by ours if it belongs to none."""
+        return self.outcome.is_correct if self.benchmark is None else self.benchmark.valid
 
 
 def judge(expected: Sequence[Call], parsed: Parsed, tools: Sequence[Tool] | ToolSet = ()) -> Judgement:

@@ -6,11 +6,15 @@ everywhere, as are calls with and without the ``function`` wrapper.
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 from fctune.calls.formats.base import Malformed, Parsed
 from fctune.data.conversation import Call
 from fctune.parsing.json_reader import MAX_DEPTH, ParseError, decode_json, is_deeper_than
+
+# How the readers of JSON, of Python literals and of tagged arguments all word it.
+_DUPLICATE = re.compile(r"(?:^|: )duplicate (?:key|argument|parameter) ['\"]")
 
 
 class Reading(NamedTuple):
@@ -18,6 +22,14 @@ class Reading(NamedTuple):
 
     strict: Parsed
     lenient: Parsed
+
+    @property
+    def decoded(self) -> Parsed:
+        """The strict reading as a decoder gives it that keeps the last of duplicate keys, as ``json.loads`` does."""
+        malformed = self.strict.malformed
+        if malformed and not self.lenient.malformed and all(_DUPLICATE.search(one.reason) for one in malformed):
+            return self.lenient
+        return self.strict
 
 
 def read_tool_calls(sent: Any, prose: str = "", is_bounded: bool = False) -> Reading:

@@ -39,8 +39,8 @@ def format_rate(successes: int, n: int) -> str:
 
 def make_score_table(title: str, summary: Mapping[str, Any]) -> Table:
     """Make a table of a summary: accuracy by category in both readings, and the errors of the strict one."""
-    has_benchmark = "official" in summary
-    columns = ["category", "n", "accuracy", "95 % interval", "lenient", *(["BFCL", "typed"] if has_benchmark else [])]
+    typed = summary.get("typed", {})
+    columns = ["category", "n", "accuracy", "95 % interval", "lenient", *(["typed"] if typed else [])]
     table = make_table(title, *columns)
     table.add_column("errors")
     for category, scores in summary["scores"].items():
@@ -53,7 +53,7 @@ def make_score_table(title: str, summary: Mapping[str, Any]) -> Table:
             f"{rate['rate']:.1%}",
             f"{rate['low']:.1%} - {rate['high']:.1%}",
             f"{lenient['rate']:.1%}",
-            *([f"{summary[name][category]['rate']:.1%}" for name in ("official", "typed")] if has_benchmark else []),
+            *([f"{typed[category]['rate']:.1%}"] if typed else []),
             ", ".join(f"{n} {verdict}" for verdict, n in errors.items()),
             style="bold" if category == "all" else "",
         )

@@ -62,9 +62,9 @@ class BfclSingleTurnCase(Case):
     def _judge(self) -> SingleTurnJudge:
         return SingleTurnJudge(self.question)
 
-    def judge(self, parsed: Parsed) -> Judgement:
-        """Judge one reading of an answer by the benchmark's rules, except that malformed calls are never correct."""
-        return self._judge.judge(parsed)
+    def judge(self, parsed: Parsed, decoded: Parsed | None = None) -> Judgement:
+        """Judge one reading of an answer by the benchmark's rules, and by the strict typed match."""
+        return self._judge.judge(parsed, decoded)
 
     def judge_failure(self, reason: str) -> Judgement:
         """Judge a case without an answer."""
@@ -72,7 +72,7 @@ class BfclSingleTurnCase(Case):
 
     def describe_differences(self, parsed: Parsed, judgement: Judgement) -> tuple[str, ...]:
         """List everything that is wrong with an answer, one line each."""
-        if judgement.is_correct or judgement.benchmark is None:
+        if judgement.benchmark is None or (judgement.is_valid and judgement.outcome.is_correct):
             return judgement.differences
         lines = [describe_malformed(stretch) for stretch in parsed.malformed]
         lines += [f"BFCL: {judgement.benchmark.reason}"] if judgement.benchmark.reason else []

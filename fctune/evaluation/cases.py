@@ -35,8 +35,13 @@ class Case:
     def _tools(self) -> ToolSet:
         return ToolSet(self.prompt.tools)
 
-    def judge(self, parsed: Parsed) -> Judgement:
-        """Judge one reading of an answer: correct if its calls are the expected ones, typed and in any order."""
+    def judge(self, parsed: Parsed, decoded: Parsed | None = None) -> Judgement:
+        """Judge one reading of an answer: correct if its calls are the expected ones, typed and in any order.
+
+        Args:
+            parsed: The answer as read.
+            decoded: The answer as a benchmark's own decoder reads it, if that differs.
+        """
         return judge(self.expected, parsed, self._tools)
 
     def judge_failure(self, reason: str) -> Judgement:

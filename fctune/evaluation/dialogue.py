@@ -191,7 +191,8 @@ class _Dialogue:
             row["error"] = self.failure
         judgement = judge_row(self.case, row)
         row |= {"verdict": judgement.outcome.verdict, "differences": list(judgement.differences)}
-        row["lenient"]["verdict"] = judge_row(self.case, row, lenient=True).outcome.verdict
+        lenient = judge_row(self.case, row, lenient=True)
+        row["lenient"] |= {"verdict": lenient.outcome.verdict, **to_benchmark_fields(lenient)}
         return row | to_benchmark_fields(judgement)
 
     def _turn_tools(self) -> tuple[Tool, ...]:

@@ -5,7 +5,7 @@ Every command takes this path: evaluation of a model or server, prediction files
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ def read_answer(answer: Answer, call_format: CallFormat | None, tools: Sequence[
 
 def judge_reading(case: Case, reading: Reading) -> tuple[Judgement, Judgement]:
     """Judge a single-turn answer in its strict and in its lenient reading."""
-    strict = case.judge(reading.strict)
+    strict = case.judge(reading.strict, reading.decoded)
     return strict, strict if reading.lenient is reading.strict else case.judge(reading.lenient)
 
 
@@ -61,7 +61,11 @@ class JudgedAnswer:
             "is_cut": answer.is_cut,
             "seconds": answer.seconds,
             **to_plain(strict),
-            "lenient": {"verdict": self.lenient.outcome.verdict, **to_plain(lenient)},
+            "lenient": {
+                "verdict": self.lenient.outcome.verdict,
+                **to_plain(lenient),
+                **to_benchmark_fields(self.lenient),
+            },
             "expected_calls": to_plain_calls(case.expected),
             "messages": [message.to_openai() for message in case.prompt.messages],
             "tools": [tool.to_openai() for tool in case.prompt.tools],
@@ -93,16 +97,27 @@ def judge_row(case: Case | MultiTurnCase, row: Row, lenient: bool = False) -> Ju
     if row.get("error") is not None:
         return case.judge_failure(row["error"])
     if isinstance(case, Case):
-        return case.judge(from_plain(row["lenient"] if lenient else row))
-    turns = [[from_plain(step["lenient"] if lenient else step) for step in turn] for turn in row["turns"]]
-    return case.judge(turns, row.get("stopped"), bool(row.get("is_unanswered")))
+        reading = _read_plain(row)
+        return case.judge(reading.lenient) if lenient else case.judge(reading.strict, reading.decoded)
+    turns = [[_read_plain(step) for step in turn] for turn in row["turns"]]
+    ending = row.get("stopped"), bool(row.get("is_unanswered"))
+    if lenient:
+        return case.judge([[step.lenient for step in turn] for turn in turns], *ending)
+    decoded = [[step.decoded for step in turn] for turn in turns]
+    return case.judge([[step.strict for step in turn] for turn in turns], *ending, decoded)
+
+
+def is_valid(row: Mapping[str, Any]) -> bool:
+    """Return True if a row of the results, or the lenient reading in it, counts as solved: see ``Judgement``."""
+    benchmark = row.get("bfcl")
+    return bool(row["verdict"] == "correct" if benchmark is None else benchmark["valid"])
 
 
 def to_benchmark_fields(judgement: Judgement) -> Row:
     """Return the fields of a row that hold a benchmark's own verdict, if there is one."""
     if (benchmark := judgement.benchmark) is None:
         return {}
-    return {"bfcl": {"valid": benchmark.valid, "reason": benchmark.reason, "typed": benchmark.typed}}
+    return {"bfcl": benchmark._asdict()}
 
 
 def to_plain(*parsed: Parsed) -> Row:
@@ -120,6 +135,10 @@ def to_plain(*parsed: Parsed) -> Row:
 def to_plain_calls(calls: Sequence[Call]) -> list[Row]:
     """Return calls as JSON values."""
     return [{"name": call.name, "arguments": call.arguments} for call in calls]
+
+
+def _read_plain(row: Row) -> Reading:
+    return Reading(from_plain(row), from_plain(row["lenient"]))
 
 
 def from_plain(reading: Row) -> Parsed:

@@ -59,10 +59,14 @@ class MultiTurnCase:
         return SimulatedTools(self.question, load_simulators(), "model", self.max_time_s)
 
     def judge(
-        self, turns: Sequence[Sequence[Parsed]], stopped: str | None = None, is_unanswered: bool = False
+        self,
+        turns: Sequence[Sequence[Parsed]],
+        stopped: str | None = None,
+        is_unanswered: bool = False,
+        decoded: Sequence[Sequence[Parsed]] | None = None,
     ) -> Judgement:
         """Judge one reading of a conversation; see ``MultiTurnJudge.judge``."""
-        return self._judge.judge(turns, stopped, is_unanswered)
+        return self._judge.judge(turns, stopped, is_unanswered, decoded)
 
     def judge_failure(self, reason: str) -> Judgement:
         """Judge a conversation that ended without an answer."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from fctune.errors import DataError
-from fctune.evaluation.judging import Row
+from fctune.evaluation.judging import Row, is_valid
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def paired_difference_interval(
 
 def _compare(name: str, before: dict[str, Row], after: dict[str, Row], lenient: bool) -> Comparison:
     def is_right(row: Row) -> bool:
-        return (row["lenient"] if lenient else row)["verdict"] == "correct"  # type: ignore[no-any-return]
+        return is_valid(row["lenient"] if lenient else row)
 
     ids = [i for i, row in before.items() if name in ("all", row["category"])]
     right = [i for i in ids if is_right(after[i]) and not is_right(before[i])]

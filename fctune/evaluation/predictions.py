@@ -36,7 +36,8 @@ _NUM_SHOWN = 10
 class Prediction(NamedTuple):
     """One row of a file of predictions; ``calls``, ``text`` or ``turns`` holds the answer, if there is one.
 
-    ``failure`` is the reason that there is none.
+    ``failure`` is the reason that there is none. ``fault`` is why the row is not strict JSON: then no part of it can be
+    read strictly.
     """
 
     id: str
@@ -45,6 +46,7 @@ class Prediction(NamedTuple):
     turns: tuple[tuple[Any, ...], ...] | None = None
     call_format: CallFormat | None = None
     failure: str = ""
+    fault: str = ""
 
     def read(self, tools: Sequence[Tool]) -> Reading | None:
         """Read the answer to a single-turn case; None if the row holds none."""
@@ -70,7 +72,7 @@ class Prediction(NamedTuple):
         if isinstance(step, str):
             assert self.call_format is not None
             return Reading(*self.call_format.parse_both(step, tools))
-        return read_tool_calls(step, is_bounded=True)
+        return _read_calls(step, self.fault)
 
 
 class JudgedPrediction(NamedTuple):
@@ -94,7 +96,8 @@ def judge_prediction(case: Case | MultiTurnCase, prediction: Prediction) -> Judg
     if turns is None:
         failure = case.judge_failure(prediction.failure or "a multi-turn case needs turns")
         return JudgedPrediction(failure, failure)
-    strict = case.judge([[step.strict for step in turn] for turn in turns])
+    decoded = [[step.decoded for step in turn] for turn in turns]
+    strict = case.judge([[step.strict for step in turn] for turn in turns], decoded=decoded)
     if all(step.lenient is step.strict for turn in turns for step in turn):
         return JudgedPrediction(strict, strict)
     return JudgedPrediction(strict, case.judge([[step.lenient for step in turn] for turn in turns]))
@@ -141,14 +144,14 @@ def read_predictions(path: str | Path, default_format: str | None = None) -> Ite
 
 def _read_row(line: str, formats: dict[Any, CallFormat]) -> Prediction | str:
     """Read the prediction of a line, or return the reason that it cannot be read."""
-    fault = ""
+    fault, is_readable = "", True
     try:
         row = decode_json(line)
     except ParseError as error:
         # The model's arguments may not be strict JSON; the id should be readable all the same.
-        fault = error.reason
+        fault, is_readable = error.reason, error.kind == "duplicate_key"
         try:
-            row = json.loads(line)
+            row = decode_json(line, lenient=True) if is_readable else json.loads(line)
         except (ValueError, RecursionError):
             return f"not JSON ({error.reason}, column {error.position + 1})"
     if not isinstance(row, dict):
@@ -158,11 +161,11 @@ def _read_row(line: str, formats: dict[Any, CallFormat]) -> Prediction | str:
         case_id = str(case_id)
     if not isinstance(case_id, str):
         return "no id, or one that is not a string"
-    if fault:
+    if not is_readable:
         unreadable = Parsed((), (Malformed(0, 0, fault),))
         return Prediction(case_id, Reading(unreadable, unreadable))
     if (calls := row.get("calls")) is not None:
-        reading = read_tool_calls(calls, is_bounded=True)
+        reading = _read_calls(calls, fault)
         if row.get("malformed"):
             stretch = Malformed(0, 0, str(row["malformed"])[:200])
             reading = Reading(*(one._replace(malformed=(*one.malformed, stretch)) for one in reading))
@@ -173,11 +176,17 @@ def _read_row(line: str, formats: dict[Any, CallFormat]) -> Prediction | str:
         call_format = _find_format(row, formats) if has_text else None
         if isinstance(call_format, str):
             return call_format
-        return Prediction(case_id, turns=tuple(map(tuple, turns)), call_format=call_format)
+        return Prediction(case_id, turns=tuple(map(tuple, turns)), call_format=call_format, fault=fault)
     if isinstance(text, str):
         call_format = _find_format(row, formats)
         return call_format if isinstance(call_format, str) else Prediction(case_id, text=text, call_format=call_format)
     return Prediction(case_id, failure=str(row.get("error") or "the row has no calls, text or turns")[:200])
+
+
+def _read_calls(calls: Any, fault: str) -> Reading:
+    """Read calls of a row; ``fault`` is why the row is not strict JSON."""
+    reading = read_tool_calls(calls, is_bounded=True)
+    return Reading(Parsed((), (Malformed(0, 0, fault),)), reading.lenient) if fault else reading
 
 
 def _find_format(row: dict[str, Any], formats: dict[Any, CallFormat]) -> CallFormat | str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fctune.calls.bfcl.cases import category_of
 from fctune.errors import ConfigError
-from fctune.evaluation.judging import to_benchmark_fields, to_plain
+from fctune.evaluation.judging import to_plain
 from fctune.evaluation.predictions import JudgedPrediction, Prediction, judge_prediction, read_predictions
 from fctune.evaluation.suites import Suite
 from fctune.evaluation.summary import Tally
@@ -28,10 +28,10 @@ def score_file(
     """Judge a file of predictions, write one row for each in its order, and return the summary.
 
     An output row has ``id``, ``category``, ``valid``, ``reason`` and ``verdict``; ``differences``, if there are any;
-    the ``calls`` and ``malformed`` stretches of a text's strict reading; ``valid_lenient`` and ``reason_lenient`` for a
-    text, or if the two readings differ; and ``bfcl``, if the leaderboard's own verdict or the strict typed match
-    differs from ``verdict``. ``category`` is None if no case has the id, ``valid`` if its category cannot be run. The
-    output file is complete or absent.
+    the ``calls`` and ``malformed`` stretches of a text's strict reading; and ``valid_lenient`` and ``reason_lenient``
+    for a text, or if the two readings differ. For cases of the leaderboard, ``valid`` and ``reason`` are its own
+    verdict; ``verdict`` is always that of the strict typed match. ``category`` is None if no case has the id, ``valid``
+    if its category cannot be run. The output file is complete or absent.
 
     The summary has the rates of ``Tally.summarise``, ``num_cases``, ``not_run`` (categories and reasons),
     ``unknown_ids`` with how often each occurred, ``missing_ids`` and ``num_repeated_ids``.
@@ -112,7 +112,7 @@ def _to_row(case_id: str, category: str, judged: JudgedPrediction) -> dict[str, 
     row: dict[str, Any] = {
         "id": case_id,
         "category": category,
-        "valid": strict.is_correct,
+        "valid": strict.is_valid,
         "reason": strict.reason,
         "verdict": strict.outcome.verdict,
     }
@@ -121,7 +121,5 @@ def _to_row(case_id: str, category: str, judged: JudgedPrediction) -> dict[str, 
     if judged.parsed is not None:
         row |= to_plain(judged.parsed)
     if judged.parsed is not None or lenient is not strict:
-        row["valid_lenient"], row["reason_lenient"] = lenient.is_correct, lenient.reason
-    if (own := strict.benchmark) is not None and (own.valid != row["valid"] or own.typed != row["verdict"]):
-        row |= to_benchmark_fields(strict)
+        row["valid_lenient"], row["reason_lenient"] = lenient.is_valid, lenient.reason
     return row

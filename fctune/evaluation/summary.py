@@ -14,8 +14,8 @@ from fctune.evaluation.suites import Suite
 # In live_relevance any call will do: nothing is known of its name, its arguments or the number of calls.
 _RATES_OF_ANY_CALL = ("accuracy", "well_formed", "missed_call", "schema_valid")
 
-# The strict outcome, the lenient one if it differs, and a benchmark's own verdict and typed match if there is one.
-_Judged = tuple[Outcome, Outcome | None, tuple[bool, bool] | None]
+# Outcome and validity of the strict reading, and of the lenient one if it differs.
+_Judged = tuple[Outcome, bool, tuple[Outcome, bool] | None]
 
 
 class Tally:
@@ -27,49 +27,54 @@ class Tally:
 
     def __init__(self, has_total: bool) -> None:
         self._has_total = has_total
+        self._has_benchmark = False
         # Counts by category of equal judgements: in a large file most are equal, and counting takes most time.
         self._counts: dict[str, Counter[_Judged]] = defaultdict(Counter)
 
     def add(self, category: str, strict: Judgement, lenient: Judgement) -> None:
         """Count one answer, in both readings."""
-        benchmark = strict.benchmark
-        verdicts = None if benchmark is None else (benchmark.valid, benchmark.typed == "correct")
-        other = None if lenient is strict else lenient.outcome
-        self._counts[category][strict.outcome, other, verdicts] += 1
+        self._has_benchmark |= strict.benchmark is not None
+        other = None if lenient is strict else (lenient.outcome, lenient.is_valid)
+        self._counts[category][strict.outcome, strict.is_valid, other] += 1
 
     def summarise(self) -> dict[str, Any]:
         """Return the rates by category.
 
         ``scores`` and ``lenient`` hold the output of ``fctune.calls.metrics.score_outcomes`` for the strict and the
-        lenient reading. Cases of the leaderboard also give ``official``, its own verdict, and ``typed``, the strict
-        typed match; answers that never came count as wrong in both.
+        lenient reading, except that ``accuracy`` is the share of valid answers: see ``Judgement.is_valid``. Cases of
+        the leaderboard also give ``typed``, the share of answers whose verdict is "correct".
         """
-        scores: dict[str, Counter[Outcome]] = defaultdict(Counter)
-        lenient: dict[str, Counter[Outcome]] = defaultdict(Counter)
-        official: Counter[str] = Counter()
-        typed: Counter[str] = Counter()
-        has_benchmark = False
+        readings: dict[str, dict[str, Counter[tuple[Outcome, bool]]]] = {
+            "scores": defaultdict(Counter),
+            "lenient": defaultdict(Counter),
+        }
         for category, counts in self._counts.items():
-            for (strict, other, verdicts), times in counts.items():
-                scores[category][strict] += times
-                lenient[category][other or strict] += times
-                if verdicts is not None:
-                    has_benchmark = True
-                    official[category] += times * verdicts[0]
-                    typed[category] += times * verdicts[1]
-        summary = {"scores": self._score(scores), "lenient": self._score(lenient)}
-        if has_benchmark:
-            for name, successes in (("official", official), ("typed", typed)):
-                summary[name] = {key: rate(successes[key], scores[key].total()) for key in sorted(scores)}
+            for (outcome, is_valid, lenient), times in counts.items():
+                readings["scores"][category][outcome, is_valid] += times
+                readings["lenient"][category][lenient or (outcome, is_valid)] += times
+        summary = {name: self._score(counts) for name, counts in readings.items()}
+        if self._has_benchmark:
+            summary["typed"] = {
+                category: rate(scores["verdicts"]["correct"], scores["n"])
+                for category, scores in summary["scores"].items()
+            }
         return summary
 
-    def _score(self, outcomes: Mapping[str, Counter[Outcome]]) -> dict[str, Any]:
-        by_category = {name: outcomes[name] for name in sorted(outcomes)}
+    def _score(self, counts: Mapping[str, Counter[tuple[Outcome, bool]]]) -> dict[str, Any]:
+        by_category = {name: counts[name] for name in sorted(counts)}
         if self._has_total and by_category:
             # Also the category of cases that name none.
             by_category.pop("all", None)
-            by_category["all"] = sum(outcomes.values(), Counter())
-        scores = score_outcomes(by_category)
+            by_category["all"] = sum(counts.values(), Counter())
+        outcomes: dict[str, Counter[Outcome]] = {name: Counter() for name in by_category}
+        valid: Counter[str] = Counter()
+        for name, judged in by_category.items():
+            for (outcome, is_valid), times in judged.items():
+                outcomes[name][outcome] += times
+                valid[name] += times * is_valid
+        scores = score_outcomes(outcomes)
+        for name, category in scores.items():
+            category["rates"]["accuracy"] = rate(valid[name], category["n"])
         if "live_relevance" in scores:
             rates = scores["live_relevance"]["rates"]
             scores["live_relevance"]["rates"] = {name: rates[name] for name in _RATES_OF_ANY_CALL}

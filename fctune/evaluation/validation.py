@@ -255,7 +255,7 @@ class Validator:
             parsed = reader.parse(answer.text, case.prompt.tools)
             offered = {tool.name for tool in case.prompt.tools}
             called += bool(parsed.calls) and not parsed.malformed and all(call.name in offered for call in parsed.calls)
-            correct += case.judge(parsed).is_correct
+            correct += case.judge(parsed).is_valid
         found = (
             f"{called} of {len(cases)} cases of {self.suite.name} get a well-formed call of an offered tool, "
             f"{correct} the correct one"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fctune.calls.judge import ERROR_KINDS
+from fctune.evaluation.judging import is_valid
 from fctune.report.page import Cell, Page, Tone, draw_interval, escape, make_table
 
 _MAX_CASES = 1_000
@@ -39,7 +40,7 @@ def write_eval_html(summary: Mapping[str, Any], rows: Sequence[Row], path: str |
 
 def make_eval_page(summary: Mapping[str, Any], rows: Sequence[Row]) -> Page:
     """Make the page of an evaluation; arguments as in ``write_eval_html``."""
-    failures = [row for row in rows if row["verdict"] != "correct"]
+    failures = [row for row in rows if not is_valid(row)]
     title = f"Tool calls: {summary['model']} on {summary['suite']}"
     page = Page(title, _headline(summary, len(failures)))
     _add_tiles(page, summary, rows, len(failures))
@@ -67,7 +68,7 @@ def _headline(summary: Mapping[str, Any], num_failures: int) -> str:
 
 
 def _add_tiles(page: Page, summary: Mapping[str, Any], rows: Sequence[Row], num_failures: int) -> None:
-    num_lenient = sum(row["lenient"]["verdict"] == "correct" for row in rows)
+    num_lenient = sum(is_valid(row["lenient"]) for row in rows)
     num_lost, num_cut = summary["num_no_answer"], summary["num_cut"]
     tiles: list[tuple[str, str, Tone]] = [
         (f"{summary['num_cases']:,}", "cases", ""),
@@ -81,24 +82,24 @@ def _add_tiles(page: Page, summary: Mapping[str, Any], rows: Sequence[Row], num_
 
 
 def _add_accuracy(page: Page, summary: Mapping[str, Any]) -> None:
-    official = summary.get("official", {})
+    typed = summary.get("typed", {})
     heads = [("Category", False), ("n", True), ("Correct", True), ("95 % interval", True), ("0 to 100 %", False)]
-    heads += [("Lenient", True), *([("BFCL", True), ("Typed", True)] if official else [])]
+    heads += [("Lenient", True), *([("Typed", True)] if typed else [])]
     rows = []
     for category, scores in summary["scores"].items():
         rate, lenient = scores["rates"]["accuracy"], summary["lenient"][category]["rates"]["accuracy"]
         label = f"{_percent(rate)}, {format_bounds(rate)}; lenient {_percent(lenient)}"
         drawing = Cell(draw_interval(rate, lenient["rate"], label), is_html=True)
         cells = [category, rate["n"], _percent(rate), format_bounds(rate), drawing, _percent(lenient)]
-        cells += [_percent(official[category]), _percent(summary["typed"][category])] if official else []
+        cells += [_percent(typed[category])] if typed else []
         rows.append(cells)
     lead = (
         "The strict reading accepts the model's own call format only (dot, with its Wilson interval as a bar); the "
         "lenient one parses as serving engines do (ring)."
     )
-    if official:
+    if typed:
         lead += (
-            " BFCL is the benchmark's own judgement, which treats a malformed call as no call; typed is exact match."
+            " Correct is the benchmark's own judgement, which treats a malformed call as no call; typed is exact match."
         )
     page.add_section("Accuracy", make_table(heads, rows), lead=lead)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.calls.metrics import rate
+from fctune.evaluation.judging import is_valid
 from fctune.report.eval_page import FACETS, format_bounds, make_case
 from fctune.report.page import Cell, Chart, Page, Series, Tone, draw_interval, escape, make_table
 from fctune.report.run_text import format_number, format_seconds, format_value
@@ -178,7 +179,7 @@ def add_data(page: Page, record: RunRecord, suffix: str = "") -> None:
 
 
 def _make_failures(page: Page, accuracy: Accuracy) -> list[str]:
-    failures = [row for row in accuracy.after.rows if row["verdict"] != "correct"]
+    failures = [row for row in accuracy.after.rows if not is_valid(row)]
     if not failures:
         return ["<h3>Failures</h3><p>None.</p>"]
     name = escape(accuracy.after.path.name)

@@ -10,6 +10,7 @@ from typing import Any
 
 from fctune.calls.metrics import rate
 from fctune.errors import DataError
+from fctune.evaluation.judging import is_valid
 from fctune.evaluation.paired import Comparison, compare_rows
 from fctune.evaluation.results import Row, read_rows, read_settings
 from fctune.runs.record import RunRecord
@@ -45,8 +46,8 @@ class Accuracy:
         categories = sorted({row["category"] for row in self.after.rows} - {"all"})
         found = []
         for name in [*categories, *(["all"] if self.has_total or not categories else [])]:
-            correct = [row["verdict"] == "correct" for row in self.after.rows if name in ("all", row["category"])]
-            found.append((name, rate(sum(correct), len(correct))))
+            valid = [is_valid(row) for row in self.after.rows if name in ("all", row["category"])]
+            found.append((name, rate(sum(valid), len(valid))))
         return found
 
     def total(self) -> dict[str, Any] | None:

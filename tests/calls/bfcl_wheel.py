@@ -144,6 +144,32 @@ def official_checker() -> Callable[[Case, list[Call]], bool | None]:
 
 
 @functools.cache
+def official_served_checker() -> Callable[[Case, list[dict[str, Any]]], bool]:
+    """Return a function that gives the wheel's verdict on calls as a server sends them, with arguments as JSON text.
+
+    They are decoded as ``OpenAICompletionsHandler.decode_ast`` does, whose module needs the clients of every provider,
+    and judged as ``eval_runner`` does. Calls that cannot be decoded are wrong, except that they are an abstention.
+    """
+    from bfcl_eval.utils import is_empty_output, is_function_calling_format_output
+
+    check = official_checker()
+
+    def check_served(case: Case, sent: list[dict[str, Any]]) -> bool:
+        try:
+            decoded = [{call["name"]: json.loads(call["arguments"])} for call in sent]
+        except Exception:
+            decoded = []
+        if "relevance" in case.category:
+            return bool(is_empty_output(decoded)) == ("irrelevance" in case.category)
+        if not is_function_calling_format_output(decoded):
+            return False
+        calls = [Call(name, arguments) for call in decoded for name, arguments in call.items()]
+        return check(case, calls) is True
+
+    return check_served
+
+
+@functools.cache
 def official_multi_turn_checker() -> Callable[[BfclCase, list[list[list[Call]]]], bool | None]:
     """The wheel's verdict on the calls of a multi-turn case; None where its checker raises.
 

@@ -58,7 +58,7 @@ def test_each_case_has_one_verdict(expected: list[Call], actual: Parsed, verdict
     judgement = judge(expected, actual, TOOLS)
     assert judgement.outcome.verdict == verdict
     assert verdict in ERROR_KINDS
-    assert judgement.is_correct == judgement.outcome.is_correct == (verdict == "correct")
+    assert judgement.is_valid == judgement.outcome.is_correct == (verdict == "correct")
     assert bool(judgement.differences) == bool(judgement.reason) == (verdict != "correct")
 
 

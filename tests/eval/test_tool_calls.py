@@ -286,7 +286,7 @@ def test_no_drafts_are_made_from_a_benchmark_and_it_has_no_total(
     assert "has no accuracy over all" in capsys.readouterr().err
     assert tool_calls.main(command) == 0
     summary = json.loads((tmp_path / "o.summary.json").read_text())
-    assert summary["scores"].keys() == summary["official"].keys() == {"simple_python"}
+    assert summary["scores"].keys() == summary["typed"].keys() == {"simple_python"}
 
 
 @needs_wheel
@@ -337,7 +337,7 @@ def test_multi_turn_cases_are_judged_and_never_drafted(
     assert all(len(row["messages"]) == 2 * len(row["turns"]) for row in rows)
     summary = json.loads(out.with_suffix(".summary.json").read_text())
     assert summary["scores"]["multi_turn_base"]["n"] == summary["num_cases"] == summary["settings"]["num_cases"] == 2
-    assert summary["official"]["multi_turn_base"]["successes"] == 0
+    assert summary["typed"]["multi_turn_base"]["successes"] == 0
     assert "multi_turn_base_100" in (tmp_path / "o.html").read_text()
     assert compare.main([str(out), str(out)]) == 0
     before = out.read_bytes()

@@ -40,7 +40,7 @@ def test_expected_calls_of_the_smoke_suite_are_right_in_every_format(name: str) 
     suite, call_format = load_suite(SUITES / "smoke.yaml"), get_format(name)
     for case in suite.cases:
         text = call_format.render(case.expected, case.prompt.tools) if case.expected else "You are welcome."
-        assert judge_answer(case, Answer(0, text), call_format).strict.is_correct
+        assert judge_answer(case, Answer(0, text), call_format).strict.is_valid
 
 
 def test_a_seed_makes_the_synthetic_suite_again() -> None:
@@ -137,7 +137,7 @@ def test_bfcl_asks_every_single_turn_case_and_says_what_it_leaves_out() -> None:
 def test_bfcl_gold_is_right_but_for_the_seven_that_the_benchmark_refuses_itself() -> None:
     suite = load_suite(SUITES / "bfcl.yaml")
     asked = [case for case in suite.cases if case.expected and not case.category.startswith("simple_java")]
-    wrong = [case.id for case in asked if not case.judge(Parsed(case.expected)).is_correct]
+    wrong = [case.id for case in asked if not case.judge(Parsed(case.expected)).is_valid]
     assert len(asked) == 2351
     assert len(wrong) == 7
 
@@ -175,10 +175,10 @@ def test_names_without_dots_are_expected_where_they_are_offered() -> None:
     assert any("." in tool.name for case in dotted.cases for tool in case.prompt.tools)
     for case in opened.cases:
         assert not any("." in tool.name for tool in case.prompt.tools)
-        assert case.judge(Parsed(case.expected)).is_correct
+        assert case.judge(Parsed(case.expected)).is_valid
     case = next(case for case in dotted.cases if "." in case.expected[0].name)
     plain = Call(case.expected[0].name.replace(".", "_"), case.expected[0].arguments)
-    assert not case.judge(Parsed((plain,))).is_correct
+    assert not case.judge(Parsed((plain,))).is_valid
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
-"""Judge answers to the leaderboard's cases: the benchmark's verdict, with this project's kinds of error and counts.
+"""Judge answers to the leaderboard's cases: the benchmark's own verdict, and the strict typed match with its counts.
 
-A malformed call is never correct. The leaderboard, which sees no call in what it cannot decode, takes it for an
-abstention; ``Judgement.benchmark`` keeps that verdict.
+The two differ on malformed calls. To the typed match they are always wrong. The leaderboard decodes arguments with
+duplicate keys, of which the last counts, and takes an answer that it cannot decode for an abstention.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Sequence
 
 from fctune.calls.bfcl.answer_key import AnswerKey
@@ -18,8 +17,6 @@ from fctune.calls.formats.base import Parsed
 from fctune.calls.judge import BenchmarkVerdict, ErrorKind, Judgement, Outcome, describe_malformed, judge, judge_failure
 from fctune.data.conversation import Call, Tool
 
-_TURN = re.compile(r"turn (\d+): ")
-
 
 class SingleTurnJudge:
     """Judges answers to one single-turn case; prepared once for many answers."""
@@ -28,26 +25,23 @@ class SingleTurnJudge:
         self._checker = CallChecker(case.category, case.functions, case.answers)
         self._key = AnswerKey(case)
 
-    def judge(self, parsed: Parsed) -> Judgement:
-        """Judge the calls of one answer; ``Judgement.differences`` stays empty, as listing them takes most time."""
-        if parsed.malformed:
-            checked = self._checker.check(())
-            reason = describe_malformed(parsed.malformed[0])
-        else:
-            checked = self._checker.check(parsed.calls)
-            reason = checked.reason
+    def judge(self, parsed: Parsed, decoded: Parsed | None = None) -> Judgement:
+        """Judge the calls of one answer; ``Judgement.differences`` stays empty, as listing them takes most time.
+
+        Args:
+            parsed: The answer as read.
+            decoded: The answer as the leaderboard decodes it; see ``Reading.decoded``. None: as read.
+        """
+        decoded = decoded or parsed
+        checked = self._checker.check(() if decoded.malformed else decoded.calls)
         outcome = self._key.judge(parsed, checked.is_exact)
-        benchmark = BenchmarkVerdict(checked.valid, checked.reason, outcome.verdict)
-        if checked.valid and not parsed.malformed:
-            if outcome.verdict != "correct":
-                outcome = outcome._replace(verdict="correct")
-        elif outcome.verdict == "correct":
-            outcome = outcome._replace(verdict="wrong_arguments")
-        return Judgement(outcome, reason, (), benchmark)
+        reason = describe_malformed(decoded.malformed[0]) if decoded.malformed and not checked.valid else checked.reason
+        return Judgement(outcome, reason, (), BenchmarkVerdict(checked.valid, checked.reason))
 
     def judge_failure(self, reason: str) -> Judgement:
         """Judge a case without an answer."""
-        return judge_failure(self._key.num_expected, reason)
+        failure = judge_failure(self._key.num_expected, reason)
+        return failure._replace(benchmark=BenchmarkVerdict(False, reason))
 
 
 class MultiTurnJudge:
@@ -69,19 +63,24 @@ class MultiTurnJudge:
         return tuple(tuple(map(simulated.read_answer, answer)) for answer in self._case.answers)
 
     def judge(
-        self, turns: Sequence[Sequence[Parsed]], stopped: str | None = None, is_unanswered: bool = False
+        self,
+        turns: Sequence[Sequence[Parsed]],
+        stopped: str | None = None,
+        is_unanswered: bool = False,
+        decoded: Sequence[Sequence[Parsed]] | None = None,
     ) -> Judgement:
         """Judge the model's answers, given as the steps of each turn.
 
-        The kind of error is that of the turn at which the benchmark's checker stops. Counts of calls and arguments are
-        sums over turns.
+        The kind of error is that of the first turn whose calls are not the expected ones. Counts of calls and arguments
+        are sums over turns.
 
         Args:
             turns: The steps of each turn; fewer turns if the conversation was stopped.
             stopped: Why the conversation was stopped early; None if it was not.
             is_unanswered: The conversation was stopped because the model could not answer.
+            decoded: The steps as the leaderboard decodes them; see ``Reading.decoded``. None: as read.
         """
-        calls = [[() if step.malformed else step.calls for step in turn] for turn in turns]
+        calls = [[() if step.malformed else step.calls for step in turn] for turn in decoded or turns]
         checked = check_multi_turn(self._case, calls, load_simulators())
         judged = [
             judge(
@@ -97,49 +96,32 @@ class MultiTurnJudge:
             )
         ]
         outcomes = [one.outcome for one in judged]
-        is_typed = len(turns) == len(outcomes) and all(outcome.is_correct for outcome in outcomes)
-        typed: ErrorKind = "correct"
-        if not is_typed:
-            typed = next((outcome.verdict for outcome in outcomes if not outcome.is_correct), "wrong_count")
+        verdict: ErrorKind = next((one.verdict for one in outcomes if not one.is_correct), "correct")
         malformed = _first_malformed(turns)
-        verdict: ErrorKind = (
-            "malformed"
-            if malformed
-            else "correct"
-            if checked.valid
-            else _find_error(checked.reason, len(turns), outcomes)
-        )
-        differences = [f"BFCL: {checked.reason}"] if checked.reason else []
+        if malformed:
+            verdict = "malformed"
+        elif is_unanswered:
+            verdict = "no_answer"
+        elif verdict == "correct" and (stopped is not None or len(turns) != len(self.expected)):
+            # The wheel judges a conversation that it stops in the last turn like any other; here one that would never
+            # end is wrong.
+            verdict = "wrong_count"
+        differences = [stopped] if stopped is not None else []
+        if checked.reason:
+            differences.append(f"BFCL: {checked.reason}")
         if verdict != "correct":
             differences += [f"turn {n}: {line}" for n, one in enumerate(judged, start=1) for line in one.differences]
-        if stopped is not None:
-            differences.insert(0, stopped)
-            if is_unanswered and verdict != "malformed":
-                verdict = "no_answer"
-            elif verdict == "correct":
-                # The wheel judges a conversation that it stops in the last turn like any other; here one that would
-                # never end is wrong.
-                verdict = "wrong_count"
         return Judgement(
             _add_outcomes(verdict, outcomes),
-            "" if verdict == "correct" else stopped or malformed or checked.reason,
+            "" if checked.valid else stopped or malformed or checked.reason,
             tuple(differences),
-            BenchmarkVerdict(checked.valid, checked.reason, typed),
+            BenchmarkVerdict(checked.valid, checked.reason),
         )
 
     def judge_failure(self, reason: str) -> Judgement:
         """Judge a conversation that came to no end."""
-        return judge_failure(sum(map(len, self.expected)), reason)
-
-
-def _find_error(reason: str, num_turns: int, outcomes: Sequence[Outcome]) -> ErrorKind:
-    """Return the kind of error at the turn that the benchmark's reason names, or before it."""
-    found = _TURN.match(reason)
-    last = int(found[1]) if found else min(max(1, num_turns), len(outcomes))
-    if not outcomes[last - 1].is_correct:
-        return outcomes[last - 1].verdict
-    # This turn's own calls are right: an earlier turn left another state.
-    return next((one.verdict for one in outcomes[:last] if not one.is_correct), "wrong_count")
+        failure = judge_failure(sum(map(len, self.expected)), reason)
+        return failure._replace(benchmark=BenchmarkVerdict(False, reason))
 
 
 def _first_malformed(turns: Sequence[Sequence[Parsed]]) -> str:
