@@ -85,7 +85,7 @@ class Turns:
         self._block = NUM_SETTLING + block
         self._stack = ExitStack()
         self._shown: Any = self._stack.enter_context(accompany())
-        self.halves: list[tuple[bool, Times]] = []  # whether sinks were on, and what a step took
+        self.halves: list[tuple[bool, Times]] = []  # whether sinks were on, and the step's times
         self._begun: Times | None = None  # where the timed steps of this half began
         self._is_on = True
         self.held_s: list[float] = []  # of the training thread, a step that was handed on

@@ -57,7 +57,7 @@ _ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-a
 _A100, _L40S = f"{_NVIDIA}a100/", f"{_NVIDIA}l40s/"
 _A10G = "https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf"
 _AWS = "https://aws.amazon.com/ec2/instance-types/"
-_NVLINK = "NVLink, 8 x 400 Gb/s a node"
+_NVLINK = "NVLink, 8 x 400 Gb/s per node"
 _PCIE4 = "PCIe 4.0 x16"
 
 # Memory as torch.cuda.get_device_properties reports it; a machine's network adapters are shared by its 8 GPUs.
@@ -68,13 +68,13 @@ GPUS = {
         _gpu("h200", 139.8, 989, 1979, 67, (4800, 450, 50), f"{_NVIDIA}h200/", f"DGX H200: {_NVLINK}"),
         _gpu("h100", 79.1, 989, 1979, 67, (3350, 450, 50), f"{_NVIDIA}h100/", f"DGX H100: {_NVLINK}"),
         _gpu("h100-pcie", 79.1, 756, 1513, 51, (2000, 64, 12.5), _HOPPER, "PCIe 5.0 x16, 100 Gb/s a GPU (assumed)"),
-        _gpu("a100", 79.1, 312, None, 19.5, (2039, 300, 25), _A100, "DGX A100: NVLink, 8 x 200 Gb/s a node"),
-        _gpu("a100-40gb", 39.4, 312, None, 19.5, (1555, 300, 6.25), _A100, f"{_AWS}p4/: NVLink, 400 Gb/s a node"),
-        _gpu("l40s", 44.3, 362, 733, 91.6, (864, 32, 6.25), _L40S, f"{_AWS}g6e/: {_PCIE4}, 400 Gb/s a node"),
-        _gpu("l4", 22.0, 121, 242, 30.3, (300, 32, 1.56), f"{_NVIDIA}l4/", f"{_AWS}g6/: {_PCIE4}, 100 Gb/s a node"),
-        _gpu("a10g", 22.0, 70, None, 35, (600, 32, 1.56), _A10G, f"{_AWS}g5/: {_PCIE4}, 100 Gb/s a node"),
-        _gpu("a6000", 47.4, 154.8, None, 38.7, (768, 32, 1.56), _GA102, f"{_PCIE4}, 100 Gb/s a node (assumed)"),
-        _gpu("rtx4090", 23.6, 165.2, 330.3, 82.6, (1008, 32, 0.16), _ADA, f"{_PCIE4}, 10 Gb/s a node (assumed)"),
+        _gpu("a100", 79.1, 312, None, 19.5, (2039, 300, 25), _A100, "DGX A100: NVLink, 8 x 200 Gb/s per node"),
+        _gpu("a100-40gb", 39.4, 312, None, 19.5, (1555, 300, 6.25), _A100, f"{_AWS}p4/: NVLink, 400 Gb/s per node"),
+        _gpu("l40s", 44.3, 362, 733, 91.6, (864, 32, 6.25), _L40S, f"{_AWS}g6e/: {_PCIE4}, 400 Gb/s per node"),
+        _gpu("l4", 22.0, 121, 242, 30.3, (300, 32, 1.56), f"{_NVIDIA}l4/", f"{_AWS}g6/: {_PCIE4}, 100 Gb/s per node"),
+        _gpu("a10g", 22.0, 70, None, 35, (600, 32, 1.56), _A10G, f"{_AWS}g5/: {_PCIE4}, 100 Gb/s per node"),
+        _gpu("a6000", 47.4, 154.8, None, 38.7, (768, 32, 1.56), _GA102, f"{_PCIE4}, 100 Gb/s per node (assumed)"),
+        _gpu("rtx4090", 23.6, 165.2, 330.3, 82.6, (1008, 32, 0.16), _ADA, f"{_PCIE4}, 10 Gb/s per node (assumed)"),
     )
 }
 

@@ -126,7 +126,7 @@ def _mark_messages(messages: tuple[Message, ...]) -> Iterator[Message]:
 
 
 def _is_printed_content(content: str, text: str) -> bool:
-    """Return True if a content is printed escaped, without its reasoning, or with other white space."""
+    """Return True if a content is printed escaped, without its reasoning, or with other whitespace."""
     if _END_OF_REASONING in content:
         answer = content.rpartition(_END_OF_REASONING)[2].strip()
         if answer in text:

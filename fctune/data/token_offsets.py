@@ -104,7 +104,7 @@ class OffsetTokenizer:
             if b"".join(pieces) != plain.encode() or not self._is_splitting:
                 raise DataError(
                     "spells a control token that this tokenizer cannot encode as plain text (it is not byte-level, or "
-                    "strips white space next to special tokens); remove it from the row"
+                    "strips whitespace next to special tokens); remove it from the row"
                 )
             ids += part_ids
             sizes += map(len, pieces)
@@ -127,7 +127,7 @@ class OffsetTokenizer:
 def _make_splitter(tokenizer: tokenizers.Tokenizer) -> Callable[[str], list[str]] | None:
     """Return a function that splits a text at its special tokens, these included, as the tokenizer does.
 
-    None if a special token strips white space, matches single words only, or is matched in normalised
+    None if a special token strips whitespace, matches single words only, or is matched in normalised
     text, since the tokenizer then splits differently.
     """
     special = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content]

@@ -231,7 +231,7 @@ class _Dialogue:
 def _answer_all(
     engine: Engine, prompts: Sequence[Conversation], max_new_tokens: int, is_first: bool
 ) -> Iterator[Answer]:
-    """Answer each prompt; if the engine raises because it can answer none of them, that is an error of each."""
+    """Answer each prompt; if the engine raises because it cannot answer any, each gets that error."""
     try:
         yield from engine.answer(prompts, max_new_tokens)
     except DataError as error:

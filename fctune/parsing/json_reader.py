@@ -56,7 +56,7 @@ class JsonReader:
         self._decoder = _make_decoder(_collect_unique, self._read_float)
 
     def read(self, text: str, position: int) -> tuple[Any, int]:
-        """Return the value that starts at or after ``position``, white space aside, and the position after it.
+        """Return the value that starts at or after ``position``, whitespace aside, and the position after it.
 
         Raises:
             ParseError: There is no JSON value, or one that is refused.
@@ -78,7 +78,7 @@ def decode_json(text: str, lenient: bool = False) -> Any:
     """Return the one value that a text holds.
 
     Args:
-        text: A JSON document; white space around it is allowed.
+        text: A JSON document; whitespace around it is allowed.
         lenient: Keep the last of equal keys in an object, as most decoders do, instead of refusing them.
 
     Raises:
@@ -117,7 +117,7 @@ def read_json(text: str, position: int, lenient: bool = False) -> tuple[Any, int
 
 
 def skip_space(text: str, position: int) -> int:
-    """Return the position of the first character at or after ``position`` that is not JSON white space."""
+    """Return the position of the first character at or after ``position`` that is not JSON whitespace."""
     match = _SPACE.match(text, position)
     assert match is not None
     return match.end()

@@ -85,7 +85,7 @@ class PythonReader:
         self.lenient = lenient
 
     def skip_space(self, position: int) -> int:
-        """Return the position of the next character that is neither white space nor part of a comment."""
+        """Return the position of the next character that is neither whitespace nor part of a comment."""
         match = _SPACE.match(self.text, position)
         assert match is not None
         return match.end()

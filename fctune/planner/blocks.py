@@ -25,7 +25,7 @@ class BlockActivations:
         return self.kept * tokens + self.adapter_copies
 
     def backward_extra(self, tokens: int) -> int:
-        """Return the most bytes that the block's backward needs in addition to what is kept."""
+        """Return the peak bytes that the block's backward needs in addition to the kept tensors."""
         dequantization = self.dequantization * tokens + self.dequantization_constant
         return max(self.temporary * tokens, dequantization if self.dequantization_constant else 0)
 

@@ -117,7 +117,7 @@ def find_name(state: ParseState, start: int, closing: str) -> tuple[str, int]:
 
 
 def skip_space(state: ParseState, position: int) -> int:
-    """Return the position of the next character that is not white space."""
+    """Return the position of the next character that is not whitespace."""
     space = _SPACE.match(state.text, position, state.end)
     return space.end() if space else position
 

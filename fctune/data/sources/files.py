@@ -100,7 +100,7 @@ class _Scanner:
         self._at = 0
 
     def peek(self) -> bytes:
-        """Return the next byte that is not white space; empty at the end."""
+        """Return the next byte that is not whitespace; empty at the end."""
         while True:
             found = _NOT_SPACE.search(self._buffer, self._at)
             end = found.start() if found else len(self._buffer)

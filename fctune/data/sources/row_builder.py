@@ -19,7 +19,7 @@ class ArrowStruct(dict[str, Any]):
 
 
 class RowWarning(NamedTuple):
-    """A problem of a row that is kept."""
+    """A problem in a row that is kept despite it."""
 
     pointer: str
     kind: str

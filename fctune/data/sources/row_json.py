@@ -29,7 +29,7 @@ class RowJsonReader(JsonReader):
         return value
 
     def decode_prefix(self, text: str, start: int, pointer: str = "", kind: str = "not_json") -> tuple[Any, int]:
-        """Return the value that begins at ``start``, after white space, and the index after it."""
+        """Return the value that begins at ``start``, after whitespace, and the index after it."""
         try:
             return self.read(text, start)
         except ParseError as error:
