@@ -1,7 +1,8 @@
-"""Console of the commands, and tables that are never folded."""
+"""Console of the commands, log lines on a terminal, and tables that are never folded."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -21,6 +22,31 @@ class Terminal(Console):
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())
         os.close(devnull)
+
+
+class LogHandler(logging.Handler):
+    """Writer of log lines to standard output that keeps them apart from a progress line.
+
+    The stream is looked up for each line: rich replaces ``sys.stdout`` while it shows progress and prints above it.
+    A process that shares the terminal with the one that shows progress erases that line first; it is redrawn below.
+
+    Args:
+        erases_line: the progress line on this terminal is drawn by another process.
+    """
+
+    def __init__(self, erases_line: bool) -> None:
+        super().__init__()
+        self._erases_line = erases_line
+        self.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record in a single write, so that lines of several processes stay apart."""
+        try:
+            erase = "\r\x1b[2K" if self._erases_line and sys.stdout.isatty() else ""
+            sys.stdout.write(f"{erase}{self.format(record)}\n")
+            sys.stdout.flush()
+        except Exception:  # as in the handlers of the standard library: logging never ends a run
+            self.handleError(record)
 
 
 def print_full_width(console: Console, table: Table) -> None:

@@ -6,13 +6,15 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import Progress, Task
+from rich.text import Text
 
 from fctune.telemetry.alerts import Alert
 
@@ -54,38 +56,74 @@ class JsonlSink:
 
 
 class ConsoleSink:
-    """Progress bar on a terminal; elsewhere a line every ``log_every_n_steps`` steps."""
+    """Progress line on a terminal; elsewhere a line every ``log_every_n_steps`` steps."""
 
     def __init__(self, console: Console, num_steps: int, log_every_n_steps: int):
         self._console = console
         self._num_steps = num_steps
         self._every = log_every_n_steps
-        self._progress: Progress | None = None
-        if console.is_terminal:
-            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress: _ProgressLine | None = None
+        self._last: str | None = None
+        if console.is_terminal and not console.is_dumb_terminal:
             # The default of ten refreshes a second makes the training thread wait for the interpreter's lock.
-            self._progress = Progress(*columns, TextColumn("{task.description}"), console=console, refresh_per_second=1)
-            self._task = self._progress.add_task("", total=num_steps)
+            self._progress = _ProgressLine(console=console, refresh_per_second=1, transient=True)
+            self._task = self._progress.add_task("", total=num_steps, figures=())
             self._progress.start()
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Show the step's loss, learning rate, gradient norm and throughput."""
         step = metrics["step"]
-        text = (
-            f"loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  grad_norm {metrics['grad_norm']:.3f}  "
-            f"{metrics['tokens_per_s']:,.0f} tokens/s"
-        )
-        if "validation_loss" in metrics:
-            text += f"  validation_loss {metrics['validation_loss']:.4f}"
+        loss, speed = f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_s']:,.0f} tokens/s"
+        lr, norm = f"lr {metrics['lr']:.2e}", f"grad_norm {metrics['grad_norm']:.3f}"
+        validation = [f"validation_loss {metrics['validation_loss']:.4f}"] if "validation_loss" in metrics else []
+        line = "  ".join([f"step {step}/{self._num_steps}", loss, lr, norm, speed, *validation])
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, description=text)
-        elif step % self._every == 0 or step == self._num_steps or "validation_loss" in metrics:
-            self._console.print(f"step {step}/{self._num_steps}  {text}", highlight=False, soft_wrap=True)
+            self._progress.update(self._task, completed=step, figures=(loss, *validation, speed, lr, norm))
+            self._last = line
+        elif step % self._every == 0 or step == self._num_steps or validation:
+            self._print(line)
 
     def close(self) -> None:
-        """Stop the progress bar, leaving its last state on the screen."""
+        """Replace the progress line by a plain line about the last step."""
         if self._progress is not None:
             self._progress.stop()
+        if self._last is not None:
+            self._print(self._last)
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True)
+
+
+class _ProgressLine(Progress):
+    """Progress display of exactly one line, so that redrawing it leaves nothing behind."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Return the line of the task, fitted to the console's width."""
+        return [
+            # A full line would make some terminals wrap.
+            _fit_progress(task, self.console.width - 1, self.console.options.ascii_only)
+            for task in self.tasks  # none while the display is created, before it has a console
+        ]
+
+
+_MIN_BAR, _MAX_BAR = 8, 40  # columns
+
+
+def _fit_progress(task: Task, width: int, ascii_only: bool) -> Text:
+    """Format step, loss and time left, then as much of a bar and of the other figures as fits."""
+    left = "?" if task.time_remaining is None else str(timedelta(seconds=int(task.time_remaining)))
+    loss, *others = task.fields["figures"] or ("loss ?",)
+    text = "  ".join([f"step {task.completed:.0f}/{task.total:.0f}", loss, f"{left} left"])
+    for figure in others:
+        if len(text) + len(figure) + 2 * 2 + _MIN_BAR > width:
+            break
+        text += f"  {figure}"
+    size = min(_MAX_BAR, width - len(text) - 2)
+    if size < _MIN_BAR:
+        return Text(text[:width], no_wrap=True)
+    done, symbol = int(size * task.percentage / 100), "-" if ascii_only else "\u2501"
+    bar = (symbol * done, "bar.complete"), (symbol * (size - done), "bar.back")
+    return Text.assemble(*bar, "  ", text, no_wrap=True)
 
 
 class SinkGroup:

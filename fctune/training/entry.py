@@ -26,6 +26,7 @@ from fctune.models.run_config import load_run_config
 from fctune.runs.record import read_run
 from fctune.runs.success import format_criteria, judge_run
 from fctune.telemetry.device import describe_device, total_memory
+from fctune.terminal import LogHandler
 from fctune.training.callbacks.stop import STOPPED, Stopped, StopRequest
 from fctune.training.loop import NonFiniteError
 from fctune.training.out_of_memory import is_out_of_memory
@@ -176,9 +177,7 @@ def read_command_line(argv: Sequence[str], usage: str) -> tuple[Path, list[str]]
 
 def _start_logging(world: World) -> None:
     """Log everything on rank 0 and only warnings on other ranks."""
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
-    logger.handlers = [handler]
+    logger.handlers = [LogHandler(erases_line=not world.is_main)]
     logger.propagate = False
     logger.setLevel(logging.INFO if world.is_main else logging.WARNING)
 
