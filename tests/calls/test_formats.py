@@ -294,7 +294,7 @@ F1 = (Call("f", {"a": 1}),)
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "arguments: e", "arguments: e"),
         ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>', "missing name", "missing name"),
         ("hermes", "<tool_call></tool_call>", "unexpected end", "unexpected end"),
-        ("hermes", '{"name": "f", "arguments": {"a": 1}}', (), ()),
+        ("hermes", '{"name": "f", "arguments": {"a": 1}}', (), F1),
         ("hermes", "<think>" + HERMES + "</think>", (), ()),
         ("hermes", "<think>" + HERMES, (), ()),
         ("hermes", HERMES + "\n</think>\n" + HERMES, F1, F1),
@@ -374,6 +374,51 @@ def test_the_strict_and_the_lenient_result(name: str, text: str, strict: Any, le
             assert [span.reason[: len(expected)] for span in parsed.malformed] == [expected], (is_lenient, parsed)
         else:
             assert (parsed.calls, parsed.malformed if expected else ()) == (expected, ()), (is_lenient, parsed)
+
+
+@each_format
+@pytest.mark.parametrize(
+    "text",
+    [
+        '```json\n{"name": "f", "arguments": {"a": 1}}\n```',
+        '```\n{"name": "f", "arguments": {"a": 1}}\n```<|im_end|>',
+        'I call it.\n```json\n{\n  "name": "f",\n  "arguments": {"a": 1}\n}\n```',
+        '{"name": "f", "arguments": {"a": 1}}',
+        '[{"name": "f", "parameters": {"a": 1}}]',
+        '{"type": "function", "function": {"name": "f", "arguments": "{\\"a\\": 1}"}}',
+        "<tools>\n{'name': 'f', 'arguments': {'a': 1}}\n</tools>",
+    ],
+)
+def test_bare_and_fenced_calls_of_offered_tools_are_found_leniently(call_format: CallFormat, text: str) -> None:
+    tools = [Tool({"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}})]
+    strict, lenient = call_format.parse_both(text, tools)
+    assert (lenient.calls, lenient.malformed) == (F1, ())
+    if call_format.name not in ("llama3_json", "xlam"):
+        assert (strict.calls, strict.malformed) == ((), ())
+
+
+def test_several_fenced_calls_are_found_in_order() -> None:
+    text = '```json\n{"name": "f", "arguments": {"a": 1}}\n```\nand\n```json\n[{"name": "g", "arguments": {}}]\n```'
+    parsed = get_format("hermes").parse(text, [Tool({"name": "f"}), Tool({"name": "g"})], lenient=True)
+    assert (parsed.calls, parsed.prose) == ((*F1, Call("g", {})), "and")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '```json\n{"name": "g", "arguments": {"a": 1}}\n```',
+        '[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]',
+        '{"name": "f", "description": "A tool.", "parameters": {"type": "object"}}',
+        '{"type": "function", "function": {"name": "f", "description": "A tool.", "parameters": {}}}',
+        '{"name": "f"}',
+        'One could write {"name": "f", "arguments": {}} here.',
+        '{"name": "f", "arguments": {}} is an example.',
+    ],
+)
+def test_other_objects_are_no_bare_calls(text: str) -> None:
+    for tools in ([Tool({"name": "f"})], []):
+        parsed = get_format("hermes").parse(text, tools, lenient=True)
+        assert (parsed.calls, parsed.malformed, parsed.prose) == ((), (), text)
 
 
 def test_calls_prose_and_malformed_spans_have_their_positions() -> None:

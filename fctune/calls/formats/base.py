@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Literal, NamedTuple, get_args
 
+from fctune.calls.formats.call_objects import find_bare_calls
 from fctune.data.conversation import Call, Tool
 from fctune.parsing.forward_search import ForwardSearch
 
@@ -183,11 +184,16 @@ class CallFormat(ABC):
             text: One assistant turn, with or without the mark that ends it.
             tools: The tools on offer; formats whose values carry no type take it from their schemas.
             lenient: Read as serving engines do: close what is left open, decode arguments sent as a string, accept
-                ``parameters`` for ``arguments`` and Python's quotes for JSON's. Otherwise only the exact format is
-                read.
+                ``parameters`` for ``arguments`` and Python's quotes for JSON's. If that finds nothing, read JSON
+                objects that call tools on offer, bare or in a code fence. Otherwise only the exact format is read.
         """
         state = ParseState(text, _find_content_end(text))
-        self._read(state, _find_content_start(text, state.end), tools, lenient)
+        start = _find_content_start(text, state.end)
+        self._read(state, start, tools, lenient)
+        if lenient and tools and not state.calls and not state.malformed:
+            names = {tool.name for tool in tools}
+            for found in find_bare_calls(text[: state.end], max(start, state.position), names):
+                state.add_calls(*found)
         return state.finish()
 
     def parse_both(self, text: str, tools: Sequence[Tool] = ()) -> tuple[Parsed, Parsed]:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fctune.calls.formats.base import CallFormat, ParseState
+from fctune.calls.formats.call_objects import to_call
 from fctune.data.conversation import Call, Tool
 from fctune.errors import DataError
-from fctune.parsing.json_reader import ParseError, decode_json, read_json, skip_space
+from fctune.parsing.json_reader import ParseError, read_json, skip_space
 from fctune.parsing.python_reader import PythonReader
 
 CALL_START = re.compile(r"""\{\s*["'](?:name|type|function|id|arguments|parameters)["']\s*:""")
@@ -52,41 +53,6 @@ def to_object(call: Call, key: str = "arguments", has_id: bool = False) -> dict[
     if has_id and call.id is not None:
         written["id"] = call.id
     return written
-
-
-def to_call(value: Any, key: str, lenient: bool = False) -> Call | str:
-    """Return the call that a decoded object describes, or the reason why it describes none.
-
-    Args:
-        value: The decoded object.
-        key: The format's key for the arguments: ``arguments`` or ``parameters``.
-        lenient: Accept either key, arguments as a string of JSON, missing arguments, and unknown keys.
-    """
-    if not isinstance(value, dict):
-        return f"expected an object, got {type(value).__name__}"
-    if lenient:
-        function = value.get("function")
-        value = {**value, **function} if isinstance(function, dict) else value
-        arguments = value.get(key, value.get("parameters" if key == "arguments" else "arguments"))
-        if isinstance(arguments, str):
-            try:
-                arguments = decode_json(arguments, lenient=True)
-            except ParseError as error:
-                return f"{key} are a string that is not JSON: {error.reason}"
-        arguments = {} if arguments is None else arguments
-    else:
-        unknown = value.keys() - {"name", key, "type", "id"}
-        if unknown:
-            return f"unknown key {min(unknown)[:40]!r}"
-        if key not in value:
-            return f"missing {key!r}"
-        arguments = value[key]
-    name, call_id = value.get("name"), value.get("id")
-    if not isinstance(name, str) or not name:
-        return "missing name"
-    if not isinstance(arguments, dict):
-        return f"{key}: expected an object, got {type(arguments).__name__}"
-    return Call(name, arguments, call_id if isinstance(call_id, str) else None)
 
 
 def read_objects(state: ParseState, start: int, key: str, mark: str = "") -> None:
