@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
+from collections.abc import Iterable
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
+
+# What a terminal obeys instead of showing: C0 except tab and line feed, DEL, C1, changes of text direction.
+_CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")
+
+
+def escape_controls(text: str) -> str:
+    """Write out the control characters of text from rows, tools, models or servers, as escapes of Python."""
+    return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
 class Terminal(Console):
-    """A console that survives a closed pipe (``| head``): the command finishes its work and keeps its exit code.
+    """A console that survives a closed pipe (``| head``) and shows control characters instead of sending them.
 
-    Rich's own console would exit with 1, which means a failed check.
+    After a closed pipe, the command finishes its work and keeps its exit code; rich's own console would exit with 1,
+    which means a failed check. Control characters in any text, table or panel are written out: they come from data.
     """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render with control characters in the text written out; rich's own styles and cursor moves remain."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(escape_controls(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
         """Discard all further output."""

@@ -28,6 +28,7 @@ from fctune.cli import (
 from fctune.cli.parser import Parser, resolve_config_arguments
 from fctune.config.loading import read_environment
 from fctune.errors import CheckpointError, ConfigError, DataError
+from fctune.terminal import escape_controls
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parse(parser, argv)
         code: int = arguments.run(arguments)
     except (ConfigError, DataError, CheckpointError) as error:
-        print(error, file=sys.stderr)
+        print(escape_controls(str(error)), file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of our output has closed it
         return 0

@@ -21,6 +21,7 @@ from fctune.config.loading import read_environment
 from fctune.config.shipped import resolve_shipped_path, shipped_dir
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.generation.model_files import find_model
+from fctune.terminal import escape_controls
 
 _SERVERS = ("vllm", "sglang")
 
@@ -44,7 +45,7 @@ def run_module(name: str, prog: str, argv: Sequence[str] | None = None) -> int:
         return _runner(name)(arguments)
     except (ConfigError, DataError, CheckpointError) as error:
         if read_environment().get("RANK", "0") == "0":  # every rank of torchrun raises it
-            print(error, file=sys.stderr)
+            print(escape_controls(str(error)), file=sys.stderr)
         return 2
 
 

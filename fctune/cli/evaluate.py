@@ -39,6 +39,7 @@ from fctune.generation.endpoint import EndpointEngine
 from fctune.generation.engine import Engine, Sampling
 from fctune.generation.http_client import RetryPolicy
 from fctune.generation.model_files import ModelFiles, find_model
+from fctune.terminal import escape_controls
 
 if TYPE_CHECKING:
     from fctune.distributed import World
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         code = _run(arguments, world)
     except (ConfigError, DataError, CheckpointError) as error:
         if world is None or world.is_main:  # every rank raises it
-            print(error, file=sys.stderr)
+            print(escape_controls(str(error)), file=sys.stderr)
         return 2
     if world is not None:
         from fctune.distributed import shutdown_distributed

@@ -266,8 +266,8 @@ class PrometheusConfig:
 
     port: Annotated[int | None, Range(ge=1, le=65535), Null("no endpoint")] = None
     """TCP port."""
-    host: str = "0.0.0.0"
-    """Address to listen on; 127.0.0.1 accepts connections of this machine only."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 accepts connections of other machines, from anyone who can reach the port."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -6,6 +6,7 @@ Blog, 2015), and are never shorter than what the server requests in ``Retry-Afte
 
 from __future__ import annotations
 
+import base64
 import email.utils
 import json
 import random
@@ -25,6 +26,8 @@ _TRANSIENT = {408, 409, 425, 429}
 _FATAL = {401, 403, 404, 405}
 _MAX_CONNECT_S = 10.0
 _MAX_REASON_LENGTH = 300
+# Length of the shortest piece of an API key that is redacted; providers themselves show the last four characters.
+_SECRET_PIECE_LENGTH = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ class HttpClient:
         max_body_bytes: int = 64 * 1024**2,
     ):
         self.retry_policy = retry_policy or RetryPolicy()
-        self._api_key = api_key
+        self._secret_pieces = _cut_secret(api_key) if api_key else frozenset()
         self._max_body_bytes = max_body_bytes
         self._stopped = threading.Event()
         self._random = random.Random()
@@ -134,9 +137,8 @@ class HttpClient:
         return self._retry(lambda: self._attempt("POST", path, body, lambda answer: read(answer.iter_events())))
 
     def redact(self, text: str) -> str:
-        """Return the text on one line, shortened and without the API key."""
-        line = " ".join(text.split())
-        line = line.replace(self._api_key, "***") if self._api_key else line
+        """Return the text on one line, shortened and without any piece of the API key, as it is or encoded."""
+        line = _remove_pieces(" ".join(text.split())[: 4 * _MAX_REASON_LENGTH], self._secret_pieces)
         return line if len(line) <= _MAX_REASON_LENGTH else line[: _MAX_REASON_LENGTH - 3] + "..."
 
     def _retry(self, attempt: Callable[[], T]) -> T:
@@ -239,6 +241,35 @@ class _Body:
             *lines, rest = (rest + piece).split(b"\n")
             yield from lines
         yield rest
+
+
+def _cut_secret(secret: str) -> frozenset[str]:
+    """Return all pieces of a secret and of its hexadecimal and base64 forms, of one length."""
+    raw = secret.encode()
+    forms = [secret, raw.hex(), raw.hex().upper()]
+    for num_before in range(3):
+        # Base64 depends on the number of bytes before the secret, as in "Bearer ": skip letters that encode those too.
+        encoded = base64.b64encode(b"\0" * num_before + raw).decode()
+        encoded = encoded[(num_before * 8 + 5) // 6 : (num_before + len(raw)) * 8 // 6]
+        forms += [encoded, encoded.replace("+", "-").replace("/", "_")]
+    length = min(_SECRET_PIECE_LENGTH, len(secret))
+    return frozenset(form[at : at + length] for form in forms for at in range(len(form) - length + 1))
+
+
+def _remove_pieces(line: str, pieces: frozenset[str]) -> str:
+    """Replace each stretch of a line that consists of pieces of a secret by ``***``."""
+    length = len(next(iter(pieces), ""))
+    kept: list[str] = []
+    position = hidden_to = 0
+    while position < len(line):
+        if length and line[position : position + length] in pieces:
+            if position >= hidden_to:
+                kept.append("***")
+            hidden_to = position + length
+        elif position >= hidden_to:
+            kept.append(line[position])
+        position += 1
+    return "".join(kept)
 
 
 def _parse_retry_after(value: str | None) -> float | None:

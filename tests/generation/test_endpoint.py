@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import email.utils
 import gzip
 import json
@@ -226,6 +227,32 @@ def test_the_api_key_is_sent_and_never_shown(tmp_path: Any, monkeypatch: pytest.
         assert KEY not in str(EndpointEngine(log.url, api_key=KEY).describe())
         ask(log, ["Hi"])
         assert "Authorization" not in log.headers[1]
+
+
+@pytest.mark.parametrize(
+    "encode",
+    [
+        lambda key: key[3:-3],
+        lambda key: key[:12],
+        lambda key: base64.b64encode(key.encode()).decode(),
+        lambda key: base64.b64encode(f"Bearer {key}".encode()).decode(),
+        lambda key: base64.urlsafe_b64encode(f"u:{key}".encode()).decode()[4:],
+        lambda key: key.encode().hex(),
+    ],
+)
+def test_a_piece_of_the_api_key_or_an_encoding_of_it_is_never_shown(encode: Any) -> None:
+    key = "sk-9vQ2rT7xW4mZ8pL1+/dY6"
+    echoed = encode(key)
+    with serve(lambda handler, *_: handler.send(400, f"key <{echoed}> is no good")) as log:
+        (answer,) = ask(log, ["Hi"], api_key=key)
+    assert answer.error is not None
+    assert answer.error.startswith("HTTP 400: key <")
+    assert answer.error.endswith("> is no good")
+    shown = answer.error.removeprefix("HTTP 400: key <").removesuffix("> is no good")
+    # What encodes "Bearer " or a user name is no secret.
+    assert "***" in shown
+    assert not any(echoed[-size:] in shown for size in range(8, len(echoed)))
+    assert len(shown.replace("***", "")) < 14
 
 
 def test_a_missing_server_is_a_config_error() -> None:
