@@ -258,11 +258,15 @@ def scrape(port: int, accept: str = "text/plain") -> dict[str, float]:
     return found
 
 
+def test_the_prometheus_endpoint_is_open_to_its_own_machine_only_by_default() -> None:
+    assert PrometheusConfig().host == "127.0.0.1"
+
+
 @pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
 def test_a_scrape_returns_the_last_step_and_counts_alerts(accept: str) -> None:
     pytest.importorskip("prometheus_client")
     port = free_port()
-    sink = PrometheusSink(PrometheusConfig(port=port, host="127.0.0.1"), "mine", 100)
+    sink = PrometheusSink(PrometheusConfig(port=port), "mine", 100)
     assert scrape(port, accept)["fctune_num_steps"] == 100
     sink.write(metrics_of(1, is_spike=True, validation_loss=1.5, loss=math.nan))
     assert scrape(port, accept)["fctune_is_spike"] == 1
