@@ -11,7 +11,15 @@ from fctune.data.conversation import Call, Tool
 from fctune.data.tool_schema import ToolSet
 
 ErrorKind = Literal[
-    "correct", "wrong_name", "wrong_arguments", "wrong_count", "missed_call", "false_call", "malformed", "no_answer"
+    "correct",
+    "wrong_name",
+    "wrong_arguments",
+    "wrong_count",
+    "missed_call",
+    "false_call",
+    "malformed",
+    "no_answer",
+    "not_judged",
 ]
 ERROR_KINDS: tuple[str, ...] = get_args(ErrorKind)
 
@@ -108,6 +116,18 @@ def judge(expected: Sequence[Call], parsed: Parsed, tools: Sequence[Tool] | Tool
 def judge_failure(num_expected: int, reason: str) -> Judgement:
     """Judge a case without an answer: wrong even if no call was due, and part of every denominator."""
     return Judgement(Outcome("no_answer", num_expected, num_called=0), reason, (f"no answer: {reason}",))
+
+
+def judge_error(failure: Judgement, error: Exception) -> Judgement:
+    """Return the judgement of an answer that could not be judged: wrong, named as such, and in every denominator.
+
+    Args:
+        failure: The case's judgement of a missing answer.
+        error: What judging raised.
+    """
+    reason = f"could not be judged: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    benchmark = None if failure.benchmark is None else BenchmarkVerdict(False, reason)
+    return Judgement(failure.outcome._replace(verdict="not_judged"), reason, (reason,), benchmark)
 
 
 def classify(names: Sequence[str], parsed: Parsed) -> ErrorKind:

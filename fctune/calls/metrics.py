@@ -68,7 +68,7 @@ def _score_category(cases: Counter[Outcome]) -> dict[str, Any]:
         "verdicts": {verdict: verdicts[verdict] for verdict in ERROR_KINDS},
         "rates": {
             "accuracy": rate(verdicts["correct"], n),
-            "well_formed": rate(n - verdicts["malformed"] - verdicts["no_answer"], n),
+            "well_formed": rate(n - verdicts["malformed"] - verdicts["no_answer"] - verdicts["not_judged"], n),
             "tool_selection": rate(
                 total(lambda case: case.num_expected > 0 and case.verdict in ("correct", "wrong_arguments")), num_due
             ),

@@ -83,6 +83,9 @@ def _show(summary: dict[str, Any], out: Path) -> None:
     if unknown:
         num_rows = _count(sum(unknown.values()), "prediction")
         lines.append(f"{num_rows} with an unknown id, wrong and in no category: {_shorten(list(unknown))}")
+    if not_judged := summary["not_judged"]:
+        named = "; ".join(f"{i}: {reason}" for i, reason in list(not_judged.items())[:_NUM_SHOWN])
+        lines.append(f"{_count(len(not_judged), 'prediction')} could not be judged, counted as wrong: {named}")
     if repeated:
         lines.append(f"{_count(repeated, 'id')} more than once; each prediction counts")
     lines.append(f"verdicts: {out}   all rates: {out.with_suffix('.summary.json')}")

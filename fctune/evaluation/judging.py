@@ -5,12 +5,12 @@ Every command takes this path: evaluation of a model or server, prediction files
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fctune.calls.formats.base import CallFormat, Malformed, Parsed
-from fctune.calls.judge import Judgement
+from fctune.calls.judge import Judgement, judge_error
 from fctune.calls.tool_calls import Reading, read_tool_calls
 from fctune.data.conversation import Call, Tool
 from fctune.evaluation.cases import Case
@@ -34,9 +34,19 @@ def read_answer(answer: Answer, call_format: CallFormat | None, tools: Sequence[
 
 
 def judge_reading(case: Case, reading: Reading) -> tuple[Judgement, Judgement]:
-    """Judge a single-turn answer in its strict and in its lenient reading."""
-    strict = case.judge(reading.strict, reading.decoded)
-    return strict, strict if reading.lenient is reading.strict else case.judge(reading.lenient)
+    """Judge a single-turn answer in its strict and in its lenient reading; an answer must not end the evaluation."""
+    strict = judge_or_report(case, lambda: case.judge(reading.strict, reading.decoded))
+    if reading.lenient is reading.strict:
+        return strict, strict
+    return strict, judge_or_report(case, lambda: case.judge(reading.lenient))
+
+
+def judge_or_report(case: Case | MultiTurnCase, judge: Callable[[], Judgement]) -> Judgement:
+    """Judge an answer to a case; whatever judging raises becomes the judgement "not_judged"."""
+    try:
+        return judge()
+    except Exception as error:  # an answer may hold anything, and checkers that are not ours may raise anything
+        return judge_error(case.judge_failure(""), error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +106,10 @@ def judge_row(case: Case | MultiTurnCase, row: Row, lenient: bool = False) -> Ju
     """Judge a row of the results again, from the calls that it holds."""
     if row.get("error") is not None:
         return case.judge_failure(row["error"])
+    return judge_or_report(case, lambda: _judge_row(case, row, lenient))
+
+
+def _judge_row(case: Case | MultiTurnCase, row: Row, lenient: bool) -> Judgement:
     if isinstance(case, Case):
         reading = _read_plain(row)
         return case.judge(reading.lenient) if lenient else case.judge(reading.strict, reading.decoded)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from fctune.calls.formats.base import CallFormat, Malformed, Parsed
 from fctune.calls.formats.registry import get_format
-from fctune.calls.judge import Judgement
+from fctune.calls.judge import Judgement, judge_error
 from fctune.calls.tool_calls import Reading, read_tool_calls
 from fctune.data.conversation import Tool
 from fctune.errors import ConfigError, DataError
@@ -84,7 +84,18 @@ class JudgedPrediction(NamedTuple):
 
 
 def judge_prediction(case: Case | MultiTurnCase, prediction: Prediction) -> JudgedPrediction:
-    """Read and judge a prediction; an answer of the wrong kind, or none, is a failure."""
+    """Read and judge a prediction; an answer of the wrong kind, or none, is a failure.
+
+    Whatever reading or judging raises becomes the judgement "not_judged".
+    """
+    try:
+        return _judge_prediction(case, prediction)
+    except Exception as error:  # a prediction may hold anything, and must not end the scoring of the others
+        failure = judge_error(case.judge_failure(""), error)
+        return JudgedPrediction(failure, failure)
+
+
+def _judge_prediction(case: Case | MultiTurnCase, prediction: Prediction) -> JudgedPrediction:
     if isinstance(case, Case):
         reading = prediction.read(case.prompt.tools)
         if reading is not None:

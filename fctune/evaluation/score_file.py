@@ -7,6 +7,7 @@ so does an answer that never came.
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from fctune.evaluation.judging import to_plain
 from fctune.evaluation.predictions import JudgedPrediction, Prediction, judge_prediction, read_predictions
 from fctune.evaluation.suites import Suite
 from fctune.evaluation.summary import Tally
-from fctune.files import open_atomically, write_atomically
+from fctune.files import write_atomically
+
+# A kill loses the verdicts of this time at most.
+_FLUSH_EVERY_S = 0.5
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -31,10 +35,14 @@ def score_file(
     the ``calls`` and ``malformed`` stretches of a text's strict reading; and ``valid_lenient`` and ``reason_lenient``
     for a text, or if the two readings differ. For cases of the leaderboard, ``valid`` and ``reason`` are its own
     verdict; ``verdict`` is always that of the strict typed match. ``category`` is None if no case has the id, ``valid``
-    if its category cannot be run. The output file is complete or absent.
+    if its category cannot be run. An answer that could not be judged has the verdict "not_judged" and counts as wrong.
+
+    Rows are written as they are judged, to ``partial_path(out)``, which becomes the output file at the end. If the
+    predictions or the disk fail before, the verdicts so far stay there.
 
     The summary has the rates of ``Tally.summarise``, ``num_cases``, ``not_run`` (categories and reasons),
-    ``unknown_ids`` with how often each occurred, ``missing_ids`` and ``num_repeated_ids``.
+    ``unknown_ids`` with how often each occurred, ``missing_ids``, ``num_repeated_ids`` and ``not_judged`` with the
+    reason for each id.
 
     Args:
         suite: The cases.
@@ -49,21 +57,32 @@ def score_file(
     out = Path(out)
     if out.exists() and not out.is_file():
         raise ConfigError(f"--out {out}: not a file. Pass a file path.")
-    if out.exists() and Path(predictions).exists() and out.samefile(predictions):
+    partial = partial_path(out)
+    if Path(predictions).exists() and any(path.exists() and path.samefile(predictions) for path in (out, partial)):
         raise ConfigError(f"--out {out}: is also the file of predictions. Pass another file.")
     count = _Count(suite)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         # Half a surrogate pair, which JSON can express and UTF-8 cannot, stays escaped.
-        with open_atomically(out, errors="backslashreplace") as rows:
+        with open(partial, "w", encoding="utf-8", errors="backslashreplace") as rows:
+            flushed = time.monotonic()
             for prediction in read_predictions(predictions, default_format):
                 rows.write(_encode(count.judge(prediction)) + "\n")
-            summary = {"predictions": str(predictions), **count.summarise()}
-            text = json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
-            write_atomically(out.with_suffix(".summary.json"), text.encode("utf-8", "backslashreplace"))
+                if (now := time.monotonic()) - flushed > _FLUSH_EVERY_S:
+                    rows.flush()
+                    flushed = now
+        summary = {"predictions": str(predictions), **count.summarise()}
+        text = json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
+        write_atomically(out.with_suffix(".summary.json"), text.encode("utf-8", "backslashreplace"))
+        partial.replace(out)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written ({error.strerror}).") from None
     return summary
+
+
+def partial_path(out: Path) -> Path:
+    """Return the file next to ``out`` that verdicts are written to until all of them are made."""
+    return out.with_suffix(f".partial{out.suffix}")
 
 
 class _Count:
@@ -74,6 +93,7 @@ class _Count:
         self._tally = Tally(has_total=suite.benchmark is None)
         self._ids: Counter[str] = Counter()
         self._unknown: Counter[str] = Counter()
+        self._not_judged: dict[str, str] = {}
 
     def judge(self, prediction: Prediction) -> dict[str, Any]:
         """Judge and count one prediction, and return its output row."""
@@ -86,6 +106,9 @@ class _Count:
             self._unknown[prediction.id] += 1
             return {"id": prediction.id, "category": None, "valid": False, "reason": "no such case"}
         judged = judge_prediction(case, prediction)
+        for one in judged[:2]:
+            if one.outcome.verdict == "not_judged":
+                self._not_judged[prediction.id] = one.reason
         self._tally.add(case.category, judged.strict, judged.lenient)
         return _to_row(prediction.id, case.category, judged)
 
@@ -103,6 +126,7 @@ class _Count:
             **self._tally.summarise(),
             "unknown_ids": dict(self._unknown),
             "missing_ids": [case.id for case in missing],
+            "not_judged": dict(self._not_judged),
             "num_repeated_ids": sum(times > 1 for times in self._ids.values()),
         }
 

@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 
 from fctune.calls.bfcl.cases import CATEGORIES, MULTI_TURN, BfclCase, category_of, read_bfcl
+from fctune.calls.formats.base import Parsed
 from fctune.calls.formats.registry import FORMATS
+from fctune.calls.judge import Judgement
 from fctune.calls.metrics import wilson_interval
 from fctune.data.conversation import Call, Tool
 from fctune.errors import ConfigError, DataError
 from fctune.evaluation.bfcl import to_tool
+from fctune.evaluation.cases import Case as OwnCase
 from fctune.evaluation.cases import read_cases
-from fctune.evaluation.score_file import score_file
+from fctune.evaluation.score_file import partial_path, score_file
 from fctune.evaluation.suites import BfclSuite, Suite
 from tests.calls.bfcl_wheel import (
     PYTHON_CATEGORIES,
@@ -402,12 +405,63 @@ def test_cases_of_your_own_are_scored_the_same_way(write_rows: WriteRows) -> Non
     }  # fmt: skip
 
 
+def test_one_prediction_never_ends_the_scoring(write_rows: WriteRows, tmp_path: Path) -> None:
+    """An integer beyond every float, and a checker that raises something unforeseen."""
+    cases = read_cases(write_rows(CASES, "cases.jsonl"))
+    raising = RaisingCase(cases[1].id, cases[1].category, cases[1].prompt, cases[1].expected)
+    calls = [{"name": "f", "arguments": {"a": 1}}]
+    text = f"[f(a=1{'0' * 310})]"
+    rows = [
+        {"id": "c0", "text": text, "format": "pythonic"},
+        {"id": "c1", "calls": calls},
+        {"id": "c0", "calls": calls},
+    ]
+    out = tmp_path / "out.jsonl"
+    summary = score_file(Suite("cases", (cases[0], raising, cases[2])), write_rows(rows), out)
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["valid"], row["verdict"]) for row in written] == [
+        (False, "wrong_arguments"), (False, "not_judged"), (True, "correct"),
+    ]  # fmt: skip
+    reason = "could not be judged: ZeroDivisionError: division by zero"
+    assert written[1]["reason"] == reason
+    assert summary["not_judged"] == {"c1": reason}
+    assert summary["scores"]["single"]["verdicts"]["not_judged"] == 1
+    assert summary["scores"]["single"]["n"] == 3
+
+
+class RaisingCase(OwnCase):
+    """A case whose checker fails."""
+
+    def judge(self, parsed: Parsed, decoded: Parsed | None = None) -> Judgement:
+        raise ZeroDivisionError("division by zero")
+
+
+@needs_wheel
+@pytest.mark.parametrize("value", [10**310, -(10**4000), 1e308])
+def test_huge_numbers_get_the_official_verdict(value: float, write_rows: WriteRows) -> None:
+    case = next(case for case in load_cases("multiple") if case.id == "multiple_106")
+    calls = [Call(call.name, {**call.arguments, "charge": value}) for call in gold_calls(case)]
+    texts = [{"id": case.id, "text": FORMATS[name].render(calls), "format": name} for name in ("pythonic", "hermes")]
+    out, _ = score_bfcl(write_rows([*texts, {"id": case.id, "calls": to_json(calls)}]))
+    assert official_checker()(case, calls) is not True
+    assert [(row["valid"], row["verdict"]) for row in out] == [(False, "wrong_arguments")] * 3
+
+
+def test_verdicts_reach_the_disk_before_the_scoring_ends(write_rows: WriteRows, tmp_path: Path) -> None:
+    suite = Suite("cases", tuple(read_cases(write_rows(CASES, "cases.jsonl"))))
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(DataError, match="1 invalid prediction"):
+        score_file(suite, write_rows([{"id": "c0", "calls": []}, {"calls": []}, {"id": "c2", "calls": []}]), out)
+    kept = [json.loads(line) for line in partial_path(out).read_text().splitlines()]
+    assert [(row["id"], row["valid"]) for row in kept] == [("c0", False), ("c2", True)]
+
+
 def test_the_output_file_is_complete_or_absent(write_rows: WriteRows, tmp_path: Path) -> None:
     suite = Suite("cases", tuple(read_cases(write_rows(CASES, "cases.jsonl"))))
     out = tmp_path / "out.jsonl"
     with pytest.raises(DataError, match="1 invalid prediction"):
         score_file(suite, write_rows([{"id": "c0", "calls": []}, {"calls": []}]), out)
-    assert {path.name for path in tmp_path.iterdir()} == {"cases.jsonl", "rows.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {"cases.jsonl", "rows.jsonl", "out.partial.jsonl"}
     predictions = write_rows([{"id": "c0", "calls": []}])
     with pytest.raises(ConfigError, match="Pass another file"):
         score_file(suite, predictions, predictions)
@@ -419,6 +473,7 @@ def test_the_output_file_is_complete_or_absent(write_rows: WriteRows, tmp_path: 
     score_file(suite, predictions, out)
     score_file(suite, predictions, out)
     assert len(out.read_text().splitlines()) == 1
+    assert not partial_path(out).exists()
 
 
 def test_half_a_surrogate_pair_stays_escaped(write_rows: WriteRows, tmp_path: Path) -> None:

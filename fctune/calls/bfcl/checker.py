@@ -115,6 +115,7 @@ class CallChecker:
             AttributeError,
             ValueError,
             NotImplementedError,
+            OverflowError,
             RecursionError,
         ) as error:
             return BfclVerdict(False, f"the answer or its schema cannot be compared with: {type(error).__name__}")
