@@ -6,7 +6,7 @@ model would see, or learn to produce, the end of a turn in the middle of a text.
 
 from __future__ import annotations
 
-import json
+import marshal
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,9 +20,10 @@ _SHIFT = 0xF0000
 _HIDDEN = re.compile("[\U000f0000-\U000ffffd]+")
 
 # The spellings of the control tokens of public chat models, for rows that are checked without a tokenizer.
-COMMON_SPELLINGS = re.compile(
+_COMMON_SPELLINGS = re.compile(
     r"<[|｜][\w▁/-]{1,40}[|｜]>|<(?:start|end)_of_turn>|\[/?(?:INST|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS)\]"
 )
+_COMMON_IN_BYTES = re.compile("<[|]|<｜|_of_turn>|INST]|TOOL_|AVAILABLE_TOOLS".encode())
 
 
 class ControlTokens:
@@ -34,16 +35,15 @@ class ControlTokens:
 
     def __init__(self, contents: Iterable[str]):
         self._contents = frozenset(filter(str.strip, contents))
-        spellings = {json.dumps(content, ensure_ascii=False)[1:-1] for content in self._contents}
-        self._in_json = _match_any(spellings)
         self._in_text = _match_any(self._contents)
+        self._in_bytes = re.compile(self._in_text.pattern.encode())
 
     def __reduce__(self) -> tuple[type[ControlTokens], tuple[frozenset[str]]]:
         return ControlTokens, (self._contents,)
 
     def find(self, conversation: Conversation) -> str | None:
         """Return where the first control token is spelled in a conversation and its spelling, or None."""
-        if self._in_json.search(conversation.to_json()) is None:
+        if self._in_bytes.search(_dump(conversation)) is None:
             return None
         return next(iter_spelled(conversation, self._in_text), None)
 
@@ -53,7 +53,7 @@ class ControlTokens:
         Raises:
             DataError: The conversation holds characters of the private-use plane that hidden ones are shifted to.
         """
-        if self._in_json.search(conversation.to_json()) is None:
+        if self._in_bytes.search(_dump(conversation)) is None:
             return conversation
         if _HIDDEN.search(conversation.to_json()) is not None:
             raise DataError(
@@ -61,6 +61,13 @@ class ControlTokens:
                 "encoded as plain text; remove either from the row"
             )
         return map_strings(conversation, lambda text: self._in_text.sub(lambda match: _shift(match[0]), text))
+
+
+def find_common_spelling(conversation: Conversation) -> str | None:
+    """Return where a control token of a public chat model is spelled in a conversation and its spelling, or None."""
+    if _COMMON_IN_BYTES.search(_dump(conversation)) is None:
+        return None
+    return next(iter_spelled(conversation, _COMMON_SPELLINGS), None)
 
 
 def iter_spelled(conversation: Conversation, pattern: re.Pattern[str]) -> Iterator[str]:
@@ -108,6 +115,15 @@ def has_hidden(text: str) -> bool:
 def restore_hidden(text: str) -> str:
     """Return the text with its hidden characters restored; the length stays the same."""
     return _HIDDEN.sub(lambda match: "".join(chr(ord(char) - _SHIFT) for char in match[0]), text)
+
+
+def _dump(conversation: Conversation) -> bytes:
+    """Return all strings of a conversation in UTF-8, among other bytes; marshal takes a tenth of the time of JSON."""
+    row = conversation.to_openai()
+    try:
+        return marshal.dumps(row, 2)
+    except ValueError:  # it takes no subclasses, such as the structs of Arrow
+        return repr(row).encode("utf-8", "surrogatepass")
 
 
 def _shift(text: str) -> str:

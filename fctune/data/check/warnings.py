@@ -7,7 +7,7 @@ import marshal
 import re
 from collections.abc import Iterator
 
-from fctune.data.control_tokens import COMMON_SPELLINGS, iter_spelled
+from fctune.data.control_tokens import find_common_spelling
 from fctune.data.conversation import Call, Conversation, Tool
 from fctune.data.sources import ParsedRow, RowWarning
 from fctune.data.tool_schema import ToolSchema, load_schema
@@ -51,8 +51,8 @@ def iter_warnings(row: ParsedRow) -> Iterator[RowWarning]:
     """Yield the warnings about a row: the reader's, then those about turns, tools and calls."""
     yield from row.warnings
     yield from _iter_turn_warnings(row)
-    if COMMON_SPELLINGS.search(row.conversation.to_json()) is not None:
-        found = next(iter_spelled(row.conversation, COMMON_SPELLINGS), "")
+    found = find_common_spelling(row.conversation)
+    if found is not None:
         yield RowWarning("", "spelled_control_token", found)
     tools = {tool.name: tool for tool in row.conversation.tools}
     for i, tool in enumerate(row.conversation.tools):
