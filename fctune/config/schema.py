@@ -95,7 +95,7 @@ class DataConfig:
     """Sources, read in this order."""
     validation_share: Annotated[float, Range(ge=0, lt=1)] = 0.02
     """Share of conversations held out for validation; chosen by hash, so a conversation keeps its split when rows are
-    added."""
+    added. At least one is held out of 20 or more; 0: none."""
     max_samples: Annotated[int | None, _AT_LEAST_1, Null("all rows")] = None
     """Rows to read from each source."""
     seq_len: Annotated[int, Range(ge=8)] = 4096

@@ -41,7 +41,10 @@ class ChatTemplate:
             raise DataError(f"{self.model_dir}: {error}") from None
         special_ids = set(self.tokenizer.all_special_ids)
         special_ids |= {i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
-        prompts = tuple(self._find_generation_prompts())
+        try:
+            prompts = tuple(self._find_generation_prompts())
+        except DataError as error:
+            raise DataError(f"{self.model_dir}: {str(error).removeprefix(f'{self.model_dir}: ')}") from None
         header = self._find_history_header()
         tokenizer = OffsetTokenizer(backend)
         controls = ControlTokens(t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special)

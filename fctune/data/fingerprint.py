@@ -16,7 +16,7 @@ from fctune.data.sources.reader import list_files
 from fctune.files import write_atomically
 
 # Part of every fingerprint: raise it when the meaning of the files or the encoding of rows changes.
-_VERSION = 2
+_VERSION = 3
 
 # Data keys that do not affect the prepared set. Every other key is part of its fingerprint, new ones included.
 IGNORED_KEYS = frozenset({"pad_to", "prepared_dir"})

@@ -28,6 +28,7 @@ from fctune.files import staged_directory
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
+_MIN_TO_HOLD_OUT = 20  # fewer conversations are all trained on if validation_share holds none out
 _MAX_WEIGHTS = 256  # codes are bytes
 _ARRAYS: dict[str, Any] = {"tokens": np.int32, "codes": np.uint8, "offsets": np.int64, "digests": np.uint64}
 
@@ -153,6 +154,11 @@ def describe_counts(prepared: PreparedSet) -> list[str]:
         num_packs = prepared.num_packs("train")
         filled = real / (num_packs * prepared.seq_len)
         lines.append(f"{num_packs:,} packs of {prepared.seq_len:,} tokens, {filled:.1%} filled")
+    num_held_out = len(prepared.packs["validation"][0])
+    if prepared.inputs["validation_share"]:
+        share = f"data.validation_share={prepared.inputs['validation_share']}"
+        none = f"no conversation held out for validation ({share} of so few); validation loss is not measured"
+        lines.append(f"{num_held_out:,} held out for validation ({share})" if num_held_out else none)
     for count, what in (
         (counts.invalid, "rows skipped as invalid"),
         (counts.overlong, f"conversations dropped, longer than {prepared.seq_len:,} tokens"),
@@ -198,6 +204,8 @@ def _write(
         for file in (tokens_file, codes_file):
             file.flush()
             os.fsync(file.fileno())
+    if config.validation_share and not members["validation"]:
+        _hold_out_one(members, np.asarray(digests, dtype=np.uint64))
     if not members["train"]:
         raise DataError(_explain_no_rows(counts, config))
     arrays: dict[str, NDArray[Any]] = {
@@ -219,6 +227,15 @@ def _write(
         "sizes": sizes,
     }
     (path / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+
+
+def _hold_out_one(members: dict[Split, array[int]], digests: NDArray[np.uint64]) -> None:
+    """Move the conversation of the smallest digest to the validation split, in place, if there are 20 or more."""
+    if len(np.unique(digests)) < _MIN_TO_HOLD_OUT:
+        return
+    is_held_out = digests == digests.min()
+    members["validation"].extend(int(index) for index in np.flatnonzero(is_held_out))
+    members["train"][:] = array("q", (index for index in members["train"] if not is_held_out[index]))
 
 
 def _code(values: NDArray[np.float32], known: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:

@@ -7,8 +7,11 @@ the spans of its messages without knowledge of the strings that a model family u
 from __future__ import annotations
 
 import itertools
+import operator
 import re
+import resource
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +22,16 @@ from jinja2 import nodes
 
 from fctune.data.conversation import Conversation
 from fctune.errors import DataError
+
+_MAX_NUMBER = 10**7  # of a template's arithmetic and constants, which could be a width or a count
+_MAX_LENGTH = 10**8
+_FREE_S = 0.1  # wall time of a rendering without checks
+_MAX_CPU_S = 2.0
+_MAX_GROWTH_BYTES = 2**29
+
+
+class TemplateLimitError(Exception):
+    """A template exceeds a limit on time, memory or the size of a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +66,7 @@ class TracedTemplate:
         self._source, self._variables = source, variables
         self._nonce = secrets.token_hex(8)
         self._marker = re.compile(rf"\[{self._nonce}:(\d+):(\d*)\]")
+        self._budget = _Budget()
         self._template = self._instrument(source)
 
     def __reduce__(self) -> tuple[type[TracedTemplate], tuple[str, dict[str, Any]]]:
@@ -72,6 +86,7 @@ class TracedTemplate:
             for index, message in enumerate(conversation.messages)
         ]
         tools = [tool.to_openai() for tool in conversation.tools] or None
+        self._budget.start()
         try:
             marked = self._template.render(
                 messages=messages,
@@ -82,7 +97,7 @@ class TracedTemplate:
             )
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template rejects it: {error}") from None
-        except (TypeError, ValueError, RecursionError) as error:
+        except Exception as error:  # a template can raise anything that its operators, filters and methods do
             raise DataError(f"the chat template fails on it: {type(error).__name__}: {error}") from None
         return self._take_markers(marked)
 
@@ -91,13 +106,24 @@ class TracedTemplate:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         try:
-            # A copy: transformers keeps its environment for its own renderings.
-            environment: jinja2.Environment = _compile_jinja_template(source).environment.overlay()
+            # A copy: transformers keeps its environment for its own renderings. It does not compile the template, since
+            # compilation evaluates constant expressions of any size.
+            environment: jinja2.Environment = _compile_jinja_template("").environment.overlay()
+            environment.intercepted_binops = frozenset(_OPERATORS)  # type: ignore[attr-defined]
+            environment.call_binop = _apply_operator  # type: ignore[attr-defined]
             environment.getattr = partial(_get_attribute, environment, environment.getattr)  # type: ignore[method-assign]
             environment.filters = environment.filters | {"fctune_turn": self._mark_turn, "fctune_end": self._mark_end}
+            environment.filters["fctune_tick"] = self._budget.tick
             tree = environment.parse(source)
+            for constant in tree.find_all(nodes.Const):
+                _check_number(constant.value)
         except jinja2.TemplateError as error:
             raise DataError(f"its chat template is not valid Jinja ({error}).") from None
+        except (TemplateLimitError, RecursionError) as error:
+            raise DataError(f"its chat template cannot be used: {type(error).__name__}: {error}.") from None
+        for block in tree.find_all((nodes.For, nodes.Macro)):
+            if not (isinstance(block, nodes.For) and isinstance(block.target, nodes.Name)):
+                block.body[:0] = environment.parse("{{ '' | fctune_tick }}").body  # type: ignore[attr-defined]
         bodies = [body for node in (tree, *tree.find_all(nodes.Node)) for body in _bodies(node)]
         loops = [
             (body, n) for body in bodies for n in body if isinstance(n, nodes.For) and isinstance(n.target, nodes.Name)
@@ -112,6 +138,7 @@ class TracedTemplate:
     @jinja2.pass_context
     def _mark_turn(self, context: jinja2.runtime.Context, item: Any, loop: int) -> str:
         """Return a loop's marker for an item; empty unless it is a message, since macros trim and compare text."""
+        self._budget.tick()
         if type(item) is not _IndexedMessage:
             return ""
         context.parent[_OPENED].add(loop)
@@ -148,6 +175,56 @@ class TracedTemplate:
         return plain, sorted(spans, key=lambda span: (span.start, -span.stop))
 
 
+class _Budget:
+    """Limits the time and memory of a rendering, checked whenever the template enters a loop's or a macro's body."""
+
+    def start(self) -> None:
+        """Start a rendering."""
+        self._free_until = time.monotonic() + _FREE_S
+        self._cpu_start_s: float | None = None
+        self._start_bytes = 0
+
+    def tick(self, text: str = "") -> str:
+        """Return the text; raise ``TemplateLimitError`` if the rendering has used up its time or memory."""
+        if time.monotonic() < self._free_until:
+            return text
+        if self._cpu_start_s is None:
+            self._cpu_start_s, self._start_bytes = time.thread_time(), _read_resident_bytes()
+        elif time.thread_time() - self._cpu_start_s > _MAX_CPU_S:
+            raise TemplateLimitError(f"it takes more than {_MAX_CPU_S:.0f} s")
+        elif _read_resident_bytes() - self._start_bytes > _MAX_GROWTH_BYTES:
+            raise TemplateLimitError(f"it takes more than {_MAX_GROWTH_BYTES // 2**20:,} MiB of memory")
+        return text
+
+
+def _read_resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * _PAGE_BYTES
+    except OSError:  # only Linux has it; elsewhere the time limit remains
+        return 0
+
+
+def _apply_operator(context: Any, name: str, left: Any, right: Any) -> Any:
+    """Apply ``*`` or ``**`` to values of a template unless the result would be unreasonably large."""
+    if name == "**" and isinstance(left, int) and isinstance(right, int) and abs(left) > 1 and right > _MAX_POWER:
+        raise TemplateLimitError(f"it computes {left} ** {right}")
+    for text, count in ((left, right), (right, left)):
+        if isinstance(text, str | list | tuple) and isinstance(count, int) and len(text) * count > _MAX_LENGTH:
+            raise TemplateLimitError(f"it repeats a value to a length of {len(text) * count:,}")
+    result = _OPERATORS[name](left, right)
+    _check_number(result)
+    return result
+
+
+def _check_number(value: Any) -> None:
+    if isinstance(value, int) and abs(value) > _MAX_NUMBER:
+        raise TemplateLimitError(f"it uses a number over {_MAX_NUMBER:,}")
+
+
+_PAGE_BYTES = resource.getpagesize()
+_MAX_POWER = 64
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {"*": operator.mul, "**": operator.pow}
 _OPENED = "fctune_opened"  # template variable: the loops that are at a message
 _NOT_KEYS = frozenset(dir(dict))
 

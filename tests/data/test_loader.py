@@ -17,7 +17,7 @@ from fctune.config.schema import DataConfig, SourceConfig
 from fctune.data.encoding import Counts, encode_sources
 from fctune.data.loader import IGNORE, GlobalLoader
 from fctune.data.packing import pack_best_fit
-from fctune.data.prepared_set import PreparedSet, is_validation, open_prepared, prepare
+from fctune.data.prepared_set import PreparedSet, describe_counts, is_validation, open_prepared, prepare
 from fctune.data.synthetic import iter_conversations
 from fctune.errors import DataError
 
@@ -152,6 +152,17 @@ def test_no_conversation_is_in_both_splits(prepared: PreparedSet) -> None:
     assert splits[0]
     assert splits[1]
     assert not splits[0] & splits[1]
+
+
+@pytest.mark.parametrize(("num_rows", "num_held_out"), [(6, 0), (25, 1)])
+def test_one_conversation_is_held_out_where_there_is_room_and_none_is_reported(
+    num_rows: int, num_held_out: int, tiny_base: Path, tmp_path: Path
+) -> None:
+    config = data_config(f"synthetic:train:{num_rows}:3", validation_share=1e-9)
+    small = prepare(config, tiny_base, tmp_path)
+    assert (small.num_packs("train"), small.num_packs("validation")) == (num_rows - num_held_out, num_held_out)
+    expected = "1 held out for validation" if num_held_out else "no conversation held out for validation"
+    assert any(line.startswith(expected) for line in describe_counts(small))
 
 
 def test_a_source_weight_repeats_or_subsamples_its_rows(tiny_base: Path, tmp_path: Path) -> None:

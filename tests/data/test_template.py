@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,34 @@ def test_a_template_that_cannot_be_trained_on_is_rejected(
 ) -> None:
     with pytest.raises((ConfigError, DataError), match=words):
         ChatTemplate(broken(source))
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "{{ 1/0 }}",
+        "{{ range(10**9) }}",
+        "{{ range(1000000000) | list }}",
+        "{{ 'x' * 10**10 }}",
+        "{{ 'x' * 1000000000 }}",
+        "{{ 10**10**10 }}",
+        "{{ 'x' | center(10**9) }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a, b in [(1, 2)] * 10000 %}{% for c, d in [(1, 2)] * 100000 %}{% endfor %}{% endfor %}",
+        "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(60) }}",
+        "{{ messages.absent.name }}",
+        "{{ '%s %s' % 1 }}",
+    ],
+)
+def test_a_template_that_fails_or_never_ends_is_named_within_bounded_time_and_memory(
+    hostile: str, broken: Callable[[str | None], Path]
+) -> None:
+    path = broken(LOOP + hostile)
+    started = time.thread_time()
+    with pytest.raises(DataError, match=f"^{path}: .*chat template"):
+        ChatTemplate(path)
+    assert time.thread_time() - started < 10
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "unheard_of"])
