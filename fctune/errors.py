@@ -18,6 +18,10 @@ class CheckpointError(ValueError):
     """Weights or a checkpoint that cannot be read, written or resumed from."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during work that reports what it kept."""
+
+
 class ConfigProblems:
     """Config errors of several checks, to be reported together in the order in which they were found."""
 

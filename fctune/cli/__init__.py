@@ -25,14 +25,17 @@ from fctune.cli import (
     train,
     watch,
 )
-from fctune.cli.parser import Parser, resolve_config_arguments
+from fctune.cli.parser import Parser, report_interrupt, resolve_config_arguments
 from fctune.config.loading import read_environment
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.terminal import escape_controls
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns 0 done, 1 failed check or run, 2 wrong usage, config or input, 75 run stopped."""
+    """Run a command and return its exit code.
+
+    0: done; 1: failed check or run; 2: wrong usage, config or input; 75: run stopped; 130: ended by Ctrl-C.
+    """
     parser = make_parser()
     if "_ARGCOMPLETE" in read_environment():  # set by the shell while it completes a command line
         import argcomplete
@@ -44,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, DataError, CheckpointError) as error:
         print(escape_controls(str(error)), file=sys.stderr)
         return 2
+    except KeyboardInterrupt as interrupt:
+        return report_interrupt(interrupt)
     except BrokenPipeError:  # the reader of our output has closed it
         return 0
     return code

@@ -9,7 +9,7 @@ from typing import Any
 
 from fctune.cli.files import write_file
 from fctune.cli.parser import add_config_arguments
-from fctune.errors import ConfigError, DataError
+from fctune.errors import ConfigError, DataError, Interrupted
 from fctune.models.run_config import load_run_config
 from fctune.terminal import Terminal
 
@@ -143,13 +143,16 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
 
     config = load_run_config(arguments.config, arguments.overrides)
     console = Terminal()
-    with console.status("preparing") as status:
-        prepared = prepare(
-            config.data,
-            resolve_model_dir(config.model.path),
-            prepared_root(config),
-            lambda counts: status.update(f"{counts.rows:,} rows read"),
-        )
+    try:
+        with console.status("preparing") as status:
+            prepared = prepare(
+                config.data,
+                resolve_model_dir(config.model.path),
+                prepared_root(config),
+                lambda counts: status.update(f"{counts.rows:,} rows read"),
+            )
+    except KeyboardInterrupt:
+        raise Interrupted("no prepared set was written; run the same command to start over") from None
     for line in describe_counts(prepared):
         console.print(line, highlight=False, soft_wrap=True)
     return 0

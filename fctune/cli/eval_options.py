@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from fctune.cli.parser import Parser
+from fctune.cli.parser import Parser, report_interrupt
 from fctune.config.loading import read_environment
 from fctune.config.shipped import resolve_shipped_path, shipped_dir
 from fctune.errors import CheckpointError, ConfigError, DataError
@@ -47,6 +47,8 @@ def run_module(name: str, prog: str, argv: Sequence[str] | None = None) -> int:
         if read_environment().get("RANK", "0") == "0":  # every rank of torchrun raises it
             print(escape_controls(str(error)), file=sys.stderr)
         return 2
+    except KeyboardInterrupt as interrupt:
+        return report_interrupt(interrupt)
 
 
 def parse_eval_arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from fctune.config.parsing import suggest
+
+INTERRUPTED = 128 + signal.SIGINT
 
 
 class Parser(argparse.ArgumentParser):
@@ -23,6 +27,13 @@ class Parser(argparse.ArgumentParser):
         options = [name for name in self._option_string_actions if name.startswith("--")]
         shown = [f"{word}{suggest(word.partition('=')[0], options)}" for word in words]
         self.error(f"unrecognized arguments: {' '.join(shown)}")
+
+
+def report_interrupt(interrupt: KeyboardInterrupt) -> int:
+    """Report Ctrl-C in one line; returns the exit code, that of a process ended by SIGINT in a shell."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process is ending; a second Ctrl-C would only add a traceback
+    print(f"\ninterrupted: {interrupt}" if str(interrupt) else "\ninterrupted", file=sys.stderr)
+    return INTERRUPTED
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:

@@ -79,6 +79,10 @@ class ResultsFile:
         except OSError as error:
             raise self._unwritable(error) from None
 
+    def count(self) -> int:
+        """Return the number of rows that are on disk, of all ranks."""
+        return len({row["id"] for path in (self.path, *self._parts()) for row in read_rows(path, is_partial=True)})
+
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:

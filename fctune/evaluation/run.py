@@ -12,6 +12,7 @@ from fctune import __version__, distributed
 from fctune.calls.formats.base import CallFormat
 from fctune.data.conversation import Message
 from fctune.distributed import World
+from fctune.errors import Interrupted
 from fctune.evaluation.cases import Case
 from fctune.evaluation.dialogue import ask_multi_turn
 from fctune.evaluation.judging import JudgedAnswer, Row, judge_answer
@@ -78,6 +79,9 @@ def run_suite(
         is_fresh: Discard the results of an earlier run.
         world: This process among several; None: there is only one.
         on_row: Called with each new row, the number of rows and the number of cases of this process.
+
+    Raises:
+        Interrupted: Ctrl-C; the message says how many answers are kept.
     """
     settings = describe_run(suite, engine, call_format, max_new_tokens)
 
@@ -106,6 +110,12 @@ def run_suite(
             ask()
         else:
             distributed.run_on_all_ranks(ask)
+    except KeyboardInterrupt:
+        results.release()
+        raise Interrupted(
+            f"kept {results.count():,} of {len(suite.all_cases):,} answers in {results.path}; "
+            "run the same command to continue"
+        ) from None
     except BaseException:
         results.release()
         raise

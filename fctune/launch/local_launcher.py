@@ -101,6 +101,8 @@ class _StopRequests:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.num_received += 1
+        if self.num_received == 1 and not self._is_training():
+            self._show("stopped before training; nothing was saved")
         if not self.has_workers:
             raise SystemExit(STOPPED)
         # A batch system may signal the workers too, and a worker that receives two signals ends without saving. So a
