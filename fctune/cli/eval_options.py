@@ -152,6 +152,9 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--html", type=Path, metavar="FILE", help="write a page of the results")
     output.add_argument("--propose", type=Path, metavar="FILE", help="write failures as draft rows for review (JSONL)")
     output.add_argument("--min-accuracy", type=float, metavar="X", help="exit 1 below this accuracy, e.g. 0.85")
+    output.add_argument(
+        "--strict-leaks", action="store_true", help="exit 1, before asking, if the run was trained on any of the cases"
+    )
 
 
 def _add_compare_options(parser: argparse.ArgumentParser) -> None:
@@ -220,7 +223,7 @@ def _add_eval_options_of_served(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``fctune eval`` that choose cases and generation, with a default suite."""
     donor = argparse.ArgumentParser(add_help=False)
     _add_eval_options(donor)
-    left_out = {"--model", "--config", "--html", "--propose", "--min-accuracy"}
+    left_out = {"--model", "--config", "--html", "--propose", "--min-accuracy", "--strict-leaks"}
     for action in donor._actions:
         if not left_out.intersection(action.option_strings):
             parser._add_action(action)

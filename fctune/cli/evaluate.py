@@ -31,6 +31,7 @@ from fctune.cli.eval_options import find_suite
 from fctune.cli.tables import make_console, make_score_table, print_not_run
 from fctune.config.loading import read_environment
 from fctune.errors import CheckpointError, ConfigError, DataError
+from fctune.evaluation.leaks import find_leaks
 from fctune.evaluation.proposals import write_proposals
 from fctune.evaluation.results import ResultsFile, Row
 from fctune.evaluation.suites import Suite, benchmark_of, load_suite
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from fctune.distributed import World
 
 T = TypeVar("T")
+_NUM_SHOWN = 5
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -79,6 +81,8 @@ def _run(arguments: argparse.Namespace, world: World | None) -> int:
             f"--propose: {suite.name} belongs to a benchmark ({name}), which training on its failures would make "
             "useless. Propose from a suite of your own."
         )
+    if _has_leaks(arguments, suite, is_main=world is None or world.is_main) and arguments.strict_leaks:
+        return 1
     rows, settings, results = ask(arguments, suite, world)
     if rows is None:
         return 0
@@ -92,6 +96,24 @@ def _run(arguments: argparse.Namespace, world: World | None) -> int:
     _write_exports(arguments, console, suite, rows, summary)
     _warn_of_unparsed_calls(console, rows, summary)
     return _judge_run(arguments, console, summary)
+
+
+def _has_leaks(arguments: argparse.Namespace, suite: Suite, is_main: bool) -> bool:
+    """Report cases that are in the run's training data; True if there are any, or if that cannot be known."""
+    if _is_server(arguments) or (leaks := find_leaks(suite.all_cases, arguments.model, arguments.adapter)) is None:
+        return False
+    lines = [f"{path}: cannot be compared with the cases ({reason})" for path, reason in leaks.unread.items()]
+    if num_leaked := len(leaks.case_ids):
+        more = ", ..." if num_leaked > _NUM_SHOWN else ""
+        lines.append(
+            f"{num_leaked:,} of {len(suite.all_cases):,} cases are in the training data of {leaks.run}: "
+            f"{', '.join(leaks.case_ids[:_NUM_SHOWN])}{more}. Their accuracy says nothing about new questions."
+        )
+    for line in lines if is_main else ():
+        make_console().print(line, style="bold red", soft_wrap=True, highlight=False, markup=False)
+    if not lines and is_main:
+        make_console().print(f"none of the cases is in the training data of {leaks.run}", soft_wrap=True, markup=False)
+    return bool(lines)
 
 
 def ask(

@@ -1,0 +1,87 @@
+"""Find evaluation cases among the rows that a model was trained on, as its run recorded them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fctune.data.conversation import Conversation, Message
+from fctune.data.sources import read_source
+from fctune.errors import DataError
+from fctune.evaluation.cases import Case
+from fctune.evaluation.suites import AnyCase
+
+# A run's exports are at most this many directories below it: export/merged, checkpoints/best/adapter.
+_MAX_DEPTH = 3
+
+
+class Leaks(NamedTuple):
+    """Comparison of cases with a run's training data.
+
+    Attributes:
+        run: The run's directory.
+        case_ids: Cases whose questions are in a training row, in the order of the suite.
+        unread: The sources that could not be compared, with the reason.
+    """
+
+    run: Path
+    case_ids: tuple[str, ...]
+    unread: dict[str, str]
+
+
+def find_leaks(cases: Sequence[AnyCase], model: str | Path, adapter: str | Path | None = None) -> Leaks | None:
+    """Look for cases in the training data of the run that a model or adapter is from; None if there is no run.
+
+    A case is found if a training row opens with the same turns of the user, white space aside. Rows that the run held
+    out for validation are among them.
+    """
+    runs = [_find_run(Path(path)) for path in (adapter, model) if path is not None]
+    run = next((run for run in runs if run is not None), None)
+    if run is None:
+        return None
+    questions: dict[tuple[str, ...], list[str]] = {}
+    for case in cases:
+        if key := tuple(_read_questions(_messages_of(case))):
+            questions.setdefault(key, []).append(case.id)
+    found: set[str] = set()
+    unread: dict[str, str] = {}
+    for source in _read_sources(run):
+        try:
+            for row in read_source(str(source["path"]), str(source.get("format", "auto"))):
+                if isinstance(row, Conversation):
+                    turns = tuple(_read_questions(row.messages))
+                    for length in range(1, len(turns) + 1):
+                        found.update(questions.get(turns[:length], ()))
+        except (DataError, OSError) as error:
+            unread[str(source["path"])] = str(error).split("\n")[0]
+    return Leaks(run, tuple(case.id for case in cases if case.id in found), unread)
+
+
+def _find_run(path: Path) -> Path | None:
+    path = path.resolve()
+    return next((found for found in (path, *path.parents[:_MAX_DEPTH]) if (found / "run.json").is_file()), None)
+
+
+def _read_sources(run: Path) -> list[dict[str, Any]]:
+    try:
+        sources = json.loads((run / "run.json").read_text(encoding="utf-8"))["config"]["data"]["sources"]
+        return [source for source in sources if source["path"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{run / 'run.json'}: does not name the run's training data ({type(error).__name__}). "
+            "Copy the file from the run again, or move it away to evaluate without comparing."
+        ) from None
+
+
+def _messages_of(case: AnyCase) -> Iterable[Message]:
+    if isinstance(case, Case):
+        return case.prompt.messages
+    return [message for turn in case.turns for message in turn.messages]
+
+
+def _read_questions(messages: Iterable[Message]) -> Iterator[str]:
+    for message in messages:
+        if message.role == "user" and message.content:
+            yield " ".join(message.content.split())

@@ -1,0 +1,65 @@
+"""Cases that a run was trained on are found, and named before their accuracy is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from eval import tool_calls
+from fctune.data.synthetic import iter_cases
+from fctune.errors import DataError
+from fctune.evaluation.leaks import find_leaks
+from fctune.evaluation.suites import load_suite
+
+WriteRows = Callable[..., Path]
+
+
+def make_run(folder: Path, *sources: Path) -> Path:
+    (folder / "export" / "merged").mkdir(parents=True)
+    (folder / "export" / "merged" / "config.json").write_text("{}")
+    config = {"data": {"sources": [{"path": str(source), "format": "auto"} for source in sources]}}
+    (folder / "run.json").write_text(json.dumps({"config": config}))
+    return folder
+
+
+@pytest.fixture
+def rows(write_rows: WriteRows) -> tuple[Path, Path]:
+    """Six cases, and training rows that hold the first two of them."""
+    cases = [case.to_json() for case in iter_cases(6, 1)]
+    answer = {"role": "assistant", "content": "Done."}
+    trained = [{"messages": [*case["messages"], answer]} for case in cases[:2]]
+    trained[1]["messages"] += [{"role": "user", "content": "Thanks."}, answer]
+    return write_rows(cases, "cases.jsonl"), write_rows(trained, "train.jsonl")
+
+
+def test_cases_in_the_training_data_are_found(rows: tuple[Path, Path], tmp_path: Path) -> None:
+    cases, trained = rows
+    suite = load_suite(cases)
+    run = make_run(tmp_path / "run", trained)
+    for model in (run, run / "export" / "merged"):
+        leaks = find_leaks(suite.all_cases, model)
+        assert leaks is not None
+        assert leaks == (run, tuple(case.id for case in suite.cases[:2]), {})
+    assert find_leaks(suite.all_cases, tmp_path) is None
+
+
+def test_a_source_that_is_gone_is_named(rows: tuple[Path, Path], tmp_path: Path) -> None:
+    leaks = find_leaks(load_suite(rows[0]).all_cases, make_run(tmp_path / "run", tmp_path / "gone.jsonl"))
+    assert leaks is not None
+    assert leaks.unread.keys() == {str(tmp_path / "gone.jsonl")}
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(DataError, match="does not name the run's training data"):
+        find_leaks(load_suite(rows[0]).all_cases, tmp_path / "run")
+
+
+def test_strict_leaks_exits_with_1_before_asking(
+    rows: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", rows[1])
+    arguments = ["--model", str(run), "--cases", str(rows[0]), "--strict-leaks", "--out", str(tmp_path / "out.jsonl")]
+    assert tool_calls.main(arguments) == 1
+    assert f"2 of 6 cases are in the training data of {run}" in capsys.readouterr().out
+    assert not (tmp_path / "out.jsonl").exists()
