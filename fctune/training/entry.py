@@ -30,7 +30,7 @@ from fctune.terminal import LogHandler
 from fctune.training.callbacks.stop import STOPPED, Stopped, StopRequest
 from fctune.training.loop import NonFiniteError
 from fctune.training.out_of_memory import is_out_of_memory
-from fctune.training.run_directory import RunDirectory
+from fctune.training.run_directory import RunDirectory, find_typed_command
 
 logger = logging.getLogger("fctune")
 
@@ -185,7 +185,9 @@ def _start_logging(world: World) -> None:
 def _record_start(directory: RunDirectory, world: World, argv: Sequence[str]) -> None:
     memory_gib = total_memory(world.device, world.ranks_per_node) / 2**30 if world.device.type == "cuda" else None
     device = describe_device(world.device)
-    directory.describe(command=[sys.argv[0], *argv], device=device, device_memory_gib=memory_gib)
+    directory.describe(
+        command=find_typed_command() or [sys.argv[0], *argv], device=device, device_memory_gib=memory_gib
+    )
 
 
 def _record_crash(run: Run, recipe: Recipe | None, world: World, error: Exception) -> None:

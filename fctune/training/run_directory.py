@@ -16,12 +16,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
 from fctune.files import write_atomically
 
 logger = logging.getLogger("fctune")
 
+_LAUNCHERS = ("tune", "fctune", "torchrun")
 _PACKAGES = ("fctune", "torch", "torchtune", "torchao", "transformers", "peft", "safetensors", "tokenizers", "numpy")
 
 # A dead process on this machine frees its lock at once; one on a machine that died, when its lease at the file server
@@ -282,6 +285,25 @@ def _is_alive(process: Any) -> bool:
     except (PermissionError, TypeError, ValueError):
         return True
     return True
+
+
+def find_typed_command(command_lines: Sequence[Sequence[str]] | None = None) -> list[str] | None:
+    """Return the command that launched this rank, as typed; None if no launcher is known.
+
+    Args:
+        command_lines: of this process and its parent, which is the launcher if there is one; None: ask the system.
+    """
+    if command_lines is None:
+        own = psutil.Process()
+        with contextlib.suppress(psutil.Error):
+            command_lines = [process.cmdline() for process in (own, own.parent()) if process is not None]
+    for words in command_lines or ():
+        for index, word in enumerate(words[:2]):  # a script follows its interpreter
+            if Path(word).name in _LAUNCHERS:
+                return [Path(word).name, *words[index + 1 :]]
+        if list(words[1:3]) == ["-m", "fctune.cli"]:
+            return ["fctune", *words[3:]]
+    return None
 
 
 def installed_versions() -> dict[str, str]:

@@ -13,7 +13,7 @@ import pytest
 
 from fctune.runs.record import read_run
 from fctune.runs.success import judge_run
-from fctune.training.run_directory import RunDirectory
+from fctune.training.run_directory import RunDirectory, find_typed_command
 from tests.runs.sample_runs import change_run, make_config, write_steps
 
 
@@ -125,3 +125,21 @@ def test_resuming_drops_metrics_and_alerts_of_later_steps_and_malformed_lines(tm
     resume(path, 5, 8)
     assert (path / "metrics.jsonl").read_text() == "".join(steps[:5])
     assert (path / "alerts.jsonl").read_text() == alerts[0]
+
+
+@pytest.mark.parametrize(
+    ("own", "parent", "command"),
+    [
+        ("python -u x.py --config c", "/v/bin/python /v/bin/fctune train c a=1", "fctune train c a=1"),
+        ("python -u x.py --config c", "python -m fctune.cli train c", "fctune train c"),
+        (
+            "python -u x.py",
+            "python /v/bin/tune run --nproc_per_node 2 recipes/x",
+            "tune run --nproc_per_node 2 recipes/x",
+        ),
+        ("/v/bin/python /v/bin/tune run recipes/x --config c", "bash", "tune run recipes/x --config c"),
+        ("python x.py", "bash", None),
+    ],
+)
+def test_the_command_of_a_run_is_recorded_as_it_was_typed(own: str, parent: str, command: str | None) -> None:
+    assert find_typed_command([own.split(), parent.split()]) == (command and command.split())
