@@ -155,8 +155,9 @@ def _add_curves(page: Page, document: Document) -> None:
 
 def _draw_lines(curves: Mapping[str, Mapping[float, float]]) -> Chart:
     sizes = sorted({size for curve in curves.values() for size in curve})
-    series = [Series(name, [curve.get(size) for size in sizes]) for name, curve in curves.items()]
-    return Chart("lines", sizes, series, "size in MiB, as a power of two", "busbw, GB/s")
+    # Sparse: a size that was measured for some operations only is no reason to end the others' lines.
+    series = [Series(name, [curve.get(size) for size in sizes], is_sparse=True) for name, curve in curves.items()]
+    return Chart("lines", sizes, series, "message size", "busbw, GB/s", is_log_size=True)
 
 
 def _list_bandwidths(document: Document, scope: str) -> str:

@@ -120,7 +120,9 @@ def _add_tools(page: Page, report: Report) -> None:
     top = report.tool_use[:_NUM_TOOLS]
     series = [Series("calls", [tool.calls for tool in top]), Series("available", [tool.declared for tool in top])]
     chart = page.make_chart(Chart("bars", [tool.name for tool in top], series, "tool"))
-    lead = f"The {len(top):,} most called of {report.tools:,} tools: calls, and conversations that list the tool."
+    num_tools = max(report.tools, len(report.tool_use))  # a call may name a tool that no conversation lists
+    chosen = f"The {len(top):,} most called of {num_tools:,} tools" if len(top) < num_tools else "All tools"
+    lead = f"{chosen}: calls, and conversations that list the tool."
     page.add_section("Tools", chart, lead=lead)
 
 

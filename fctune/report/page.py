@@ -53,6 +53,7 @@ class Chart:
     value_label: str = ""
     marks: Sequence[Mark] = ()
     is_log: bool = False  # logarithmic value axis; all values must be positive
+    is_log_size: bool = False  # the labels are base-2 logarithms of sizes in MiB and are shown as sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,8 @@ class Page:
         head += f'<p class="muted">{escape(note)}</p>' if note else ""
         columns = [(chart.name_label or "", False), *((series.name, True) for series in chart.series)]
         values = zip(*(series.values for series in chart.series), strict=True)
-        rows = [[label, *value] for label, value in zip(chart.labels, values, strict=True)]
+        labels = [f"{2 ** float(label):.4g} MiB" for label in chart.labels] if chart.is_log_size else chart.labels
+        rows = [[label, *value] for label, value in zip(labels, values, strict=True)]
         return (
             f'<div>{head}<div class="chart" style="height:{height}px">'
             f'<canvas id="{name}" role="img" aria-label="{escape(title or self._title)}"></canvas></div>'

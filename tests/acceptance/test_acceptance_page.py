@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,14 @@ def test_a_healthy_result_passes_and_does_not_depend_on_the_order_of_ranks() -> 
     shuffled = {phase: dict(reversed(list(by_rank.items()))) for phase, by_rank in samples.items()}
     assert make(samples)["verdict"] == "PASS"
     assert json.dumps(make(samples)) == json.dumps(make(shuffled))
+
+
+def test_a_size_measured_for_one_collective_only_does_not_end_the_lines_of_the_others(page: Path) -> None:
+    charts = [json.loads(found) for found in re.findall(r"data-chart=[^>]*>([^<]*)<", page.read_text("utf-8"))]
+    assert charts
+    for chart in charts:
+        assert chart["is_log_size"], "the axis shows sizes, not their logarithms"
+        assert all(series["is_sparse"] for series in chart["series"])
 
 
 @needs_chromium

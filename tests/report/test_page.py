@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -61,6 +62,17 @@ def test_the_numbers_of_the_report_are_on_the_page(data_page: Path, report: Repo
         assert f">{number:,}</b>" in text
     for finding in (*report.defect_kinds, *report.warning_kinds):
         assert f"<code>{finding.kind}</code>" in text
+
+
+def test_the_number_of_tools_shown_is_never_above_the_number_of_all_tools(tmp_path: Path) -> None:
+    report = check_sources(["synthetic:train:5:1"])
+    write_data_html(report, tmp_path / "a.html")
+    text = (tmp_path / "a.html").read_text("utf-8")
+    many = re.search(r"The (\d+) most called of (\d+) tools", text)
+    assert int(many[1]) < int(many[2]) if many else "All tools: calls" in text
+    few = dataclasses.replace(report, tools=3, tool_use=4 * report.tool_use[:1])
+    write_data_html(few, tmp_path / "b.html")
+    assert "All tools: calls" in (tmp_path / "b.html").read_text("utf-8")
 
 
 def test_large_numbers_in_tables_have_no_exponent() -> None:

@@ -153,6 +153,12 @@ def test_every_drawn_point_is_in_the_file(page: Path, run: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("device", "has_hours"), [("cpu, 2 cores", False), ("NVIDIA H100", True)])
+def test_a_run_on_cpus_has_no_tile_of_gpu_hours(device: str, has_hours: bool, tmp_path: Path) -> None:
+    change_run(make_run(tmp_path / "run", 5), device=device)
+    assert ("<span>GPU-hours</span>" in write_page([tmp_path / "run"], tmp_path / "a.html")) == has_hours
+
+
 def test_figures_are_computed_from_the_file(page: Path, run: Path) -> None:
     text, lines = page.read_text("utf-8"), lines_of(run)
     for figure, what in (
@@ -162,9 +168,10 @@ def test_figures_are_computed_from_the_file(page: Path, run: Path) -> None:
         (f"{statistics.median(line['tokens_per_s'] for line in lines):,.0f}", "tokens/s, median"),
         (f"{max(line['peak_memory_max_gib'] for line in lines if 'gpu_hours' in line):.2f} GiB", "peak memory"),
         (f"{statistics.fmean(x['gpu_utilization'] for x in lines if 'gpu_hours' in x):.1%}", "GPU utilization, mean"),
-        ("75.0%", "correct of 4 cases, smoke"),
+        ("50.0% \u2192 75.0%", "correct of 4 cases, smoke, before and after training"),
     ):
         assert f'<b class="">{figure}</b><span>{what}</span>' in text
+    assert text.index("before and after training</span>") < text.index("<span>steps</span>")
     assert "Completed after step 900 of 900." in text
 
 

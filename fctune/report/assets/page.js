@@ -50,6 +50,10 @@
       values.ticks.callback = (value) => /^[125](\.0*)?e/.test(value.toExponential(4)) ? number(value) : null;
     }
     if (spec.kind === "lines") { names.type = "linear"; names.ticks.callback = number; names.ticks.color = color("muted"); }
+    if (spec.is_log_size) {
+      names.ticks.stepSize = 2;
+      names.ticks.callback = (value) => value < 0 ? `${number(1024 * 2 ** value)} KiB` : `${number(2 ** value)} MiB`;
+    }
     return {
       responsive: true, maintainAspectRatio: false, animation: false, indexAxis: sideways ? "y" : "x",
       interaction: { mode: spec.kind === "lines" ? "nearest" : "index", axis: sideways ? "y" : "x", intersect: false },
