@@ -46,7 +46,7 @@ def train(job: Job, recorder: Recorder) -> None:
     from fctune.config.loading import parse_config
     from fctune.config.schema import RunConfig
     from fctune.telemetry.sinks import JsonlSink, SinkGroup
-    from fctune.training.entry import open_run
+    from fctune.training.entry import open_run, start_run
     from recipes.full_fc_distributed import FullFunctionCallingRecipe
     from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 
@@ -58,6 +58,7 @@ def train(job: Job, recorder: Recorder) -> None:
     config: RunConfig = parsed  # type: ignore[assignment]
     world = distributed.init_distributed()
     run = open_run(config, world)
+    start_run(run, config)
     recipe = (LoRAFunctionCallingRecipe if job.adapter else FullFunctionCallingRecipe)(config, world, run)
     recipe.setup()
     profiler = _Profiler(job)

@@ -29,6 +29,10 @@ USER_ERRORS = (ConfigError, DataError, CheckpointError)
 _TIMEOUT = datetime.timedelta(minutes=30)  # the other ranks wait while rank 0 prepares the data
 
 
+class DuplicateRankError(RuntimeError):
+    """Ranks of two launches have met in one rendezvous store."""
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """The position of this process in the process group; ``rank`` and ``world_size`` are global."""
@@ -56,6 +60,7 @@ class LauncherEnvironment:
     address: str  # of the rendezvous store
     port: int
     has_agent: bool  # the launcher hosts the store; otherwise rank 0 does
+    run_id: str  # of the launcher
     restart: str  # restarts of this group so far
 
 
@@ -78,12 +83,17 @@ def read_launcher_environment() -> LauncherEnvironment:
         address=os.environ["MASTER_ADDR"],
         port=int(os.environ["MASTER_PORT"]),
         has_agent=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        run_id=os.environ.get("TORCHELASTIC_RUN_ID", "none"),
         restart=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
     )
 
 
 def init_distributed() -> World:
-    """Join the process group that the launcher describes; without a launcher, create one of a single rank."""
+    """Join the process group that the launcher describes; without a launcher, create one of a single rank.
+
+    Raises:
+        DuplicateRankError: a process of another launch has joined as this rank.
+    """
     launch = read_launcher_environment()
     if torch.cuda.is_available():
         device = torch.device("cuda", launch.local_rank)
@@ -95,8 +105,14 @@ def init_distributed() -> World:
     if not dist.is_initialized():
         store, rank, world_size = next(rendezvous("env://", timeout=_TIMEOUT))
         # torchrun keeps its store over a restart: without a prefix, ranks would find addresses of dead ones and hang.
-        prefix = f"restart-{launch.restart}-of-{world_size}"
+        # On a fixed port, a rank of an earlier launch may find this one's store; only the run's ID tells them apart.
+        prefix = f"{launch.run_id}/restart-{launch.restart}-of-{world_size}"
         store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        if store.add(f"joined/{rank}", 1) > 1:
+            raise DuplicateRankError(
+                f"another process has joined {launch.address}:{launch.port} as rank {rank} of {world_size}. End the "
+                "ranks of earlier launches, or give each launch its own --rdzv_id and the same one on all nodes."
+            )
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     return World(dist.get_rank(), dist.get_world_size(), launch.local_rank, device, launch.ranks_per_node)
 

@@ -57,13 +57,18 @@ exec > >(trap '' USR1 TERM INT; exec tee -a "$log") 2>&1
 # which makes it exit without saving. Therefore torchrun ignores stop requests: workers receive the signals sent to them
 # directly, and a signal to this script alone creates the stop file. This also keeps torchrun from interrupting a save,
 # since it kills workers 30 s after a signal.
+# Ranks join only those of the same ID, so what is left of an earlier job on this port stays out.
+run_id=${SKYPILOT_TASK_ID:-${SLURM_JOB_ID:+slurm-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}}}
+run_id=${run_id:-$output_dir}
+run_id=${run_id//[^[:alnum:]_.-]/-}
+
 requests=0
 trap 'requests=$((requests + 1))' USR1 TERM INT
 (
   trap '' USR1 TERM INT
   # Without an endpoint, `tune run` starts a group of this node only; only the static backend puts rank 0 on the head.
   exec tune run --nnodes "$nodes" --nproc_per_node "$ranks" --rdzv_backend static --rdzv_endpoint "$head:$port" \
-    --node_rank "$node" --rdzv_conf timeout=120 --signals-to-handle SIGHUP,SIGQUIT \
+    --rdzv_id "$run_id" --node_rank "$node" --rdzv_conf timeout=120 --signals-to-handle SIGHUP,SIGQUIT \
     "$recipe" --config "$config" "${arguments[@]}"
 ) &
 torchrun=$!

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune import distributed
-from fctune.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint, verify
+from fctune.checkpoint.store import Checkpoint, CheckpointStore, describe_unmarked, open_checkpoint, verify
 from fctune.distributed import World
 from fctune.errors import CheckpointError
 
@@ -38,50 +38,56 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Checkpoint that a run resumes from, with its recorded state.
-
-    ``damaged`` has one line for each newer checkpoint that could not be used.
-    """
+    """Checkpoint that a run resumes from, with its recorded state."""
 
     checkpoint: Checkpoint
     state: dict[str, Any]
-    damaged: tuple[str, ...] = ()
 
 
-def choose_checkpoint(resume: str, store: CheckpointStore, world: World) -> Resume | None:
-    """Return the newest intact checkpoint, or the one that is named; None if there is none to resume from.
+def choose_checkpoint(resume: str, store: CheckpointStore, world: World) -> tuple[Resume | None, list[str]]:
+    """Choose the newest intact checkpoint, or the one that is named.
 
     Args:
         resume: ``auto``, ``never``, or the path of a checkpoint.
         store: checkpoints of the run.
         world: each rank verifies its share of the files.
 
+    Returns:
+        The checkpoint, None if there is none to resume from; and for each newer one, why it is not used.
+
     Raises:
-        CheckpointError: the named checkpoint, or every existing one, is damaged.
+        CheckpointError: the named checkpoint, or every complete one, is damaged.
     """
     if resume == "never":
-        return None
+        return None, []
+    unmarked: list[Checkpoint] = []
     if resume == "auto":
-        candidates = distributed.run_on_rank_0(store.list_complete)
+        candidates, unmarked = distributed.run_on_rank_0(lambda: (store.list_complete(), store.list_unmarked()))
     else:
         candidates = [distributed.run_on_rank_0(lambda: open_checkpoint(Path(resume)))]
-    damaged: list[str] = []
+    chosen: Resume | None = None
+    not_used: list[str] = []
     for candidate in candidates:
         try:
             state = distributed.run_on_all_ranks(lambda c=candidate: _verify_and_read(c, world))  # type: ignore[misc]
         except CheckpointError as error:
-            damaged.append(str(error))
-            if world.is_main:
-                logger.warning("checkpoint skipped: %s", error)
+            not_used.append(str(error))
         else:
-            return Resume(candidate, state, tuple(damaged))
-    if damaged:
-        problems = "\n".join(f"  {problem}" for problem in damaged)
+            chosen = Resume(candidate, state)
+            break
+    is_damaged = chosen is None and bool(candidates)
+    # A run that was killed before it marked its first checkpoint starts over, so these are no reason to stop.
+    not_used += [describe_unmarked(c) for c in unmarked if chosen is None or c.step > chosen.checkpoint.step]
+    if world.is_main:
+        for problem in not_used:
+            logger.warning("checkpoint skipped: %s", problem)
+    if is_damaged:
+        problems = "\n".join(f"  {problem}" for problem in not_used)
         raise CheckpointError(
             f"every checkpoint is corrupt or incomplete:\n{problems}\n"
             "Restore one from a backup, or start over with resume=never, which keeps the existing run under a new name."
         )
-    return None
+    return chosen, not_used
 
 
 def check_same_run(resume: Resume, facts: RunFacts) -> None:

@@ -111,6 +111,11 @@ class CheckpointStore:
         found = [c for entry in self._entries() if (c := _parse_name(entry)) and (entry / _MARKERS[c.kind]).is_file()]
         return sorted(found, key=lambda c: (-c.step, c.kind != "sharded"))
 
+    def list_unmarked(self) -> list[Checkpoint]:
+        """Return the checkpoints whose marker is missing, newest first."""
+        found = [c for entry in self._entries() if (c := _parse_name(entry)) and not entry.is_symlink()]
+        return sorted((c for c in found if not (c.path / _MARKERS[c.kind]).is_file()), key=lambda c: -c.step)
+
     def sweep(self) -> list[str]:
         """Delete hidden and unmarked directories that killed runs left; returns their names."""
         fire("sweep", self.root.name)
@@ -167,11 +172,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if checkpoint is None:
         raise CheckpointError(f"{path}: not a checkpoint. Name one, such as RUN/checkpoints/checkpoint-500.")
     if not (checkpoint.path / _MARKERS[checkpoint.kind]).is_file():
-        raise CheckpointError(
-            f"{path}: incomplete: {_MARKERS[checkpoint.kind]}, which is written last, is missing. "
-            "Use an older checkpoint."
-        )
+        raise CheckpointError(f"{describe_unmarked(checkpoint)} Use an older checkpoint.")
     return checkpoint
+
+
+def describe_unmarked(checkpoint: Checkpoint) -> str:
+    """Return why a checkpoint without its marker is not used."""
+    marker = _MARKERS[checkpoint.kind]
+    return f"{checkpoint.path}: incomplete: {marker}, which is written last, is missing."
 
 
 def read_manifest(checkpoint: Checkpoint) -> Mapping[str, FileRecord]:

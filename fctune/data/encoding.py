@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import threading
 from array import array
 from collections import deque
 from collections.abc import Iterator
@@ -253,6 +254,15 @@ _worker_encoder: ChunkEncoder  # set in worker processes only
 def _init_worker(encoder: ChunkEncoder) -> None:
     global _worker_encoder
     _worker_encoder = encoder
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process if the one that prepares the data is killed; a pool's workers would wait forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _encode(chunk: Chunk) -> EncodedChunk:

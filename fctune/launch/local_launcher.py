@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import runpy
 import signal
 import sys
 import time
@@ -73,7 +72,7 @@ def launch_recipe(
         )
         requests.has_workers = True
         try:
-            elastic_launch(config, sys.executable)("-u", "-m", __name__, str(recipe), *arguments)
+            elastic_launch(config, sys.executable)("-u", "-m", "fctune.launcher_watch", str(recipe), *arguments)
         except ChildFailedError as error:
             return _exit_code(error, output_dir, started_at, requests, show)
         except SignalException as error:
@@ -152,8 +151,3 @@ def _silence_launcher() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-if __name__ == "__main__":  # a worker: fctune is imported before torchtune, whose imports it quietens
-    sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")

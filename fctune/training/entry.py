@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from fctune.checkpoint.store import CheckpointStore
 from fctune.config.schema import RunConfig
 from fctune.distributed import USER_ERRORS, World
 from fctune.errors import ConfigError, DataError
+from fctune.launcher_watch import end_with_launcher, watch_launcher
 from fctune.models.run_config import load_run_config
 from fctune.runs.record import read_run
 from fctune.runs.success import format_criteria, judge_run
@@ -30,10 +31,12 @@ from fctune.terminal import LogHandler
 from fctune.training.callbacks.stop import STOPPED, Stopped, StopRequest
 from fctune.training.loop import NonFiniteError
 from fctune.training.out_of_memory import is_out_of_memory
+from fctune.training.peers import Peer, describe_process, find_killed_rank, is_lost_connection
 from fctune.training.run_directory import RunDirectory, find_typed_command
 
 logger = logging.getLogger("fctune")
 
+_DEATH_S = 2.0  # a killed rank closes its connections before it ends
 _USAGE = "tune run recipes/<recipe> --config FILE [key=value ...]"
 
 
@@ -64,13 +67,44 @@ class Run:
 
     directory: RunDirectory
     store: CheckpointStore
-    request: StopRequest
-    resume: Resume | None
+    world: World
+    peers: Sequence[Peer]
+    resume: Resume | None = None
+    recipe: Recipe | None = None
+    is_open: bool = False  # this run has locked the directory, so ranks may write to it
+    is_started: bool = False  # run.json describes this run
+    request: StopRequest = field(init=False)
+
+    def __post_init__(self) -> None:
+        stop_file = self.directory.stop_file if self.world.is_main else None
+        self.request = StopRequest(stop_file, self._record_stop)
+        watch_launcher(self._record_lost_launcher)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self.recipe.step if self.recipe else 0
 
     def newest_checkpoint(self) -> Path | None:
         """Return the checkpoint that a re-run would resume from."""
         complete = self.store.list_complete()
         return complete[0].path if complete else None
+
+    def record_crash(self, reason: str, is_consequence: bool = False) -> None:
+        """Write exit.json unless another rank gave a cause already."""
+        if self.is_open:
+            self.directory.finish(1, reason, self.step, self.newest_checkpoint(), True, is_consequence)
+
+    def _record_stop(self, reason: str) -> None:
+        killed = find_killed_rank(self.peers)
+        if killed is not None:  # the launcher stops the other ranks
+            self.record_crash(killed)
+        elif self.is_open:
+            checkpoint = self.newest_checkpoint()
+            self.directory.finish(STOPPED, reason, self.step, checkpoint, is_crash=not self.world.is_main)
+
+    def _record_lost_launcher(self) -> None:
+        self.record_crash(f"rank {self.world.rank} on {os.uname().nodename}: its launcher died")
 
 
 def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[str]) -> int:
@@ -82,6 +116,7 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
     All ranks agree on a user's error, and rank 0 reports it once; any other error is a traceback of the rank that
     raised it. In every case ``exit.json`` records why the run ended.
     """
+    end_with_launcher()
     world = distributed.init_distributed()
     _start_logging(world)
     run: Run | None = None
@@ -90,9 +125,10 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
     try:
         config = distributed.run_on_all_ranks(lambda: load_run_config(*read_command_line(argv, _USAGE)))
         run = open_run(config, world)
+        start_run(run, config)
         if world.is_main:
             _record_start(run.directory, world, argv)
-        recipe = make(config, world, run)
+        run.recipe = recipe = make(config, world, run)
         recipe.setup()
         recipe.train()
         recipe.save_checkpoint()
@@ -107,7 +143,7 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
         traceback.print_exc()
         get_error_handler().record_exception(error)  # for the launcher, which reports the first rank to fail
         if run is not None:
-            _record_crash(run, recipe, world, error)
+            _record_crash(run, world, error)
         return 1
     if recipe is not None:
         recipe.cleanup()
@@ -115,47 +151,58 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
         if code:
             print(f"\n{reason}\n", file=sys.stderr, flush=True)
         if run is not None:
-            run.directory.finish(code, reason, recipe.step if recipe else 0, checkpoint or run.newest_checkpoint())
-            _record_end(run.directory, is_judged=code == 0 and config.success is not None)
+            run.directory.finish(code, reason, run.step, checkpoint or run.newest_checkpoint())
+            if run.is_started:
+                _record_end(run.directory, is_judged=code == 0 and config.success is not None)
             run.directory.unlock()
     distributed.shutdown_distributed()
     return code
 
 
 def open_run(config: RunConfig, world: World) -> Run:
+    """Lock the output directory, and listen for requests to stop. Every rank calls it.
+
+    Raises:
+        ConfigError: the directory cannot be written or is in use by another run.
+    """
+    store = CheckpointStore(
+        Path(config.output_dir) / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every_n_steps
+    )
+    peers = distributed.all_gather_objects(describe_process(world.rank))
+    run = Run(RunDirectory(config.output_dir), store, world, peers)
+    distributed.run_on_rank_0(run.directory.lock)
+    run.is_open = True
+    return run
+
+
+def start_run(run: Run, config: RunConfig) -> None:
     """Resume the run in the output directory if it has checkpoints; otherwise start one. Every rank calls it.
 
     Raises:
-        ConfigError: the directory cannot be written, is in use by another run, or is not shared by all nodes.
+        ConfigError: the directory cannot be written, or is not shared by all nodes.
         CheckpointError: there are checkpoints, and all are damaged.
     """
-    directory = RunDirectory(config.output_dir)
-
-    def on_exit(reason: str) -> None:
-        if world.is_main:
-            directory.finish(STOPPED, reason, 0)
-
-    request = StopRequest(directory.stop_file if world.is_main else None, on_exit)
-    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_every_n_steps)
-    resume = choose_checkpoint(config.resume, store, world)
+    directory, store, world = run.directory, run.store, run.world
+    run.resume, not_used = choose_checkpoint(config.resume, store, world)
+    resume = run.resume
     is_own = resume is not None and resume.checkpoint.path.resolve().is_relative_to(store.root.resolve())
 
     def start() -> tuple[Path | None, list[str]]:
-        directory.lock()
         if resume is not None and is_own:
-            directory.resume(config, world.world_size, resume.checkpoint.step, resume.checkpoint.path, resume.damaged)
+            directory.resume(config, world.world_size, resume.checkpoint.step, resume.checkpoint.path, not_used)
             return None, store.sweep()
-        return directory.start(config, world.world_size), []
+        return directory.start(config, world.world_size, not_used), []
 
     moved, swept = distributed.run_on_rank_0(start)
+    run.is_started = True
     _check_shared(directory.path, world)
     if moved is not None:
-        logger.info("%s held an earlier run, which was moved to %s", directory.path, moved)
+        reason = "" if config.resume != "auto" else ", because it has no complete checkpoint to resume from"
+        logger.info("%s held an earlier run, which was moved to %s%s", directory.path, moved, reason)
     if swept:
         logger.info("checkpoints: deleted the incomplete ones of an earlier run: %s", ", ".join(swept))
     if resume is not None:
         logger.info("resuming from %s, after step %d", resume.checkpoint.path, resume.checkpoint.step)
-    return Run(directory, store, request, resume)
 
 
 def read_command_line(argv: Sequence[str], usage: str) -> tuple[Path, list[str]]:
@@ -190,12 +237,17 @@ def _record_start(directory: RunDirectory, world: World, argv: Sequence[str]) ->
     )
 
 
-def _record_crash(run: Run, recipe: Recipe | None, world: World, error: Exception) -> None:
+def _record_crash(run: Run, world: World, error: Exception) -> None:
     reason = f"rank {world.rank}: {type(error).__name__}: {error}"
-    if recipe is not None and is_out_of_memory(error):
-        reason += f"\n{recipe.suggest_less_memory()}"
-        print(f"\n{reason}\n", file=sys.stderr, flush=True)
-    run.directory.finish(1, reason, recipe.step if recipe else 0, run.newest_checkpoint(), is_crash=True)
+    if is_lost_connection(error):
+        killed = find_killed_rank(run.peers, _DEATH_S)
+        cause = killed or "another rank ended first; its log has the cause"
+        run.record_crash(f"{cause}. {reason}", is_consequence=killed is None)
+    else:
+        if run.recipe is not None and is_out_of_memory(error):
+            reason += f"\n{run.recipe.suggest_less_memory()}"
+            print(f"\n{reason}\n", file=sys.stderr, flush=True)
+        run.record_crash(reason)
     run.directory.unlock()
 
 

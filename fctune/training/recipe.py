@@ -123,10 +123,7 @@ class FineTuning(ABC):
         if run.resume is not None:
             checkpointer.restore_(run.resume)
 
-        def on_hang(reason: str) -> None:
-            run.directory.finish(1, reason, state.step, run.newest_checkpoint(), is_crash=True)
-
-        watch = HangWatch(run.directory.path, world.rank, on_hang, config.step_timeout_s)
+        watch = HangWatch(run.directory.path, world.rank, run.record_crash, config.step_timeout_s)
         evaluation = LiveEvaluation(config.eval, self.model_dir, world) if config.eval.every_n_steps else None
         self.checkpoint = CheckpointCallback(config.checkpoint, checkpointer, run.store, world)
         self.callbacks = [watch, StopCallback(run.request, self.checkpoint), self.checkpoint]

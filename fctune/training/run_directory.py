@@ -78,8 +78,13 @@ class RunDirectory:
             self._lock.release()
             self._lock = None
 
-    def start(self, config: RunConfig, world_size: int) -> Path | None:
+    def start(self, config: RunConfig, world_size: int, not_used: Sequence[str] = ()) -> Path | None:
         """Create the directory and run.json; an earlier run in it is renamed, never overwritten.
+
+        Args:
+            config: of the run.
+            world_size: of the run.
+            not_used: problems of checkpoints of the earlier run, from none of which this one could resume.
 
         Returns:
             New path of the earlier run; None if there was none.
@@ -96,6 +101,7 @@ class RunDirectory:
                     self.unlock()
                     self.lock()
             self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "exit.json").unlink(missing_ok=True)  # of an attempt that ended before it had a run.json
             self._run = {
                 "config": config.to_dict(),
                 "seed": config.seed,
@@ -104,6 +110,8 @@ class RunDirectory:
                 "versions": installed_versions(),
                 "started_at": _format_time(datetime.now(UTC)),
             }
+            if not_used:
+                self._run["not_used"] = list(not_used)
             self._write("run.json", self._run)
         except OSError as error:
             raise self._cannot_write(error) from None
@@ -150,20 +158,45 @@ class RunDirectory:
         self._run |= details
         self._write("run.json", self._run)
 
-    def finish(self, code: int, reason: str, step: int, checkpoint: Path | None = None, is_crash: bool = False) -> None:
+    def finish(
+        self,
+        code: int,
+        reason: str,
+        step: int,
+        checkpoint: Path | None = None,
+        is_crash: bool = False,
+        is_consequence: bool = False,
+    ) -> None:
         """Write exit.json: why the run ended, since torchrun turns every exit code into 1.
 
-        A crash is recorded by the rank that it happened on, unless exit.json exists: the first crash is the cause, and
-        other ranks fail because of it.
+        Args:
+            code: exit code.
+            reason: for people.
+            step: optimizer steps taken.
+            checkpoint: that a re-run resumes from.
+            is_crash: recorded by the rank that it happened on, unless exit.json exists: the first crash is the cause,
+                and other ranks fail because of it.
+            is_consequence: a crash whose cause is on another rank, which replaces this record if it can.
         """
         file = self.path / "exit.json"
-        if not self.path.is_dir() or (is_crash and file.exists()):
+        if not self.path.is_dir() or (is_crash and file.exists() and (is_consequence or not self._has_consequence())):
             return
         shown = None if checkpoint is None else str(checkpoint)
+        record: dict[str, Any] = {"code": code, "reason": reason, "step": step, "checkpoint": shown}
+        if is_consequence:
+            record["is_consequence"] = True
         try:
-            self._write(file.name, {"code": code, "reason": reason, "step": step, "checkpoint": shown})
+            if not self._run and not is_crash and (self.path / "run.json").exists():
+                record["before"] = self._describe_segment()  # the run was not resumed, so its last segment is the same
+            self._write(file.name, record)
         except OSError as error:  # probably a full disk; the reason was printed, and the exit code is unaffected
             logger.error("%s: cannot be written (%s)", file, error.strerror)
+
+    def _has_consequence(self) -> bool:
+        try:
+            return bool(json.loads((self.path / "exit.json").read_text(encoding="utf-8")).get("is_consequence"))
+        except (OSError, ValueError, AttributeError):
+            return False
 
     def gpu_hours(self) -> float:
         """Return the hours of all ranks so far, over restarts, without the time between them."""
@@ -190,6 +223,8 @@ class RunDirectory:
         if exit_file.exists():
             try:
                 ended = json.loads(exit_file.read_text(encoding="utf-8"))
+                if "before" in ended:
+                    return segment | {key: ended["before"][key] for key in ("until", "exit")}
                 segment["exit"] = {"code": ended["code"], "reason": ended["reason"]}
             except (ValueError, KeyError, TypeError):  # informative only, so no reason to fail
                 segment["exit"] = {"code": None, "reason": "exit.json cannot be read"}

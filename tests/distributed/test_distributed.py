@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from fctune import distributed
-from fctune.distributed import World
+from fctune.distributed import DuplicateRankError, World
 from fctune.errors import DataError
-from tests.ranks import run_ranks
+from tests.ranks import be_rank, context, find_port, run_ranks
 
 
 def catch(action: Any) -> str:
@@ -56,3 +61,31 @@ def test_every_rank_gets_the_same_results_and_errors() -> None:
         assert found["rows"] == [[0, 7], [1, 7], [2, 7]]
         assert found["objects"] == ["rank 0", "rank 1", "rank 2"]
         assert found["full"] is (rank == 1)
+
+
+def join(port: int, run_id: str, folder: Path) -> None:
+    be_rank(1, 2, port)
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID=run_id)
+    try:
+        distributed.init_distributed()
+    except DuplicateRankError as error:
+        (folder / "error").write_text(str(error))
+
+
+def test_ranks_of_two_launches_do_not_meet_on_one_port(tmp_path: Path) -> None:
+    port = find_port()
+    store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False)
+    ranks = [context.Process(target=join, args=(port, run_id, tmp_path)) for run_id in ("one", "two", "two")]
+    try:
+        for rank in ranks:
+            rank.start()
+        store.wait(["one/restart-0-of-2/joined/1"])
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "error").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert "another process has joined" in (tmp_path / "error").read_text()
+        assert ranks[0].is_alive(), "the only rank of its launch waits"
+        assert sum(rank.is_alive() for rank in ranks[1:]) >= 1
+    finally:
+        for rank in ranks:
+            rank.kill()

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from tests.ranks import be_rank, context, find_port
 
-Kind = Literal["kill", "raise", "hang", "enospc", "term", "term_soon"]
+Kind = Literal["kill", "raise", "hang", "enospc", "term", "term_soon", "term_twice"]
 
 LORA, FULL = "configs/tiny_lora.yaml", "configs/tiny_full.yaml"
 
@@ -55,8 +55,13 @@ class Ended:
     output: str
 
 
-def run_group(argv: list[str], world_size: int, fault: Fault | None = None, is_shifted: bool = False) -> Ended:
-    """Run a config's recipe on ranks of this machine until it completes or a rank dies."""
+def run_group(
+    argv: list[str], world_size: int, fault: Fault | None = None, is_shifted: bool = False, grace_s: float = 0.3
+) -> Ended:
+    """Run a config's recipe on ranks of this machine until it completes or a rank dies.
+
+    The other ranks are killed ``grace_s`` after a rank dies; torchrun does not notice at once either.
+    """
     port = find_port()
     with tempfile.TemporaryDirectory() as folder:
         processes: list[BaseProcess] = [
@@ -70,8 +75,8 @@ def run_group(argv: list[str], world_size: int, fault: Fault | None = None, is_s
             time.sleep(0.02)
             died = [process for process in processes if not process.is_alive() and process.exitcode not in (0, 75)]
             if died or time.monotonic() - started > 180:
-                time.sleep(0.3)  # torchrun does not notice at once either
                 for process in processes:
+                    process.join(grace_s)
                     process.kill()
         codes = []
         for process in processes:
@@ -138,6 +143,10 @@ def _do(fault: Fault) -> None:
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
         return
     os.kill(os.getpid(), signal.SIGTERM)
+    if fault.kind == "term_twice":
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

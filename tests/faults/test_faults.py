@@ -40,8 +40,8 @@ def reference(inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
 def start(inputs: tuple[Path, Path], tmp_path: Path) -> Start:
     """Start or restart a run: ``start(*overrides, ranks=2, fault=None)``."""
 
-    def start_(*overrides: str, ranks: int = 2, fault: Fault | None = None, is_shifted: bool = False) -> Any:
-        return run_group(arguments_for(tmp_path / "run", *inputs, *overrides), ranks, fault, is_shifted)
+    def start_(*overrides: str, ranks: int = 2, fault: Fault | None = None, **options: Any) -> Any:
+        return run_group(arguments_for(tmp_path / "run", *inputs, *overrides), ranks, fault, **options)
 
     return start_
 
@@ -100,6 +100,24 @@ def test_a_signal_before_the_first_step_stops_at_once(start: Start, tmp_path: Pa
     ended = start(fault=Fault("term", "read", 0))
     assert 75 in ended.codes
     assert "before the first step" in read_exit(tmp_path / "run")["reason"]
+
+
+def test_a_second_signal_records_the_step_and_the_newest_checkpoint(start: Start, tmp_path: Path) -> None:
+    assert 75 in start(fault=Fault("term_twice", "step", 0, 7)).codes
+    why = read_exit(tmp_path / "run")
+    assert why["code"] == 75
+    assert why["reason"] == "SIGTERM again"
+    assert why["step"] == 6
+    assert why["checkpoint"].rpartition("-")[2] in ("4", "5", "6"), "a save may be running"
+
+
+def test_a_killed_rank_is_named_by_the_ranks_that_lose_it(start: Start, tmp_path: Path) -> None:
+    ended = start(fault=Fault("kill", "step", 1, 6), grace_s=20)
+    assert ended.codes[1] == -9
+    why = read_exit(tmp_path / "run")
+    assert why["code"] == 1
+    assert why["reason"].startswith("rank 1 (process "), why
+    assert why["step"] == 5
 
 
 @pytest.mark.slow
@@ -195,9 +213,28 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_over(start: Start, t
     start(fault=Fault("kill", "step", 0, 8))
     for checkpoint in CheckpointStore(tmp_path / "run" / "checkpoints").list_complete():
         (checkpoint.path / "manifest.json").write_text("{}")
+    described = (tmp_path / "run" / "run.json").read_text()
     ended = start()
     assert set(ended.codes) == {2}
     assert "every checkpoint is corrupt or incomplete" in ended.output
+    assert read_exit(tmp_path / "run")["code"] == 2
+    assert "every checkpoint is corrupt or incomplete" in read_exit(tmp_path / "run")["reason"]
+    assert (tmp_path / "run" / "run.json").read_text() == described
+
+
+def test_unmarked_checkpoints_are_named_when_a_run_starts_over(start: Start, tmp_path: Path) -> None:
+    start(fault=Fault("kill", "step", 0, 8))
+    checkpoints = CheckpointStore(tmp_path / "run" / "checkpoints").list_complete()
+    for checkpoint in checkpoints:
+        next(checkpoint.path.glob("_*SUCCESS")).unlink()
+    ended = start("max_steps=1")
+    assert ended.codes == (0, 0)
+    described = json.loads((tmp_path / "run" / "run.json").read_text())
+    for checkpoint in checkpoints:
+        moved = f"{checkpoint.path}: incomplete: _"
+        assert f"checkpoint skipped: {moved}" in ended.output
+        assert any(line.startswith(moved) for line in described["not_used"])
+    assert (tmp_path / "run.1" / "checkpoints" / checkpoints[0].path.name).is_dir()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ LAYERS = (
     "files",
     "terminal",
     "gpus",
+    "launcher_watch",
     "config",
     "distributed",
     "parsing",

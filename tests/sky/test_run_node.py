@@ -110,6 +110,7 @@ def test_each_launcher_results_in_the_same_command(launcher: str, tmp_path: Path
         )
         for node in (0, 1)
     ]
+    run_ids: dict[str, str] = {}
     for node, process in enumerate(nodes):
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, output
@@ -120,6 +121,9 @@ def test_each_launcher_results_in_the_same_command(launcher: str, tmp_path: Path
         assert option(words, "--nproc_per_node") == "3"
         assert option(words, "--rdzv_backend") == "static"  # c10d assigns ranks in the order of arrival
         assert option(words, "--rdzv_endpoint") == f"127.0.0.1:{environment['MASTER_PORT']}"
+        run_id = option(words, "--rdzv_id")
+        assert run_id == run_ids.setdefault("both nodes", run_id)
+        assert "/" not in run_id, "torchrun names a folder after it"
         assert "recipes/lora_fc_distributed" in words
         assert option(words, "--config") == TINY
         assert "seed=7" in words

@@ -1,0 +1,75 @@
+"""Ends a rank when its launcher dies; ranks that are left behind train on, or wait half an hour in a rendezvous.
+
+python -m fctune.launcher_watch RECIPE.py [arguments]     runs a recipe, protected during its imports too
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_EVERY_S = 0.5
+_RECORD_S = 5.0  # limit for recording the end, because a disk may hang
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_launcher() -> None:
+    """Let the kernel kill this process when its launcher dies; call it on the main thread before slow imports.
+
+    Does nothing in a process that torchrun's API did not start, and on systems other than Linux.
+    """
+    if not _is_launched() or sys.platform != "linux":
+        return
+    _set_death_signal(signal.SIGKILL)
+    if _is_orphan():  # the launcher died before the line above
+        os._exit(1)
+
+
+def watch_launcher(record: Callable[[], None]) -> None:
+    """From now on, call ``record`` when the launcher dies, before ending this process; call it on the main thread."""
+    if not _is_launched():
+        return
+    launcher = os.getppid()
+    threading.Thread(target=_watch, args=(launcher, record), name="launcher-watch", daemon=True).start()
+    if sys.platform == "linux":
+        _set_death_signal(0)
+
+
+def _watch(launcher: int, record: Callable[[], None]) -> None:
+    while os.getppid() == launcher:
+        time.sleep(_EVERY_S)
+    recorder = threading.Thread(target=record, daemon=True)
+    recorder.start()
+    recorder.join(_RECORD_S)
+    os._exit(1)
+
+
+def _is_launched() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _is_orphan() -> bool:
+    """Return True if process 1 has adopted this one; in a container, process 1 may be the launcher itself."""
+    if os.getppid() != 1:
+        return False
+    try:
+        return Path("/proc/1/exe").readlink() != Path("/proc/self/exe").readlink()
+    except OSError:  # another user's
+        return True
+
+
+def _set_death_signal(number: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    end_with_launcher()
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

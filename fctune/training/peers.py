@@ -1,0 +1,88 @@
+"""Finding the rank that died first, since the other ranks see only a lost connection."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_POLL_S = 0.02
+_LOST_CONNECTION = (
+    "Connection reset by peer",
+    "Connection closed by peer",
+    "Broken pipe",
+    "Socket closed",
+    "remote process exited",  # NCCL
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The process of a rank; ``namespace`` identifies the machine or container in which ``process`` is valid."""
+
+    rank: int
+    process: int
+    host: str
+    namespace: str
+
+
+def describe_process(rank: int) -> Peer:
+    """Describe this process to the other ranks."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        namespace = ""
+    return Peer(rank, os.getpid(), platform.node(), f"{platform.node()} {namespace}")
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return True if an error of a collective says that another rank is gone."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_CONNECTION)
+
+
+def find_killed_rank(peers: Sequence[Peer], wait_s: float = 0.0) -> str | None:
+    """Describe a rank of this machine that was killed, such as ``rank 1 (...) was killed by SIGKILL``.
+
+    Args:
+        peers: processes of all ranks.
+        wait_s: limit for a process that is about to end. If it is not 0, a process that is gone without a trace counts
+            as killed.
+    """
+    here = describe_process(-1)
+    local = [peer for peer in peers if peer.namespace == here.namespace and peer.process != here.process]
+    deadline = time.monotonic() + wait_s
+    while True:
+        ended = {peer: _how_ended(peer.process) for peer in local}
+        found = [(peer, how) for peer, how in ended.items() if how and how.startswith("was killed")]
+        if wait_s:
+            found += [(peer, how) for peer, how in ended.items() if how and not how.startswith("was killed")]
+        if found:
+            peer, how = found[0]
+            return f"rank {peer.rank} (process {peer.process} on {peer.host}) {how}"
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(_POLL_S)
+
+
+def _how_ended(process: int) -> str | None:
+    """Return how a process ended; None if it runs, or ended by itself and so has recorded its reason."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return "ended without recording a reason"
+    except PermissionError:
+        return None
+    try:  # its parent has not collected its exit status yet
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        state, status = fields[0], int(fields[-1])  # proc(5): the last field is the exit status
+    except (OSError, ValueError, IndexError):
+        return None
+    if state != "Z" or not os.WIFSIGNALED(status):
+        return None
+    name = signal.Signals(os.WTERMSIG(status)).name
+    hint = "; if nobody sent it, the machine ran out of memory" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
