@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -11,13 +12,15 @@ from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet
 from fctune.distributed import World
-from fctune.errors import ConfigError, DataError
+from fctune.errors import DataError
 from fctune.models.causal_lm import CausalLM
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.meter import Meter
 from fctune.training.prefetch import Prefetcher
 from fctune.training.step import StepResult, mean_loss, train_step
+
+logger = logging.getLogger("fctune")
 
 
 class NonFiniteError(RuntimeError):
@@ -30,22 +33,23 @@ def build_loader(config: RunConfig, prepared: PreparedSet) -> GlobalLoader:
 
 
 def count_steps(config: RunConfig, loader: GlobalLoader, world: World) -> int:
-    """Return the number of optimizer steps of the run.
+    """Return the number of optimizer steps of the run, and warn of ranks that have no data in any of them.
+
+    Such a rank computes one row of padding without weight, so it changes no result.
 
     Raises:
-        DataError: fewer packs than ranks, so that some ranks would never have data.
-        ConfigError: a global batch has fewer packs than there are ranks.
+        DataError: the training split is empty.
     """
-    prepared, num_packs = loader.prepared, loader.prepared.num_packs("train")
-    if num_packs < world.world_size:
-        raise DataError(
-            f"the training split has {num_packs:,} {'packs' if prepared.is_packed else 'conversations'}, fewer than "
-            f"the {world.world_size} ranks of this run. Add rows, use fewer ranks, or set data.packed=false."
-        )
-    if config.global_batch_size < world.world_size:
-        raise ConfigError(
-            f"global_batch_size={config.global_batch_size}: under the {world.world_size} ranks of this run; "
-            f"use {world.world_size} or more, or fewer ranks."
+    if not loader.prepared.num_packs("train"):
+        raise DataError("the training split has no conversations. Add rows, or lower data.validation_share.")
+    num_packs = min(loader.prepared.num_packs("train"), config.global_batch_size)
+    if num_packs < world.world_size and world.is_main:
+        logger.warning(
+            "%d of %d ranks have no data: a step has %d %s. Use fewer ranks, or a larger global_batch_size.",
+            world.world_size - num_packs,
+            world.world_size,
+            num_packs,
+            "packs" if loader.prepared.is_packed else "conversations",
         )
     steps = config.epochs * loader.steps_per_epoch
     return steps if config.max_steps is None else min(steps, config.max_steps)

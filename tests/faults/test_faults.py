@@ -304,3 +304,13 @@ def test_a_named_checkpoint_starts_another_run(start: Start, inputs: tuple[Path,
     argv = arguments_for(other, *inputs, f"resume={tmp_path / 'run' / 'checkpoints' / 'final'}")
     assert run_group(argv, 3).codes == (0, 0, 0)
     assert [m["step"] for m in read_metrics(other)] == list(range(6, 13))
+
+
+def test_ranks_without_data_change_no_result(start: Start, inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    few = ("global_batch_size=2", "max_steps=4")
+    ended = start(*few, ranks=3)
+    assert ended.codes == (0, 0, 0), ended.output
+    assert "1 of 3 ranks have no data: a step has 2 packs" in ended.output
+    one = tmp_path / "one"
+    assert run_group(arguments_for(one, *inputs, *few), 1).codes == (0,)
+    assert not differences(tmp_path / "run", one, 1e-9)
