@@ -98,12 +98,12 @@ def check_same_run(resume: Resume, facts: RunFacts) -> None:
     """
     saved, current = resume.state["config"], json.loads(json.dumps(facts.config))
     changes = [
-        f"{key}: {_show(saved.get(key))} then, {_show(value)} now"
+        f"{key}: was {_show(saved.get(key))}, is {_show(value)}"
         for key, value in current.items()
         if key not in _MAY_CHANGE and saved.get(key) != value
     ]
     if resume.state["base_fingerprint"] != facts.base_digest:
-        changes.append(f"model: weights {resume.state['base_fingerprint']} then, {facts.base_digest} now")
+        changes.append(f"model: weights were {resume.state['base_fingerprint']}, are {facts.base_digest}")
     if changes:
         shown = "\n".join(f"  {change}" for change in changes)
         raise CheckpointError(

@@ -240,12 +240,12 @@ def test_unmarked_checkpoints_are_named_when_a_run_starts_over(start: Start, tmp
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("seed=4", "seed: 3 then, 4 now"),
+        ("seed=4", "seed: was 3, is 4"),
         ("adapter.rank=4", "adapter"),
         ("optimizer.lr=1e-3", "optimizer"),
         ("lr_scheduler.name=linear", "lr_scheduler"),
-        ("data.seq_len=600", "data.seq_len: 512 then, 600 now"),
-        ("global_batch_size=6", "global_batch_size: 4 then, 6 now"),
+        ("data.seq_len=600", "data.seq_len: was 512, is 600"),
+        ("global_batch_size=6", "global_batch_size: was 4, is 6"),
     ],
 )
 def test_a_run_with_other_settings_is_not_resumed(override: str, named: str, start: Start) -> None:
