@@ -72,7 +72,7 @@ def test_arithmetic_folds_as_python_computes() -> None:
     [
         ("f", "the name 'f'"),
         ("f()", "the name 'f'"),
-        ("{1: 2}", "no string"),
+        ("{1: 2}", "expected a string"),
         ("{'a': 1, 'a': 2}", "duplicate key"),
         ("{*a}", "expected a value"),
         ("b'a'", "prefix b"),
