@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.cli.processes import wait_until
 from tests.conftest import ROOT
 
 # Sends Ctrl-C to its own process as soon as a module of the command is imported, as at an unlucky moment.
@@ -49,11 +50,7 @@ def test_ctrl_c_during_an_evaluation_says_how_many_answers_are_kept(tmp_path: Pa
     command = [sys.executable, "-m", "fctune.cli", "eval", "--model", "fctune/assets/tiny_base"]
     command += ["--suite", "synthetic", "--batch-size", "1", "--out", str(out)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not (out.exists() and out.read_text().count("\n") >= 2):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: out.exists() and out.read_text().count("\n") >= 2, process)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
@@ -69,11 +66,7 @@ def test_ctrl_c_while_data_is_prepared_leaves_no_partial_set(tmp_path: Path) -> 
     command = [sys.executable, "-m", "fctune.cli", "data", "prepare", "tiny_lora", f"data.prepared_dir={prepared}"]
     command += ["data.sources.0.path=synthetic:train:200000:1"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not list(prepared.glob("**/tokens.bin")):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: list(prepared.glob("**/tokens.bin")), process)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
@@ -86,11 +79,7 @@ def test_ctrl_c_while_data_is_prepared_leaves_no_partial_set(tmp_path: Path) -> 
 def test_ctrl_c_before_training_ends_every_process_with_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fctune.cli", "train", "tiny_lora", "--nproc", "1", f"output_dir={tmp_path}/run"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not (workers := psutil.Process(process.pid).children()):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    workers = wait_until(psutil.Process(process.pid).children, process)
     time.sleep(1)  # the worker imports torch, which takes several seconds
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)

@@ -6,12 +6,12 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from fctune.cli import main
+from tests.cli.processes import wait_until
 from tests.conftest import ROOT
 
 TRAIN = [sys.executable, "-m", "fctune.cli", "train", "--config", "lora_tiny", "--nproc", "1"]
@@ -38,11 +38,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path) -> None:
     process = start(tmp_path, "max_steps=30", "checkpoint.every_n_steps=0")
     metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process, 240)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 75, errors
