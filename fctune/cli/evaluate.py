@@ -81,7 +81,7 @@ def _run(arguments: argparse.Namespace, world: World | None) -> int:
             f"--propose: {suite.name} belongs to a benchmark ({name}), which training on its failures would make "
             "useless. Propose from a suite of your own."
         )
-    if _has_leaks(arguments, suite, is_main=world is None or world.is_main) and arguments.strict_leaks:
+    if _has_leaks(arguments, suite, world) and arguments.strict_leaks:
         return 1
     rows, settings, results = ask(arguments, suite, world)
     if rows is None:
@@ -98,8 +98,19 @@ def _run(arguments: argparse.Namespace, world: World | None) -> int:
     return _judge_run(arguments, console, summary)
 
 
-def _has_leaks(arguments: argparse.Namespace, suite: Suite, is_main: bool) -> bool:
-    """Report cases that are in the run's training data; True if there are any, or if that cannot be known."""
+def _has_leaks(arguments: argparse.Namespace, suite: Suite, world: World | None) -> bool:
+    """Report cases that are in the run's training data; True if there are any, or if that cannot be known.
+
+    Only one process reads the training data; every one gets the answer.
+    """
+    if world is None:
+        return _report_leaks(arguments, suite)
+    from fctune.distributed import run_on_rank_0
+
+    return run_on_rank_0(lambda: _report_leaks(arguments, suite))
+
+
+def _report_leaks(arguments: argparse.Namespace, suite: Suite) -> bool:
     if _is_server(arguments) or (leaks := find_leaks(suite.all_cases, arguments.model, arguments.adapter)) is None:
         return False
     lines = [f"{path}: cannot be compared with the cases ({reason})" for path, reason in leaks.unread.items()]
@@ -109,10 +120,11 @@ def _has_leaks(arguments: argparse.Namespace, suite: Suite, is_main: bool) -> bo
             f"{num_leaked:,} of {len(suite.all_cases):,} cases are in the training data of {leaks.run}: "
             f"{', '.join(leaks.case_ids[:_NUM_SHOWN])}{more}. Their accuracy says nothing about new questions."
         )
-    for line in lines if is_main else ():
-        make_console().print(line, style="bold red", soft_wrap=True, highlight=False, markup=False)
-    if not lines and is_main:
-        make_console().print(f"none of the cases is in the training data of {leaks.run}", soft_wrap=True, markup=False)
+    console = make_console()
+    for line in lines:
+        console.print(line, style="bold red", soft_wrap=True, highlight=False, markup=False)
+    if not lines:
+        console.print(f"none of the cases is in the training data of {leaks.run}", soft_wrap=True, markup=False)
     return bool(lines)
 
 
