@@ -13,18 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from fctune.acceptance.fault_injection import FaultConfig
 from fctune.acceptance.metrics import CHECKS, DTYPES, METRICS, OPERATIONS
-from fctune.config.loading import format_problems
+from fctune.config.loading import format_problems, read_yaml_mapping
 from fctune.config.parsing import apply_override, parse_dataclass, suggest
 from fctune.errors import ConfigError
 
 
 @dataclass(kw_only=True, slots=True)
 class LimitsConfig:
-    """Timeouts, in seconds."""
+    """Time limits of the acceptance test, in seconds."""
 
     arrive_s: float = 120.0  # until every rank has started
     silence_s: float = 15.0  # without a heartbeat of a process
@@ -141,15 +139,7 @@ def load_acceptance(path: str | Path, overrides: Sequence[str] = ()) -> Acceptan
     Raises:
         ConfigError: listing every problem with its key and remedy.
     """
-    path = Path(path)
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Pass --config PATH.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected a mapping of keys to values, got {type(raw).__name__}.")
+    raw = read_yaml_mapping(Path(path))
     problems: list[str] = []
     for override in (o for o in overrides if o.startswith("profile=")):
         apply_override(raw, override, problems)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,13 +89,28 @@ def make_cases(path: Path, rows: Iterable[tuple[str, int, Any]]) -> list[Case]:
         except RowError as error:
             problems.append(f"{where}: {error.pointer + ': ' if error.pointer else ''}{error.reason}")
     problems += [f"{path}: {n} cases have the id {i!r}; ids must be unique" for i, n in _repeated_ids(cases)]
+    check_rows(path, "case", len(cases), problems)
+    return cases
+
+
+def check_rows(path: str | Path, noun: str, num_rows: int, problems: Sequence[str]) -> None:
+    """Check that a file held rows, and no invalid ones.
+
+    Args:
+        path: The file.
+        noun: What a row is, such as ``case``.
+        num_rows: Number of rows read.
+        problems: One line for each invalid row.
+
+    Raises:
+        DataError: There are no rows, or invalid ones; the first of them are listed.
+    """
     if problems:
         shown = "\n".join(f"  {problem}" for problem in problems[:_NUM_SHOWN])
-        count = "1 invalid case" if len(problems) == 1 else f"{len(problems):,} invalid cases"
+        count = f"1 invalid {noun}" if len(problems) == 1 else f"{len(problems):,} invalid {noun}s"
         raise DataError(f"{path}: {count}\n{shown}\nFix these rows or remove them.")
-    if not cases:
-        raise DataError(f"{path}: contains no cases.")
-    return cases
+    if not num_rows:
+        raise DataError(f"{path}: contains no {noun}s.")
 
 
 def _decode_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, int, Any]]:

@@ -25,12 +25,10 @@ from fctune.calls.judge import Judgement, judge_error
 from fctune.calls.tool_calls import Reading, read_tool_calls
 from fctune.data.conversation import Tool
 from fctune.errors import ConfigError, DataError
-from fctune.evaluation.cases import Case
+from fctune.evaluation.cases import Case, check_rows
 from fctune.evaluation.judging import judge_reading
 from fctune.evaluation.multi_turn import MultiTurnCase
 from fctune.parsing.json_reader import ParseError, decode_json
-
-_NUM_SHOWN = 10
 
 
 class Prediction(NamedTuple):
@@ -145,12 +143,7 @@ def read_predictions(path: str | Path, default_format: str | None = None) -> Ite
             f"{path}: cannot be read ({error.strerror}). Pass a JSONL file of predictions: id with calls, or with text "
             "and format."
         ) from None
-    if problems:
-        shown = "\n".join(f"  {problem}" for problem in problems[:_NUM_SHOWN])
-        count = "1 invalid prediction" if len(problems) == 1 else f"{len(problems):,} invalid predictions"
-        raise DataError(f"{path}: {count}\n{shown}\nFix these rows or remove them.")
-    if not num_rows:
-        raise DataError(f"{path}: contains no predictions.")
+    check_rows(path, "prediction", num_rows, problems)
 
 
 def _read_row(line: str, formats: dict[Any, CallFormat]) -> Prediction | str:

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fctune.calls.bfcl.cases import CATEGORIES, MULTI_TURN, category_of
+from fctune.config.loading import format_problems, read_yaml_mapping
 from fctune.config.parsing import parse_dataclass
 from fctune.data.conversation import Conversation
 from fctune.data.synthetic import iter_cases
@@ -235,18 +234,12 @@ def _load_bfcl(
 
 
 def _read_spec(path: Path) -> _SuiteFile:
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())}).") from None
+    raw = read_yaml_mapping(path)
     problems: list[str] = []
     spec = parse_dataclass(_SuiteFile, raw, "", problems)
     if spec is not None and sum(map(bool, (spec.cases, spec.synthetic, spec.bfcl))) != 1:
         problems.append("expected one of cases, synthetic and bfcl")
     if problems or spec is None:
-        noun = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(f"{path}: {noun}\n" + "\n".join(f"  {problem}" for problem in problems))
+        raise ConfigError(format_problems(str(path), problems))
     found: _SuiteFile = spec
     return found
