@@ -37,7 +37,7 @@ class ConfigProblems:
             return None
 
     def add(self, problem: str) -> None:
-        """Keep a problem."""
+        """Add a problem to those that ``raise_all`` reports."""
         self._found.append(problem)
 
     def raise_all(self) -> None:

@@ -136,7 +136,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Differences between two results."""
+    """Figures, checks and set-up that differ between an earlier result and a later one."""
 
     changes: list[Change]  # of all figures in both results, worst first
     slower: list[Change]  # those beyond the tolerance

@@ -156,7 +156,7 @@ class Session:
         self._temporary.add(path)
 
     def clean_up(self) -> None:
-        """Remove the registered paths."""
+        """Delete the temporary files and folders that this rank's checks registered."""
         for path in self._temporary:
             shutil.rmtree(path, ignore_errors=True)
 

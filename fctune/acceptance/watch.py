@@ -70,7 +70,7 @@ class Position:
         self.enter(activity, limit_s)
 
     def leave(self) -> None:
-        """End the current activity."""
+        """End the current activity, which lifts its deadline."""
         self.deadline = float("inf")
 
 
@@ -157,7 +157,7 @@ class Signals:
                     yield signal.Signals(number).name
 
     def close(self) -> None:
-        """Restore the previous handlers."""
+        """Restore the signal handlers that were installed before, and close the pipe."""
         if self._old:
             signal.set_wakeup_fd(self._old_wakeup)
             for number, handler in self._old.items():

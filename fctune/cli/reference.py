@@ -16,7 +16,7 @@ from fctune.telemetry.names import METRICS
 
 
 def main() -> int:
-    """Write the pages."""
+    """Write every generated page into the directory named on the command line."""
     directory = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/reference")
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.md").write_text(render_config_reference(), encoding="utf-8")

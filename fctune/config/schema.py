@@ -25,7 +25,7 @@ _SHARE = Range(ge=0, le=1)
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """The base model."""
+    """The base model: its weights, tokenizer and chat template."""
 
     path: str
     """Hugging Face model directory (its `config.json` selects the architecture), or `hf:NAME[@REVISION]`, which is
@@ -335,7 +335,7 @@ class SuccessConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
-    """A training run."""
+    """A training run, from its model and data to its checkpoints and telemetry."""
 
     output_dir: str
     """Directory of the run: record, metrics, checkpoints, exports. One run per directory."""

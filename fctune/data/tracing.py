@@ -179,7 +179,7 @@ class _Budget:
     """Limits the time and memory of a rendering, checked whenever the template enters a loop's or a macro's body."""
 
     def start(self) -> None:
-        """Start a rendering."""
+        """Reset the time and memory used, before a template is rendered."""
         self._free_until = time.monotonic() + _FREE_S
         self._cpu_start_s: float | None = None
         self._start_bytes = 0

@@ -84,7 +84,7 @@ class ResultsFile:
         return len({row["id"] for path in (self.path, *self._parts()) for row in read_rows(path, is_partial=True)})
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the results file; the lock stays until ``release``."""
         if self._file is not None:
             self._file.close()
             self._file = None

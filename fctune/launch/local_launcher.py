@@ -76,7 +76,7 @@ def launch_recipe(
         except ChildFailedError as error:
             return _exit_code(error, output_dir, started_at, requests, show)
         except SignalException as error:
-            show(f"ended by {signal.Signals(error.sigval).name}; run the same command to resume")
+            show(f"ended by {signal.Signals(error.sigval).name}; re-run the same command to resume")
             return 1
     return 0
 

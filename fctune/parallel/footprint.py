@@ -46,7 +46,7 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
+        """Bytes of all parts together."""
         return sum(getattr(self, part.name) for part in fields(self))
 
     @property

@@ -32,7 +32,7 @@ class Setting:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Ranks of the run: replicas times shards."""
         return self.replicate * self.shard
 
 

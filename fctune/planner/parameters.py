@@ -28,7 +28,7 @@ class ParameterShape:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Elements of the unsharded parameter."""
         return math.prod(self.shape)
 
     @property

@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Number of GPUs."""
+        """GPUs of all nodes together."""
         return self.request.nodes * self.request.gpus_per_node
 
     @property

@@ -47,7 +47,7 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """Total FLOPs per token."""
+        """FLOPs per token, with recomputation, attention and the output head."""
         return self.products + self.recomputed + self.attention + self.head
 
 
@@ -66,7 +66,7 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        """Duration of the step."""
+        """Seconds of the step: computation, memory traffic, exposed communication and the update."""
         return self.compute_s + self.memory_traffic_s + self.exposed_s + self.update_s
 
     def to_json(self) -> dict[str, float]:

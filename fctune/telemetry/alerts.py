@@ -25,7 +25,7 @@ _IDLE_WARM_UP_S = 600.0  # during the first steps, any of which may compile
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One raised alert."""
+    """An alert with the measured value and the limit that it crossed, as a line of ``alerts.jsonl``."""
 
     name: str  # a key of ``ALERTS``
     step: int

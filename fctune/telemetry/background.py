@@ -56,7 +56,7 @@ class BackgroundSink:
         self._put(dict(metrics))
 
     def alert(self, alert: Alert) -> None:
-        """Queue one alert."""
+        """Queue an alert for the sink's thread; never blocks training."""
         self._put(alert)
 
     def close(self) -> None:

@@ -86,11 +86,11 @@ class SpanTimer:
         self.last_s = math.nan
 
     def start(self) -> None:
-        """Start the span."""
+        """Mark the start of the span on the device or, without CUDA, on the clock."""
         self._begin = self._now()
 
     def stop(self) -> None:
-        """End the span."""
+        """Mark the end of the span; ``settle`` reads its length."""
         self._end = self._now()
 
     def settle(self) -> None:

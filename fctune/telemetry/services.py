@@ -166,7 +166,7 @@ class PrometheusSink:
         self._alerts.labels(self._run, alert.name).inc()
 
     def close(self) -> None:
-        """Stop listening."""
+        """Shut the HTTP server down and join its thread."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -28,14 +28,14 @@ class Sink(Protocol):
         """Receive the metrics of one step, including ``step``."""
 
     def close(self) -> None:
-        """Flush and release resources."""
+        """Write what is pending, then release files, threads and connections."""
 
 
 class EventSink(Sink, Protocol):
     """Receiver of metrics and alerts."""
 
     def alert(self, alert: Alert) -> None:
-        """Receive one alert."""
+        """Record or forward an alert."""
 
 
 class JsonlSink:

@@ -52,7 +52,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Directory of the checkpoints."""
+        """Directory of the checkpoints, sharded and elastic."""
         return self.path / "checkpoints"
 
     @property
@@ -269,7 +269,7 @@ class DirectoryLock:
         self._file.flush()
 
     def release(self) -> None:
-        """Release the lock."""
+        """Release the lock, so that another run may use the directory."""
         self._file.close()
 
     def _acquire(self, folder: Path, wait_s: float | None) -> None:

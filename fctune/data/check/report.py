@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Lengths:
-    """A distribution over conversations."""
+    """Distribution of a count (messages, characters or tokens) over conversations."""
 
     count: Annotated[int, "Number of values"]
     total: Annotated[int, "Sum of the values"]
@@ -130,7 +130,7 @@ class OverlapFinding:
 
 @dataclass(slots=True)
 class SourceSummary:
-    """A source of rows."""
+    """Rows read and kept of one source, and the error that ended its reading, if any."""
 
     path: Annotated[str, "Path as given"]
     rows: Annotated[int, "Rows read"]

@@ -98,7 +98,7 @@ class SimilarityIndex:
         self._record = np.zeros(1, _RECORD)
 
     def add(self, conversation: Conversation, file: int, line: int) -> None:
-        """Add the next row."""
+        """Append the digest and MinHash signature of the next row to the temporary file."""
         record = self._record
         record["digest"] = int(conversation.digest(), 16)
         record["file"] = file
@@ -145,7 +145,7 @@ class SimilarityIndex:
             ) from None
 
     def close(self) -> None:
-        """Delete the temporary file."""
+        """Delete the temporary file that holds the signatures."""
         with contextlib.suppress(OSError):  # flushing to a full disk fails, but the data is no longer needed
             self._file.close()
 

@@ -214,7 +214,7 @@ class _GzipStream(io.RawIOBase):
         self.error: Exception | None = None
 
     def readable(self) -> bool:
-        """Return True."""
+        """Return True: this is a stream for reading only."""
         return True
 
     def readinto(self, buffer: Any) -> int:

@@ -56,7 +56,7 @@ class HangWatch(Callback):
         return max(_MIN_LIMIT_S, _FACTOR * statistics.median(self._times))
 
     def on_step_start(self, step: int) -> None:
-        """Start the clock."""
+        """Start the time limit of a step."""
         self._started = time.monotonic()
         self._deadline = self._started + self.limit_s
 
@@ -66,7 +66,7 @@ class HangWatch(Callback):
         self._times.append(time.monotonic() - self._started)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop the watch thread and join it."""
         self._stop.set()
         self._thread.join()
 
