@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch._C._distributed_c10d import Store
 
 from fctune.acceptance.config import LimitsConfig
 from fctune.distributed import LauncherEnvironment
+from fctune.signals import SignalPipe
 
 logger = logging.getLogger("fctune")
 
@@ -141,29 +142,19 @@ class Signals:
     """Catches signals that ask the run to end, readable by a thread while the main thread is in C code."""
 
     def __init__(self) -> None:
-        self._pipe = os.pipe()
-        for end in self._pipe:
-            os.set_blocking(end, False)
-        self._old: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            self._old = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-            self._old_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        self._pipe = SignalPipe(SIGNALS)
+        os.set_blocking(self._pipe.read_end, False)
 
     def read(self) -> Iterator[str]:
         """Yield the names of signals received since the last call."""
         with contextlib.suppress(BlockingIOError):
-            for number in os.read(self._pipe[0], 64):
+            for number in os.read(self._pipe.read_end, 64):
                 if number in SIGNALS:
                     yield signal.Signals(number).name
 
     def close(self) -> None:
         """Restore the signal handlers that were installed before, and close the pipe."""
-        if self._old:
-            signal.set_wakeup_fd(self._old_wakeup)
-            for number, handler in self._old.items():
-                signal.signal(number, handler)
-        for end in self._pipe:
-            os.close(end)
+        self._pipe.close()
 
 
 class ResultWriter:

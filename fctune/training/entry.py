@@ -31,7 +31,7 @@ from fctune.terminal import LogHandler
 from fctune.training.callbacks.stop import STOPPED, Stopped, StopRequest
 from fctune.training.loop import NonFiniteError
 from fctune.training.out_of_memory import is_out_of_memory
-from fctune.training.peers import Peer, describe_process, find_killed_rank, is_lost_connection
+from fctune.training.peers import RankProcess, describe_process, find_killed_rank, is_lost_connection
 from fctune.training.run_directory import RunDirectory, find_typed_command
 
 logger = logging.getLogger("fctune")
@@ -68,7 +68,7 @@ class Run:
     directory: RunDirectory
     store: CheckpointStore
     world: World
-    peers: Sequence[Peer]
+    peers: Sequence[RankProcess]
     resume: Resume | None = None
     recipe: Recipe | None = None
     is_open: bool = False  # this run has locked the directory, so ranks may write to it

@@ -21,7 +21,7 @@ _LOST_CONNECTION = (
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class RankProcess:
     """The process of a rank; ``namespace`` identifies the machine or container in which ``process`` is valid."""
 
     rank: int
@@ -30,13 +30,13 @@ class Peer:
     namespace: str
 
 
-def describe_process(rank: int) -> Peer:
+def describe_process(rank: int) -> RankProcess:
     """Describe this process to the other ranks."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:  # not Linux
         namespace = ""
-    return Peer(rank, os.getpid(), platform.node(), f"{platform.node()} {namespace}")
+    return RankProcess(rank, os.getpid(), platform.node(), f"{platform.node()} {namespace}")
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -44,7 +44,7 @@ def is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_CONNECTION)
 
 
-def find_killed_rank(peers: Sequence[Peer], wait_s: float = 0.0) -> str | None:
+def find_killed_rank(peers: Sequence[RankProcess], wait_s: float = 0.0) -> str | None:
     """Describe a rank of this machine that was killed, such as ``rank 1 (...) was killed by SIGKILL``.
 
     Args:

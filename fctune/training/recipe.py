@@ -130,7 +130,7 @@ class FineTuning(ABC):
         if evaluation is not None:
             self.callbacks.append(EvaluationCallback(config.eval, evaluation, state))
         if run.resume is not None and run.resume.state["world_size"] != world.world_size:
-            logger.info("world size: %d then, %d now", run.resume.state["world_size"], world.world_size)
+            logger.info("world size: was %d, is %d", run.resume.state["world_size"], world.world_size)
             self.checkpoint.save("elastic", state.step)
         run.request.start_training()
 

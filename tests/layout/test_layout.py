@@ -12,6 +12,7 @@ from tests.conftest import ROOT
 LAYERS = (
     "errors",
     "files",
+    "signals",
     "terminal",
     "gpus",
     "launcher_watch",

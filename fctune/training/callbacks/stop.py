@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fctune import distributed
+from fctune.signals import SignalPipe
 from fctune.training.callbacks.base import Callback
 from fctune.training.callbacks.checkpoint import CheckpointCallback
 
@@ -32,10 +33,9 @@ class Stopped(Exception):
 class StopRequest:
     """Listens for requests to stop, whatever this process is doing.
 
-    Python runs a signal handler only between two bytecodes of the main thread, and a rank that waits in a collective
-    executes none. So a thread reads the signals from the wakeup pipe. Before the first step it ends the process at
-    once, as there is nothing to save. During training it records the request, which ``StopCallback`` reads after the
-    step; a second signal ends the process at once.
+    A thread reads the signals. Before the first step it ends the process at once, as there is nothing to save. During
+    training it records the request, which ``StopCallback`` reads after the step; a second signal ends the process at
+    once.
 
     Args:
         stop_file: its appearance requests a stop; None on ranks that do not check it.
@@ -48,10 +48,7 @@ class StopRequest:
         self._reason: str | None = None
         self._is_training = False
         self._checked_at = 0.0
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        self._old_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._pipe = SignalPipe(SIGNALS)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
 
@@ -72,16 +69,13 @@ class StopRequest:
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
-        signal.set_wakeup_fd(self._old_wakeup)
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
-        os.write(self._write, b"\0")
+        self._pipe.restore()
+        os.write(self._pipe.write_end, b"\0")
         self._thread.join()
-        os.close(self._read)
-        os.close(self._write)
+        self._pipe.close()
 
     def _listen(self) -> None:
-        while number := os.read(self._read, 1)[0]:
+        while number := os.read(self._pipe.read_end, 1)[0]:
             if number not in SIGNALS:
                 continue
             name = signal.Signals(number).name
