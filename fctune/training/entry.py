@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import secrets
+import shlex
 import sys
 import time
 import traceback
@@ -154,6 +155,8 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
             run.directory.finish(code, reason, run.step, checkpoint or run.newest_checkpoint())
             if run.is_started:
                 _record_end(run.directory, is_judged=code == 0 and config.success is not None)
+            if code == 0:
+                _log_next_steps(run.directory)
             run.directory.unlock()
     distributed.shutdown_distributed()
     return code
@@ -269,6 +272,17 @@ def _record_end(directory: RunDirectory, is_judged: bool) -> None:
     directory.describe(success=[asdict(criterion) for criterion in criteria])
     for line in format_criteria(criteria):
         logger.info("success: %s", line)
+
+
+def _log_next_steps(directory: RunDirectory) -> None:
+    """Log where the exports of a completed run are, and commands that evaluate, report and serve it."""
+    for name, content in (("merged", "merged model"), ("adapter", "adapter")):
+        if (directory.export / name).is_dir():
+            logger.info("%s: %s", content, directory.export / name)
+    run = shlex.quote(str(directory.path))
+    logger.info("evaluate it: fctune eval --model %s --suite smoke", run)
+    logger.info("report on it: fctune report %s --out %s", run, shlex.quote(str(directory.path / "report.html")))
+    logger.info("serve it: fctune serve %s", run)
 
 
 def _check_shared(path: Path, world: World) -> None:

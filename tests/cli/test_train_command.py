@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from fctune.cli import main
 from tests.cli.processes import wait_until
 from tests.conftest import ROOT
 
-TRAIN = [sys.executable, "-m", "fctune.cli", "train", "--config", "lora_tiny", "--nproc", "1"]
+FCTUNE = [sys.executable, "-m", "fctune.cli"]
+TRAIN = [*FCTUNE, "train", "--config", "lora_tiny", "--nproc", "1"]
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 SMALL = [
     "data.sources.0.path=synthetic:train:300:1",
     "data.seq_len=512",
@@ -24,11 +27,10 @@ SMALL = [
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [*TRAIN, *SMALL, "output_dir=run", *arguments],
         cwd=folder,
-        env=environment,
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -48,11 +50,21 @@ def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path) -
     assert (tmp_path / ended["checkpoint"]).is_dir()
 
     process = start(tmp_path, "max_steps=30", "checkpoint.every_n_steps=0")
-    process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 0
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == list(range(1, 31))
     assert (tmp_path / "run" / "export" / "merged" / "model.safetensors").is_file()
+
+    assert "merged model: run/export/merged" in output
+    assert "adapter: run/export/adapter" in output
+    commands = [line[line.index("fctune ") :] for line in output.splitlines() if " it: fctune " in line]
+    assert [shlex.split(command)[1] for command in commands] == ["eval", "report", "serve"]
+    for command in commands:
+        words = shlex.split(command)[1:]
+        words += ["--print"] if words[0] == "serve" else []  # without vLLM, which is not installed here
+        done = subprocess.run([*FCTUNE, *words], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
 
 
 def test_a_run_that_cannot_start_returns_its_own_code_and_message_only(tmp_path: Path) -> None:
