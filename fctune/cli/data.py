@@ -9,9 +9,13 @@ from typing import Any
 
 from fctune.cli.files import write_file
 from fctune.cli.parser import add_config_arguments
-from fctune.errors import ConfigError, DataError, Interrupted
+from fctune.data.sources.reader import list_files
+from fctune.data.sources.row_formats.registry import ROW_FORMATS
+from fctune.errors import ConfigError, Interrupted
 from fctune.models.run_config import load_run_config
 from fctune.terminal import Terminal
+
+_FORMAT_HELP = f"row format: auto, {', '.join(ROW_FORMATS)}; default: auto, which detects it"
 
 
 def add_commands(commands: Any) -> None:
@@ -21,7 +25,7 @@ def add_commands(commands: Any) -> None:
     )
     check = data.add_parser("check", help="report what a dataset holds, and every row that cannot be used")
     check.add_argument("paths", nargs="+", metavar="PATH", help="file, directory, hf:NAME[:CONFIG][:SPLIT][@REVISION]")
-    check.add_argument("--format", default="auto", metavar="NAME", help="row format; default: detected")
+    check.add_argument("--format", default="auto", metavar="NAME", help=_FORMAT_HELP)
     check.add_argument("--max-samples", type=int, metavar="N", help="read at most N rows of each source")
     check.add_argument("--tokenizer", metavar="DIR", help="model directory; count tokens and supervised tokens")
     check.add_argument(
@@ -43,8 +47,8 @@ def add_commands(commands: Any) -> None:
     show = data.add_parser("show", help="print a row as the model sees it, supervised tokens in colour")
     show.add_argument("path", metavar="PATH", help="file, directory or hf:NAME, as for data check")
     show.add_argument("--row", type=int, default=1, metavar="N", help="number of the row, from 1; default: %(default)s")
-    show.add_argument("--tokenizer", required=True, metavar="DIR", help="model directory")
-    show.add_argument("--format", default="auto", metavar="NAME", help="row format; default: detected")
+    show.add_argument("--tokenizer", metavar="DIR", help="model directory; without it, the conversation is printed")
+    show.add_argument("--format", default="auto", metavar="NAME", help=_FORMAT_HELP)
     _add_supervision_arguments(show)
     show.set_defaults(run=_show_row)
     prepare = data.add_parser("prepare", help="tokenise and pack the rows of a config, as training does at its start")
@@ -117,20 +121,22 @@ def _check_data(arguments: argparse.Namespace) -> int:
 
 
 def _show_row(arguments: argparse.Namespace) -> int:
-    if not arguments.path.startswith(("hf:", "synthetic:")) and not Path(arguments.path).exists():
-        raise DataError(
-            f"{arguments.path}: no such file or directory. "
-            "Check the path; a dataset of the hub is hf:NAME[:config][:split]."
-        )
-    from fctune.data.show import show_row
+    if not arguments.path.startswith(("hf:", "synthetic:")):
+        list_files(arguments.path)  # before the imports and the tokenizer, which take seconds
+    from fctune.data.show import show_conversation, show_row
 
-    renderables = show_row(
-        arguments.path,
-        arguments.row,
-        arguments.tokenizer,
-        row_format=arguments.format,
-        supervision=_read_supervision(arguments),
-    )
+    if arguments.tokenizer is None:
+        renderables = show_conversation(arguments.path, arguments.row, arguments.format)
+    else:
+        from fctune.models.hub import resolve_model_dir
+
+        renderables = show_row(
+            arguments.path,
+            arguments.row,
+            str(resolve_model_dir(arguments.tokenizer)),
+            row_format=arguments.format,
+            supervision=_read_supervision(arguments),
+        )
     console = Terminal(soft_wrap=True, highlight=False)
     for renderable in renderables:
         console.print(renderable)

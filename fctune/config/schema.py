@@ -71,8 +71,8 @@ class SourceConfig:
     """A source of training rows."""
 
     path: str
-    """JSON, JSONL, JSONL.gz or Parquet file, a directory of them, `hf:NAME[:CONFIG][:SPLIT][@REVISION]`, or
-    `synthetic:SPLIT:ROWS[:SEED]`."""
+    """JSON, JSONL, JSONL.gz, Parquet or CSV file, a directory of them or from `save_to_disk`,
+    `hf:NAME[:CONFIG][:SPLIT][@REVISION]`, or `synthetic:SPLIT:ROWS[:SEED]`."""
     format: str = "auto"
     """Row format by the name of its reader; `auto` detects it from the rows."""
     weight: Annotated[float, Range(gt=0)] = 1.0

@@ -157,6 +157,9 @@ def load_tokenizer(model_dir: Path) -> Any:
     Raises:
         ConfigError: The tokenizer is missing, broken, not a fast one, or has no chat template.
     """
+    if not model_dir.is_dir():
+        hint = f", or hf:{model_dir} for the model of the hub" if len(model_dir.parts) == 2 else ""
+        raise ConfigError(f"{model_dir}: no such directory; expected a Hugging Face model directory{hint}.")
     files = ("tokenizer.json", "tokenizer_config.json")
     missing = [name for name in files if not (model_dir / name).is_file()]
     if missing:

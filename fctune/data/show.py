@@ -1,8 +1,9 @@
-"""A dataset row as the model sees it: the rendered text with supervised tokens in colour."""
+"""A dataset row as a conversation, or as the model sees it: the rendered text with supervised tokens in colour."""
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 
 from rich.text import Text
@@ -33,15 +34,34 @@ def show_row(
     Raises:
         DataError: The row does not exist, has a defect, or is rejected by the template.
     """
+    conversation = _read_row(path, row, row_format)
+    yield from _render(conversation, ChatTemplate(model_dir, supervision))
+
+
+def show_conversation(path: str, row: int, row_format: str = "auto") -> Iterator[Text]:
+    """Yield the row's source, its tools and its messages; arguments as for ``show_row``."""
+    conversation = _read_row(path, row, row_format)
+    yield Text(conversation.source, style="bold")
+    if conversation.tools:
+        yield Text(f"tools: {', '.join(tool.name for tool in conversation.tools)}")
+    for message in conversation.messages:
+        text = Text(f"{message.role}:", style="bold")
+        if message.content:
+            text.append(f" {message.content}", style="not bold")
+        for call in message.calls:
+            text.append(f"\n  {call.name} {json.dumps(call.arguments, ensure_ascii=False)}", style="not bold green")
+        yield text
+
+
+def _read_row(path: str, row: int, row_format: str) -> Conversation:
     if row < 1:
         raise DataError(f"--row {row}: rows are numbered from 1.")
-    template = ChatTemplate(model_dir, supervision)
     item = next(itertools.islice(read_source(path, row_format, row), row - 1, row), None)
     if item is None:
         raise DataError(f"{path}: fewer than {row:,} rows.")
     if isinstance(item, Defect):
         raise DataError(str(item))
-    yield from _render(item, template)
+    return item
 
 
 def _render(conversation: Conversation, template: ChatTemplate) -> Iterator[Text]:

@@ -167,7 +167,10 @@ def test_the_command_can_be_run_as_a_module() -> None:
     [
         (["data", "check", "no/such.jsonl"], "no such file"),
         (["data", "check", "pyproject.toml", "--seq-len", "5"], "needs --tokenizer"),
-        (["data", "check", "configs", "--tokenizer", "no/such"], "no tokenizer.json"),
+        (
+            ["data", "check", "configs", "--tokenizer", "no/such"],
+            "no/such: no such directory; expected a Hugging Face model directory, or hf:no/such",
+        ),
         (["data", "show", "synthetic:train:3:1", "--row", "9", "--tokenizer", "TINY"], "fewer than 9 rows"),
         (["data", "show", "synthetic:train:3:1", "--row", "0", "--tokenizer", "TINY"], "rows are numbered from 1"),
         (["data", "prepare", "--config", "no/such.yaml"], "no such config file"),
@@ -199,3 +202,19 @@ def test_wrong_input_is_answered_with_one_sentence(
     error = capsys.readouterr().err
     assert words in error
     assert "Traceback" not in error
+
+
+def test_a_row_is_shown_as_a_conversation_without_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "show", "synthetic:train:3:1", "--row", "3"]) == 0
+    output = capsys.readouterr().out
+    assert "synthetic:train:3:1:3" in output
+    assert "tools: " in output
+    assert "user: " in output
+    assert "assistant:" in output
+
+
+def test_help_lists_the_row_formats(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["data", "check", "--help"])
+    output = " ".join(capsys.readouterr().out.split())
+    assert all(name in output for name in ("auto", "openai", "sharegpt", "hermes", "glaive", "xlam", "toolace"))

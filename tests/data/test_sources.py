@@ -85,7 +85,7 @@ def test_every_known_defect_is_reported_as_its_kind(
 def test_the_file_has_every_kind_of_defect_except_those_of_bytes_arrow_and_tokenizers() -> None:
     found = {row.kind for *_, row in fixture_rows() if isinstance(row, Defect)}
     assert DEFECT_KINDS.keys() - found == {
-        *("arrow_null", "message_shape", "row_too_large", "too_deep"),
+        *("arrow_null", "csv_fields", "message_shape", "row_too_large", "too_deep"),
         *("not_renderable", "special_token_in_content"),  # found with a tokenizer only; test_check.py
     }
 

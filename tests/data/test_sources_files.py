@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import random
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -231,3 +233,53 @@ def test_a_dataset_that_cannot_be_loaded_is_rejected_with_a_hint(tmp_path: Path)
         list(read_source(f"hf:{tmp_path}::nosuchsplit"))
     with pytest.raises(DataError, match="Expected hf:NAME"):
         list(read_source("hf:a:b:c:d"))
+
+
+def test_csv_rows_are_read_with_their_lines(tmp_path: Path) -> None:
+    rows = [make_row("a"), make_row("b")]
+    with open(tmp_path / "rows.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["id", "messages", "tools"])
+        writer.writerow(["a", json.dumps(rows[0]["messages"], indent=1), json.dumps(rows[0].get("tools", []))])
+        writer.writerow(["b", json.dumps(rows[1]["messages"]), ""])
+        file.write("c,[1\n")
+        writer.writerow(["d", "[1", ""])
+    second = json.dumps(rows[0]["messages"], indent=1).count("\n") + 3
+    found = list(read_source(str(tmp_path / "rows.csv")))
+    assert [item.messages[0].content for item in found[:2] if isinstance(item, Conversation)] == [
+        "a",
+        "b",
+    ]
+    assert [item.source for item in found[:2] if isinstance(item, Conversation)] == [
+        f"{tmp_path}/rows.csv:2",
+        f"{tmp_path}/rows.csv:{second}",
+    ]
+    assert [(item.line, item.kind) for item in found[2:] if isinstance(item, Defect)] == [
+        (second + 1, "csv_fields"),
+        (second + 2, "not_json"),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "messages,messages\n", "messages,\n1,2\n"])
+def test_a_csv_file_without_a_usable_header_is_an_error(text: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"rows\.csv"):
+        list(read_source(write(tmp_path / "rows.csv", text)))
+
+
+def test_datasets_saved_to_disk_are_read_as_their_rows(tmp_path: Path) -> None:
+    rows = [make_row("a"), make_row("b")]
+    saved = datasets.Dataset.from_list(rows)
+    saved.save_to_disk(tmp_path / "single", num_shards=2)
+    datasets.DatasetDict(train=saved, test=saved.select([0])).save_to_disk(tmp_path / "splits")
+    datasets.DatasetDict(first=saved, second=saved).save_to_disk(tmp_path / "unnamed")
+    for path, count in (("single", 2), ("splits", 2), ("splits/test", 1), ("unnamed/second", 2)):
+        found = list(read_source(str(tmp_path / path)))
+        assert [item.messages for item in found if isinstance(item, Conversation)] == [
+            item.messages for item in read_source(write(tmp_path / "rows.jsonl", to_lines(rows[:count])))
+        ]
+    with pytest.raises(DataError, match=r"its splits are first, second; name one: .*unnamed/first"):
+        list(read_source(str(tmp_path / "unnamed")))
+
+
+def to_lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)

@@ -1,4 +1,4 @@
-"""Rows of Parquet files and the Hugging Face hub, with Arrow structs marked.
+"""Rows of Parquet and Arrow files and of the Hugging Face hub, with Arrow structs marked.
 
 Arrow gives every struct of a column the keys of all rows, with nulls for missing ones. Structs are marked
 (``ArrowStruct``) so that readers can remove this filling; JSON in strings is unchanged.
@@ -32,6 +32,19 @@ def iter_parquet(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
         yield from _iter_batches(pq.ParquetFile(path, memory_map=True).iter_batches(_BATCH_ROWS), json)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable Parquet file ({error}). Download it again.") from None
+
+
+def iter_arrow(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
+    """Yield rows as ``iter_parquet`` does from an Arrow stream, which ``save_to_disk`` of ``datasets`` writes.
+
+    Raises:
+        DataError: The file is not an Arrow stream, or truncated.
+    """
+    try:
+        with pa.memory_map(path) as source:
+            yield from _iter_batches(pa.ipc.open_stream(source), json)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a readable Arrow stream ({error}). Save the dataset again.") from None
 
 
 def iter_hub(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:

@@ -12,6 +12,7 @@ DEFECT_KINDS: dict[str, str] = {
     "call_not_json": "a call is not JSON",
     "call_not_pythonic": "a call is not `[name(argument=value, ...)]`",
     "call_shape": "a call lacks its name or arguments, or has unknown keys",
+    "csv_fields": "a row of a CSV file with more or fewer fields than its header",
     "content_not_text": "a message's content is not text",
     "duplicate_call_id": "two open calls share an id",
     "duplicate_key": "a JSON object has a key twice",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import Counter
@@ -16,7 +17,7 @@ from fctune.data.sources.row_builder import ParsedRow, ReadContext
 from fctune.data.sources.row_formats.registry import ROW_FORMATS, describe_row_formats, detect_row_format, read_row
 from fctune.errors import DataError
 
-_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".ndjson", ".parquet")
+_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".ndjson", ".parquet", ".csv")
 _SYNTHETIC_SPLITS = ("pretrain", "train", "shuffled")
 _NUM_SHOWN = 10
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -26,8 +27,9 @@ def read_source(path: str, row_format: str = "auto", max_samples: int | None = N
     """Yield the conversation or the defect of each row, in order.
 
     Args:
-        path: A JSON, JSON lines, gzipped JSON lines or Parquet file; a directory of them; a dataset of the hub,
-            ``hf:NAME[:config][:split][@revision]``; or ``synthetic:SPLIT:ROWS[:SEED]``.
+        path: A JSON, JSON lines, gzipped JSON lines, Parquet or CSV file; a directory of them, or one written by
+            ``save_to_disk`` of ``datasets``; a dataset of the hub, ``hf:NAME[:config][:split][@revision]``; or
+            ``synthetic:SPLIT:ROWS[:SEED]``.
         row_format: Format of the rows (a key of ``ROW_FORMATS``), or auto to detect that of each row.
         max_samples: Maximum number of rows.
 
@@ -110,9 +112,19 @@ def describe_defects(defects: list[Defect], num_rows: int) -> str:
 def list_files(path: str) -> list[str]:
     """Return the file itself, or the data files of a directory, sorted by name.
 
+    A directory that ``save_to_disk`` of ``datasets`` wrote has the files of its split, or of train if it has several.
+
     Raises:
         DataError: There is none.
     """
+    if os.path.isfile(os.path.join(path, "dataset_dict.json")):
+        splits = _read_saved_json(path, "dataset_dict.json")["splits"]
+        if "train" not in splits:
+            raise DataError(f"{path}: its splits are {', '.join(splits)}; name one: {os.path.join(path, splits[0])}.")
+        path = os.path.join(path, "train")
+    if os.path.isfile(os.path.join(path, "state.json")):
+        files = _read_saved_json(path, "state.json")["_data_files"]
+        return [os.path.join(path, file["filename"]) for file in files]
     if os.path.isdir(path):
         names = sorted(name for name in os.listdir(path) if name.endswith(_SUFFIXES))
         if not names:
@@ -123,6 +135,15 @@ def list_files(path: str) -> list[str]:
             f"{path}: no such file or directory. Check the path; datasets of the hub are hf:NAME[:config][:split]."
         )
     return [path]
+
+
+def _read_saved_json(path: str, name: str) -> Any:
+    """Read a file that describes a dataset saved with ``save_to_disk``."""
+    try:
+        with open(os.path.join(path, name), encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{os.path.join(path, name)}: cannot be read ({error}). Save the dataset again.") from None
 
 
 def _scan_files(path: str, row_format: str) -> Iterator[UnreadRow]:
@@ -139,6 +160,16 @@ def _scan_files(path: str, row_format: str) -> Iterator[UnreadRow]:
 
 def _scan_file(file: str, context: ReadContext) -> Iterator[tuple[int, Any]]:
     """Yield the line and value of each row; the value is a ``RowError`` for a row without one."""
+    if file.endswith(".csv"):
+        from fctune.data.sources.csv_rows import iter_csv
+
+        yield from iter_csv(file, context.json)
+        return
+    if file.endswith(".arrow"):
+        from fctune.data.sources.arrow import iter_arrow
+
+        yield from iter_arrow(file, context.json)
+        return
     if file.startswith("hf:") or _is_parquet(file):
         from fctune.data.sources.arrow import iter_hub, iter_parquet
 
