@@ -92,11 +92,13 @@ def find_accuracies(record: RunRecord) -> list[Accuracy]:
 
     Searches the run's directory and its parent, and ``eval/`` in both. The newest results of a suite are used; results
     of the base must be on the same cases. Results older than the run belong to an earlier run in the same directory.
+    Results inside the directory of a run that was copied or moved name its models at their old place.
     """
     after: dict[str, Path] = {}
     before: list[Path] = []
     base = record.config.get("model", {}).get("path")
     run = record.path.resolve()
+    written_to = Path(record.config.get("output_dir", run))
     for summary_path in sorted(_glob(run, _EVALUATIONS), key=lambda path: path.stat().st_mtime):
         try:
             summary = json.loads(summary_path.read_text(encoding="utf-8"))
@@ -107,10 +109,15 @@ def find_accuracies(record: RunRecord) -> list[Accuracy]:
         rows = summary_path.with_name(summary_path.name.removesuffix(".summary.json") + ".jsonl")
         if not rows.is_file():
             continue
-        if any(path.resolve().is_relative_to(run) for path in evaluated):
+        is_inside = summary_path.resolve().is_relative_to(run)
+        if any(p.resolve().is_relative_to(run) or (is_inside and p.is_relative_to(written_to)) for p in evaluated):
             if not record.started_after(summary_path):
                 after[suite] = rows
-        elif adapter is None and base is not None and model.resolve() == Path(base).resolve():
+        elif (
+            adapter is None
+            and base is not None
+            and (model.resolve() == Path(base).resolve() or (is_inside and model == Path(base)))
+        ):
             before.append(rows)
     found = []
     for _, rows in sorted(after.items()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import shutil
 import statistics
 import subprocess
 from datetime import UTC, datetime, timedelta
@@ -217,6 +218,20 @@ def test_results_of_an_earlier_run_in_the_same_directory_are_ignored(smoke: Suit
     assert find_accuracies(read_run(path)) == []
     (criterion,) = (one for one in judge_run(read_run(path)) if one.name == "tool-call accuracy")
     assert criterion.status == "not measured"
+
+
+def test_a_copied_run_keeps_the_results_inside_it_and_takes_no_others(smoke: Suite, tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    make_run(path, 3)
+    model = str(Path(make_config(path).output_dir) / "export" / "merged")
+    write_results(path / "eval" / "smoke.jsonl", smoke, render_correct(smoke), model)
+    write_results(tmp_path / "eval" / "mine" / "other.jsonl", smoke, render_correct(smoke), model)
+    shutil.move(path, tmp_path / "copies" / "mine")
+    (accuracy,) = find_accuracies(read_run(tmp_path / "copies" / "mine"))
+    assert accuracy.after.path == tmp_path / "copies" / "mine" / "eval" / "smoke.jsonl"
+    (tmp_path / "copies" / "mine").rename(tmp_path / "copy")
+    (accuracy,) = find_accuracies(read_run(tmp_path / "copy"))
+    assert accuracy.after.path == tmp_path / "copy" / "eval" / "smoke.jsonl"
 
 
 @pytest.mark.parametrize(
