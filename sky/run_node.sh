@@ -59,7 +59,8 @@ exec > >(trap '' USR1 TERM INT; exec tee -a "$log") 2>&1
 # since it kills workers 30 s after a signal.
 # Ranks join only those of the same ID, so what is left of an earlier job on this port stays out.
 run_id=${SKYPILOT_TASK_ID:-${SLURM_JOB_ID:+slurm-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}}}
-run_id=${run_id:-$output_dir}
+# The prefix matters: an ID that starts with a dash would be read as an option.
+run_id=${run_id:-run$output_dir}
 run_id=${run_id//[^[:alnum:]_.-]/-}
 
 requests=0
