@@ -94,8 +94,8 @@ def _check_data(arguments: argparse.Namespace) -> int:
         template = ChatTemplate(resolve_model_dir(arguments.tokenizer), _read_supervision(arguments))
 
         def count(conversation: Any) -> tuple[int, int]:
-            encoded = template.encode(conversation)
-            return len(encoded.tokens), encoded.num_supervised
+            samples = template.encode(conversation)
+            return sum(len(sample.tokens) for sample in samples), sum(sample.num_supervised for sample in samples)
 
         encode = count
     console = Terminal()

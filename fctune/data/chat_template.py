@@ -70,7 +70,7 @@ class ChatTemplate:
         """
         return self._traced.render(conversation, add_generation_prompt=add_generation_prompt)[0]
 
-    def encode(self, conversation: Conversation) -> Encoded:
+    def encode(self, conversation: Conversation) -> list[Encoded]:
         """Encode a conversation as ``ConversationEncoder.encode`` does."""
         return self.encoder.encode(conversation)
 
@@ -118,10 +118,10 @@ class ChatTemplate:
             )
         for conversation in _PROBES.values():
             try:
-                encoded = self.encode(conversation)
+                samples = self.encode(conversation)
             except DataError as error:
                 raise DataError(f"{self.model_dir}: cannot be trained on: {error}.") from None
-            supervised = [token for token, weight in zip(encoded.tokens, encoded.weights, strict=True) if weight > 0]
+            supervised = [t for s in samples for t, weight in zip(s.tokens, s.weights, strict=True) if weight > 0]
             if not supervised:
                 raise DataError(
                     f"{self.model_dir}: no loop of its chat template prints the messages; cannot derive masks."

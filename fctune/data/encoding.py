@@ -42,6 +42,7 @@ class Counts:
 
     rows: int = 0
     conversations: int = 0  # kept, both splits
+    samples: int = 0  # of the kept conversations; more than one where the chat template rewrites earlier turns
     invalid: int = 0  # defects, skipped
     overlong: int = 0  # over seq_len, dropped
     cut: int = 0  # over seq_len, cut after a turn
@@ -64,10 +65,11 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class EncodedChunk:
-    """The rows of a chunk that were kept, in order, and the defects of those that were not.
+    """The samples of the rows of a chunk that were kept, in order, and the defects of those that were not.
 
-    Flat over t tokens: ``tokens`` ``[t]`` int32 and their loss ``weights`` ``[t]`` float32. By conversation:
-    ``lengths`` ``[n]`` int64, ``digests`` ``[n]`` uint64, and ``repeats`` ``[n]`` int64, its number per epoch.
+    Flat over t tokens: ``tokens`` ``[t]`` int32 and their loss ``weights`` ``[t]`` float32. By sample: ``lengths``
+    ``[n]`` int64, the ``digests`` ``[n]`` uint64 of its conversation, and ``repeats`` ``[n]`` int64, its number per
+    epoch.
     """
 
     tokens: NDArray[np.int32]
@@ -113,22 +115,25 @@ class ChunkEncoder:
             if not repeats:
                 continue
             try:
-                encoded = self._encode_within(parsed.conversation, counts)
+                samples = self._encode_within(parsed.conversation, counts)
             except DataError as error:
                 defects.append(Defect(row.file, row.line, "messages", get_defect_kind(error), str(error)))
                 continue
-            if encoded is None:
+            if samples is None:
                 continue
-            if not any(encoded.weights):
+            samples = [sample for sample in samples if any(sample.weights)]
+            if not samples:
                 counts.unsupervised += 1
                 continue
-            buffers.tokens.extend(encoded.tokens)
-            buffers.weights.extend(encoded.weights)
-            buffers.lengths.append(len(encoded.tokens))
-            buffers.digests.append(int(digest, 16))
-            buffers.repeats.append(repeats)
+            counts.conversations += 1
+            for sample in samples:
+                buffers.tokens.extend(sample.tokens)
+                buffers.weights.extend(sample.weights)
+                buffers.lengths.append(len(sample.tokens))
+                buffers.digests.append(int(digest, 16))
+                buffers.repeats.append(repeats)
         weights = np.frombuffer(buffers.weights, np.float32)
-        counts.conversations, counts.tokens = len(buffers.lengths), len(weights)
+        counts.samples, counts.tokens = len(buffers.lengths), len(weights)
         counts.supervised, counts.invalid = int(np.count_nonzero(weights)), len(defects)
         return EncodedChunk(
             np.frombuffer(buffers.tokens, np.int32),
@@ -140,14 +145,15 @@ class ChunkEncoder:
             defects,
         )
 
-    def _encode_within(self, conversation: Conversation, counts: Counts) -> Encoded | None:
-        """Encode a conversation within seq_len tokens; None if it is dropped."""
-        encoded = self.encoder.encode(conversation)
-        if len(encoded.tokens) <= self.config.seq_len:
-            return encoded
+    def _encode_within(self, conversation: Conversation, counts: Counts) -> list[Encoded] | None:
+        """Encode a conversation to samples within seq_len tokens; None if it is dropped."""
+        samples = self.encoder.encode(conversation)
+        longest = max(len(sample.tokens) for sample in samples)
+        if longest <= self.config.seq_len:
+            return samples
         if self.config.overlong == "fail":
             raise DataError(
-                f"{len(encoded.tokens):,} tokens, over data.seq_len={self.config.seq_len}; raise it, or set "
+                f"{longest:,} tokens, over data.seq_len={self.config.seq_len}; raise it, or set "
                 "data.overlong to drop or cut"
             )
         shorter = self._cut(conversation) if self.config.overlong == "cut" else None
@@ -155,13 +161,13 @@ class ChunkEncoder:
         counts.overlong += shorter is None
         return shorter
 
-    def _cut(self, conversation: Conversation) -> Encoded | None:
+    def _cut(self, conversation: Conversation) -> list[Encoded] | None:
         """Encode the longest beginning that fits and ends with an assistant turn; None if there is none."""
         messages = conversation.messages
         ends = [i + 1 for i, message in enumerate(messages) if message.role == "assistant"]
         for end in reversed(ends[:-1]):
             shorter = self.encoder.encode(Conversation(messages[:end], conversation.tools, conversation.source))
-            if len(shorter.tokens) <= self.config.seq_len:
+            if all(len(sample.tokens) <= self.config.seq_len for sample in shorter):
                 return shorter
         return None
 

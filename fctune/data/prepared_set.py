@@ -37,9 +37,9 @@ _ARRAYS: dict[str, Any] = {"tokens": np.int32, "codes": np.uint8, "offsets": np.
 class PreparedSet:
     """A prepared set with memory-mapped arrays.
 
-    ``tokens`` and ``codes`` are flat over conversations; conversation i is ``offsets[i]:offsets[i + 1]``. ``codes``
-    index ``weights``, the distinct loss weights (code 0 is 0.0: not supervised). ``packs[split]`` are the conversations
-    of all packs, flat, and the offsets of the packs.
+    ``tokens`` and ``codes`` are flat over samples; sample i is ``offsets[i]:offsets[i + 1]``. ``codes`` index
+    ``weights``, the distinct loss weights (code 0 is 0.0: not supervised). ``digests`` are those of the samples'
+    conversations. ``packs[split]`` are the samples of all packs, flat, and the offsets of the packs.
     """
 
     path: Path
@@ -148,6 +148,11 @@ def describe_counts(prepared: PreparedSet) -> list[str]:
         f"{counts.conversations:,} conversations from {counts.rows:,} rows, {counts.tokens:,} tokens, "
         f"{counts.supervised / counts.tokens:.0%} of them supervised ({prepared.path})"
     ]
+    if counts.samples > counts.conversations:
+        lines.append(
+            f"{counts.samples:,} samples: the chat template rewrites earlier turns, so turns are trained each with the "
+            "history that the model will see"
+        )
     if prepared.is_packed:
         flat, _ = prepared.packs["train"]
         real = int((prepared.offsets[flat + 1] - prepared.offsets[flat]).sum())

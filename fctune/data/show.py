@@ -66,15 +66,17 @@ def _read_row(path: str, row: int, row_format: str) -> Conversation:
 
 def _render(conversation: Conversation, template: ChatTemplate) -> Iterator[Text]:
     try:
-        encoded = template.encode(conversation)
+        samples = template.encode(conversation)
     except DataError as error:
         raise DataError(f"{conversation.source}: {error}") from None
-    num_tokens, num_supervised = len(encoded.tokens), encoded.num_supervised
-    counts = f"{num_tokens:,} tokens, {num_supervised:,} of them supervised ({num_supervised / num_tokens:.0%})"
-    yield Text(f"{conversation.source}: {counts}", style="bold")
-    text = Text()
-    for is_supervised, run in itertools.groupby(
-        zip(encoded.tokens, encoded.weights, strict=True), key=lambda pair: pair[1] > 0
-    ):
-        text.append(template.decode([token for token, _ in run]), style="green" if is_supervised else "")
-    yield text
+    for number, sample in enumerate(samples, 1):
+        num_tokens, num_supervised = len(sample.tokens), sample.num_supervised
+        counts = f"{num_tokens:,} tokens, {num_supervised:,} of them supervised ({num_supervised / num_tokens:.0%})"
+        of = f"sample {number} of {len(samples)}, " if len(samples) > 1 else ""
+        yield Text(f"{conversation.source}: {of}{counts}", style="bold")
+        text = Text()
+        for is_supervised, run in itertools.groupby(
+            zip(sample.tokens, sample.weights, strict=True), key=lambda pair: pair[1] > 0
+        ):
+            text.append(template.decode([token for token, _ in run]), style="green" if is_supervised else "")
+        yield text

@@ -79,8 +79,10 @@ class ConversationEncoder:
     history_header: str
     supervision: SupervisionConfig
 
-    def encode(self, conversation: Conversation) -> Encoded:
-        """Return token ids, equal to transformers' ``apply_chat_template``, and their loss weights.
+    def encode(self, conversation: Conversation) -> list[Encoded]:
+        """Return the training samples of a conversation; each supervised turn has weights in exactly one.
+
+        Token ids are equal to transformers' ``apply_chat_template``.
 
         Raises:
             DataError: The template rejects the conversation, does not print a part of it, or prints a call that cannot
@@ -107,7 +109,7 @@ class ConversationEncoder:
                     plain = restore_hidden(text) if is_hidden else text
                     start, stop = len(plain[:start].encode()), len(plain[:stop].encode())
                 self._weigh_span(message, weight, start, stop, encoded, weights)
-        return Encoded(encoded.ids, weights)
+        return [Encoded(encoded.ids, weights)]
 
     def encode_prompt(self, conversation: Conversation) -> list[int]:
         """Return the token ids of a conversation up to the start of the model's answer.

@@ -147,7 +147,7 @@ def test_ids_equal_transformers_and_only_answers_are_supervised(path: Path, tmp_
             with pytest.raises(DataError, match="does not print"):
                 template.encode(conversation)
             continue
-        encoded = template.encode(conversation)
+        (encoded,) = template.encode(conversation)
         assert encoded.tokens == expected, name
         check_mask(template, conversation, encoded.tokens, encoded.weights)
         num_encoded += 1
@@ -178,7 +178,7 @@ def test_a_template_with_one_call_per_turn_rejects_or_splits_parallel_calls(name
     if name == "llama3_1":
         with pytest.raises(DataError, match="single tool-calls"):
             ChatTemplate(model).encode(parallel)
-    split = ChatTemplate(model, SupervisionConfig(parallel_calls="split")).encode(parallel)
+    (split,) = ChatTemplate(model, SupervisionConfig(parallel_calls="split")).encode(parallel)
     text = ChatTemplate(model).tokenizer.decode(split.tokens)
     assert text.index("Bergen") < text.index("Oslo")
     assert json.dumps({"town": "Oslo"}) in text
@@ -195,7 +195,7 @@ def test_a_call_that_the_template_drops_is_named_with_the_remedy(tmp_path: Path)
     with pytest.raises(DataError, match=r"call 2 of 2 of messages\[1\] \(find_place\); set data.parallel_calls=split"):
         load("gptoss", tmp_path / "model").encode(parallel)
     template = load("gptoss", tmp_path / "model", SupervisionConfig(parallel_calls="split"))
-    text = template.decode(template.encode(parallel).tokens)
+    text = template.decode(template.encode(parallel)[0].tokens)
     assert "Bergen" in text
     assert "Oslo" in text
 
@@ -214,7 +214,7 @@ def test_text_that_the_template_drops_next_to_a_call_is_named_or_dropped_on_requ
 def test_content_is_kept_on_request_to_drop_it_where_the_template_prints_it(tmp_path: Path) -> None:
     conversation = CONVERSATIONS["content with a call"]
     template = load("qwen3", tmp_path / "model", SupervisionConfig(content_with_calls="drop"))
-    assert "Let me look." in template.decode(template.encode(conversation).tokens)
+    assert "Let me look." in template.decode(template.encode(conversation)[0].tokens)
 
 
 def test_a_call_whose_quotes_are_not_escaped_is_named(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_call_whose_quotes_are_not_escaped_is_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"find_place\.town of messages\[1\] in quotes .* cannot be parsed back"):
             template.encode(conversation)
     fine = Conversation((ASK, Message("assistant", None, (call("callAAAA1", town='say "hi"'),))), (TOOL,))
-    assert template.encode(fine).num_supervised
+    assert template.encode(fine)[0].num_supervised
 
 
 VALUES: dict[str, Any] = {
@@ -254,7 +254,7 @@ def test_no_template_that_prints_every_value_is_rejected(path: Path, tmp_path: P
         ),
         (TOOL,),
     )
-    assert template.encode(conversation).num_supervised
+    assert template.encode(conversation)[0].num_supervised
 
 
 def test_most_public_templates_are_supported() -> None:
