@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.cli.files import write_file
-from fctune.cli.parser import add_config_arguments
+from fctune.cli.parser import add_config_arguments, add_template_args_argument
 from fctune.data.sources.reader import list_files
 from fctune.data.sources.row_formats.registry import ROW_FORMATS
 from fctune.errors import ConfigError, Interrupted
@@ -72,6 +72,7 @@ def _add_supervision_arguments(command: argparse.ArgumentParser) -> None:
     ):
         option = f"--{key.replace('_', '-')}"
         command.add_argument(option, choices=choices, default=choices[0], help=f"{meaning}; default: %(default)s")
+    add_template_args_argument(command)
 
 
 def _read_supervision(arguments: argparse.Namespace) -> Any:
@@ -91,7 +92,9 @@ def _check_data(arguments: argparse.Namespace) -> int:
         from fctune.data.chat_template import ChatTemplate
         from fctune.models.hub import resolve_model_dir
 
-        template = ChatTemplate(resolve_model_dir(arguments.tokenizer), _read_supervision(arguments))
+        template = ChatTemplate(
+            resolve_model_dir(arguments.tokenizer), _read_supervision(arguments), arguments.template_args
+        )
 
         def count(conversation: Any) -> tuple[int, int]:
             samples = template.encode(conversation)
@@ -136,6 +139,7 @@ def _show_row(arguments: argparse.Namespace) -> int:
             str(resolve_model_dir(arguments.tokenizer)),
             row_format=arguments.format,
             supervision=_read_supervision(arguments),
+            template_args=arguments.template_args,
         )
     console = Terminal(soft_wrap=True, highlight=False)
     for renderable in renderables:
@@ -156,6 +160,7 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
                 resolve_model_dir(config.model.path),
                 prepared_root(config),
                 lambda counts: status.update(f"{counts.rows:,} rows read"),
+                config.model.template_args,
             )
     except KeyboardInterrupt:
         raise Interrupted("no prepared set was written; run the same command to start over") from None

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from fctune.config.parsing import suggest
+from fctune.config.parsing import apply_override, suggest
+from fctune.config.schema import find_template_args_problems
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -48,6 +49,31 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="key=value", help="config overrides; ~key drops one (fctune config schema)"
     )
     parser.set_defaults(command_parser=parser)
+
+
+def add_template_args_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--template-args``, parsed to a dict; None without it."""
+    parser.add_argument(
+        "--template-args",
+        nargs="+",
+        action=_TemplateArgs,
+        metavar="NAME=VALUE",
+        help="switches of the chat template, such as enable_thinking=false; default: those recorded with the model",
+    )
+
+
+class _TemplateArgs(argparse.Action):
+    """Parses ``NAME=VALUE`` words to a dict of YAML values, as ``model.template_args`` in a config."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        problems: list[str] = []
+        parsed: dict[str, Any] = {}
+        for word in values:
+            apply_override({"switches": parsed}, f"switches.{word}", problems)
+        problems = problems or find_template_args_problems(parsed, str(option))
+        if problems:
+            raise argparse.ArgumentError(self, problems[0].replace("switches.", ""))
+        setattr(namespace, self.dest, parsed)
 
 
 def resolve_config_arguments(arguments: argparse.Namespace, rest: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ method of its section.
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +23,9 @@ _AT_LEAST_1 = Range(ge=1)
 _AT_LEAST_0 = Range(ge=0)
 _SHARE = Range(ge=0, le=1)
 
+# Variables that every rendering of a chat template sets itself.
+_TEMPLATE_INPUTS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
@@ -30,9 +34,13 @@ class ModelConfig:
     path: str
     """Hugging Face model directory (its `config.json` selects the architecture), or `hf:NAME[@REVISION]`, which is
     downloaded from the hub."""
+    template_args: dict[str, Any] = field(default_factory=dict)
+    """Switches of the chat template by name, such as `{enable_thinking: true}` or `{reasoning_effort: low}`; used alike
+    for training, evaluation and serving. A row's own are merged over them."""
 
     def check(self, where: str, problems: list[str]) -> None:
-        """Check that a local model directory exists."""
+        """Check the switches, and that a local model directory exists."""
+        problems += find_template_args_problems(self.template_args, join_key(where, "template_args"))
         key = join_key(where, "path")
         if self.path.startswith("hf:"):
             return
@@ -42,6 +50,22 @@ class ModelConfig:
             )
         elif not (Path(self.path) / "config.json").is_file():
             problems.append(f"{key}={self.path}: holds no config.json, so it is not a Hugging Face model directory")
+
+
+def find_template_args_problems(template_args: dict[str, Any], where: str) -> list[str]:
+    """Return a line for each switch of a chat template that cannot be one; the template itself is not read."""
+    problems = []
+    for name, value in template_args.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            problems.append(f"{where}: {name!r} cannot be the name of a template's variable")
+        elif name in _TEMPLATE_INPUTS:
+            problems.append(f"{where}.{name}: is set from each row, not by a switch; leave it out")
+        else:
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError):
+                problems.append(f"{where}.{name}={value!r}: expected a value that JSON can hold")
+    return problems
 
 
 @dataclass(kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,29 @@ class ChatTemplate:
     """The chat template and tokenizer of a model directory.
 
     ``encoder`` does the encoding and can be sent to another process, which then needs no tokenizer files. ``stop_ids``
-    are the ids of the tokens with which the template ends an assistant turn.
+    are the ids of the tokens with which the template ends an assistant turn. ``template_args`` are the switches given
+    to the template for every conversation, such as ``enable_thinking``; a conversation's own are merged over them.
 
     Raises (at construction):
         ConfigError: There is no tokenizer, or it has no chat template.
         DataError: The template ignores tools, or its assistant turns cannot be separated from the rest.
     """
 
-    def __init__(self, model_dir: str | Path, supervision: SupervisionConfig | None = None):
+    def __init__(
+        self,
+        model_dir: str | Path,
+        supervision: SupervisionConfig | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ):
         self.model_dir = Path(model_dir)
+        self.template_args = dict(template_args or {})
         self.tokenizer = load_tokenizer(self.model_dir)
         backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
         self.source: str = self.tokenizer.get_chat_template(None, [{}])
         try:
-            self._traced = TracedTemplate(self.source, self.tokenizer.special_tokens_map)
+            self._traced = TracedTemplate(self.source, self.tokenizer.special_tokens_map | self.template_args)
         except DataError as error:
             raise DataError(f"{self.model_dir}: {error}") from None
         special_ids = set(self.tokenizer.all_special_ids)
@@ -143,6 +150,7 @@ class ChatTemplate:
             [m.to_openai() for m in conversation.messages],
             tools=[t.to_openai() for t in conversation.tools] or None,
             tokenize=False,
+            **self.template_args,
         )
         if text != expected:
             raise DataError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fctune.data.conversation import Call, Conversation, Message
@@ -59,7 +60,7 @@ class CompletenessCheck:
 
     def _probe(self, conversation: Conversation) -> Iterator[Missing]:
         """Yield the parts that are missing from a rendering of the conversation with a unique word in each part."""
-        probe = Conversation(tuple(_mark_messages(conversation.messages)), conversation.tools)
+        probe = replace(conversation, messages=tuple(_mark_messages(conversation.messages)))
         try:
             text = self._template.render(probe)[0]
         except DataError:
@@ -122,7 +123,7 @@ def _mark_messages(messages: tuple[Message, ...]) -> Iterator[Message]:
             arguments = {f"{word}key": f"{word}value"} if call.arguments else {}
             calls.append(Call(f"{word}name", arguments, call.id))
         name = message.name and names.get(message.name, message.name)
-        yield Message(message.role, content, tuple(calls), message.call_id, name, message.weight)
+        yield replace(message, content=content, calls=tuple(calls), name=name)
 
 
 def _is_printed_content(content: str, text: str) -> bool:

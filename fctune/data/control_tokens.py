@@ -9,9 +9,10 @@ from __future__ import annotations
 import marshal
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.data.conversation import Call, Conversation, Tool
 from fctune.errors import DataError
 
 # Hidden characters are shifted from the Basic Multilingual Plane to the private-use plane 15: one for one, so offsets
@@ -73,7 +74,8 @@ def find_common_spelling(conversation: Conversation) -> str | None:
 def iter_spelled(conversation: Conversation, pattern: re.Pattern[str]) -> Iterator[str]:
     """Yield the place and spelling of each match in the strings of a conversation: messages first, then tools."""
     for index, message in enumerate(conversation.messages):
-        for part in (message.content or "", [(call.name, call.arguments) for call in message.calls]):
+        calls = [(call.name, call.arguments) for call in message.calls]
+        for part in (message.reasoning or "", message.content or "", calls):
             for text in _iter_strings(part):
                 yield from (
                     f"messages[{index}] ({message.role}) holds {match[0]!r}" for match in pattern.finditer(text)
@@ -84,7 +86,7 @@ def iter_spelled(conversation: Conversation, pattern: re.Pattern[str]) -> Iterat
 
 
 def map_strings(conversation: Conversation, change: Callable[[str], str]) -> Conversation:
-    """Return the conversation with every string changed: contents, names, arguments and tools."""
+    """Return the conversation with every string changed: contents, reasoning, names, arguments and tools."""
 
     def walk(value: Any) -> Any:
         if isinstance(value, str):
@@ -94,17 +96,17 @@ def map_strings(conversation: Conversation, change: Callable[[str], str]) -> Con
         return [walk(item) for item in value] if isinstance(value, list) else value
 
     messages = [
-        Message(
-            message.role,
-            walk(message.content),
-            tuple(Call(change(call.name), walk(call.arguments), call.id) for call in message.calls),
-            message.call_id,
-            walk(message.name),
-            message.weight,
+        replace(
+            message,
+            content=walk(message.content),
+            calls=tuple(Call(change(call.name), walk(call.arguments), call.id) for call in message.calls),
+            name=walk(message.name),
+            reasoning=walk(message.reasoning),
         )
         for message in conversation.messages
     ]
-    return Conversation(tuple(messages), tuple(Tool(walk(t.function)) for t in conversation.tools), conversation.source)
+    tools = tuple(Tool(walk(tool.function)) for tool in conversation.tools)
+    return replace(conversation, messages=tuple(messages), tools=tools)
 
 
 def has_hidden(text: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 _COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -61,7 +61,8 @@ class Message:
     """One turn of a conversation.
 
     ``content`` is None only if there are calls. A ``tool`` message is a result; ``call_id`` and ``name`` identify its
-    call if the row does. ``weight`` scales the loss of an assistant message (0: context only).
+    call if the row does. ``weight`` scales the loss of an assistant message (0: context only). ``reasoning`` is what an
+    assistant thought before its content and calls; None if the row has none, never empty.
     """
 
     role: Role
@@ -70,10 +71,13 @@ class Message:
     call_id: str | None = None
     name: str | None = None
     weight: float = 1.0
+    reasoning: str | None = None
 
     def to_openai(self) -> dict[str, Any]:
         """Return the message as OpenAI writes it, without empty keys, since templates test for their presence."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
         if self.calls:
             message["tool_calls"] = [call.to_openai() for call in self.calls]
         if self.call_id is not None:
@@ -85,17 +89,24 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages of one row and the tools available in it; ``source`` is where it came from (``file:line``)."""
+    """The messages of one row and the tools available in it; ``source`` is where it came from (``file:line``).
+
+    ``template_args`` are switches of the chat template for this row, such as ``enable_thinking``; they are merged over
+    the config's ``model.template_args``.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     source: str = ""
+    template_args: dict[str, Any] = field(default_factory=dict)
 
     def to_openai(self) -> dict[str, Any]:
         """Return the row as OpenAI writes it, with arguments as objects."""
         row: dict[str, Any] = {"messages": [message.to_openai() for message in self.messages]}
         if self.tools:
             row["tools"] = [tool.to_openai() for tool in self.tools]
+        if self.template_args:
+            row["chat_template_kwargs"] = self.template_args
         return row
 
     def to_json(self) -> str:

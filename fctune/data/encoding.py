@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -166,7 +166,7 @@ class ChunkEncoder:
         messages = conversation.messages
         ends = [i + 1 for i, message in enumerate(messages) if message.role == "assistant"]
         for end in reversed(ends[:-1]):
-            shorter = self.encoder.encode(Conversation(messages[:end], conversation.tools, conversation.source))
+            shorter = self.encoder.encode(replace(conversation, messages=messages[:end]))
             if all(len(sample.tokens) <= self.config.seq_len for sample in shorter):
                 return shorter
         return None
@@ -179,7 +179,11 @@ def count_repeats(digest: str, weight: float) -> int:
 
 
 def encode_sources(
-    config: DataConfig, model_dir: Path, counts: Counts, num_processes: int | None = None
+    config: DataConfig,
+    model_dir: Path,
+    counts: Counts,
+    num_processes: int | None = None,
+    template_args: dict[str, Any] | None = None,
 ) -> Iterator[EncodedChunk]:
     """Yield the kept rows of all sources in order, a chunk at a time.
 
@@ -189,6 +193,7 @@ def encode_sources(
         counts: Counts of the rows so far; updated in place.
         num_processes: Number of encoding processes, this one included. None is one per core, at most 16, and a single
             one for a small set.
+        template_args: Switches of the chat template, ``model.template_args``.
 
     Raises:
         DataError: Rows are invalid and ``on_invalid`` is fail, or no row is left. Raised at the end, with all defects.
@@ -202,7 +207,7 @@ def encode_sources(
     if num_processes > 1:  # it imports while this process loads and starts
         forkserver.set_forkserver_preload(list(_PRELOADED))
         forkserver.ensure_running()
-    template = ChatTemplate(model_dir, make_supervision(config))
+    template = ChatTemplate(model_dir, make_supervision(config), template_args)
     encoder = ChunkEncoder(config, template.encoder)
     defects: list[Defect] = []
     for part in (

@@ -16,7 +16,7 @@ from fctune.data.sources.reader import list_files
 from fctune.files import write_atomically
 
 # Part of every fingerprint: raise it when the meaning of the files or the encoding of rows changes.
-_VERSION = 3
+_VERSION = 4
 
 # Data keys that do not affect the prepared set. Every other key is part of its fingerprint, new ones included.
 IGNORED_KEYS = frozenset({"pad_to", "prepared_dir"})
@@ -68,7 +68,10 @@ class FileDigests:
 
 
 def fingerprint_inputs(
-    config: DataConfig, model_dir: Path, digests: FileDigests | None = None
+    config: DataConfig,
+    model_dir: Path,
+    digests: FileDigests | None = None,
+    template_args: dict[str, Any] | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """Return the name of the prepared set made from these inputs, and the inputs by name, which explain a mismatch.
 
@@ -80,6 +83,7 @@ def fingerprint_inputs(
         "tokenizer": {
             name: digests.digest(model_dir / name) for name in _TOKENIZER_FILES if (model_dir / name).is_file()
         },
+        "template_args": template_args or {},
     }
     inputs |= {key.name: getattr(config, key.name) for key in fields(config) if key.name not in IGNORED_KEYS}
     inputs["sources"] = [

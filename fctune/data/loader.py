@@ -17,6 +17,11 @@ from fctune.errors import DataError
 IGNORE = -100  # label of an unsupervised position
 
 
+def _name_input(key: str) -> str:
+    """Return the config key of an input of a prepared set."""
+    return f"model.{key}" if key == "template_args" else f"data.{key}"
+
+
 @dataclass(frozen=True, slots=True)
 class GlobalStep:
     """The packs of one optimizer step of all ranks; steps are numbered from 1, epochs from 0."""
@@ -125,7 +130,7 @@ class GlobalLoader:
         if state["fingerprint"] != self.prepared.fingerprint:
             old, new = state["inputs"], self.prepared.inputs
             keys = [key for key in new if old.get(key) != new[key]]
-            changes += [f"data.{key}: was {old.get(key)}, is {new[key]}" for key in keys]
+            changes += [f"{_name_input(key)}: was {old.get(key)}, is {new[key]}" for key in keys]
         if changes:
             shown = "\n".join(f"  {change}" for change in changes)
             raise DataError(

@@ -80,7 +80,11 @@ class PreparedSet:
 
 
 def prepare(
-    config: DataConfig, model_dir: Path, root: Path, on_progress: Callable[[Counts], None] | None = None
+    config: DataConfig,
+    model_dir: Path,
+    root: Path,
+    on_progress: Callable[[Counts], None] | None = None,
+    template_args: dict[str, Any] | None = None,
 ) -> PreparedSet:
     """Open the set for these inputs under ``root``; write it first if it does not exist.
 
@@ -88,7 +92,7 @@ def prepare(
         DataError: Invalid rows (with ``on_invalid: fail``), nothing left to train on, or the set cannot be written.
     """
     digests = FileDigests(root / "file_digests.json")
-    name, inputs = fingerprint_inputs(config, model_dir, digests)
+    name, inputs = fingerprint_inputs(config, model_dir, digests, template_args)
     path = root / name
     if not (path / "meta.json").is_file():
         try:
@@ -194,7 +198,7 @@ def _write(
     lengths, digests = array("q"), array("Q")
     members: dict[Split, array[int]] = {"train": array("q"), "validation": array("q")}
     with open(path / "tokens.bin", "wb") as tokens_file, open(path / "codes.bin", "wb") as codes_file:
-        for part in encode_sources(config, model_dir, counts):
+        for part in encode_sources(config, model_dir, counts, template_args=inputs["template_args"]):
             tokens_file.write(part.tokens.data)  # numpy's tofile does not report the cause of a failure
             weights, codes = _code(part.weights, weights)
             codes_file.write(codes.data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from typing import Any
 
 from rich.text import Text
 
@@ -21,6 +22,7 @@ def show_row(
     model_dir: str,
     row_format: str = "auto",
     supervision: SupervisionConfig | None = None,
+    template_args: dict[str, Any] | None = None,
 ) -> Iterator[Text]:
     """Yield the row's source and token counts, then its text with supervised tokens in green.
 
@@ -30,12 +32,13 @@ def show_row(
         model_dir: Directory with the tokenizer and chat template.
         row_format: Format of the rows, or auto.
         supervision: Selects the supervised tokens.
+        template_args: Switches of the chat template.
 
     Raises:
         DataError: The row does not exist, has a defect, or is rejected by the template.
     """
     conversation = _read_row(path, row, row_format)
-    yield from _render(conversation, ChatTemplate(model_dir, supervision))
+    yield from _render(conversation, ChatTemplate(model_dir, supervision, template_args))
 
 
 def show_conversation(path: str, row: int, row_format: str = "auto") -> Iterator[Text]:
@@ -46,6 +49,8 @@ def show_conversation(path: str, row: int, row_format: str = "auto") -> Iterator
         yield Text(f"tools: {', '.join(tool.name for tool in conversation.tools)}")
     for message in conversation.messages:
         text = Text(f"{message.role}:", style="bold")
+        if message.reasoning:
+            text.append(f" {message.reasoning}\n", style="not bold italic dim")
         if message.content:
             text.append(f" {message.content}", style="not bold")
         for call in message.calls:

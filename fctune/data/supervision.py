@@ -140,7 +140,7 @@ class ConversationEncoder:
         dropped = {part.message for part in missing if part.call is None and conversation.messages[part.message].calls}
         if dropped and self.supervision.content_with_calls == "drop":
             messages = [replace(m, content=None) if i in dropped else m for i, m in enumerate(conversation.messages)]
-            conversation = Conversation(tuple(messages), conversation.tools, conversation.source)
+            conversation = replace(conversation, messages=tuple(messages))
             text, spans = self.template.render(conversation)
             missing = self.completeness.find_missing(conversation, text)
         if missing:
@@ -174,7 +174,7 @@ class ConversationEncoder:
             if turn.startswith(prompt):
                 return span.start + len(prompt)
         # A template may use another prompt elsewhere, such as after a result.
-        before = Conversation(conversation.messages[: span.message], conversation.tools)
+        before = replace(conversation, messages=conversation.messages[: span.message])
         prompted = self.template.render(before, add_generation_prompt=True)[0]
         if span.start <= len(prompted) <= span.stop and text.startswith(prompted):
             return len(prompted)
@@ -188,7 +188,7 @@ class ConversationEncoder:
         following = span.message + 1
         if following in printed or following == len(conversation.messages):
             return span.stop
-        alone = self.template.render(Conversation(conversation.messages[:following], conversation.tools))[0]
+        alone = self.template.render(replace(conversation, messages=conversation.messages[:following]))[0]
         if span.start < len(alone) <= span.stop and text.startswith(alone):
             return len(alone)
         raise DataError("the chat template prints another message inside an assistant turn")
@@ -244,8 +244,8 @@ def split_parallel_calls(conversation: Conversation) -> Conversation:
         while pending and pending[0].role == "tool":
             results.append(pending.pop(0))
         for number, call in enumerate(message.calls):
-            content = message.content if number == 0 else None
-            messages.append(Message("assistant", content, (call,), weight=message.weight))
+            turn = message if number == 0 else replace(message, content=None, reasoning=None)
+            messages.append(replace(turn, calls=(call,)))
             own = next((r for r in results if call.id is not None and r.call_id == call.id), None)
             if own is None and results and all(r.call_id is None or call.id is None for r in results):
                 own = results[0]
@@ -253,4 +253,4 @@ def split_parallel_calls(conversation: Conversation) -> Conversation:
                 results.remove(own)
                 messages.append(own)
         messages += results
-    return Conversation(tuple(messages), conversation.tools, conversation.source)
+    return replace(conversation, messages=tuple(messages))

@@ -56,7 +56,8 @@ class TracedTemplate:
 
     Args:
         source: The template's text.
-        variables: Variables in addition to messages and tools, such as the special tokens.
+        variables: Variables in addition to messages and tools: the special tokens and the template's switches. A
+            conversation's own ``template_args`` are merged over them.
 
     Raises (at construction):
         DataError: The template is not valid Jinja.
@@ -93,7 +94,7 @@ class TracedTemplate:
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **{**self._variables, **variables, _OPENED: set()},
+                **{**self._variables, **conversation.template_args, **variables, _OPENED: set()},
             )
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template rejects it: {error}") from None

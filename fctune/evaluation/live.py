@@ -41,15 +41,17 @@ class LiveEvaluation:
         config: The cases and how much time they may take.
         model_dir: The base model's directory, for its config, tokenizer and chat template.
         world: This process among all ranks.
+        template_args: Switches of the chat template, ``model.template_args``.
 
     Raises:
         DataError: The cases cannot be read.
     """
 
-    def __init__(self, config: EvalConfig, model_dir: Path, world: World):
+    def __init__(self, config: EvalConfig, model_dir: Path, world: World, template_args: dict[str, Any] | None = None):
         self.config = config
         self.world = world
         self.model_dir = model_dir
+        self.template_args = template_args
         cases = distributed.run_on_all_ranks(lambda: read_cases(str(config.cases)))[: config.max_cases]
         self.suite = Suite("held-out", tuple(cases))
         self.spent_s = 0.0
@@ -103,7 +105,13 @@ class LiveEvaluation:
         assert not missing, f"weights missing from the model in training: {missing[:3]}"
         if (self.model_dir / "generation_config.json").is_file():
             answering.generation_config = GenerationConfig.from_pretrained(str(self.model_dir), local_files_only=True)
-        return InProcessEngine(self.model_dir, batch_size=self.config.batch_size, device=device, model=answering.eval())
+        return InProcessEngine(
+            self.model_dir,
+            batch_size=self.config.batch_size,
+            device=device,
+            model=answering.eval(),
+            template_args=self.template_args,
+        )
 
 
 @contextmanager

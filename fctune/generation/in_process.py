@@ -31,6 +31,7 @@ class InProcessEngine:
         sampling: Choice of tokens; None is greedy.
         device: Where to generate; None takes the GPU if there is one.
         model: A transformers model in memory to use with the directory's tokenizer; None loads the directory's.
+        template_args: Switches of the chat template, for every prompt.
 
     Raises:
         ConfigError: The directory is missing or broken, or has no tokenizer or chat template.
@@ -45,12 +46,13 @@ class InProcessEngine:
         sampling: Sampling | None = None,
         device: torch.device | None = None,
         model: Any = None,
+        template_args: dict[str, Any] | None = None,
     ):
         self.model_dir = Path(model_dir)
         self.adapter_dir = Path(adapter_dir) if adapter_dir is not None else None
         if not (self.model_dir / "config.json").is_file():
             raise ConfigError(f"{model_dir}: not a model directory (no config.json). Pass a Hugging Face directory.")
-        self.template = ChatTemplate(self.model_dir)
+        self.template = ChatTemplate(self.model_dir, template_args=template_args)
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = (_load_model(self.model_dir, self.adapter_dir) if model is None else model).to(self.device)
         self.batch_size = batch_size

@@ -93,7 +93,9 @@ def find_prepared(config: RunConfig, model_dir: Path | None) -> tuple[PreparedSe
         return None
     if model_dir is not None and (model_dir / "tokenizer.json").is_file():
         # Uses the digests stored by the preparation, so that data files are not read again.
-        name, _ = fingerprint_inputs(config.data, model_dir, FileDigests(root / "file_digests.json"))
+        name, _ = fingerprint_inputs(
+            config.data, model_dir, FileDigests(root / "file_digests.json"), config.model.template_args
+        )
         return (open_prepared(root / name), "counted in") if root / name in candidates else None
     newest = max(candidates, key=lambda path: (path / "meta.json").stat().st_mtime)
     return open_prepared(newest), "counted, without the model's tokenizer to confirm the match, in"

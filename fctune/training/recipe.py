@@ -124,7 +124,9 @@ class FineTuning(ABC):
             checkpointer.restore_(run.resume)
 
         watch = HangWatch(run.directory.path, world.rank, run.record_crash, config.step_timeout_s)
-        evaluation = LiveEvaluation(config.eval, self.model_dir, world) if config.eval.every_n_steps else None
+        evaluation = None
+        if config.eval.every_n_steps:
+            evaluation = LiveEvaluation(config.eval, self.model_dir, world, config.model.template_args)
         self.checkpoint = CheckpointCallback(config.checkpoint, checkpointer, run.store, world)
         self.callbacks = [watch, StopCallback(run.request, self.checkpoint), self.checkpoint]
         if evaluation is not None:

@@ -52,7 +52,9 @@ def prepare_data(config: RunConfig, model_dir: Path, world: World) -> PreparedSe
             shown = counts.rows
             logger.info("preparing data: %s rows read", f"{counts.rows:,}")
 
-    path = distributed.run_on_rank_0(lambda: prepare(config.data, model_dir, prepared_root(config), show).path)
+    path = distributed.run_on_rank_0(
+        lambda: prepare(config.data, model_dir, prepared_root(config), show, config.model.template_args).path
+    )
     prepared = distributed.run_on_all_ranks(lambda: open_prepared(path))
     for line in describe_counts(prepared):
         logger.info("data: %s", line)

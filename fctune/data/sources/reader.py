@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal, NamedTuple, cast
 
@@ -232,4 +233,4 @@ def _scan_synthetic(path: str) -> Iterator[UnreadRow]:
     seed = int(numbers[1]) if len(numbers) == 2 else 0
     named = cast(Literal["pretrain", "train", "shuffled"], split)
     for i, conversation in enumerate(iter_conversations(named, int(numbers[0]), seed), start=1):
-        yield UnreadRow(path, i, Conversation(conversation.messages, conversation.tools, f"{path}:{i}"))
+        yield UnreadRow(path, i, replace(conversation, source=f"{path}:{i}"))
