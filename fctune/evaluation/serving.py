@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,13 +57,44 @@ def parse_as_served(
     Raises:
         ConfigError: The server is not installed there, has no such parser, or does not finish.
     """
-    requests = "".join(
-        json.dumps({"id": row["id"], "text": _served_text(row["answer"]), "tools": row["tools"]}) + "\n" for row in rows
-    )
+    requests = [{"id": row["id"], "text": _served_text(row["answer"]), "tools": row["tools"]} for row in rows]
+    version, replies = run_server_parser(server, parser, model_dir, requests, python, timeout_s)
+    cases = {case.id: case for case in suite.cases}
+    judged = [_judge_reply(cases[row["id"]], row, replies[row["id"]]) for row in rows]
+    tally = tally_judgements(suite, ((one.case.category, one.strict, one.lenient) for one in judged))
+    judgements = {one.case.id: one.strict for one in judged}
+    return Served(version, parser, judgements, tally.summarise()["scores"])
+
+
+def run_server_parser(
+    server: Server,
+    parser: str,
+    model_dir: Path,
+    requests: Sequence[Mapping[str, Any]],
+    python: str = sys.executable,
+    timeout_s: float = 600.0,
+) -> tuple[str, dict[Any, dict[str, Any]]]:
+    """Have a server's own parser read texts, in a process of the environment that has it.
+
+    Args:
+        server: The server whose parser is used.
+        parser: The server's name of the parser.
+        model_dir: Model directory, for the tokenizer that the parser needs.
+        requests: ``{"id", "text", "tools"}`` for each text, as ``served_calls`` describes.
+        python: Interpreter of that environment.
+        timeout_s: Time limit for all texts.
+
+    Returns:
+        The server's name and version, and the reply to each request by its id.
+
+    Raises:
+        ConfigError: The server is not installed there, has no such parser, or does not finish.
+    """
     worker = Path(__file__).with_name("served_calls.py")
     command = [python, "-I", str(worker), server, parser, str(model_dir)]
+    given = "".join(json.dumps(request) + "\n" for request in requests)
     try:
-        done = subprocess.run(command, input=requests, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=timeout_s)
     except OSError as error:
         raise ConfigError(f"{server}: {python} cannot be started ({error.strerror}).") from None
     except subprocess.TimeoutExpired:
@@ -73,12 +104,7 @@ def parse_as_served(
         reason = lines[-1] if lines else f"exit code {done.returncode}"
         raise ConfigError(f"{server}: its parser {parser} cannot be run in {python} ({reason}).")
     first, *lines = done.stdout.splitlines()
-    replies = {reply["id"]: reply for reply in map(json.loads, lines)}
-    cases = {case.id: case for case in suite.cases}
-    judged = [_judge_reply(cases[row["id"]], row, replies[row["id"]]) for row in rows]
-    tally = tally_judgements(suite, ((one.case.category, one.strict, one.lenient) for one in judged))
-    judgements = {one.case.id: one.strict for one in judged}
-    return Served(json.loads(first)["version"], parser, judgements, tally.summarise()["scores"])
+    return json.loads(first)["version"], {reply["id"]: reply for reply in map(json.loads, lines)}
 
 
 def _judge_reply(case: Case, row: Row, reply: dict[str, Any]) -> JudgedAnswer:

@@ -1,0 +1,376 @@
+"""Seeded model outputs in any call format, to compare how this project and the servers' own parsers read them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import string
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from fctune.calls.argument_types import argument_schemas, argument_types
+from fctune.calls.formats.base import CallFormat, Parsed, Server
+from fctune.calls.matching import is_equal
+from fctune.data.conversation import Call, Tool
+from fctune.errors import DataError
+
+
+class Output(NamedTuple):
+    """One text that a model might write, and the tools on offer.
+
+    Attributes:
+        kind: What is special about it; one of ``KINDS``.
+        text: The text of the turn, without the mark that ends it.
+        tools: The tools on offer.
+        calls: The calls that were rendered into the text before it was cut or damaged.
+    """
+
+    kind: str
+    text: str
+    tools: tuple[Tool, ...]
+    calls: tuple[Call, ...]
+
+
+# What a server's parser made of a text: calls with decoded arguments, or the error it raised.
+Read = list[tuple[str, Any]] | str
+
+
+def _tool(name: str, **properties: Any) -> Tool:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)[:1]}
+    return Tool({"name": name, "description": f"The tool {name}.", "parameters": parameters})
+
+
+_STRING, _INTEGER, _NUMBER, _BOOLEAN = ({"type": name} for name in ("string", "integer", "number", "boolean"))
+_TOOLS = (
+    _tool("get_weather", city=_STRING, days=_INTEGER),
+    _tool("send_message", to=_STRING, text=_STRING, urgent=_BOOLEAN),
+    _tool("convert", amount=_NUMBER, source={"type": "string", "enum": ["EUR", "USD"]}, target=_STRING),
+    _tool("plan_trip", stops={"type": "array", "items": _STRING}, options={"type": "object"}, budget=_NUMBER),
+    _tool(
+        "book",
+        guests={"type": "array", "items": {"type": "object", "properties": {"name": _STRING, "age": _INTEGER}}},
+        room={"type": "object", "properties": {"floor": _INTEGER, "view": _STRING, "smoking": _BOOLEAN}},
+    ),
+    _tool("note", text=_STRING, reminder={"type": ["string", "null"]}, tags={"type": "array", "items": _STRING}),
+    Tool({"name": "ping", "description": "No arguments.", "parameters": {"type": "object", "properties": {}}}),
+)
+_WORDS = (
+    "the", "weather", "in", "Paris", "is", "fine", "today", "and", "tomorrow", "it", "may", "rain", "so", "take",
+    "your", "coat", "please", "thanks",
+)  # fmt: skip
+_UNICODE = ("Größe", "東京都", "👩‍👩‍👧‍👦", "שלום", "naïve café", "🇫🇷 Paris", "Ω≈ç√", "новости", "｜", "\u2028", "ﬁ")
+_MARKUP = (
+    "<b>bold</b>", "a < b > c", '{"a": 1}', "[1, 2]", 'say "hi"', "it's", "C:\\new\\table", "two\nlines", "a, b: c",
+    "100%", "f(x)", "`code`", "key:value", "}", "]", " padded ", "tab\there", "null", "true", "5", "1.50",
+)  # fmt: skip
+
+
+def make_outputs(call_format: CallFormat, count: int, seed: int = 0) -> list[Output]:
+    """Return ``count`` outputs of a format, of each kind in turn; the same for the same arguments."""
+    rng = random.Random(f"{call_format.name}:{seed}")
+    makers = list(_MAKERS.items())
+    outputs: list[Output] = []
+    while len(outputs) < count:
+        kind, make = makers[len(outputs) % len(makers)]
+        tools = tuple(rng.sample(_TOOLS, rng.randint(1, 4)))
+        try:
+            outputs.append(make(call_format, tools, rng))
+        except DataError:  # the format cannot write such a value
+            continue
+        assert outputs[-1].kind == kind
+    return outputs
+
+
+def _make_value(schema: Any, rng: random.Random, strings: Callable[[random.Random], str], depth: int = 2) -> Any:
+    """Return a value that fits a schema."""
+    kind = rng.choice(sorted(argument_types(schema)))
+    if isinstance(schema, dict) and "enum" in schema:
+        return rng.choice(schema["enum"])
+    if kind == "string" or (kind in ("array", "object") and depth == 0):
+        return strings(rng)
+    if kind == "integer":
+        return rng.choice((0, 1, -7, 42, 2024, 10**12))
+    if kind == "number":
+        return rng.choice((0.5, -3.25, 19.99, 1e21, 100, 7))
+    if kind == "boolean":
+        return rng.random() < 0.5
+    if kind == "array":
+        items = schema.get("items", _STRING) if isinstance(schema, dict) else _STRING
+        return [_make_value(items, rng, strings, depth - 1) for _ in range(rng.randint(0, 3))]
+    if kind == "object":
+        properties = (schema.get("properties") if isinstance(schema, dict) else None) or {
+            key: rng.choice((_STRING, _INTEGER, _BOOLEAN)) for key in rng.sample(("mode", "level", "quiet"), 2)
+        }
+        return {key: _make_value(inner, rng, strings, depth - 1) for key, inner in properties.items()}
+    return None
+
+
+def _plain(rng: random.Random) -> str:
+    return " ".join(rng.sample(_WORDS, rng.randint(1, 4)))
+
+
+def _unicode(rng: random.Random) -> str:
+    return " ".join(rng.sample(_UNICODE, rng.randint(1, 2)))
+
+
+def _markup(rng: random.Random) -> str:
+    return rng.choice(_MARKUP) if rng.random() < 0.6 else f"{_plain(rng)} {rng.choice(_MARKUP)}"
+
+
+def _make_call(
+    tools: Sequence[Tool], rng: random.Random, strings: Callable[[random.Random], str] = _plain, depth: int = 2
+) -> Call:
+    tool = rng.choice(tools)
+    schemas = argument_schemas(tools, tool.name)
+    required = tool.parameters.get("required", ())
+    given = {key: schema for key, schema in schemas.items() if key in required or rng.random() < 0.7}
+    return Call(tool.name, {key: _make_value(schema, rng, strings, depth) for key, schema in given.items()})
+
+
+Maker = Callable[[CallFormat, tuple[Tool, ...], random.Random], Output]
+
+
+def _written(kind: str, call_format: CallFormat, tools: tuple[Tool, ...], calls: list[Call]) -> Output:
+    return Output(kind, call_format.render(calls, tools), tools, tuple(calls))
+
+
+def _one(call_format: CallFormat, tools: tuple[Tool, ...], rng: random.Random) -> Output:
+    return _written("one call", call_format, tools, [_make_call(tools, rng)])
+
+
+def _parallel(call_format: CallFormat, tools: tuple[Tool, ...], rng: random.Random) -> Output:
+    return _written("parallel calls", call_format, tools, [_make_call(tools, rng) for _ in range(rng.randint(2, 4))])
+
+
+def _prose(call_format: CallFormat, tools: tuple[Tool, ...], rng: random.Random) -> Output:
+    done = _written("prose before", call_format, tools, [_make_call(tools, rng) for _ in range(rng.randint(1, 2))])
+    return done._replace(text=f"{_plain(rng).capitalize()}.{rng.choice((' ', chr(10), chr(10) * 2))}{done.text}")
+
+
+def _words(call_format: CallFormat, tools: tuple[Tool, ...], rng: random.Random) -> Output:
+    return Output("no call", f"{_plain(rng).capitalize()}, {_markup(rng)}.", tools, ())
+
+
+def _nested(call_format: CallFormat, tools: tuple[Tool, ...], rng: random.Random) -> Output:
+    tools = (*tools, *(tool for tool in _TOOLS if tool.name in ("book", "plan_trip") and tool not in tools))
+    nested = tuple(tool for tool in tools if tool.name in ("book", "plan_trip"))
+    return _written("nested values", call_format, tools, [_make_call(nested, rng, _plain, 4)])
+
+
+def _letters(call_format: CallFormat, tools: tuple[Tool, ...], rng: random.Random) -> Output:
+    return _written("unicode", call_format, tools, [_make_call(tools, rng, _unicode)])
+
+
+def _marked(call_format: CallFormat, tools: tuple[Tool, ...], rng: random.Random) -> Output:
+    return _written("markup in values", call_format, tools, [_make_call(tools, rng, _markup)])
+
+
+def _empty(call_format: CallFormat, tools: tuple[Tool, ...], rng: random.Random) -> Output:
+    return _written("no arguments", call_format, tools, [Call(rng.choice(tools).name, {})])
+
+
+def _mistyped(call_format: CallFormat, tools: tuple[Tool, ...], rng: random.Random) -> Output:
+    call = _make_call(tools, rng)
+    stray = ("5", "five", 5, 2.5, True, None, ["a"], {"b": 1}, "", "true", "null", "[1]")
+    wrong = {key: rng.choice(stray) if rng.random() < 0.6 else value for key, value in call.arguments.items()}
+    return _written("wrong types", call_format, tools, [Call(call.name, wrong)])
+
+
+def _unknown_argument(call_format: CallFormat, tools: tuple[Tool, ...], rng: random.Random) -> Output:
+    call = _make_call(tools, rng)
+    extra = {rng.choice(("mode", "note_2", "x")): rng.choice(("fast", 3, 0.5, False, ["a"]))}
+    return _written("unknown argument", call_format, tools, [Call(call.name, call.arguments | extra)])
+
+
+def _unknown_tool(call_format: CallFormat, tools: tuple[Tool, ...], rng: random.Random) -> Output:
+    calls = [_make_call(tools, rng) for _ in range(rng.randint(0, 1))]
+    calls.insert(rng.randint(0, len(calls)), Call(rng.choice(("get_time", "search")), {"query": _plain(rng)}))
+    return _written("unknown tool", call_format, tools, calls)
+
+
+def _cut(call_format: CallFormat, tools: tuple[Tool, ...], rng: random.Random) -> Output:
+    done = _written("cut", call_format, tools, [_make_call(tools, rng) for _ in range(rng.randint(1, 2))])
+    return done._replace(text=done.text[: rng.randrange(1, len(done.text))])
+
+
+def _damaged(call_format: CallFormat, tools: tuple[Tool, ...], rng: random.Random) -> Output:
+    done = _written("damaged", call_format, tools, [_make_call(tools, rng) for _ in range(rng.randint(1, 2))])
+    text = done.text
+    for _ in range(rng.randint(1, 2)):
+        pieces = [match.span() for match in re.finditer(r"\w+|\s+|[^\w\s]", text)]
+        start, end = rng.choice(pieces)
+        kept = rng.choice(("", text[start:end] * 2, rng.choice(string.punctuation), "\n" + text[start:end]))
+        text = text[:start] + kept + text[end:] or "."
+    return done._replace(text=text)
+
+
+_MAKERS: dict[str, Maker] = {
+    "one call": _one,
+    "parallel calls": _parallel,
+    "prose before": _prose,
+    "no call": _words,
+    "nested values": _nested,
+    "unicode": _letters,
+    "markup in values": _marked,
+    "no arguments": _empty,
+    "wrong types": _mistyped,
+    "unknown argument": _unknown_argument,
+    "unknown tool": _unknown_tool,
+    "cut": _cut,
+    "damaged": _damaged,
+}
+KINDS = tuple(_MAKERS)
+# In these the text is no longer what the format says, so that each reader guesses.
+DAMAGED = ("cut", "damaged")
+
+
+def to_requests(outputs: Sequence[Output]) -> list[dict[str, Any]]:
+    """Return the outputs as ``fctune.evaluation.serving.run_server_parser`` takes them."""
+    return [
+        {"id": index, "text": output.text, "tools": [tool.to_openai() for tool in output.tools]}
+        for index, output in enumerate(outputs)
+    ]
+
+
+def read_reply(reply: dict[str, Any]) -> Read:
+    """Return the calls of a server's reply, with decoded arguments; or its error.
+
+    Arguments that are not JSON stay the string that a client would get.
+    """
+    if "error" in reply:
+        return str(reply["error"])
+    calls: list[tuple[str, Any]] = []
+    for call in reply["calls"]:
+        try:
+            calls.append((call["name"], json.loads(call["arguments"])))
+        except ValueError:
+            calls.append((call["name"], call["arguments"]))
+    return calls
+
+
+def is_same(ours: Parsed, theirs: Read) -> bool:
+    """Return True if both have the same calls in the same order, ``5`` and ``5.0`` apart."""
+    return (
+        not isinstance(theirs, str)
+        and len(ours.calls) == len(theirs)
+        and all(
+            call.name == name and is_equal(call.arguments, arguments, is_same_number_type=True)
+            for call, (name, arguments) in zip(ours.calls, theirs, strict=True)
+        )
+    )
+
+
+def explain_difference(output: Output, ours: Parsed, theirs: Read, server: Server) -> str | None:
+    """Return why a server reads an output differently, in words of ``REASONS``; None if nothing known explains it."""
+    return next((reason for reason, holds in _RULES if holds(output, ours, theirs, server)), None)
+
+
+def _list_offered(output: Output, ours: Parsed) -> list[tuple[str, Any]]:
+    names = {tool.name for tool in output.tools}
+    return [(call.name, call.arguments) for call in ours.calls if call.name in names]
+
+
+def _drops_unknown(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+    kept = _list_offered(output, ours)
+    return len(kept) < len(ours.calls) and kept == theirs
+
+
+def _iter_differing(output: Output, ours: Parsed, theirs: Read) -> Iterator[tuple[Any, Any, Any, bool]]:
+    """Yield each argument that differs between calls of the same names: our value, theirs, its schema, is it known."""
+    for call, (_, arguments) in zip(ours.calls, theirs, strict=True):
+        schemas = argument_schemas(output.tools, call.name)
+        for key, value in call.arguments.items():
+            if not is_equal(value, arguments[key], is_same_number_type=True):
+                yield value, arguments[key], schemas.get(key), key in schemas
+
+
+def _has_same_keys(ours: Parsed, theirs: Read) -> bool:
+    return (
+        not isinstance(theirs, str)
+        and [call.name for call in ours.calls] == [name for name, _ in theirs]
+        and all(
+            isinstance(arguments, dict) and list(arguments) == list(call.arguments)
+            for call, (_, arguments) in zip(ours.calls, theirs, strict=True)
+        )
+    )
+
+
+def _fits(value: Any, schema: Any) -> bool:
+    """Return True if a value is of a type that its schema allows, nested values included."""
+    types = argument_types(schema)
+    if isinstance(value, bool) or value is None:
+        return ("null" if value is None else "boolean") in types
+    if isinstance(value, dict):
+        inner = schema.get("properties", {}) if isinstance(schema, dict) else {}
+        return "object" in types and all(key not in inner or _fits(item, inner[key]) for key, item in value.items())
+    if isinstance(value, list):
+        items = schema.get("items", {}) if isinstance(schema, dict) else {}
+        return "array" in types and all(_fits(item, items) for item in value)
+    if isinstance(value, str):
+        return "string" in types
+    return "number" in types or (isinstance(value, int) and "integer" in types)
+
+
+def _converts_misfits(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+    return _has_same_keys(ours, theirs) and all(
+        is_known and not _fits(value, schema) for value, _, schema, is_known in _iter_differing(output, ours, theirs)
+    )
+
+
+def _keeps_unknown_as_text(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+    return _has_same_keys(ours, theirs) and all(
+        isinstance(given, str) and (not is_known or not _fits(value, schema))
+        for value, given, schema, is_known in _iter_differing(output, ours, theirs)
+    )
+
+
+def _writes_other_number(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+    return _has_same_keys(ours, theirs) and all(
+        is_equal(value, given) for value, given, _, _ in _iter_differing(output, ours, theirs)
+    )
+
+
+def _reads_null_word(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+    return _has_same_keys(ours, theirs) and all(
+        given is None and isinstance(value, str) for value, given, _, _ in _iter_differing(output, ours, theirs)
+    )
+
+
+def _has_our_escape(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+    return "<json>" in output.text
+
+
+def _guesses(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+    return output.kind in DAMAGED
+
+
+def _is_error(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+    return isinstance(theirs, str)
+
+
+Rule = Callable[[Output, Parsed, Read, Server], bool]
+# Tried in this order; the first that holds is the reason.
+REASONS: dict[str, str] = {}
+_RULES: list[tuple[str, Rule]] = []
+
+
+def _add_reason(name: str, explanation: str, rule: Rule) -> None:
+    REASONS[name] = explanation
+    _RULES.append((name, rule))
+
+
+_add_reason("error", "The parser raises, which a server answers with status 500.", _is_error)
+_add_reason("guess", "The text was cut or damaged, and each reader guesses.", _guesses)
+_add_reason("unknown tool", "The server drops calls of tools that are not on offer.", _drops_unknown)
+_add_reason("number", "`5` for `5.0`, or `5.0` for `5`.", _writes_other_number)
+_add_reason(
+    "misfit", "The value is not of a type in the tool's schema, and the server converts or keeps it.", _converts_misfits
+)
+_add_reason("untyped", "The argument is not in the schema, and the server keeps its text.", _keeps_unknown_as_text)
+_add_reason("null word", "The server reads the word null as null where the schema has a string.", _reads_null_word)
+_add_reason(
+    "escape",
+    "The value cannot be written in the format, so that it is escaped as `<json>`, which no server reads.",
+    _has_our_escape,
+)

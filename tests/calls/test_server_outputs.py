@@ -1,0 +1,73 @@
+"""The comparison with the servers' own parsers: its outputs, what counts as a difference, and its result."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+from benchmarks.parsers import compare
+from fctune.calls.formats.base import SERVERS, Server
+from fctune.calls.formats.registry import FORMATS
+from tests.calls.server_outputs import DAMAGED, KINDS, Output, explain_difference, is_same, make_outputs, read_reply
+
+each_format = pytest.mark.parametrize("name", list(FORMATS))
+
+
+@each_format
+def test_outputs_are_the_same_each_time_and_of_every_kind(name: str) -> None:
+    outputs = make_outputs(FORMATS[name], 130)
+    assert outputs == make_outputs(FORMATS[name], 130)
+    assert [output.text for output in outputs] != [output.text for output in make_outputs(FORMATS[name], 130, seed=1)]
+    assert {output.kind for output in outputs} == set(KINDS)
+
+
+@each_format
+def test_our_lenient_reading_finds_the_calls_of_every_undamaged_output(name: str) -> None:
+    for output in make_outputs(FORMATS[name], 260):
+        if output.kind not in (*DAMAGED, "wrong types"):
+            parsed = FORMATS[name].parse(output.text, output.tools, lenient=True)
+            assert parsed.calls == output.calls, output
+
+
+def as_reply(output: Output) -> dict[str, Any]:
+    return {"calls": [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in output.calls]}
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_reading_with_other_calls_is_a_difference_without_a_reason(server: Server) -> None:
+    """The reasons are narrow: no reply that lost, gained or changed a call of an undamaged output has one."""
+    num_changed = 0
+    for output in make_outputs(FORMATS["hermes"], 260):
+        ours = FORMATS["hermes"].parse(output.text, output.tools, lenient=True)
+        theirs = read_reply(as_reply(output))
+        if output.kind in (*DAMAGED, "unknown tool", "unknown argument", "wrong types") or not ours.calls:
+            continue
+        assert is_same(ours, theirs)
+        assert isinstance(theirs, list)
+        name, arguments = theirs[0]
+        changed = {key: f"{value} " for key, value in arguments.items()} | {"more": 1}
+        for wrong in (
+            theirs[1:],
+            [*theirs, theirs[0]],
+            [("other", arguments), *theirs[1:]],
+            [(name, changed), *theirs[1:]],
+        ):
+            assert not is_same(ours, wrong)
+            assert explain_difference(output, ours, wrong, server) is None, (output, wrong)
+            num_changed += 1
+    assert num_changed > 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", SERVERS)
+@each_format
+def test_every_difference_from_a_servers_own_parser_has_a_known_reason(name: str, server: Server) -> None:
+    python = os.environ.get(f"FCTUNE_{server.upper()}_PYTHON")
+    if python is None or FORMATS[name].get_server_parser(server) is None:
+        pytest.skip(f"needs a parser of {server}, and a Python that has it in FCTUNE_{server.upper()}_PYTHON")
+    found = compare(FORMATS[name], server, python, 650, seed=2)
+    assert not found.unexplained, found.unexplained[:3]
+    assert found.num_same > 0.6 * found.num_outputs
