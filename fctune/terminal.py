@@ -57,10 +57,13 @@ class LogHandler(logging.Handler):
         self.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record in a single write, so that lines of several processes stay apart."""
+        """Write one record in a single write, so that lines of several processes stay apart.
+
+        Control characters in it, which may come from rows, are written out.
+        """
         try:
             erase = "\r\x1b[2K" if self._erases_line and sys.stdout.isatty() else ""
-            sys.stdout.write(f"{erase}{self.format(record)}\n")
+            sys.stdout.write(f"{erase}{escape_controls(self.format(record))}\n")
             sys.stdout.flush()
         except Exception:  # as in the handlers of the standard library: logging never ends a run
             self.handleError(record)

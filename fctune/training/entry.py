@@ -28,7 +28,7 @@ from fctune.models.run_config import load_run_config
 from fctune.runs.record import read_run
 from fctune.runs.success import format_criteria, judge_run
 from fctune.telemetry.device import describe_device, total_memory
-from fctune.terminal import LogHandler
+from fctune.terminal import LogHandler, escape_controls
 from fctune.training.callbacks.stop import STOPPED, Stopped, StopRequest
 from fctune.training.loop import NonFiniteError
 from fctune.training.out_of_memory import is_out_of_memory
@@ -150,7 +150,7 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
         recipe.cleanup()
     if world.is_main:
         if code:
-            print(f"\n{reason}\n", file=sys.stderr, flush=True)
+            print(f"\n{escape_controls(reason)}\n", file=sys.stderr, flush=True)
         if run is not None:
             run.directory.finish(code, reason, run.step, checkpoint or run.newest_checkpoint())
             if run.is_started:
@@ -249,7 +249,7 @@ def _record_crash(run: Run, world: World, error: Exception) -> None:
     else:
         if run.recipe is not None and is_out_of_memory(error):
             reason += f"\n{run.recipe.suggest_less_memory()}"
-            print(f"\n{reason}\n", file=sys.stderr, flush=True)
+            print(f"\n{escape_controls(reason)}\n", file=sys.stderr, flush=True)
         run.record_crash(reason)
     run.directory.unlock()
 

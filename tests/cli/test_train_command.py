@@ -68,13 +68,14 @@ def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path) -
 
 
 def test_a_run_that_cannot_start_returns_its_own_code_and_message_only(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [{"role": "robot", "content": "x"}]}) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [{"role": "robot\x1b[2J", "content": "x"}]}) + "\n")
     process = start(tmp_path, "data.sources.0.path=rows.jsonl")
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 2
     assert "rows.jsonl:1: messages[0].role" in errors
     assert "Traceback" not in errors
     assert "torch" not in errors
+    assert "\x1b" not in errors
 
 
 @pytest.mark.parametrize(

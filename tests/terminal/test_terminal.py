@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 
 import pytest
 from rich.panel import Panel
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fctune.cli import main
-from fctune.terminal import Terminal, escape_controls, print_full_width
+from fctune.terminal import LogHandler, Terminal, escape_controls, print_full_width
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b31m\r\x00\x7f\u202eb"
 
@@ -46,3 +47,10 @@ def test_an_error_that_quotes_data_has_no_control_characters(capsys: pytest.Capt
     error = capsys.readouterr().err
     assert r"such\x1b[31m" in error
     assert "\x1b" not in error
+
+
+def test_a_log_line_of_a_run_has_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    LogHandler(erases_line=False).emit(logging.LogRecord("run", logging.INFO, __file__, 1, "row %s", (HOSTILE,), None))
+    line = capsys.readouterr().out
+    assert r"row a\x1b[2J" in line
+    assert escape_controls(line) == line
