@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +24,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 ROOT = Path(__file__).resolve().parents[1]
 TINY_BASE = ROOT / "fctune" / "assets" / "tiny_base"
 REAL_DATA = ROOT.parent / "shared" / "data"
+
+
+def pytest_configure() -> None:
+    # A shell starts background jobs with Ctrl-C ignored, and the commands that tests start would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

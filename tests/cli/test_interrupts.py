@@ -15,6 +15,9 @@ from tests.cli.processes import wait_until
 from tests.conftest import ROOT
 
 # Sends Ctrl-C to its own process as soon as a module of the command is imported, as at an unlucky moment.
+# A shell shows 130 for both: Python ends itself by the signal if Ctrl-C met code that was compiled from a string.
+INTERRUPTED = (130, -signal.SIGINT)
+
 INTERRUPT_AT_IMPORT = """
 import os, runpy, signal, sys
 class Finder:
@@ -41,7 +44,7 @@ def test_ctrl_c_during_imports_leaves_one_line(module: str, arguments: list[str]
         arguments = [*arguments, "--out", str(tmp_path / "out.jsonl")]
     code = INTERRUPT_AT_IMPORT.format(module=module, argv=["fctune", *arguments])
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 130, done.stderr
+    assert done.returncode in INTERRUPTED, done.stderr
     assert done.stderr.strip() == "interrupted"
 
 
@@ -53,7 +56,7 @@ def test_ctrl_c_during_an_evaluation_says_how_many_answers_are_kept(tmp_path: Pa
     wait_until(lambda: out.exists() and out.read_text().count("\n") >= 2, process)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    assert process.returncode in INTERRUPTED, errors
     kept = out.read_text().count("\n")
     assert "Traceback" not in errors
     line = errors.strip().splitlines()[-1]
@@ -69,7 +72,7 @@ def test_ctrl_c_while_data_is_prepared_leaves_no_partial_set(tmp_path: Path) -> 
     wait_until(lambda: list(prepared.glob("**/tokens.bin")), process)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    assert process.returncode in INTERRUPTED, errors
     assert "Traceback" not in errors
     line = errors.strip().splitlines()[-1]
     assert line == "interrupted: no prepared set was written; run the same command to start over"
