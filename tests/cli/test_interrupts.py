@@ -14,10 +14,10 @@ import pytest
 from tests.cli.processes import wait_until
 from tests.conftest import ROOT
 
-# Sends Ctrl-C to its own process as soon as a module of the command is imported, as at an unlucky moment.
 # A shell shows 130 for both: Python ends itself by the signal if Ctrl-C met code that was compiled from a string.
 INTERRUPTED = (130, -signal.SIGINT)
 
+# Sends Ctrl-C to its own process as soon as a module of the command is imported, as at an unlucky moment.
 INTERRUPT_AT_IMPORT = """
 import os, runpy, signal, sys
 class Finder:
