@@ -42,14 +42,17 @@ class LoRAFunctionCallingRecipe(FineTuning, FTRecipeInterface):
 
     def hf_weights(self) -> HFAdapterWeights:
         """Return the form of elastic checkpoints: a PEFT adapter."""
-        return HFAdapterWeights(self.model.architecture, self.adapter, self.config.model.path, self.model_dir)
+        base = self.config.model.path
+        return HFAdapterWeights(self.model.architecture, self.adapter, base, self.model_dir, self.chat_template)
 
     def exports(self) -> list[Callable[[], None]]:
         """Return the exports: the merged model, and the adapter to use with the base."""
         writes, out, base = self.world.is_main, self.run.directory.export, self.config.model.path
         return [
-            lambda: export_merged(self.model, self.model_dir, out / "merged", writes),
-            lambda: export_adapter(self.model, self.adapter, base, self.model_dir, out / "adapter", writes),
+            lambda: export_merged(self.model, self.model_dir, out / "merged", writes, chat_template=self.chat_template),
+            lambda: export_adapter(
+                self.model, self.adapter, base, self.model_dir, out / "adapter", writes, self.chat_template
+            ),
         ]
 
 

@@ -19,6 +19,7 @@ from fctune import distributed
 from fctune.checkpoint.files import FileRecord, read_tensor, record_file, write_json, write_tensors
 from fctune.checkpoint.tensors import named_trainable
 from fctune.config.schema import AdapterConfig
+from fctune.data.chosen_template import ChosenTemplate
 from fctune.errors import CheckpointError
 from fctune.models.architecture import Architecture
 from fctune.models.export import copy_companions, write_adapter_config, write_model_config
@@ -35,13 +36,15 @@ class HFWeights(ABC):
     Args:
         architecture: shape of the model.
         base_dir: the base model's directory, from which configs and tokenizer files are copied.
+        chat_template: template in place of the base's, for the directory to carry; None keeps the base's.
     """
 
     stem: str  # of the weight files' names
 
-    def __init__(self, architecture: Architecture, base_dir: Path):
+    def __init__(self, architecture: Architecture, base_dir: Path, chat_template: ChosenTemplate | None = None):
         self.architecture = architecture
         self.base_dir = base_dir
+        self.chat_template = chat_template
 
     @abstractmethod
     def to_external_name(self, name: str) -> str:
@@ -65,7 +68,7 @@ class HFWeights(ABC):
         if dist.get_rank(group) == 0:
             before = set(folder.iterdir())
             self.write_config(folder, next(iter(tensors.values())).dtype)
-            copy_companions(self.base_dir, folder)
+            copy_companions(self.base_dir, folder, self.chat_template)
             records += [record_file(path) for path in sorted(set(folder.iterdir()) - before)]
         return records
 
@@ -107,8 +110,15 @@ class HFAdapterWeights(HFWeights):
 
     stem = "adapter_model"
 
-    def __init__(self, architecture: Architecture, config: AdapterConfig, base: str, base_dir: Path):
-        super().__init__(architecture, base_dir)
+    def __init__(
+        self,
+        architecture: Architecture,
+        config: AdapterConfig,
+        base: str,
+        base_dir: Path,
+        chat_template: ChosenTemplate | None = None,
+    ):
+        super().__init__(architecture, base_dir, chat_template)
         self.config = config
         self.base = base
 

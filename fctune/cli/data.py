@@ -9,6 +9,7 @@ from typing import Any
 
 from fctune.cli.files import write_file
 from fctune.cli.parser import add_config_arguments, add_template_args_argument
+from fctune.config.chat_templates import list_shipped_templates
 from fctune.data.sources.reader import list_files
 from fctune.data.sources.row_formats.registry import ROW_FORMATS
 from fctune.errors import ConfigError, Interrupted
@@ -28,6 +29,7 @@ def add_commands(commands: Any) -> None:
     check.add_argument("--format", default="auto", metavar="NAME", help=_FORMAT_HELP)
     check.add_argument("--max-samples", type=int, metavar="N", help="read at most N rows of each source")
     check.add_argument("--tokenizer", metavar="DIR", help="model directory; count tokens and supervised tokens")
+    _add_template_arguments(check)
     check.add_argument(
         "--seq-len", type=int, metavar="N", help="count conversations longer than N tokens; needs --tokenizer"
     )
@@ -48,6 +50,7 @@ def add_commands(commands: Any) -> None:
     show.add_argument("path", metavar="PATH", help="file, directory or hf:NAME, as for data check")
     show.add_argument("--row", type=int, default=1, metavar="N", help="number of the row, from 1; default: %(default)s")
     show.add_argument("--tokenizer", metavar="DIR", help="model directory; without it, the conversation is printed")
+    _add_template_arguments(show)
     show.add_argument("--format", default="auto", metavar="NAME", help=_FORMAT_HELP)
     _add_supervision_arguments(show)
     show.set_defaults(run=_show_row)
@@ -60,6 +63,22 @@ def add_commands(commands: Any) -> None:
     synthetic.add_argument("--seed", type=int, default=42, help="default: %(default)s")
     synthetic.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSONL file to write")
     synthetic.set_defaults(run=_write_synthetic)
+
+
+def _add_template_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options that choose how --tokenizer renders conversations, named as the keys of the model section."""
+    names = ", ".join(list_shipped_templates())
+    command.add_argument(
+        "--chat-template", metavar="NAME", help=f"template in place of the model's own: {names}, or a file"
+    )
+
+
+def _read_template(arguments: argparse.Namespace) -> Any:
+    from fctune.data.chosen_template import open_chosen_template
+
+    if arguments.chat_template is not None and arguments.tokenizer is None:
+        raise ConfigError("--chat-template: needs --tokenizer, the model directory whose tokenizer it is used with.")
+    return open_chosen_template(arguments.chat_template, "--chat-template ")
 
 
 def _add_supervision_arguments(command: argparse.ArgumentParser) -> None:
@@ -87,14 +106,14 @@ def _check_data(arguments: argparse.Namespace) -> int:
 
     if arguments.seq_len is not None and arguments.tokenizer is None:
         raise ConfigError("--seq-len: needs --tokenizer, which tokens are counted with.")
+    chosen = _read_template(arguments)
     encode: Encode | None = None
     if arguments.tokenizer is not None:
         from fctune.data.chat_template import ChatTemplate
         from fctune.models.hub import resolve_model_dir
 
-        template = ChatTemplate(
-            resolve_model_dir(arguments.tokenizer), _read_supervision(arguments), arguments.template_args
-        )
+        model_dir = resolve_model_dir(arguments.tokenizer)
+        template = ChatTemplate(model_dir, _read_supervision(arguments), arguments.template_args, chosen)
 
         def count(conversation: Any) -> tuple[int, int]:
             samples = template.encode(conversation)
@@ -126,6 +145,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
 def _show_row(arguments: argparse.Namespace) -> int:
     if not arguments.path.startswith(("hf:", "synthetic:")):
         list_files(arguments.path)  # before the imports and the tokenizer, which take seconds
+    chosen = _read_template(arguments)
     from fctune.data.show import show_conversation, show_row
 
     if arguments.tokenizer is None:
@@ -140,6 +160,7 @@ def _show_row(arguments: argparse.Namespace) -> int:
             row_format=arguments.format,
             supervision=_read_supervision(arguments),
             template_args=arguments.template_args,
+            chat_template=chosen,
         )
     console = Terminal(soft_wrap=True, highlight=False)
     for renderable in renderables:
@@ -148,6 +169,7 @@ def _show_row(arguments: argparse.Namespace) -> int:
 
 
 def _prepare_data(arguments: argparse.Namespace) -> int:
+    from fctune.data.chosen_template import read_chosen_template
     from fctune.data.prepared_set import describe_counts, prepare, prepared_root
     from fctune.models.hub import resolve_model_dir
 
@@ -161,6 +183,7 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
                 prepared_root(config),
                 lambda counts: status.update(f"{counts.rows:,} rows read"),
                 config.model.template_args,
+                read_chosen_template(config.model),
             )
     except KeyboardInterrupt:
         raise Interrupted("no prepared set was written; run the same command to start over") from None

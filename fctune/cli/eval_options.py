@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from fctune.cli.parser import Parser, report_interrupt
+from fctune.config.chat_templates import list_shipped_templates
 from fctune.config.loading import read_environment
 from fctune.config.shipped import resolve_shipped_path, shipped_dir
 from fctune.errors import CheckpointError, ConfigError, DataError
@@ -130,6 +131,10 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
     suite.add_argument("--bfcl-data", metavar="DIR", help="data directory of bfcl-eval; default: where it is installed")
     generation = parser.add_argument_group("generation and parsing")
     generation.add_argument("--adapter", metavar="DIR", help="PEFT adapter directory to load on top of --model")
+    names = ", ".join(list_shipped_templates())
+    generation.add_argument(
+        "--chat-template", metavar="NAME", help=f"template in place of the model's own: {names}, or a file"
+    )
     generation.add_argument(
         "--format", help="call format; default: detected from the chat template, or parsed by the server"
     )

@@ -30,6 +30,7 @@ from fctune.calls.formats.registry import FORMATS, detect_format, get_format
 from fctune.cli.eval_options import find_suite
 from fctune.cli.tables import make_console, make_score_table, print_not_run
 from fctune.config.loading import read_environment
+from fctune.data.chosen_template import open_chosen_template
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.evaluation.leaks import find_leaks
 from fctune.evaluation.proposals import write_proposals
@@ -187,6 +188,8 @@ def _open_engine(
     """Open the model or server; returns it with the call format of its text, None if the server parses the calls."""
     sampling = Sampling(arguments.temperature, arguments.seed or 0)
     if files is None:
+        if arguments.chat_template is not None:
+            raise ConfigError("--chat-template: a server renders its own. Start it with the template, and omit this.")
         retry_policy = RetryPolicy(max_attempts=arguments.attempts, timeout_s=arguments.timeout)
         return EndpointEngine(
             arguments.model,
@@ -200,7 +203,8 @@ def _open_engine(
     from fctune.generation.in_process import InProcessEngine
 
     device = world.device if world else None
-    engine = InProcessEngine(files.model_dir, files.adapter_dir, arguments.batch_size, sampling, device)
+    template = open_chosen_template(arguments.chat_template, "--chat-template ")
+    engine = InProcessEngine(*files, arguments.batch_size, sampling, device, chat_template=template)
     return engine, named or detect_format(engine.template.source)
 
 

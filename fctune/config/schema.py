@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from fctune.config.chat_templates import read_chat_template
 from fctune.config.components import OptimizerSpec
 from fctune.config.fields import NotEmpty, Null, Range, join_key
+from fctune.errors import ConfigError
 
 Precision = Literal["fp32", "bf16", "fp64", "bf16_mixed", "float8", "float8_mixed"]
 BaseDtype = Literal["bf16", "nf4", "float8"]
@@ -34,13 +36,22 @@ class ModelConfig:
     path: str
     """Hugging Face model directory (its `config.json` selects the architecture), or `hf:NAME[@REVISION]`, which is
     downloaded from the hub."""
+    chat_template: Annotated[str | None, Null("the model's own")] = None
+    """Chat template in place of the model's own: a Jinja file, or `hermes`, `llama3` or `pythonic`, which work with any
+    tokenizer that has an end-of-text token. Used in training and evaluation, and written to the exports."""
+
     template_args: dict[str, Any] = field(default_factory=dict)
     """Switches of the chat template by name, such as `{enable_thinking: true}` or `{reasoning_effort: low}`; used alike
     for training, evaluation and serving. A row's own are merged over them."""
 
     def check(self, where: str, problems: list[str]) -> None:
-        """Check the switches, and that a local model directory exists."""
+        """Check the chat template and its switches, and that a local model directory exists."""
         problems += find_template_args_problems(self.template_args, join_key(where, "template_args"))
+        if self.chat_template is not None:
+            try:
+                read_chat_template(self.chat_template)
+            except ConfigError as error:
+                problems.append(f"{join_key(where, 'chat_template')}={error}")
         key = join_key(where, "path")
         if self.path.startswith("hf:"):
             return

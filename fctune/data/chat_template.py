@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fctune.config.chat_templates import list_shipped_templates
+from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.completeness import CompletenessCheck
 from fctune.data.control_tokens import ControlTokens
 from fctune.data.conversation import Call, Conversation, Message, Tool
@@ -24,8 +27,14 @@ class ChatTemplate:
     are the ids of the tokens with which the template ends an assistant turn. ``template_args`` are the switches given
     to the template for every conversation, such as ``enable_thinking``; a conversation's own are merged over them.
 
+    Args:
+        model_dir: Directory with the tokenizer.
+        supervision: Selects the supervised tokens.
+        template_args: Switches of the template.
+        chat_template: Template in place of the model's own, if any.
+
     Raises (at construction):
-        ConfigError: There is no tokenizer, or it has no chat template.
+        ConfigError: There is no tokenizer, it has no chat template, or lacks tokens of the one chosen.
         DataError: The template ignores tools, or its assistant turns cannot be separated from the rest.
     """
 
@@ -34,10 +43,15 @@ class ChatTemplate:
         model_dir: str | Path,
         supervision: SupervisionConfig | None = None,
         template_args: Mapping[str, Any] | None = None,
+        chat_template: ChosenTemplate | None = None,
     ):
         self.model_dir = Path(model_dir)
         self.template_args = dict(template_args or {})
-        self.tokenizer = load_tokenizer(self.model_dir)
+        self.tokenizer = load_tokenizer(self.model_dir, chat_template)
+        # How errors name the template.
+        self._origin = (
+            f"{model_dir}" if chat_template is None else f"{model_dir} with chat template {chat_template.name}"
+        )
         backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
@@ -45,13 +59,13 @@ class ChatTemplate:
         try:
             self._traced = TracedTemplate(self.source, self.tokenizer.special_tokens_map | self.template_args)
         except DataError as error:
-            raise DataError(f"{self.model_dir}: {error}") from None
+            raise DataError(f"{self._origin}: {error}") from None
         special_ids = set(self.tokenizer.all_special_ids)
         special_ids |= {i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
         try:
             prompts = tuple(self._find_generation_prompts())
         except DataError as error:
-            raise DataError(f"{self.model_dir}: {str(error).removeprefix(f'{self.model_dir}: ')}") from None
+            raise DataError(f"{self._origin}: {str(error).removeprefix(f'{self._origin}: ')}") from None
         header = self._find_history_header()
         tokenizer = OffsetTokenizer(backend)
         controls = ControlTokens(t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special)
@@ -66,6 +80,8 @@ class ChatTemplate:
             SupervisionConfig(),
         )
         self.stop_ids: set[int] = set()
+        if chat_template is not None:
+            self._require_tokens()
         self._verify()  # with the default supervision
         self.encoder = replace(self.encoder, supervision=supervision or SupervisionConfig())
 
@@ -99,7 +115,7 @@ class ChatTemplate:
             opened = self._traced.render(question, add_generation_prompt=True, **variables)[0]
             if not opened.startswith(closed):
                 raise DataError(
-                    f"{self.model_dir}: the generation prompt of its chat template does not follow the messages."
+                    f"{self._origin}: the generation prompt of its chat template does not follow the messages."
                 )
             prompts.add(opened[len(closed) :])
         return sorted(prompts, key=len, reverse=True)
@@ -120,32 +136,47 @@ class ChatTemplate:
         texts = {name: self._verify_text(name, conversation) for name, conversation in _PROBES.items()}
         if not all(word in texts["a tool and a call"] for word in _PROBE_WORDS):
             raise DataError(
-                f"{self.model_dir}: its chat template ignores tools, so a model cannot learn to call them. "
-                "Use a model whose template renders `tools`, or add one that does as chat_template.jinja."
+                f"{self._origin}: its chat template ignores tools, so a model cannot learn to call them. "
+                f"Use a model whose template renders `tools`, or {_OTHER_TEMPLATE}."
             )
         for conversation in _PROBES.values():
             try:
                 samples = self.encode(conversation)
             except DataError as error:
-                raise DataError(f"{self.model_dir}: cannot be trained on: {error}.") from None
+                raise DataError(f"{self._origin}: cannot be trained on: {error}.") from None
             supervised = [t for s in samples for t, weight in zip(s.tokens, s.weights, strict=True) if weight > 0]
             if not supervised:
                 raise DataError(
-                    f"{self.model_dir}: no loop of its chat template prints the messages; cannot derive masks."
+                    f"{self._origin}: no loop of its chat template prints the messages; cannot derive masks."
                 )
             answer = self.decode(supervised)
             if any(message.calls for message in conversation.messages) and not all(w in answer for w in _CALL_WORDS):
                 raise DataError(
-                    f"{self.model_dir}: its chat template does not render calls, so a model cannot learn to make them. "
-                    "Use a model whose template renders `tool_calls`, or add one that does as chat_template.jinja."
+                    f"{self._origin}: its chat template does not render calls, so a model cannot learn to make them. "
+                    f"Use a model whose template renders `tool_calls`, or {_OTHER_TEMPLATE}."
                 )
             self.stop_ids.add(supervised[-1])
+
+    def _require_tokens(self) -> None:
+        """Reject a template that writes control tokens of another tokenizer, which this one would spell as text."""
+        texts = []
+        for name, conversation in _PROBES.items():
+            try:
+                texts.append(self._traced.render(conversation, add_generation_prompt=True)[0])
+            except DataError as error:
+                raise DataError(f"{self._origin}: {error} (a conversation with {name}).") from None
+        spelled = dict.fromkeys(_CONTROL_TOKEN.findall("".join(texts)))
+        if lacking := [token for token in spelled if self.tokenizer.backend_tokenizer.token_to_id(token) is None]:
+            raise ConfigError(
+                f"{self._origin}: the tokenizer lacks the template's tokens {', '.join(lacking)}, which would become "
+                f"plain text. Use a template of this model's family, or {', '.join(list_shipped_templates())}."
+            )
 
     def _verify_text(self, name: str, conversation: Conversation) -> str:
         try:
             text = self.render(conversation)
         except DataError as error:
-            raise DataError(f"{self.model_dir}: {error} (a conversation with {name}).") from None
+            raise DataError(f"{self._origin}: {error} (a conversation with {name}).") from None
         expected = self.tokenizer.apply_chat_template(
             [m.to_openai() for m in conversation.messages],
             tools=[t.to_openai() for t in conversation.tools] or None,
@@ -153,14 +184,12 @@ class ChatTemplate:
             **self.template_args,
         )
         if text != expected:
-            raise DataError(
-                f"{self.model_dir}: its chat template renders differently when traced; cannot derive masks."
-            )
+            raise DataError(f"{self._origin}: its chat template renders differently when traced; cannot derive masks.")
         return text
 
 
-def load_tokenizer(model_dir: Path) -> Any:
-    """Load the tokenizer of a model directory with transformers, offline.
+def load_tokenizer(model_dir: Path, chat_template: ChosenTemplate | None = None) -> Any:
+    """Load the tokenizer of a model directory with transformers, offline, and with the chat template chosen.
 
     Raises:
         ConfigError: The tokenizer is missing, broken, not a fast one, or has no chat template.
@@ -180,10 +209,17 @@ def load_tokenizer(model_dir: Path) -> Any:
         raise ConfigError(
             f"{model_dir}: its tokenizer is not a fast one (tokenizer.json), which deriving masks requires."
         )
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template.source
+        if tokenizer.eos_token is None and re.search(r"\beos_token\b", chat_template.source):
+            raise ConfigError(
+                f"{model_dir}: its tokenizer has no eos_token, with which the chat template {chat_template.name} ends "
+                "turns. Name the token that ends a text as eos_token in tokenizer_config.json."
+            )
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"{model_dir}: its tokenizer has no chat template, so it is a base model. Use the instruct model, or add a "
-            "template that renders tools as chat_template.jinja."
+            f"{model_dir}: its tokenizer has no chat template, so it is a base model. Use the instruct model, or "
+            f"{_OTHER_TEMPLATE}."
         )
     return tokenizer
 
@@ -208,6 +244,9 @@ def _load_tokenizer(model_dir: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(model_dir), **options)
 
 
+# How model families spell the tokens that structure a conversation; tags such as <tool_call> may be plain text.
+_CONTROL_TOKEN = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜<>\s]+｜>|<(?:start|end)_of_\w+>|\[/?[A-Z][A-Z_]{2,}\]")
+_OTHER_TEMPLATE = f"set model.chat_template (--chat-template) to {', '.join(list_shipped_templates())} or a file"
 _PROBE_TOOL = Tool(
     {
         "name": "find_probe",

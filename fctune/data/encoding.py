@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from fctune.config.schema import DataConfig
 from fctune.data.chat_template import ChatTemplate
+from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation
 from fctune.data.sources import Defect, RowReader, UnreadRow, describe_defects, scan_source
 from fctune.data.supervision import ConversationEncoder, Encoded, SupervisionConfig, get_defect_kind
@@ -184,6 +185,7 @@ def encode_sources(
     counts: Counts,
     num_processes: int | None = None,
     template_args: dict[str, Any] | None = None,
+    chat_template: ChosenTemplate | None = None,
 ) -> Iterator[EncodedChunk]:
     """Yield the kept rows of all sources in order, a chunk at a time.
 
@@ -194,6 +196,7 @@ def encode_sources(
         num_processes: Number of encoding processes, this one included. None is one per core, at most 16, and a single
             one for a small set.
         template_args: Switches of the chat template, ``model.template_args``.
+        chat_template: Template in place of the model's own, if any.
 
     Raises:
         DataError: Rows are invalid and ``on_invalid`` is fail, or no row is left. Raised at the end, with all defects.
@@ -207,8 +210,8 @@ def encode_sources(
     if num_processes > 1:  # it imports while this process loads and starts
         forkserver.set_forkserver_preload(list(_PRELOADED))
         forkserver.ensure_running()
-    template = ChatTemplate(model_dir, make_supervision(config), template_args)
-    encoder = ChunkEncoder(config, template.encoder)
+    loaded = ChatTemplate(model_dir, make_supervision(config), template_args, chat_template)
+    encoder = ChunkEncoder(config, loaded.encoder)
     defects: list[Defect] = []
     for part in (
         map(encoder.encode, chunks) if num_processes < 2 else _encode_parallel(encoder, chunks, num_processes - 1)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.config.schema import DataConfig
+from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.sources.reader import list_files
 from fctune.files import write_atomically
 
@@ -72,6 +73,7 @@ def fingerprint_inputs(
     model_dir: Path,
     digests: FileDigests | None = None,
     template_args: dict[str, Any] | None = None,
+    chat_template: ChosenTemplate | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """Return the name of the prepared set made from these inputs, and the inputs by name, which explain a mismatch.
 
@@ -84,6 +86,7 @@ def fingerprint_inputs(
             name: digests.digest(model_dir / name) for name in _TOKENIZER_FILES if (model_dir / name).is_file()
         },
         "template_args": template_args or {},
+        "chat_template": None if chat_template is None else _digest_json(chat_template.source),
     }
     inputs |= {key.name: getattr(config, key.name) for key in fields(config) if key.name not in IGNORED_KEYS}
     inputs["sources"] = [
@@ -107,7 +110,11 @@ def fingerprint_source(path: str, digests: FileDigests) -> str:
     else:
         files = list_files(path)
     names_and_contents = [[Path(file).name, digests.digest(file)] for file in files]
-    return hashlib.blake2b(json.dumps(names_and_contents).encode(), digest_size=16).hexdigest()
+    return _digest_json(names_and_contents)
+
+
+def _digest_json(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _stat(path: str | Path) -> list[int]:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fctune.config.schema import DataConfig, RunConfig
+from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.encoding import Counts, encode_sources
 from fctune.data.fingerprint import FileDigests, fingerprint_inputs
 from fctune.data.packing import pack_best_fit
@@ -85,6 +86,7 @@ def prepare(
     root: Path,
     on_progress: Callable[[Counts], None] | None = None,
     template_args: dict[str, Any] | None = None,
+    chat_template: ChosenTemplate | None = None,
 ) -> PreparedSet:
     """Open the set for these inputs under ``root``; write it first if it does not exist.
 
@@ -92,12 +94,12 @@ def prepare(
         DataError: Invalid rows (with ``on_invalid: fail``), nothing left to train on, or the set cannot be written.
     """
     digests = FileDigests(root / "file_digests.json")
-    name, inputs = fingerprint_inputs(config, model_dir, digests, template_args)
+    name, inputs = fingerprint_inputs(config, model_dir, digests, template_args, chat_template)
     path = root / name
     if not (path / "meta.json").is_file():
         try:
             with staged_directory(path, suffix=str(os.getpid())) as staging:
-                _write(config, model_dir, staging, name, inputs, on_progress)
+                _write(config, model_dir, staging, name, inputs, on_progress, chat_template)
         except OSError as error:
             raise DataError(
                 f"{root}: cannot write the prepared set ({error.strerror or error}). "
@@ -192,13 +194,15 @@ def _write(
     name: str,
     inputs: dict[str, Any],
     on_progress: Callable[[Counts], None] | None,
+    chat_template: ChosenTemplate | None,
 ) -> None:
     counts = Counts()
     weights = np.zeros(1, dtype=np.float32)  # the distinct loss weights; the first is 0.0
     lengths, digests = array("q"), array("Q")
     members: dict[Split, array[int]] = {"train": array("q"), "validation": array("q")}
     with open(path / "tokens.bin", "wb") as tokens_file, open(path / "codes.bin", "wb") as codes_file:
-        for part in encode_sources(config, model_dir, counts, template_args=inputs["template_args"]):
+        switches = inputs["template_args"]
+        for part in encode_sources(config, model_dir, counts, template_args=switches, chat_template=chat_template):
             tokens_file.write(part.tokens.data)  # numpy's tofile does not report the cause of a failure
             weights, codes = _code(part.weights, weights)
             codes_file.write(codes.data)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from fctune.data.chat_template import ChatTemplate
+from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation
 from fctune.data.sources import Defect, read_source
 from fctune.data.supervision import SupervisionConfig
@@ -23,6 +24,7 @@ def show_row(
     row_format: str = "auto",
     supervision: SupervisionConfig | None = None,
     template_args: dict[str, Any] | None = None,
+    chat_template: ChosenTemplate | None = None,
 ) -> Iterator[Text]:
     """Yield the row's source and token counts, then its text with supervised tokens in green.
 
@@ -33,12 +35,13 @@ def show_row(
         row_format: Format of the rows, or auto.
         supervision: Selects the supervised tokens.
         template_args: Switches of the chat template.
+        chat_template: Template in place of the model's own, if any.
 
     Raises:
         DataError: The row does not exist, has a defect, or is rejected by the template.
     """
     conversation = _read_row(path, row, row_format)
-    yield from _render(conversation, ChatTemplate(model_dir, supervision, template_args))
+    yield from _render(conversation, ChatTemplate(model_dir, supervision, template_args, chat_template))
 
 
 def show_conversation(path: str, row: int, row_format: str = "auto") -> Iterator[Text]:

@@ -21,6 +21,7 @@ import torch
 from fctune import distributed
 from fctune.calls.formats.registry import detect_format
 from fctune.config.schema import EvalConfig
+from fctune.data.chosen_template import ChosenTemplate
 from fctune.distributed import World
 from fctune.evaluation.cases import read_cases
 from fctune.evaluation.run import ask_cases
@@ -42,16 +43,25 @@ class LiveEvaluation:
         model_dir: The base model's directory, for its config, tokenizer and chat template.
         world: This process among all ranks.
         template_args: Switches of the chat template, ``model.template_args``.
+        chat_template: Template in place of the model's own, if any.
 
     Raises:
         DataError: The cases cannot be read.
     """
 
-    def __init__(self, config: EvalConfig, model_dir: Path, world: World, template_args: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        config: EvalConfig,
+        model_dir: Path,
+        world: World,
+        template_args: dict[str, Any] | None = None,
+        chat_template: ChosenTemplate | None = None,
+    ):
         self.config = config
         self.world = world
         self.model_dir = model_dir
         self.template_args = template_args
+        self.chat_template = chat_template
         cases = distributed.run_on_all_ranks(lambda: read_cases(str(config.cases)))[: config.max_cases]
         self.suite = Suite("held-out", tuple(cases))
         self.spent_s = 0.0
@@ -111,6 +121,7 @@ class LiveEvaluation:
             device=device,
             model=answering.eval(),
             template_args=self.template_args,
+            chat_template=self.chat_template,
         )
 
 

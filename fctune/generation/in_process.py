@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fctune.data.chat_template import ChatTemplate
+from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.generation.engine import Answer, Sampling
@@ -32,6 +33,7 @@ class InProcessEngine:
         device: Where to generate; None takes the GPU if there is one.
         model: A transformers model in memory to use with the directory's tokenizer; None loads the directory's.
         template_args: Switches of the chat template, for every prompt.
+        chat_template: Template in place of the one in the adapter's directory, or in the model's, if any.
 
     Raises:
         ConfigError: The directory is missing or broken, or has no tokenizer or chat template.
@@ -47,12 +49,17 @@ class InProcessEngine:
         device: torch.device | None = None,
         model: Any = None,
         template_args: dict[str, Any] | None = None,
+        chat_template: ChosenTemplate | None = None,
     ):
         self.model_dir = Path(model_dir)
         self.adapter_dir = Path(adapter_dir) if adapter_dir is not None else None
         if not (self.model_dir / "config.json").is_file():
             raise ConfigError(f"{model_dir}: not a model directory (no config.json). Pass a Hugging Face directory.")
-        self.template = ChatTemplate(self.model_dir, template_args=template_args)
+        # An adapter was trained with the tokenizer and template next to it, which may replace the base's.
+        has_tokenizer = self.adapter_dir is not None and (self.adapter_dir / "tokenizer.json").is_file()
+        tokenizer_dir = self.adapter_dir if self.adapter_dir is not None and has_tokenizer else self.model_dir
+        self._chosen = chat_template
+        self.template = ChatTemplate(tokenizer_dir, template_args=template_args, chat_template=chat_template)
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = (_load_model(self.model_dir, self.adapter_dir) if model is None else model).to(self.device)
         self.batch_size = batch_size
@@ -60,11 +67,14 @@ class InProcessEngine:
         self._stop_ids = _stop_ids(self.model.generation_config.eos_token_id, self.template)
 
     def describe(self) -> dict[str, Any]:
-        """Return paths and digests of the model and its adapter, and the sampling settings."""
+        """Return paths and digests of the model, its adapter and its chosen template, and the sampling settings."""
         sampling = self.sampling if self.sampling.temperature > 0 else Sampling()
         described = {"model": str(self.model_dir), "model_digest": digest_model(self.model_dir)}
         if self.adapter_dir is not None:
             described |= {"adapter": str(self.adapter_dir), "adapter_digest": digest_model(self.adapter_dir)}
+        if self._chosen is not None:
+            digest = hashlib.blake2b(self._chosen.source.encode(), digest_size=8).hexdigest()
+            described |= {"chat_template": self._chosen.name, "chat_template_digest": digest}
         return {**described, "temperature": sampling.temperature, "seed": sampling.seed}
 
     def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fctune.config.schema import AdapterConfig
+from fctune.data.chosen_template import ChosenTemplate
 from fctune.errors import CheckpointError
 from fctune.files import staged_directory
 from fctune.models.architecture import Architecture
@@ -35,7 +36,12 @@ _MAX_FILE_BYTES = 4 * 1024**3
 
 
 def export_merged(
-    model: CausalLM, base_dir: Path, out: Path, is_writer: bool, max_file_bytes: int = _MAX_FILE_BYTES
+    model: CausalLM,
+    base_dir: Path,
+    out: Path,
+    is_writer: bool,
+    max_file_bytes: int = _MAX_FILE_BYTES,
+    chat_template: ChosenTemplate | None = None,
 ) -> None:
     """Write the model, with its adapters merged, as a Hugging Face directory.
 
@@ -47,6 +53,7 @@ def export_merged(
         out: directory to create; replaced if it exists.
         is_writer: this rank writes the files.
         max_file_bytes: size above which weights are split into several files.
+        chat_template: template in place of the base's, for the export to carry; None keeps the base's.
 
     Raises:
         CheckpointError: the disk is full, gone or read-only; raised by the writer once all tensors are gathered.
@@ -56,7 +63,7 @@ def export_merged(
         if is_writer:
             with _new_directory(out) as staging:
                 _write_weights(staging, tensors, max_file_bytes)
-                copy_companions(base_dir, staging)
+                copy_companions(base_dir, staging, chat_template)
                 write_model_config(staging, base_dir, model.precision.compute_dtype)
     finally:
         for _ in tensors:  # after a failed write the other ranks still send
@@ -64,7 +71,13 @@ def export_merged(
 
 
 def export_adapter(
-    model: CausalLM, config: AdapterConfig, base: str, base_dir: Path, out: Path, is_writer: bool
+    model: CausalLM,
+    config: AdapterConfig,
+    base: str,
+    base_dir: Path,
+    out: Path,
+    is_writer: bool,
+    chat_template: ChosenTemplate | None = None,
 ) -> None:
     """Write the adapters as a PEFT directory. Every rank must call this.
 
@@ -75,6 +88,7 @@ def export_adapter(
         base_dir: directory that the base was loaded from; gives the tokenizer.
         out: directory to create; replaced if it exists.
         is_writer: this rank writes the files.
+        chat_template: template in place of the base's, for the export to carry; None keeps the base's.
 
     Raises:
         CheckpointError: the disk is full, gone or read-only.
@@ -90,7 +104,7 @@ def export_adapter(
     with _new_directory(out) as staging:
         save_file(tensors, staging / "adapter_model.safetensors", metadata={"format": "pt"})
         write_adapter_config(staging, config, base, model.architecture)
-        copy_companions(base_dir, staging)
+        copy_companions(base_dir, staging, chat_template)
 
 
 @torch.no_grad()
@@ -179,12 +193,31 @@ def write_model_config(folder: Path, base_dir: Path, dtype: torch.dtype) -> None
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def copy_companions(base_dir: Path, out: Path) -> None:
-    """Copy the tokenizer, chat template, generation config and licence of the base to ``out``."""
+def copy_companions(base_dir: Path, out: Path, chat_template: ChosenTemplate | None = None) -> None:
+    """Copy the tokenizer, chat template, generation config and licence of the base to ``out``.
+
+    Args:
+        base_dir: directory of the base.
+        out: directory to write to.
+        chat_template: template to write in place of the base's; None copies the base's.
+    """
     for pattern in _COMPANIONS:
         for file in base_dir.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, out / file.name)
+    if chat_template is not None:
+        _replace_chat_template(out, chat_template.source)
+
+
+def _replace_chat_template(folder: Path, source: str) -> None:
+    """Write a chat template where transformers and servers find it first, and remove those of the base."""
+    for file in folder.glob("chat_template*"):
+        file.unlink()
+    (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if config.pop("chat_template", None) is not None:
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextmanager

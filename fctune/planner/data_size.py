@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fctune.config.schema import RunConfig
+from fctune.data.chosen_template import read_chosen_template
 from fctune.data.fingerprint import FileDigests, fingerprint_inputs
 from fctune.data.loader import shuffled
 from fctune.data.prepared_set import PreparedSet, open_prepared, prepared_root
@@ -93,9 +94,9 @@ def find_prepared(config: RunConfig, model_dir: Path | None) -> tuple[PreparedSe
         return None
     if model_dir is not None and (model_dir / "tokenizer.json").is_file():
         # Uses the digests stored by the preparation, so that data files are not read again.
-        name, _ = fingerprint_inputs(
-            config.data, model_dir, FileDigests(root / "file_digests.json"), config.model.template_args
-        )
+        digests = FileDigests(root / "file_digests.json")
+        chosen = read_chosen_template(config.model)
+        name, _ = fingerprint_inputs(config.data, model_dir, digests, config.model.template_args, chosen)
         return (open_prepared(root / name), "counted in") if root / name in candidates else None
     newest = max(candidates, key=lambda path: (path / "meta.json").stat().st_mtime)
     return open_prepared(newest), "counted, without the model's tokenizer to confirm the match, in"

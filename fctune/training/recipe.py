@@ -14,6 +14,7 @@ from fctune.checkpoint.hf_checkpoint import HFWeights
 from fctune.checkpoint.resume import RunFacts
 from fctune.checkpoint.state import Checkpointer, TrainState
 from fctune.config.schema import RunConfig
+from fctune.data.chosen_template import ChosenTemplate, read_chosen_template
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet
 from fctune.distributed import World
@@ -52,6 +53,7 @@ class FineTuning(ABC):
     def __init__(self, config: RunConfig, world: World, run: Run):
         self.config, self.world, self.run = config, world, run
         self.model_dir = Path(config.model.path)
+        self.chat_template: ChosenTemplate | None = None
         self.state: TrainState | None = None
         self.snapshot: MemorySnapshot | None = None
         self.callbacks: list[Callback] = []
@@ -83,12 +85,13 @@ class FineTuning(ABC):
         Data comes before weights because most runs that fail, fail there.
         """
         self.model_dir = distributed.run_on_rank_0(lambda: resolve_model_dir(self.config.model.path))
+        self.chat_template = distributed.run_on_rank_0(lambda: read_chosen_template(self.config.model))
         keeps_history = self.config.profile is not None and self.config.profile.allocations
         self.snapshot = MemorySnapshot(self.run.directory.path, self.world, keeps_history)
         self.model = build_base(self.config, self.model_dir, self.world)
         self.select_trainable_()
         self.layout = plan_parallelism(self.model, self.config, self.world)
-        self.prepared = prepare_data(self.config, self.model_dir, self.world)
+        self.prepared = prepare_data(self.config, self.model_dir, self.chat_template, self.world)
         self.loader = self.build_loader()
         self.num_steps = count_steps(self.config, self.loader, self.world)
         hosts = distributed.all_gather_objects(platform.node())
@@ -126,7 +129,8 @@ class FineTuning(ABC):
         watch = HangWatch(run.directory.path, world.rank, run.record_crash, config.step_timeout_s)
         evaluation = None
         if config.eval.every_n_steps:
-            evaluation = LiveEvaluation(config.eval, self.model_dir, world, config.model.template_args)
+            switches = config.model.template_args
+            evaluation = LiveEvaluation(config.eval, self.model_dir, world, switches, self.chat_template)
         self.checkpoint = CheckpointCallback(config.checkpoint, checkpointer, run.store, world)
         self.callbacks = [watch, StopCallback(run.request, self.checkpoint), self.checkpoint]
         if evaluation is not None:

@@ -17,6 +17,7 @@ from fctune import distributed
 from fctune.checkpoint.state import TrainState
 from fctune.config.components import resolve_component
 from fctune.config.schema import RunConfig, TelemetryConfig
+from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.encoding import Counts
 from fctune.data.prepared_set import PreparedSet, describe_counts, open_prepared, prepare, prepared_root
 from fctune.distributed import World
@@ -42,7 +43,7 @@ logger = logging.getLogger("fctune")
 _PROGRESS_ROWS = 5_000
 
 
-def prepare_data(config: RunConfig, model_dir: Path, world: World) -> PreparedSet:
+def prepare_data(config: RunConfig, model_dir: Path, chat_template: ChosenTemplate | None, world: World) -> PreparedSet:
     """Return the prepared set, written by rank 0 unless it exists and memory-mapped by every rank."""
     shown = 0
 
@@ -52,9 +53,8 @@ def prepare_data(config: RunConfig, model_dir: Path, world: World) -> PreparedSe
             shown = counts.rows
             logger.info("preparing data: %s rows read", f"{counts.rows:,}")
 
-    path = distributed.run_on_rank_0(
-        lambda: prepare(config.data, model_dir, prepared_root(config), show, config.model.template_args).path
-    )
+    root, switches = prepared_root(config), config.model.template_args
+    path = distributed.run_on_rank_0(lambda: prepare(config.data, model_dir, root, show, switches, chat_template).path)
     prepared = distributed.run_on_all_ranks(lambda: open_prepared(path))
     for line in describe_counts(prepared):
         logger.info("data: %s", line)

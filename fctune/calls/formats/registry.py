@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import pkgutil
+import re
 from importlib import import_module
 
 from fctune.calls import formats
@@ -22,6 +23,8 @@ def _find_formats() -> dict[str, CallFormat]:
         classes.extend(base.__subclasses__())
     return {cls.name: cls() for cls in sorted((c for c in classes if hasattr(c, "name")), key=lambda c: c.name)}
 
+
+_DECLARED = re.compile(r"\{#-?\s*call_format:\s*([\w.\-]+)")
 
 FORMATS = _find_formats()
 _ALIASES = {alias: found.name for found in FORMATS.values() for alias in found.aliases}
@@ -51,13 +54,23 @@ def get_format(name: str) -> CallFormat:
 def detect_format(chat_template: str) -> CallFormat:
     """Return the format in which a chat template writes calls.
 
+    A template can say it itself, in a comment such as ``{# call_format: hermes #}``; else its text is searched for the
+    formats' marks.
+
     Raises:
         DataError: The template writes calls in no known format, or writes none.
     """
+    declared = _DECLARED.search(chat_template)
+    if declared is not None:
+        try:
+            return get_format(declared[1])
+        except ConfigError as error:
+            raise DataError(f"chat template: its comment call_format names no format. {error}") from None
     for signature, found in _SIGNATURES:
         if all(mark in chat_template for mark in signature.marks):
             return found
     raise DataError(
         f"chat template of {len(chat_template):,} characters: matches no known call format.\n"
-        f"  Name the format: --format NAME, one of {', '.join(FORMATS)}."
+        f"  Name the format: --format NAME, one of {', '.join(FORMATS)}; or start the template with the comment "
+        "{# call_format: NAME #}."
     )
