@@ -190,6 +190,16 @@ def test_the_format_of_official_templates_is_detected() -> None:
         ("<|start_header_id|> make calls in a single JSON array: [{\"name\": ...", "xlam"),
         ("{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + c.name + '<｜tool▁sep｜>' }}", "deepseek_v31"),
         ("{{ '<functioncall> ' }}", "glaive"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "kimi_k2"),
+        ("<|tool|>{{ tools }}<|/tool|>{{ '<|tool_call|>' + (c|tojson) + '<|/tool_call|>' }}", "phi4_mini"),
+        ("<|tool|>{{ message['tools'] }}<|/tool|>", "phi4_mini"),
+        ('formatted as functools[{"name": [function name], "arguments": ...}]', "functools"),
+        ("{{ '<function_calls>' }}{{ c.name }}({{ k ~ '=' ~ (v|tojson) }}){{ '</function_calls>' }}", "olmo3"),
+        ("<tool_call>\\n{name: <args-json-object>, arguments}</tool_call> between '<code>' and '</code>' tags", "hermes"),
+        ("Python code between '<code>' and '</code>' tags", "smollm3_code"),
+        ("{{ '<TOOLCALL>[' }}", "nemotron_list"),
+        ("<|START_ACTION|>[{{ '{\"tool_call_id\": \"0\", \"tool_name\": ' }}", "cohere"),
+        ("[SYSTEM_PROMPT]{{ '[TOOL_CALLS]' + c.name + '[ARGS]' + arguments }}", "mistral_v13"),
     ],
 )  # fmt: skip
 def test_the_format_is_detected_from_the_marks_in_a_template(template: str, name: str) -> None:
@@ -275,6 +285,11 @@ def test_a_call_of_the_greatest_depth_in_a_row_is_read_back(call_format: CallFor
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 F1 = (Call("f", {"a": 1}),)
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+    '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>'
+)
+COHERE = '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}\n]<|END_ACTION|>'
 
 
 # The result of the strict and of the lenient reading: the calls, or the beginning of the reason.
@@ -363,6 +378,43 @@ F1 = (Call("f", {"a": 1}),)
         ("glaive", '<functioncall> {"name": "f", "arguments": {"a": 1}}', "no arguments in", F1),
         ("glaive", '<functioncall> {"name": "f", "arguments": \'{"a": "it\'s"}\'}', (Call("f", {"a": "it's"}),),
          (Call("f", {"a": "it's"}),)),
+        ("kimi_k2", KIMI, F1, F1),
+        ("kimi_k2", f"<think>{KIMI}</think>So: {KIMI}<|im_end|>", F1, F1),
+        ("kimi_k2", KIMI.replace("<|tool_call_end|>", ""), "not closed by <|tool_call_e", F1),
+        ("kimi_k2", KIMI.removeprefix("<|tool_calls_section_begin|>"), "not opened by", "not opened by"),
+        ("kimi_k2", KIMI.replace("functions.", ""), "expected functions.NAME", F1),
+        ("kimi_k2", KIMI.replace("f:0", "f"), "expected functions.NAME", "expected functions.NAME"),
+        ("kimi_k2", KIMI.replace('{"a": 1}', ""), "expected a JSON", (Call("f", {}),)),
+        ("kimi_k2", KIMI.replace('{"a": 1}', "[1]"), "the arguments are not", "the arguments are not"),
+        ("phi4_mini", '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|><|end|>', F1, F1),
+        ("phi4_mini", '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]', "not closed by", F1),
+        ("phi4_mini", '<|tool_call|>{"name": "f", "arguments": {"a": 1}}<|/tool_call|>', "expected a list", F1),
+        ("functools", 'functools[{"name": "f", "arguments": {"a": 1}}]', F1, F1),
+        ("functools", "Use functools.reduce([1]).", (), ()),
+        ("functools", 'functools[{"name": "f", "parameters": {"a": 1}}]', "unknown key", F1),
+        ("olmo3", "<function_calls>f(a=1)</function_calls><|im_end|>", F1, F1),
+        ("olmo3", "<function_calls>\nf(a=1)\n</function_calls>", F1, F1),
+        ("olmo3", "<function_calls>f(a=1), f(a=1)</function_calls>", "text after a call", "text after a call"),
+        ("olmo3", "<function_calls>f(a=1)", "expected a function", F1),
+        ("olmo3", "<function_calls>f(1)</function_calls>", "expected an arg", "expected an arg"),
+        ("olmo3", "<function_calls>\n</function_calls>", "no call after", "no call after"),
+        ("olmo3", "f(a=1)", (), F1),
+        ("olmo3", '<function_calls>f(a="</function_calls>")</function_calls>',
+         (Call("f", {"a": "</function_calls>"}),), (Call("f", {"a": "</function_calls>"}),)),
+        ("smollm3_code", "<code>\nf(a=1)\n</code>", F1, F1),
+        ("smollm3_code", "<code>\nx = f(a=1)\nprint(x)\n</code>", "expected '('", F1),
+        ("smollm3_code", "<code>\nprint(f(a=1), datetime.now())\n</code>", "expected an arg", F1),
+        ("smollm3_code", "<code>\nx = 1\n</code>", "expected '('", "expected '('"),
+        ("smollm3_code", "<code>\nx = f(a=1", "expected '('", "expected ','"),
+        ("nemotron_list", '<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>\n<SPECIAL_12>', F1, F1),
+        ("nemotron_list", '<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]', "not closed by", F1),
+        ("nemotron_list", '<TOOLCALL>[{"name": "f", "arguments": "{}"}]</TOOLCALL>', "arguments: ex", (Call("f", {}),)),
+        ("cohere", COHERE, F1, F1),
+        ("cohere", f"<|START_THINKING|>No {COHERE}<|END_THINKING|>{COHERE}<|END_OF_TURN_TOKEN|>", F1, F1),
+        ("cohere", COHERE.removesuffix("<|END_ACTION|>"), "not closed by", F1),
+        ("cohere", COHERE.replace("tool_name", "name"), "unknown key 'name'", F1),
+        ("cohere", COHERE.replace("parameters", "arguments"), "unknown key 'arguments'", F1),
+        ("cohere", "<|START_ACTION|>[]<|END_ACTION|>", (), "no call after"),
     ],
 )  # fmt: skip
 def test_the_strict_and_the_lenient_result(name: str, text: str, strict: Any, lenient: Any) -> None:
@@ -395,6 +447,12 @@ def test_bare_and_fenced_calls_of_offered_tools_are_found_leniently(call_format:
     assert (lenient.calls, lenient.malformed) == (F1, ())
     if call_format.name not in ("llama3_json", "xlam"):
         assert (strict.calls, strict.malformed) == ((), ())
+
+
+def test_a_section_of_calls_that_is_not_closed_is_malformed_beside_its_calls() -> None:
+    strict, lenient = get_format("kimi_k2").parse_both(KIMI.removesuffix("<|tool_calls_section_end|>"))
+    assert (strict.calls, lenient.calls, lenient.malformed) == (F1, F1, ())
+    assert [span.reason for span in strict.malformed] == ["not closed by <|tool_calls_section_end|>"]
 
 
 def test_several_fenced_calls_are_found_in_order() -> None:
@@ -485,7 +543,8 @@ _MARKS = re.compile(
         *map(re.escape, TURN_ENDS),
         r"<\|python_(?:tag|start|end)\|>", r"\[TOOL_CALLS\]", r"<\|tool_call\|>", "<｜tool▁calls▁(?:begin|end)｜>",
         r"<\|tool_call_(?:start|end)\|>", r"<\|start\|>[\w.\-]*\s*<\|message\|>", r"<\|(?:message|start|end|call)\|>",
-        r"\[\]", ";", r"\s",
+        r"<\|/tool_call\|>", r"<\|tool_calls_section_(?:begin|end)\|>", "functools(?:\\[)?", "</?TOOLCALL>",
+        r"<\|(?:START|END)_ACTION\|>", "</?code>", r"\[\]", ";", r"\s",
     ])
 )  # fmt: skip
 
@@ -515,7 +574,10 @@ HOSTILE_PIECES = [
     "<function=f>", "<parameter=a>", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>",
     "</arg_value>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>", "<|start|>", "<|message|>", "<|call|>", " to=functions.f", "<|tool_call_start|>",
-    "<|tool_call_end|>", "<functioncall>", "<think>", "</think>", "\n</think>", "1", "-", "**", "a", "<|python_tag|>",
+    "<|tool_call_end|>", "<functioncall>", "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>", "<|tool_call_begin|>functions.f:0", "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>", "<|/tool_call|>", "functools[", "<function_calls>", "</function_calls>", "<code>", "</code>",
+    "<TOOLCALL>", "</TOOLCALL>", "<|START_ACTION|>", "<|END_ACTION|>", "<think>", "</think>", "\n</think>", "1", "-", "**", "a", "<|python_tag|>",
     "=", "#", "0x", "1e999", "<|im_end|>", "</s>", "<json>", "NaN", "```", "word ", "é", "\x00", "\ud800",
 ]  # fmt: skip
 
@@ -529,6 +591,9 @@ OPENINGS = [
     ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{", ""), (" to=functions.f<|message|>", ""), ("<|tool_call_start|>#", ""),
     ("<|tool_call_start|>[f(a=#", "\n[" + "1," * 2000), ('<|tool_call_start|>[f(a=""" "', ""), ("f(a=#", ""),
     ('<functioncall> {"name": "f", "arguments": {', ""),
+    ("<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{", ""),
+    ("<function_calls>f(a=#", ""), ("<function_calls>f(a=1)\n", ""), ("<code>f(a=#", ""), ("<code>x = f(a=", ""),
+    ('<|START_ACTION|>[{"tool_name": "f", "parameters": {', ""), ('<TOOLCALL>[{"name": "f", "arguments": {', ""),
 ]  # fmt: skip
 
 
@@ -605,13 +670,20 @@ def test_5_mb_of_noise_are_parsed_in_time(call_format: CallFormat) -> None:
         assert time.process_time() - begun < 20
 
 
+# Formats that write a name as a JSON string, which holds anything.
+JSON_NAMES = (
+    "hermes", "llama3_json", "mistral_v3", "mistral_v7", "xlam", "granite3", "glaive", "phi4_mini", "functools",
+    "nemotron_list", "cohere",
+)  # fmt: skip
+
+
 def test_a_call_that_a_format_cannot_express_is_refused() -> None:
     for call_format in FORMATS.values():
         with pytest.raises(DataError):
             call_format.render([Call("f", {"a": float("nan")})])
     odd = Call("no <name> [ARGS]{", {"a": 1})
     for name, call_format in FORMATS.items():
-        if name in ("hermes", "llama3_json", "mistral_v3", "mistral_v7", "xlam", "granite3", "glaive"):
+        if name in JSON_NAMES:
             assert call_format.parse(call_format.render([odd])).calls == (odd,), name
         else:
             with pytest.raises(DataError, match="name"):

@@ -27,6 +27,9 @@ TURN_ENDS = (
     "<|user|>",
     "<|observation|>",
     "<|return|>",
+    "<|end|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<SPECIAL_12>",
 )
 
 

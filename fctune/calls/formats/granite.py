@@ -16,4 +16,3 @@ class Granite3(MarkedListFormat):
     template_signatures = (TemplateSignature(("<|tool_call|>",), priority=-2),)
     vllm_parser = "granite"
     _mark = "<|tool_call|>"
-    _has_id = False

@@ -1,4 +1,4 @@
-"""Hermes 2 Pro and 3, Qwen 2.5 and 3, Granite 4: calls as JSON objects between tags."""
+"""Hermes 2 Pro and 3, Qwen 2.5 and 3, Granite 4, SmolLM3: calls as JSON objects between tags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Hermes(CallFormat):
     """
 
     name = "hermes"
-    aliases = ("qwen2.5", "qwen3", "granite4")
+    aliases = ("qwen2.5", "qwen3", "granite4", "smollm3")
     # Templates of several other formats contain these strings too.
     template_signatures = (TemplateSignature((_OPEN, "arguments"), priority=-1),)
     vllm_parser = "hermes"

@@ -14,6 +14,10 @@ from fctune.errors import DataError
 from fctune.parsing.json_reader import ParseError, read_json, skip_space
 from fctune.parsing.python_reader import PythonReader
 
+Convert = Callable[[Any, str, bool], Call | str]
+"""Makes a call of a decoded value, the key of the arguments, and whether to be lenient; or gives the reason why not."""
+Pattern = re.Pattern[str]
+
 CALL_START = re.compile(r"""\{\s*["'](?:name|type|function|id|arguments|parameters)["']\s*:""")
 
 
@@ -55,7 +59,14 @@ def to_object(call: Call, key: str = "arguments", has_id: bool = False) -> dict[
     return written
 
 
-def read_objects(state: ParseState, start: int, key: str, mark: str = "") -> None:
+def read_objects(
+    state: ParseState,
+    start: int,
+    key: str,
+    mark: str = "",
+    convert: Convert = to_call,
+    call_start: Pattern = CALL_START,
+) -> None:
     """Add all objects that look like calls in ``text[start:]``, wherever they are.
 
     Serving engines read like this: they take calls out of prose, lists and code fences.
@@ -65,22 +76,24 @@ def read_objects(state: ParseState, start: int, key: str, mark: str = "") -> Non
         start: Where to begin.
         key: The format's key for the arguments.
         mark: The mark that the format writes before its calls; if it occurs without a call, the rest is malformed.
+        convert: Makes a call of an object.
+        call_start: Matches the beginning of an object that looks like a call.
     """
     position = start
-    opened = find_mark(state, mark, start, CALL_START, lambda at: read_json(state.text, at, lenient=True)[1])
+    opened = find_mark(state, mark, start, call_start, lambda at: read_json(state.text, at, lenient=True)[1])
     if opened >= 0:
         position = opened + len(mark)
         state.skip(opened, position)
-    while (found := CALL_START.search(state.text, position, state.end)) is not None:
+    while (found := call_start.search(state.text, position, state.end)) is not None:
         call: Call | str
         try:
             value, position = read_json(state.text, found.start(), lenient=True)
-            call = to_call(value, key, lenient=True)
+            call = convert(value, key, True)
         except ParseError as error:
             try:
                 reader = PythonReader(state.text, has_json_constants=True)
                 value, position = reader.read_value(found.start())
-                call = to_call(value, key, lenient=True)
+                call = convert(value, key, True)
             except ParseError as python_error:
                 # Both readers failed after reading this far; starting again before would take quadratic time.
                 call, position = error.reason, max(error.position, python_error.position, found.end())
@@ -114,7 +127,9 @@ def find_mark(state: ParseState, mark: str, start: int, call_start: re.Pattern[s
     return opened
 
 
-def read_list(state: ParseState, opened: int, start: int, key: str = "arguments") -> int:
+def read_list(
+    state: ParseState, opened: int, start: int, key: str = "arguments", convert: Convert = to_call, closing: str = ""
+) -> int:
     """Add the list of calls at ``start``, and return the position after it.
 
     One error makes the complete list malformed, because nobody can know which calls were meant.
@@ -124,6 +139,8 @@ def read_list(state: ParseState, opened: int, start: int, key: str = "arguments"
         opened: Position of the mark before the list.
         start: Where the list should begin.
         key: The format's key for the arguments.
+        convert: Makes a call of an item.
+        closing: The mark that must follow the list.
     """
     start = skip_space(state.text, start)
     try:
@@ -131,8 +148,15 @@ def read_list(state: ParseState, opened: int, start: int, key: str = "arguments"
     except ParseError as error:
         state.add_malformed(opened, state.end, error.reason)
         return state.end
-    calls = [to_call(item, key) for item in value] if isinstance(value, list) else ["expected a list of calls"]
+    calls = [convert(item, key, False) for item in value] if isinstance(value, list) else ["expected a list of calls"]
     errors = [call for call in calls if isinstance(call, str)]
+    if closing:
+        closed = skip_space(state.text, end)
+        if state.text.startswith(closing, closed):
+            end = closed + len(closing)
+        else:
+            errors.append(f"not closed by {closing}")
+            end = state.end
     if errors:
         state.add_malformed(opened, end, errors[0])
     else:
@@ -141,20 +165,43 @@ def read_list(state: ParseState, opened: int, start: int, key: str = "arguments"
 
 
 class MarkedListFormat(CallFormat):
-    """Base of formats that write a mark and after it one JSON list of all calls, up to the end of the turn."""
+    """Base of formats that write one JSON list of all calls after a mark, up to a closing mark or the end of the turn.
+
+    Attributes:
+        _mark: The mark before the list. If it ends with a bracket, that is the list's own.
+        _closing: The mark after the list; empty if there is none.
+        _arguments_key: The key of a call's arguments.
+        _has_id: True if calls carry their ids.
+        _call_start: Matches the beginning of a call, as the lenient reading looks for it.
+    """
 
     _mark: str
-    _has_id: bool
+    _closing = ""
+    _arguments_key = "arguments"
+    _has_id = False
+    _call_start = CALL_START
 
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
-        """Return the mark and one list of all calls."""
-        objects = [to_object(call, has_id=self._has_id) for call in calls]
-        return self._mark + dump_json(objects, calls[0].name) if calls else ""
+        """Return the marks and one list of all calls."""
+        return f"{self._mark.removesuffix('[')}{self._render_list(calls)}{self._closing}" if calls else ""
+
+    def _render_list(self, calls: Sequence[Call]) -> str:
+        return dump_json([to_object(call, has_id=self._has_id) for call in calls], calls[0].name)
+
+    def _to_call(self, value: Any, key: str, lenient: bool) -> Call | str:
+        """Return the call that an item of the list describes, or the reason why it describes none."""
+        return to_call(value, key, lenient)
 
     def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
         if lenient:
-            read_objects(state, start, "arguments", self._mark)
+            self._read_objects(state, start)
         elif (opened := state.find(self._mark, start)) >= 0:
-            end = read_list(state, opened, opened + len(self._mark))
+            begun = opened + len(self._mark.removesuffix("["))
+            end = read_list(state, opened, begun, self._arguments_key, self._to_call, self._closing)
             if (again := state.find(self._mark, end)) >= 0:
                 state.add_malformed(again, state.end, "a second list of calls")
+
+    def _read_objects(self, state: ParseState, start: int) -> None:
+        read_objects(state, start, self._arguments_key, self._mark, self._to_call, self._call_start)
+        if self._closing and (ended := state.find(self._closing, state.position)) >= 0:
+            state.skip(ended, ended + len(self._closing))

@@ -87,8 +87,9 @@ class MistralV11(CallFormat):
 
 
 class MistralV13(MistralV11):
-    """``[TOOL_CALLS]name[ARGS]{...}`` for each call."""
+    """``[TOOL_CALLS]name[ARGS]{...}`` for each call; Ministral 3, Devstral 2 and later."""
 
     name = "mistral_v13"
+    aliases = ("ministral3", "devstral2")
     template_signatures = (TemplateSignature((_MARK, _ARGUMENTS), priority=2),)
     _has_id = False

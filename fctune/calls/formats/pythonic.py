@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json, find_mark, read_objects
+from fctune.calls.formats.tagged_calls import skip_space
 from fctune.data.conversation import Call, Tool
 from fctune.errors import DataError
 from fctune.parsing.json_reader import ParseError
@@ -18,7 +19,7 @@ _MARKS = ("<|python_tag|>", "<|python_start|>")
 _END = "<|python_end|>"
 _NAME = re.compile(r"[^\W\d][\w.\-/]*")
 _LIST_START = re.compile(r"\[\s*[^\W\d][\w.\-/]*+\(")
-_CALL_START = re.compile(r"(?<![\w.\-/])[^\W\d][\w.\-/]*+\((?=\s*(?:\)|\*\*|[^\W\d]\w*+\s*=))")
+CALL_START = re.compile(r"(?<![\w.\-/])[^\W\d][\w.\-/]*+\((?=\s*(?:\)|\*\*|[^\W\d]\w*+\s*=))")
 
 
 class Pythonic(CallFormat):
@@ -47,16 +48,16 @@ class Pythonic(CallFormat):
             read_python_calls(state, start)
             return
         reader = PythonReader(state.text[: state.end])
-        opened = body = _skip_space(state, start)
+        opened = body = skip_space(state, start)
         mark = next((mark for mark in _MARKS if state.text.startswith(mark, opened)), "")
-        body = _skip_space(state, opened + len(mark))
+        body = skip_space(state, opened + len(mark))
         if not mark and not _LIST_START.match(state.text, body, state.end):
             return
         try:
             calls, end = reader.read_calls(body)
-            end = _skip_space(state, end)
+            end = skip_space(state, end)
             if state.text.startswith(_END, end):
-                end = _skip_space(state, end + len(_END))
+                end = skip_space(state, end + len(_END))
             if end < state.end:
                 raise ParseError("text after the list of calls", end)
             state.add_calls([Call(*call) for call in calls], opened, end)
@@ -64,8 +65,12 @@ class Pythonic(CallFormat):
             state.add_malformed(opened, state.end, error.reason)
 
 
-def render_python_call(call: Call) -> str:
+def render_python_call(call: Call, write: Callable[[Any], str] = repr) -> str:
     """Write ``name(a=1, b='x')``; keys that are no identifiers go into ``**{...}``.
+
+    Args:
+        call: The call.
+        write: Writes a value.
 
     Raises:
         DataError: The name cannot precede a parenthesis, or no literal gives a value.
@@ -75,9 +80,9 @@ def render_python_call(call: Call) -> str:
             f"{call.name[:80]!r}: not a name that a pythonic format can write. Use letters, digits and . - _ /."
         )
     dump_json(call.arguments, call.name)
-    plain = [f"{key}={value!r}" for key, value in call.arguments.items() if _is_keyword_name(key)]
+    plain = [f"{key}={write(value)}" for key, value in call.arguments.items() if _is_keyword_name(key)]
     others = {key: value for key, value in call.arguments.items() if not _is_keyword_name(key)}
-    return f"{call.name}({', '.join([*plain, *([f'**{others!r}'] if others else [])])})"
+    return f"{call.name}({', '.join([*plain, *([f'**{write(others)}'] if others else [])])})"
 
 
 def read_python_calls(state: ParseState, start: int) -> None:
@@ -88,11 +93,11 @@ def read_python_calls(state: ParseState, start: int) -> None:
     reader = PythonReader(state.text[: state.end], lenient=True)
     position = start
     mark = next((mark for mark in _MARKS if state.find(mark, start) >= 0), "")
-    opened = find_mark(state, mark, start, _CALL_START, lambda at: reader.read_call(at)[1])
+    opened = find_mark(state, mark, start, CALL_START, lambda at: reader.read_call(at)[1])
     if opened >= 0:
         position = opened + len(mark)
         state.skip(opened, position)
-    while (found := _CALL_START.search(state.text, position, state.end)) is not None:
+    while (found := CALL_START.search(state.text, position, state.end)) is not None:
         try:
             call, position = reader.read_call(found.start())
             state.add_list_item(Call(*call), found.start(), position)
@@ -103,12 +108,6 @@ def read_python_calls(state: ParseState, start: int) -> None:
         read_objects(state, start, "arguments", mark)
     elif (ended := state.find(_END, state.position)) >= 0:
         state.skip(ended, ended + len(_END))
-
-
-def _skip_space(state: ParseState, position: int) -> int:
-    while position < state.end and state.text[position] in " \t\r\n":
-        position += 1
-    return position
 
 
 def _is_keyword_name(key: Any) -> bool:

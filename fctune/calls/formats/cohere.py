@@ -1,0 +1,53 @@
+"""Cohere's Command R7B and Command A: calls as a JSON list between marks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from fctune.calls.formats.base import ParseState, TemplateSignature
+from fctune.calls.formats.call_objects import to_call
+from fctune.calls.formats.json_calls import MarkedListFormat, dump_json
+from fctune.data.conversation import Call, Tool
+
+_THINKING, _THINKING_END = "<|START_THINKING|>", "<|END_THINKING|>"
+_NAMES = {"tool_name": "name", "tool_call_id": "id"}
+
+
+class Cohere(MarkedListFormat):
+    """``<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}, ...]<|END_ACTION|>``.
+
+    The chat templates of c4ai-command-r7b-12-2024 and c4ai-command-a-03-2025. They number the calls themselves, so a
+    call's own id is neither written nor read.
+    """
+
+    name = "cohere"
+    aliases = ("command-r7b", "command-a")
+    template_signatures = (TemplateSignature(("<|START_ACTION|>", '"tool_name"')),)
+    vllm_parser = "cohere_command3"
+    sglang_parser = "cohere_command4"
+    _mark, _closing = "<|START_ACTION|>", "<|END_ACTION|>"
+    _arguments_key = "parameters"
+    _call_start = re.compile(r"""\{\s*["'](?:tool_call_id|tool_name|name|arguments|parameters)["']\s*:""")
+
+    def _render_list(self, calls: Sequence[Call]) -> str:
+        objects = (
+            dump_json({"tool_call_id": str(number), "tool_name": call.name, "parameters": call.arguments}, call.name)
+            for number, call in enumerate(calls)
+        )
+        return "[\n    " + ",\n    ".join(objects) + "\n]"
+
+    def _to_call(self, value: Any, key: str, lenient: bool) -> Call | str:
+        if isinstance(value, dict):
+            if not lenient and (unknown := value.keys() & _NAMES.values()):
+                return f"unknown key {min(unknown)!r}"
+            value = {_NAMES.get(given, given): item for given, item in value.items()}
+        call = to_call(value, key, lenient)
+        return Call(call.name, call.arguments) if isinstance(call, Call) else call
+
+    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
+        if state.text.startswith(_THINKING, start):
+            ended = state.find(_THINKING_END, start)
+            start = ended + len(_THINKING_END) if ended >= 0 else state.end
+        super()._read(state, start, tools, lenient)
