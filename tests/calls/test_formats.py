@@ -195,7 +195,7 @@ def test_the_format_of_official_templates_is_detected() -> None:
         ("<|tool|>{{ message['tools'] }}<|/tool|>", "phi4_mini"),
         ('formatted as functools[{"name": [function name], "arguments": ...}]', "functools"),
         ("{{ '<function_calls>' }}{{ c.name }}({{ k ~ '=' ~ (v|tojson) }}){{ '</function_calls>' }}", "olmo3"),
-        ("<tool_call>\\n{name: <args-json-object>, arguments}</tool_call> between '<code>' and '</code>' tags", "hermes"),
+        ("<tool_call>\\n{arguments}</tool_call>, Python code between '<code>' and '</code>' tags", "hermes"),
         ("Python code between '<code>' and '</code>' tags", "smollm3_code"),
         ("{{ '<TOOLCALL>[' }}", "nemotron_list"),
         ("<|START_ACTION|>[{{ '{\"tool_call_id\": \"0\", \"tool_name\": ' }}", "cohere"),
@@ -574,10 +574,10 @@ HOSTILE_PIECES = [
     "<function=f>", "<parameter=a>", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>",
     "</arg_value>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>", "<|start|>", "<|message|>", "<|call|>", " to=functions.f", "<|tool_call_start|>",
-    "<|tool_call_end|>", "<functioncall>", "<|tool_calls_section_begin|>",
-    "<|tool_calls_section_end|>", "<|tool_call_begin|>functions.f:0", "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>", "<|/tool_call|>", "functools[", "<function_calls>", "</function_calls>", "<code>", "</code>",
-    "<TOOLCALL>", "</TOOLCALL>", "<|START_ACTION|>", "<|END_ACTION|>", "<think>", "</think>", "\n</think>", "1", "-", "**", "a", "<|python_tag|>",
+    "<|tool_call_end|>", "<functioncall>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|/tool_call|>",
+    "functools[", "<function_calls>", "</function_calls>", "<code>", "</code>", "<TOOLCALL>", "</TOOLCALL>",
+    "<|START_ACTION|>", "<|END_ACTION|>", "<think>", "</think>", "\n</think>", "1", "-", "**", "a", "<|python_tag|>",
     "=", "#", "0x", "1e999", "<|im_end|>", "</s>", "<json>", "NaN", "```", "word ", "é", "\x00", "\ud800",
 ]  # fmt: skip
 

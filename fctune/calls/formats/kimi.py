@@ -83,8 +83,8 @@ class KimiK2(CallFormat):
         raise ParseError(f"not closed by {_CALL_END}", end)
 
     def _find_malformed_end(self, state: ParseState, opened: int, error_position: int) -> int:
-        """Return the position after the next closing mark, or of the next opening one, whichever comes first."""
-        following = state.find(_CALL, opened + len(_CALL))
-        end = following if following >= 0 else state.end
+        """Return the position after the call's closing mark, or of the mark that follows without it."""
+        marks = ((_CALL, opened + len(_CALL)), (_CLOSE, max(error_position, opened)))
+        end = min((at for mark, start in marks if (at := state.find(mark, start)) >= 0), default=state.end)
         closed = state.find(_CALL_END, max(error_position, opened))
         return closed + len(_CALL_END) if 0 <= closed < end else end
