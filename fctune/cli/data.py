@@ -88,6 +88,8 @@ def _add_supervision_arguments(command: argparse.ArgumentParser) -> None:
         ("parallel_calls", ("error", "split"), "turns with more calls than the chat template prints"),
         ("content_with_calls", ("error", "drop"), "text next to a call that the chat template does not print"),
         ("special_tokens_in_content", ("fail", "escape", "keep"), "control tokens that a row spells"),
+        ("reasoning", ("keep", "keep_printed", "in_content", "drop"), "reasoning of rows"),
+        ("thinking", ("auto", "rows", "config"), "what sets the chat template's thinking switch"),
     ):
         option = f"--{key.replace('_', '-')}"
         command.add_argument(option, choices=choices, default=choices[0], help=f"{meaning}; default: %(default)s")
@@ -97,7 +99,7 @@ def _add_supervision_arguments(command: argparse.ArgumentParser) -> None:
 def _read_supervision(arguments: argparse.Namespace) -> Any:
     from fctune.data.supervision import SupervisionConfig
 
-    keys = ("train_on", "parallel_calls", "content_with_calls", "special_tokens_in_content")
+    keys = ("train_on", "parallel_calls", "content_with_calls", "special_tokens_in_content", "reasoning", "thinking")
     return SupervisionConfig(**{key: getattr(arguments, key) for key in keys})
 
 
@@ -110,10 +112,13 @@ def _check_data(arguments: argparse.Namespace) -> int:
     encode: Encode | None = None
     if arguments.tokenizer is not None:
         from fctune.data.chat_template import ChatTemplate
+        from fctune.data.sources import has_reasoning_rows
         from fctune.models.hub import resolve_model_dir
 
         model_dir = resolve_model_dir(arguments.tokenizer)
         template = ChatTemplate(model_dir, _read_supervision(arguments), arguments.template_args, chosen)
+        sources = [(path, arguments.format) for path in arguments.paths]
+        template.resolve_thinking(lambda: has_reasoning_rows(sources, arguments.max_samples))
 
         def count(conversation: Any) -> tuple[int, int]:
             samples = template.encode(conversation)

@@ -153,6 +153,14 @@ class DataConfig:
     the turn."""
     content_with_calls: Literal["error", "drop"] = "error"
     """Text next to a call where the chat template prints only the call: report the row as invalid, or drop the text."""
+    reasoning: Literal["keep", "keep_printed", "in_content", "drop"] = "keep"
+    """Reasoning of rows: `keep` passes it to the chat template under the template's own name for it, and reports rows
+    whose reasoning the template does not print; `keep_printed` leaves such reasoning out; `in_content` writes it before
+    the content as `<think>...</think>`, for templates that read none; `drop` trains without any."""
+    thinking: Literal["auto", "rows", "config"] = "auto"
+    """Thinking switch of the chat template, such as `enable_thinking`. `auto`: if any row has reasoning, on for rows
+    with reasoning and off for the others, so that a hybrid model stays one; a row's own switches come first. `rows`:
+    only the rows' own switches; `config`: only `model.template_args`, for all rows."""
     special_tokens_in_content: Literal["fail", "escape", "keep"] = "fail"
     """Rows that spell a special token of the tokenizer, such as `<|im_end|>`, in a message, tool or argument: report
     them as invalid, encode the token as plain text, or keep it as the control token."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.completeness import CompletenessCheck
 from fctune.data.control_tokens import ControlTokens
 from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.data.reasoning import ReasoningSupport, find_reasoning_support
 from fctune.data.supervision import ConversationEncoder, Encoded, SupervisionConfig
 from fctune.data.token_offsets import OffsetTokenizer
-from fctune.data.tracing import TracedTemplate
+from fctune.data.tracing import IN_CONTENT, TracedTemplate
 from fctune.errors import ConfigError, DataError
 
 
@@ -26,6 +27,7 @@ class ChatTemplate:
     ``encoder`` does the encoding and can be sent to another process, which then needs no tokenizer files. ``stop_ids``
     are the ids of the tokens with which the template ends an assistant turn. ``template_args`` are the switches given
     to the template for every conversation, such as ``enable_thinking``; a conversation's own are merged over them.
+    ``reasoning`` is what the template does with reasoning.
 
     Args:
         model_dir: Directory with the tokenizer.
@@ -60,6 +62,8 @@ class ChatTemplate:
             self._traced = TracedTemplate(self.source, self.tokenizer.special_tokens_map | self.template_args)
         except DataError as error:
             raise DataError(f"{self._origin}: {error}") from None
+        supervision = supervision or SupervisionConfig()
+        self.reasoning = self._find_reasoning(supervision)
         special_ids = set(self.tokenizer.all_special_ids)
         special_ids |= {i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
         try:
@@ -78,12 +82,13 @@ class ChatTemplate:
             prompts,
             header,
             SupervisionConfig(),
+            self.reasoning,
         )
         self.stop_ids: set[int] = set()
         if chat_template is not None:
             self._require_tokens()
         self._verify()  # with the default supervision
-        self.encoder = replace(self.encoder, supervision=supervision or SupervisionConfig())
+        self.encoder = replace(self.encoder, supervision=supervision)
 
     def render(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
         """Return the template's text of a conversation.
@@ -105,6 +110,36 @@ class ChatTemplate:
         """Return the text of token ids, special tokens included."""
         text: str = self.tokenizer.decode(tokens)
         return text
+
+    def resolve_thinking(self, has_reasoning: Callable[[], bool]) -> None:
+        """Choose what ``thinking: auto`` means for a run: the rows' own switches only, unless rows have reasoning.
+
+        Args:
+            has_reasoning: Returns True if any row of the run has reasoning; called only if the answer matters.
+        """
+        supervision = self.encoder.supervision
+        if supervision.thinking != "auto":
+            return
+        sets_switch = supervision.reasoning != "drop" and self.reasoning.switch is not None and has_reasoning()
+        if not sets_switch:
+            self.encoder = replace(self.encoder, supervision=replace(supervision, thinking="rows"))
+
+    def to_messages(self, conversation: Conversation) -> list[dict[str, Any]]:
+        """Return the messages as the template reads them: reasoning under its name there, no keys without a value."""
+        return self._traced.to_messages(conversation)
+
+    def _find_reasoning(self, supervision: SupervisionConfig) -> ReasoningSupport:
+        """Return the template's use of reasoning, and check that it reads the switches."""
+        found = find_reasoning_support(self._traced)
+        try:
+            found.check_args(self.template_args)
+        except ConfigError as error:
+            raise ConfigError(f"{self._origin}: {error}") from None
+        if supervision.reasoning == "in_content":
+            found = replace(found, key=IN_CONTENT)
+        if found.key is not None:
+            self._traced.reasoning_key = found.key
+        return found
 
     def _find_generation_prompts(self) -> list[str]:
         """Return the template's generation prompts, with and without an empty think block, the longest first."""

@@ -23,7 +23,7 @@ from fctune.config.schema import DataConfig
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation
-from fctune.data.sources import Defect, RowReader, UnreadRow, describe_defects, scan_source
+from fctune.data.sources import Defect, RowReader, UnreadRow, describe_defects, has_reasoning_rows, scan_source
 from fctune.data.supervision import ConversationEncoder, Encoded, SupervisionConfig, get_defect_kind
 from fctune.errors import DataError
 
@@ -211,6 +211,8 @@ def encode_sources(
         forkserver.set_forkserver_preload(list(_PRELOADED))
         forkserver.ensure_running()
     loaded = ChatTemplate(model_dir, make_supervision(config), template_args, chat_template)
+    paths = [(source.path, source.format) for source in config.sources]
+    loaded.resolve_thinking(lambda: has_reasoning_rows(paths, config.max_samples))
     encoder = ChunkEncoder(config, loaded.encoder)
     defects: list[Defect] = []
     for part in (

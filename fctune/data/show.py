@@ -12,7 +12,7 @@ from rich.text import Text
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation
-from fctune.data.sources import Defect, read_source
+from fctune.data.sources import Defect, has_reasoning_rows, read_source
 from fctune.data.supervision import SupervisionConfig
 from fctune.errors import DataError
 
@@ -41,7 +41,9 @@ def show_row(
         DataError: The row does not exist, has a defect, or is rejected by the template.
     """
     conversation = _read_row(path, row, row_format)
-    yield from _render(conversation, ChatTemplate(model_dir, supervision, template_args, chat_template))
+    template = ChatTemplate(model_dir, supervision, template_args, chat_template)
+    template.resolve_thinking(lambda: has_reasoning_rows([(path, row_format)]))
+    yield from _render(conversation, template)
 
 
 def show_conversation(path: str, row: int, row_format: str = "auto") -> Iterator[Text]:

@@ -15,6 +15,7 @@ from typing import Literal
 from fctune.data.completeness import CompletenessCheck, describe_missing, find_unescaped
 from fctune.data.control_tokens import ControlTokens, restore_hidden
 from fctune.data.conversation import Conversation, Message
+from fctune.data.reasoning import ReasoningMode, ReasoningSupport, ThinkingMode
 from fctune.data.token_offsets import OffsetTokenizer, TokenOffsets
 from fctune.data.tracing import Span, TracedTemplate
 from fctune.errors import DataError
@@ -53,6 +54,8 @@ class SupervisionConfig:
     parallel_calls: Literal["error", "split"] = "error"
     content_with_calls: Literal["error", "drop"] = "error"
     special_tokens_in_content: Literal["fail", "escape", "keep"] = "fail"
+    reasoning: ReasoningMode = "keep"
+    thinking: ThinkingMode = "rows"  # auto sets the switch of every row, so it needs a run that has reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class ConversationEncoder:
         prompts: Texts that open an answer, the longest first.
         history_header: Text that opens an answer that is not the last; empty if unknown.
         supervision: Selects the supervised tokens.
+        reasoning: The template's use of reasoning and switches.
     """
 
     template: TracedTemplate
@@ -78,6 +82,7 @@ class ConversationEncoder:
     prompts: tuple[str, ...]
     history_header: str
     supervision: SupervisionConfig
+    reasoning: ReasoningSupport
 
     def encode(self, conversation: Conversation) -> list[Encoded]:
         """Return the training samples of a conversation; each supervised turn has weights in exactly one.
@@ -89,6 +94,7 @@ class ConversationEncoder:
                 be read; or a token crosses the boundary of a supervised span.
             SpecialTokenError: The conversation spells a special token, and ``special_tokens_in_content`` is fail.
         """
+        conversation = self.reasoning.fit(conversation, self.supervision.reasoning, self.supervision.thinking)
         if self.supervision.parallel_calls == "split":
             conversation = split_parallel_calls(conversation)
         original = conversation

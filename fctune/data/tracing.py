@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 
 from fctune.data.conversation import Conversation
 from fctune.errors import DataError
@@ -28,6 +28,9 @@ _MAX_LENGTH = 10**8
 _FREE_S = 0.1  # wall time of a rendering without checks
 _MAX_CPU_S = 2.0
 _MAX_GROWTH_BYTES = 2**29
+
+
+IN_CONTENT = "content"  # reasoning key of templates that expect reasoning inside the content
 
 
 class TemplateLimitError(Exception):
@@ -58,20 +61,38 @@ class TracedTemplate:
         source: The template's text.
         variables: Variables in addition to messages and tools: the special tokens and the template's switches. A
             conversation's own ``template_args`` are merged over them.
+        reasoning_key: Name under which the template reads a message's reasoning; ``IN_CONTENT`` writes it as a
+            ``<think>`` block before the content.
 
     Raises (at construction):
         DataError: The template is not valid Jinja.
     """
 
-    def __init__(self, source: str, variables: dict[str, Any]):
-        self._source, self._variables = source, variables
+    def __init__(self, source: str, variables: dict[str, Any], reasoning_key: str = "reasoning_content"):
+        self.source, self._variables = source, variables
+        self.reasoning_key = reasoning_key
         self._nonce = secrets.token_hex(8)
         self._marker = re.compile(rf"\[{self._nonce}:(\d+):(\d*)\]")
         self._budget = _Budget()
         self._template = self._instrument(source)
 
-    def __reduce__(self) -> tuple[type[TracedTemplate], tuple[str, dict[str, Any]]]:
-        return TracedTemplate, (self._source, self._variables)  # compiled templates do not pickle
+    def __reduce__(self) -> tuple[type[TracedTemplate], tuple[str, dict[str, Any], str]]:
+        return TracedTemplate, (self.source, self._variables, self.reasoning_key)  # compiled templates do not pickle
+
+    def to_messages(self, conversation: Conversation) -> list[dict[str, Any]]:
+        """Return the messages as the template reads them: reasoning under its name there, no keys without a value."""
+        messages = []
+        for message in conversation.messages:
+            # transformers drops keys without a value too.
+            value = {k: v for k, v in message.to_openai().items() if v is not None}
+            if message.reasoning is not None:
+                del value["reasoning_content"]
+                if self.reasoning_key == IN_CONTENT:
+                    value["content"] = f"<think>\n{message.reasoning}\n</think>\n\n{message.content or ''}"
+                else:
+                    value[self.reasoning_key] = message.reasoning
+            messages.append(value)
+        return messages
 
     def render(
         self, conversation: Conversation, add_generation_prompt: bool = False, **variables: Any
@@ -81,11 +102,7 @@ class TracedTemplate:
         Raises:
             DataError: The template rejects the conversation; the error quotes the template's message.
         """
-        # transformers drops keys without a value too.
-        messages = [
-            _IndexedMessage({k: v for k, v in message.to_openai().items() if v is not None}, index)
-            for index, message in enumerate(conversation.messages)
-        ]
+        messages = [_IndexedMessage(message, i) for i, message in enumerate(self.to_messages(conversation))]
         tools = [tool.to_openai() for tool in conversation.tools] or None
         self._budget.start()
         try:
@@ -116,6 +133,8 @@ class TracedTemplate:
             environment.filters = environment.filters | {"fctune_turn": self._mark_turn, "fctune_end": self._mark_end}
             environment.filters["fctune_tick"] = self._budget.tick
             tree = environment.parse(source)
+            self.variables = find_variables(tree)
+            self.literals = find_literals(tree)
             for constant in tree.find_all(nodes.Const):
                 _check_number(constant.value)
         except jinja2.TemplateError as error:
@@ -228,6 +247,8 @@ _MAX_POWER = 64
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {"*": operator.mul, "**": operator.pow}
 _OPENED = "fctune_opened"  # template variable: the loops that are at a message
 _NOT_KEYS = frozenset(dir(dict))
+# What every rendering sets, and the functions of transformers' environment.
+_INPUTS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 
 
 def _get_attribute(environment: jinja2.Environment, fallback: Callable[[Any, str], Any], value: Any, name: str) -> Any:
@@ -235,6 +256,27 @@ def _get_attribute(environment: jinja2.Environment, fallback: Callable[[Any, str
     if type(value) in (dict, _IndexedMessage) and name not in _NOT_KEYS:
         return value[name] if name in value else environment.undefined(obj=value, name=name)
     return fallback(value, name)
+
+
+def find_variables(tree: nodes.Template) -> frozenset[str]:
+    """Return the names of the variables that a template reads and a caller may set, special tokens excepted."""
+    read = meta.find_undeclared_variables(tree)
+    stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+    # A name that the template also sets is a switch only if it asks for the caller's value first.
+    asks = {"defined", "undefined", "default", "d"}
+    asked = {
+        node.node.name
+        for node in tree.find_all((nodes.Test, nodes.Filter))
+        if isinstance(node.node, nodes.Name) and node.name in asks
+    }
+    switches = {name for name in read if name not in stored or name in asked} - _INPUTS
+    return frozenset(name for name in switches if not name.endswith("_token"))
+
+
+def find_literals(tree: nodes.Template) -> frozenset[str]:
+    """Return the texts that a template prints or compares with; its comments are not among them."""
+    texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return frozenset(texts | {node.data for node in tree.find_all(nodes.TemplateData)})
 
 
 def _bodies(node: nodes.Node) -> list[list[nodes.Node]]:

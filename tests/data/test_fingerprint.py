@@ -90,6 +90,8 @@ CHANGES: dict[str, Any] = {
     "parallel_calls": "split",
     "content_with_calls": "drop",
     "special_tokens_in_content": "escape",
+    "reasoning": "drop",
+    "thinking": "rows",
     "prepared_dir": "elsewhere",
 }
 
@@ -109,6 +111,14 @@ def test_every_key_of_a_source_changes_the_fingerprint(change: dict[str, Any], t
     source = SourceConfig(path="synthetic:train:9:0")
     names = {fingerprint_inputs(DataConfig(sources=[one]), tiny_base)[0] for one in (source, replace(source, **change))}
     assert len(names) == 2
+
+
+def test_template_switches_change_the_fingerprint(tiny_base: Path) -> None:
+    config = DataConfig(sources=[SourceConfig(path="synthetic:train:9:0")])
+    switches: list[dict[str, Any] | None] = [None, {}, {"enable_thinking": True}, {"enable_thinking": False}]
+    names = [fingerprint_inputs(config, tiny_base, template_args=given)[0] for given in switches]
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
 
 
 def test_a_key_added_to_the_data_config_counts_by_default(tiny_base: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal, NamedTuple, cast
@@ -21,6 +21,10 @@ from fctune.errors import DataError
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".ndjson", ".parquet", ".csv")
 _SYNTHETIC_SPLITS = ("pretrain", "train", "shuffled")
 _NUM_SHOWN = 10
+# Every spelling of a row's reasoning has one of these; JSON may escape the brackets of tags, but not their letters.
+_REASONING = re.compile(
+    rb'(?i)"(?:reasoning|think|thought|analysis)|(?:think|thinking|thought)(?:>|\\u003e)|scratch_pad'
+)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -76,6 +80,24 @@ def scan_source(path: str, row_format: str = "auto") -> Iterator[UnreadRow]:
         yield row
     if is_empty:
         raise DataError(f"{path}: no rows. Expected at least one.")
+
+
+def has_reasoning_rows(sources: Sequence[tuple[str, str]], max_samples: int | None = None) -> bool:
+    """Return True if any row has reasoning; stops at the first.
+
+    Args:
+        sources: Path and row format of each source.
+        max_samples: Rows to read from each source; None reads all.
+    """
+    for path, row_format in sources:
+        reader = RowReader(row_format)
+        for row in islice(scan_source(path, row_format), max_samples):
+            if isinstance(row.value, bytes) and _REASONING.search(row.value) is None:
+                continue  # spares decoding nearly all rows without reasoning
+            parsed = reader.read(row)
+            if isinstance(parsed, ParsedRow) and any(message.reasoning for message in parsed.conversation.messages):
+                return True
+    return False
 
 
 class RowReader:
