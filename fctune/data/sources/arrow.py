@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fctune.data.sources.defects import RowError
-from fctune.data.sources.row_builder import ArrowStruct
+from fctune.data.sources.filling import ArrowStruct
 from fctune.data.sources.row_json import RowJsonReader
 from fctune.errors import DataError
 

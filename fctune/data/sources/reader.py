@@ -232,7 +232,7 @@ def _is_parquet(file: str) -> bool:
 def _decode(value: Any, context: ReadContext) -> Any:
     """Return the JSON value of a row, decoded from its bytes or as it is in a table."""
     if not isinstance(value, bytes):
-        context.has_escaped_surrogate = True  # unknown for JSON inside a string of a table
+        context.has_escaped_surrogate = context.may_have_null = True  # unknown for JSON inside a string of a table
         return value
     try:
         text = value.decode("utf-8")
@@ -242,6 +242,7 @@ def _decode(value: Any, context: ReadContext) -> Any:
             "", "invalid_utf8", f"not UTF-8 (byte 0x{byte:02x} at offset {error.start} of the row)"
         ) from None
     context.has_escaped_surrogate = _SURROGATE.search(value) is not None
+    context.may_have_null = b"null" in value
     return context.json.decode(text)
 
 

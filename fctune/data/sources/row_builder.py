@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fctune.data.conversation import Call, Conversation, Message, Role, Tool
 from fctune.data.sources.defects import RowError, describe_value
+from fctune.data.sources.filling import ArgumentFilling, ArrowStruct, holds_null, remove_tool_filling
 from fctune.data.sources.row_json import RowJsonReader, check_depth
+from fctune.data.sources.tool_forms import decode_tools, iter_tools
 
 _MAX_CACHED_TOOLS = 2_000
-
-
-class ArrowStruct(dict[str, Any]):
-    """An object from an Arrow struct, whose nulls may be filling."""
 
 
 class RowWarning(NamedTuple):
@@ -44,18 +42,25 @@ class ParsedRow:
 
 
 NOTE_KINDS: dict[str, str] = {
-    "arrow_null_dropped": "nulls that Arrow filled into a struct, removed",
     "arrow_struct": "arguments or tools from an Arrow struct, whose key order is the column's",
     "content_with_call": "assistant text before a call, kept with it",
     "developer_as_system": "developer messages read as system messages",
     "escaped_apostrophe": "\\' in quoted arguments read as an apostrophe",
+    "filled_row": "rows with null keys of other rows' tools or calls",
     "ignored_field": "message fields that no chat template of tool calls uses",
     "legacy_function_call": "OpenAI's old function_call, function role or functions",
     "missing_end_marker": "Glaive assistant turns without <|endoftext|>",
+    "null_key_dropped": "null keys of other rows' tools or calls, which Arrow fills into a column, removed",
     "number_respelled": "numbers whose value is kept but not their spelling (1e5, 1.50)",
     "quoted_arguments": "Glaive arguments in single quotes, read as the JSON between the quotes",
     "system_prompt_replaced": "system prompts that only declared tools, which the chat template declares instead",
+    "tool_type_dropped": "tools of OpenAI's Responses API, whose type was removed",
+    "tools_from_anthropic": "tools in Anthropic's form (input_schema)",
+    "tools_from_gemini": "tools in Gemini's form (function_declarations)",
+    "tools_from_mcp": "tools in MCP's form (inputSchema)",
+    "tools_from_openapi": "OpenAPI documents, one tool read from each operation",
     "tools_from_prompt": "tools read from the prompt because the tools column is empty",
+    "tools_from_python": "tools in a string that is a literal of Python",
     "type_converted": "tools whose Python type names were converted to JSON Schema",
 }
 """The kinds of conversions made while reading rows."""
@@ -75,6 +80,7 @@ class RowBuilder:
         self.tools_pointer = "tools"
         self.tools_suffix = ""
         self.pending: list[Call] = []
+        self._has_null_arguments = False  # of a call whose arguments are an object in the row
 
     def add(
         self, role: Role, content: str | None, pointer: str, calls: tuple[Call, ...] = (), weight: float = 1.0
@@ -108,6 +114,10 @@ class RowBuilder:
 
     def finish(self) -> ParsedRow:
         """Return the conversation with its locations, warnings and notes."""
+        if self._has_null_arguments:
+            self._remove_argument_filling()
+        if self.notes["null_key_dropped"]:
+            self.notes["filled_row"] = 1
         if not any(message.role == "assistant" for message in self.messages):
             raise RowError("", "no_assistant", "no assistant message to train on")
         conversation = Conversation(tuple(self.messages), self.tools, self.source)
@@ -147,7 +157,9 @@ class RowBuilder:
             value = self.decode(value, pointer, "arguments_not_json")
         elif isinstance(value, ArrowStruct):
             self.notes["arrow_struct"] += 1
-            value = _remove_filling(value, self._find_schema(name), pointer, self.notes)
+            value = ArgumentFilling(True, self.notes).remove(value, self._find_schema(name), pointer)
+        elif self.context.may_have_null and holds_null(value):
+            self._has_null_arguments = True
         if not isinstance(value, dict):
             reason = f"expected an object or a string with its JSON, got {describe_value(value)}"
             raise RowError(pointer, "arguments_not_object", reason)
@@ -169,13 +181,29 @@ class RowBuilder:
         return value, end
 
     def set_tools(self, value: Any, pointer: str = "tools") -> None:
-        """Read the tools of the row: a list or its JSON, of functions with or without OpenAI's wrapper."""
+        """Read the tools of the row, in any of the forms of ``fctune.data.sources.tool_forms``."""
         self.tools, repeated = self.context.read_tools(value, pointer, self.notes)
         self.tools_pointer = pointer
         if isinstance(value, list) and value and isinstance(value[0], dict) and "function" in value[0]:
             self.tools_suffix = ".function"
         for name in repeated:
             self.warnings.append(RowWarning(pointer, "repeated_tool", f"{name} is declared twice, identically"))
+
+    def _remove_argument_filling(self) -> None:
+        """Remove the filling of other calls' arguments, in place, if the row shows any that it cannot have meant."""
+        filling = ArgumentFilling(False, self.notes)
+        calls = [call for message in self.messages for call in message.calls]
+        if not self.notes["null_key_dropped"] and not any(
+            filling.has_undeclared(call.arguments, self._find_schema(call.name)) for call in calls
+        ):
+            return
+        for i, message in enumerate(self.messages):
+            if any(holds_null(call.arguments) for call in message.calls):
+                cleaned = [
+                    replace(call, arguments=filling.remove(call.arguments, self._find_schema(call.name), ""))
+                    for call in message.calls
+                ]
+                self.messages[i] = replace(message, calls=tuple(cleaned))
 
     def _find_call(self, call_id: str | None, name: str | None) -> Call | None:
         if call_id is not None and any(call.id is not None for call in self.pending):
@@ -192,88 +220,54 @@ class ReadContext:
     """State shared by the rows of a source: the JSON reader and a cache of tools."""
 
     def __init__(self) -> None:
+        # What the text of the current row may hold; True also where there is no text to search.
         self.has_escaped_surrogate = False
+        self.may_have_null = True
         self.json = RowJsonReader()
-        self._tools: dict[str, tuple[tuple[Tool, ...], list[str]]] = {}
+        self._tools: dict[str, tuple[tuple[Tool, ...], list[str], Counter[str]]] = {}
 
     def read_tools(self, value: Any, pointer: str, notes: Counter[str]) -> tuple[tuple[Tool, ...], list[str]]:
         """Return the tools, and the names of tools that are declared twice identically."""
+        if not isinstance(value, str):
+            return _list_tools(self.decode_tools(value, pointer, notes))
+        cached = self._tools.get(value)
+        if cached is None:
+            if len(self._tools) >= _MAX_CACHED_TOOLS:
+                self._tools.clear()
+            made: Counter[str] = Counter()
+            cached = self._tools[value] = (*_list_tools(self.decode_tools(value, pointer, made)), made)
+        notes.update(cached[2])
+        return cached[:2]
+
+    def decode_tools(self, value: Any, pointer: str, notes: Counter[str]) -> list[tuple[Any, str]]:
+        """Return the tools of a row and their locations, as functions with or without OpenAI's wrapper.
+
+        Raises:
+            RowError: The value is none of the forms of ``fctune.data.sources.tool_forms``.
+        """
+
+        def decode(text: str, where: str) -> Any:
+            decoded = decode_tools(text, where, self.json, notes) if text.strip() else None
+            return remove_tool_filling(decoded, notes) if "null" in text or "None" in text else decoded
+
         if isinstance(value, str):
-            cached = self._tools.get(value)
-            if cached is None:
-                decoded = self.json.decode(value, pointer) if value.strip() else None
-                if len(self._tools) >= _MAX_CACHED_TOOLS:
-                    self._tools.clear()
-                cached = self._tools[value] = _list_tools(decoded, pointer)
-            return cached
-        if isinstance(value, list) and any(isinstance(item, ArrowStruct) for item in value):
-            value = [_remove_nulls(item, notes) for item in value]
-            notes["arrow_struct"] += 1
-        return _list_tools(value, pointer)
+            value = decode(value, pointer)
+        elif self.may_have_null:
+            notes["arrow_struct"] += isinstance(value, list) and any(isinstance(item, ArrowStruct) for item in value)
+            value = remove_tool_filling(value, notes)
+        return [] if value is None else list(iter_tools(value, pointer, decode, notes))
 
 
-def _remove_filling(value: Any, schema: Any, pointer: str, notes: Counter[str]) -> Any:
-    """Remove the nulls that Arrow filled into arguments.
-
-    A null is filling if the tool's schema does not declare the key, or declares it as optional with a type that
-    excludes null. A null that the schema allows, or for which there is no schema, is rejected as ``arrow_null``.
-    """
-    if not isinstance(value, dict):
-        if _holds_null(value):
-            raise RowError(pointer, "arrow_null", "null in a list of an Arrow column; store arguments as JSON strings")
-        return value
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    kept: dict[str, Any] = {}
-    for key, item in value.items():
-        declared = properties.get(key) if isinstance(properties, dict) else None
-        if item is not None:
-            kept[key] = _remove_filling(item, declared, f"{pointer}.{key}", notes)
-        elif isinstance(properties, dict) and (key not in properties or _excludes_null(declared, key, schema)):
-            notes["arrow_null_dropped"] += 1
-        else:
-            reason = "null in an Arrow column, which may be the row's or filling; store arguments as JSON strings"
-            raise RowError(f"{pointer}.{key}", "arrow_null", reason)
-    return kept
-
-
-def _excludes_null(declared: Any, key: str, schema: Any) -> bool:
-    types = declared.get("type") if isinstance(declared, dict) else None
-    required = schema.get("required")
-    if isinstance(required, list) and key in required:
-        return False
-    return types != "null" if isinstance(types, str) else isinstance(types, list) and "null" not in types
-
-
-def _holds_null(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_holds_null(item) for item in value.values())
-    return any(_holds_null(item) for item in value) if isinstance(value, list) else value is None
-
-
-def _remove_nulls(value: Any, notes: Counter[str]) -> Any:
-    """Remove the nulls of a tool schema from an Arrow struct; only ``default`` and ``const`` could allow them."""
-    if isinstance(value, dict):
-        kept = {key: _remove_nulls(item, notes) for key, item in value.items() if item is not None}
-        notes["arrow_null_dropped"] += len(value) - len(kept)
-        return kept
-    return [_remove_nulls(item, notes) for item in value] if isinstance(value, list) else value
-
-
-def _list_tools(value: Any, pointer: str) -> tuple[tuple[Tool, ...], list[str]]:
-    if value is None:
-        return (), []
-    if not isinstance(value, list):
-        raise RowError(pointer, "tool_shape", f"expected a list of tools, got {describe_value(value)}")
-    tools = tuple(_read_tool(item, f"{pointer}[{i}]") for i, item in enumerate(value))
+def _list_tools(listed: list[tuple[Any, str]]) -> tuple[tuple[Tool, ...], list[str]]:
+    tools = tuple(_read_tool(item, where) for item, where in listed)
     first: dict[str, Tool] = {}
     repeated: list[str] = []
-    for i, tool in enumerate(tools):
+    for tool, (_, where) in zip(tools, listed, strict=True):
         earlier = first.setdefault(tool.name, tool)
         if earlier is tool:
             continue
         if earlier != tool:
-            reason = f"{tool.name} is declared twice, with different definitions"
-            raise RowError(f"{pointer}[{i}]", "duplicate_tool", reason)
+            raise RowError(where, "duplicate_tool", f"{tool.name} is declared twice, with different definitions")
         repeated.append(tool.name)
     return tools, repeated
 

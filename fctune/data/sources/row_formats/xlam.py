@@ -19,10 +19,8 @@ def read_xlam(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     query, answers, tools = row["query"], row["answers"], row["tools"]
     if not isinstance(query, str):
         raise RowError("query", "content_not_text", f"expected text, got {describe_value(query)}")
-    tools = builder.decode(tools, "tools") if isinstance(tools, str) else tools
-    if isinstance(tools, list):
-        tools = [_convert_tool(tool, f"tools[{i}]", builder) for i, tool in enumerate(tools)]
-    builder.set_tools(tools)
+    listed = builder.context.decode_tools(tools, "tools", builder.notes)
+    builder.set_tools([_convert_tool(tool, where, builder) for tool, where in listed])
     answers = builder.decode(answers, "answers", "call_not_json") if isinstance(answers, str) else answers
     if not isinstance(answers, list):
         raise RowError("answers", "call_shape", f"expected a list of calls, got {describe_value(answers)}")
