@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import bisect
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-WINDOW = 20  # steps that a condition must hold over
-_WARM_UP = 5  # first steps, skewed by compilation and memory allocation
-_SPEED_DEVIATIONS = 2.0  # a slowdown must exceed, in the median absolute deviations of the run's tokens/s
-_MIN_HISTORY = 50  # steps before the run's median throughput is meaningful
+from fctune.telemetry.slowdown import PERIOD_S, PERIOD_STEPS, SLOWDOWN, WINDOW, SlowdownDetector, SpellTimer
 
-SLOWDOWN = 0.8  # of the run's own median tokens/s
+_WARM_UP = 5  # first steps, skewed by compilation and memory allocation
+
 DATA_WAIT = 0.1  # share of step time
 SKEW = 1.2  # slowest rank's time over the median rank's
+_STRAGGLER_STEPS = 18  # of a window, in which a straggler is the slowest
 DISK_FREE = 0.05  # share of the disk
 _IDLE_MIN_S = 120.0
 _IDLE_STEPS = 20.0  # times the median step time
@@ -38,12 +36,13 @@ class Alert:
         return asdict(self)
 
 
+_LASTING = f"for {PERIOD_S:.0f} s, {PERIOD_STEPS:.0f} median step times and twice the longest such spell so far"
 ALERTS = {
-    "throughput": f"median tokens/s of the last {WINDOW} steps below {SLOWDOWN:.0%} of the run's own median, "
-    "and by more than their usual variation",
+    "throughput": f"median tokens/s of {WINDOW} steps below {SLOWDOWN:.0%} of the run's own median, {_LASTING}",
     "loss_spike": f"a loss far above the preceding ones (`is_spike`), after {WINDOW} steps without",
-    "data_wait": f"over {DATA_WAIT:.0%} of the time of the last {WINDOW} steps spent waiting for data",
-    "straggler": f"the same rank slowest in each of the last {WINDOW} steps, at least {SKEW - 1:.0%} over the median",
+    "data_wait": f"over {DATA_WAIT:.0%} of the time of {WINDOW} steps spent waiting for data, {_LASTING}",
+    "straggler": f"the same rank slowest in {_STRAGGLER_STEPS} of {WINDOW} steps, and at least {SKEW - 1:.0%} over the "
+    f"median, {_LASTING}",
     "disk": f"less than {DISK_FREE:.0%} of the disk of output_dir free",
     "no_progress": f"no step for {_IDLE_MIN_S:.0f} s ({_IDLE_WARM_UP_S:.0f} s during the first {_WARM_UP}), for "
     f"{_IDLE_STEPS:.0f} median step times and for twice the longest pause so far",
@@ -62,10 +61,11 @@ class AlertRules:
         self._active: set[str] = set()
         self._num_seen = 0
         self._step = 0
-        self._speeds: list[float] = []  # sorted
-        self._recent_speeds: deque[float] = deque(maxlen=WINDOW)
+        self._slowdown = SlowdownDetector()
         self._times: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # step time, time waited for data
+        self._waiting = SpellTimer()
         self._slowest: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # rank, skew
+        self._straggling = SpellTimer()
         self._durations: deque[float] = deque(maxlen=WINDOW)  # step times, including the first steps
         self._longest_pause_s = 0.0
         self._last_spike = 0
@@ -110,48 +110,45 @@ class AlertRules:
         speed = metrics.get("tokens_per_s")
         if speed is None:
             return None
-        bisect.insort(self._speeds, speed)
-        self._recent_speeds.append(speed)
-        if len(self._speeds) < _MIN_HISTORY:
+        state = self._slowdown.observe(speed, metrics.get("step_time_s") or 0.0)
+        if state is None:
             return None
-        usual = self._speeds[len(self._speeds) // 2]
-        current, limit = statistics.median(self._recent_speeds), SLOWDOWN * usual
-        if current < limit:  # the deviation of many thousand steps is computed only when it matters
-            deviation = statistics.median(abs(speed - usual) for speed in self._speeds)
-            limit = min(limit, usual - _SPEED_DEVIATIONS * deviation)
         text = (
-            f"{current:,.0f} tokens/s over the last {WINDOW} steps, {1 - current / usual:.0%} below this run's median "
-            f"of {usual:,.0f}. Check data_time_s, compute_skew and the GPUs' clocks."
+            f"{state.current:,.0f} tokens/s, {1 - state.current / state.usual:.0%} below this run's median of "
+            f"{state.usual:,.0f}, and slow for {state.lasting_s or 0:.0f} s. Check data_time_s, compute_skew and the "
+            "GPUs' clocks."
         )
-        return self._update("throughput", current < limit, current > 0.9 * usual, current, limit, text)
+        is_lasting, limit = state.lasting_s is not None, SLOWDOWN * state.usual
+        return self._update("throughput", is_lasting, state.is_recovered, state.current, limit, text)
 
     def _check_data(self, metrics: dict[str, Any]) -> Alert | None:
         step_s, data_s = metrics.get("step_time_s"), metrics.get("data_time_s")
         if step_s is None or data_s is None:
             return None
         self._times.append((step_s, data_s))
-        if len(self._times) < WINDOW:
-            return None
         share = sum(data for _, data in self._times) / sum(step for step, _ in self._times)
+        waiting_s = self._waiting.observe(share > DATA_WAIT, step_s)
         text = (
-            f"{share:.0%} of the last {WINDOW} steps was spent waiting for data, over {DATA_WAIT:.0%}. Put "
-            "data.prepared_dir on a faster disk."
+            f"{share:.0%} of the last {WINDOW} steps was spent waiting for data, and over {DATA_WAIT:.0%} for "
+            f"{waiting_s or 0:.0f} s. Put data.prepared_dir on a faster disk."
         )
-        return self._update("data_wait", share > DATA_WAIT, share < DATA_WAIT / 2, share, DATA_WAIT, text)
+        return self._update("data_wait", waiting_s is not None, share < DATA_WAIT / 2, share, DATA_WAIT, text)
 
     def _check_straggler(self, metrics: dict[str, Any]) -> Alert | None:
-        rank, skew = metrics.get("slowest_rank"), metrics.get("compute_skew")
-        if rank is None or skew is None:
+        rank, skew, step_s = (metrics.get(name) for name in ("slowest_rank", "compute_skew", "step_time_s"))
+        if rank is None or skew is None or step_s is None:
             return None
         self._slowest.append((rank, skew))
-        is_same = len(self._slowest) == WINDOW and len({rank for rank, _ in self._slowest}) == 1
-        lowest = min(skew for _, skew in self._slowest)
-        where = f" ({self._hosts[rank]})" if rank < len(self._hosts) else ""
+        straggler, num_slowest = Counter(rank for rank, _ in self._slowest).most_common(1)[0]
+        usual_skew = statistics.median(skew for _, skew in self._slowest)
+        is_slow = num_slowest >= _STRAGGLER_STEPS and usual_skew >= SKEW
+        slow_s = self._straggling.observe(is_slow, step_s)
+        where = f" ({self._hosts[straggler]})" if straggler < len(self._hosts) else ""
         text = (
-            f"rank {rank}{where} was the slowest in each of the last {WINDOW} steps, at least {lowest - 1:.0%} over "
-            "the median rank. Check its GPU's temperature, clocks and errors."
+            f"rank {straggler}{where} was the slowest in {num_slowest} of the last {WINDOW} steps, by "
+            f"{usual_skew - 1:.0%}, and slow for {slow_s or 0:.0f} s. Check its GPU's temperature, clocks and errors."
         )
-        return self._update("straggler", is_same and lowest >= SKEW, lowest < SKEW, lowest, SKEW, text)
+        return self._update("straggler", slow_s is not None, not is_slow, usual_skew, SKEW, text)
 
     def _check_spike(self, metrics: dict[str, Any]) -> Alert | None:
         if not metrics.get("is_spike"):
