@@ -22,12 +22,14 @@ WARNING_KINDS: dict[str, str] = {
     "not_in_enum": "an argument outside the values that its tool allows",
     "parallel_not_allowed": "several calls in one turn although the row sets parallel_tool_calls to false",
     "placeholder_value": "an argument that looks like a placeholder",
+    "reasoning_switched_off": "reasoning in a row that switches thinking off",
     "repeated_call": "the same call twice in one turn",
     "repeated_tool": "a tool declared twice, identically",
     "schema_invalid": "a tool's parameters are not valid JSON Schema",
     "schema_unusable": "a tool's parameters refer to themselves endlessly, or to another document",
     "schema_violation": "arguments that violate another rule of the tool's schema",
     "spelled_control_token": "a message, tool or argument spells a control token, which a tokenizer may encode as one",
+    "think_tag_in_content": "an assistant's text with a think tag after its start, which stays in the text",
     "tools_in_prompt": "the system prompt lists tools in its own wording",
     "turn_order": "turns in an order that chat templates may reject",
     "undeclared_tool": "a call to a tool that the row does not declare",
@@ -39,6 +41,7 @@ WARNING_KINDS: dict[str, str] = {
 _PLACEHOLDER = re.compile(
     r"<[A-Za-z][\w .-]*>|\{\{.*\}\}|\[(?:insert|your|enter)\b.*\]|your[_ -]?(?:api[_ -]?key|token|password)\w*", re.I
 )
+_THINK_TAG = re.compile(r"</?think(?:ing)?>")
 _MAX_REASON = 200
 _FOLLOWING_ROLES = {"user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant")}
 
@@ -51,6 +54,7 @@ def iter_warnings(row: ParsedRow) -> Iterator[RowWarning]:
     """Yield the warnings about a row: the reader's, then those about turns, tools and calls."""
     yield from row.warnings
     yield from _iter_turn_warnings(row)
+    yield from _iter_reasoning_warnings(row)
     found = find_common_spelling(row.conversation)
     if found is not None:
         yield RowWarning("", "spelled_control_token", found)
@@ -128,6 +132,17 @@ def _iter_turn_warnings(row: ParsedRow) -> Iterator[RowWarning]:
         yield RowWarning(row.message_pointers[-1], "ends_on_result", "the last turn is a result that is not answered")
     if all(message.weight == 0 for message in messages if message.role == "assistant"):
         yield RowWarning("", "no_supervision", "no assistant message has a weight above 0")
+
+
+def _iter_reasoning_warnings(row: ParsedRow) -> Iterator[RowWarning]:
+    switches = row.conversation.template_args
+    off = next((name for name in ("enable_thinking", "thinking") if switches.get(name) is False), None)
+    for message, pointer in zip(row.conversation.messages, row.message_pointers, strict=True):
+        if message.reasoning is not None and off is not None:
+            yield RowWarning(pointer, "reasoning_switched_off", f"has reasoning, and the row sets {off} to false")
+        tag = _THINK_TAG.search(message.content) if message.role == "assistant" and message.content else None
+        if tag is not None:
+            yield RowWarning(pointer, "think_tag_in_content", f"{tag[0]} stays in the text, which is not reasoning")
 
 
 def classify(conversation: Conversation) -> str:

@@ -23,7 +23,7 @@ _SYNTHETIC_SPLITS = ("pretrain", "train", "shuffled")
 _NUM_SHOWN = 10
 # Every spelling of a row's reasoning has one of these; JSON may escape the brackets of tags, but not their letters.
 _REASONING = re.compile(
-    rb'(?i)"(?:reasoning|think|thought|analysis)|(?:think|thinking|thought)(?:>|\\u003e)|scratch_pad'
+    rb'(?i)"(?:reasoning|think|thought|analysis)|(?:think|thinking|thought)(?:[]>]|\\u003e)|scratch_pad'
 )
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 

@@ -11,6 +11,7 @@ from fctune.data.conversation import Call, Conversation, Message, Role, Tool
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.filling import ArgumentFilling, ArrowStruct, holds_null, remove_tool_filling
 from fctune.data.sources.row_json import RowJsonReader, check_depth
+from fctune.data.sources.row_reasoning import take_reasoning
 from fctune.data.sources.tool_forms import decode_tools, iter_tools
 
 _MAX_CACHED_TOOLS = 2_000
@@ -45,6 +46,7 @@ NOTE_KINDS: dict[str, str] = {
     "arrow_struct": "arguments or tools from an Arrow struct, whose key order is the column's",
     "content_with_call": "assistant text before a call, kept with it",
     "developer_as_system": "developer messages read as system messages",
+    "empty_think": "empty think blocks, removed",
     "escaped_apostrophe": "\\' in quoted arguments read as an apostrophe",
     "filled_row": "rows with null keys of other rows' tools or calls",
     "ignored_field": "message fields that no chat template of tool calls uses",
@@ -53,6 +55,7 @@ NOTE_KINDS: dict[str, str] = {
     "null_key_dropped": "null keys of other rows' tools or calls, which Arrow fills into a column, removed",
     "number_respelled": "numbers whose value is kept but not their spelling (1e5, 1.50)",
     "quoted_arguments": "Glaive arguments in single quotes, read as the JSON between the quotes",
+    "reasoning_from_content": "reasoning read from tags at the start of a turn's text",
     "system_prompt_replaced": "system prompts that only declared tools, which the chat template declares instead",
     "tool_type_dropped": "tools of OpenAI's Responses API, whose type was removed",
     "tools_from_anthropic": "tools in Anthropic's form (input_schema)",
@@ -80,12 +83,23 @@ class RowBuilder:
         self.tools_pointer = "tools"
         self.tools_suffix = ""
         self.pending: list[Call] = []
+        self.template_args: dict[str, Any] = {}
+        self._reasoning: tuple[str, str] | None = None  # of the assistant's next turn, and its location
         self._has_null_arguments = False  # of a call whose arguments are an object in the row
 
     def add(
-        self, role: Role, content: str | None, pointer: str, calls: tuple[Call, ...] = (), weight: float = 1.0
+        self,
+        role: Role,
+        content: str | None,
+        pointer: str,
+        calls: tuple[Call, ...] = (),
+        weight: float = 1.0,
+        reasoning: str | None = None,
     ) -> None:
         """Add a message that is not a result."""
+        if role == "assistant":
+            reasoning = self._take_pending_reasoning(reasoning, pointer)
+        self._require_no_reasoning(role)
         if self.pending and not (role == "assistant" and calls):
             names = ", ".join(call.name for call in self.pending)
             self.warnings.append(RowWarning(pointer, "call_without_result", f"no result of {names} precedes it"))
@@ -97,11 +111,12 @@ class RowBuilder:
             ids = [call.id for call in self.pending if call.id is not None]
             if len(set(ids)) != len(ids):
                 raise RowError(pointer, "duplicate_call_id", f"two calls without a result share an id: {ids}")
-        self.messages.append(Message(role, content, calls, weight=weight))
+        self.messages.append(Message(role, content, calls, weight=weight, reasoning=reasoning))
         self.pointers.append(pointer)
 
     def add_result(self, content: str, pointer: str, call_id: str | None = None, name: str | None = None) -> None:
         """Add a result of a call that has none yet, matched by id, else by name, else to the oldest call."""
+        self._require_no_reasoning("tool")
         call = self._find_call(call_id, name)
         if call is None:
             given = f"id {call_id!r}" if call_id is not None else f"name {name!r}" if name is not None else "no id"
@@ -112,15 +127,46 @@ class RowBuilder:
         self.messages.append(Message("tool", content, call_id=call_id, name=name))
         self.pointers.append(pointer)
 
+    def take_reasoning(self, text: str, pointer: str, given: str | None = None) -> tuple[str, str | None]:
+        """Split the text of an assistant's turn into its content and its reasoning; the content may be empty."""
+        content, reasoning = take_reasoning(text, pointer, self.notes, given)
+        return content or "", reasoning
+
+    def add_reasoning(self, text: str, pointer: str) -> None:
+        """Add a turn that is the reasoning of the assistant's next one."""
+        if self._reasoning is not None:
+            raise RowError(
+                pointer, "reasoning_conflict", f"follows other reasoning, in {self._reasoning[1]}; join them"
+            )
+        if not text.strip():
+            raise RowError(pointer, "reasoning_empty", "empty reasoning; leave the turn out")
+        self._reasoning = (text, pointer)
+
+    def _take_pending_reasoning(self, reasoning: str | None, pointer: str) -> str | None:
+        if self._reasoning is None:
+            return reasoning
+        (text, before), self._reasoning = self._reasoning, None
+        if reasoning is not None and reasoning != text:
+            raise RowError(pointer, "reasoning_conflict", f"has reasoning, and so has {before} before it; keep one")
+        return text
+
+    def _require_no_reasoning(self, role: str | None) -> None:
+        """Require that no turn of reasoning precedes a message of another role than the assistant, or the end."""
+        if self._reasoning is not None:
+            follows = "the row ends after it" if role is None else f"the {role}'s message follows"
+            reason = f"reasoning that no assistant's turn follows ({follows})"
+            raise RowError(self._reasoning[1], "reasoning_role", reason)
+
     def finish(self) -> ParsedRow:
         """Return the conversation with its locations, warnings and notes."""
+        self._require_no_reasoning(None)
         if self._has_null_arguments:
             self._remove_argument_filling()
         if self.notes["null_key_dropped"]:
             self.notes["filled_row"] = 1
         if not any(message.role == "assistant" for message in self.messages):
             raise RowError("", "no_assistant", "no assistant message to train on")
-        conversation = Conversation(tuple(self.messages), self.tools, self.source)
+        conversation = Conversation(tuple(self.messages), self.tools, self.source, self.template_args)
         if self.context.has_escaped_surrogate:
             try:
                 json.dumps(conversation.to_openai(), ensure_ascii=False).encode("utf-8")

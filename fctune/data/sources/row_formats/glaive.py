@@ -86,12 +86,13 @@ def _add_assistant(text: str, pointer: str, is_split: bool, builder: RowBuilder)
         if is_split:
             raise RowError(pointer, "split_turn", f"no {_END}, and another ASSISTANT: header follows")
         builder.notes["missing_end_marker"] += 1
-    spoken = spoken.rstrip(_SPACE)
+    spoken, reasoning = builder.take_reasoning(spoken.rstrip(_SPACE), pointer)
     content, mark, call = spoken.partition(_CALL)
     if not mark:
-        builder.add("assistant", spoken, pointer)
+        builder.add("assistant", spoken, pointer, reasoning=reasoning)
         return
-    builder.add("assistant", content.rstrip(_SPACE) or None, pointer, (_read_call(call, pointer, builder),))
+    calls = (_read_call(call, pointer, builder),)
+    builder.add("assistant", content.rstrip(_SPACE) or None, pointer, calls, reasoning=reasoning)
 
 
 def _read_call(text: str, pointer: str, builder: RowBuilder) -> Call:

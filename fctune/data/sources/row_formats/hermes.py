@@ -15,38 +15,45 @@ from fctune.data.sources.defects import RowError
 from fctune.data.sources.row_builder import ParsedRow, RowBuilder, RowWarning
 from fctune.data.sources.row_formats.base import RowFormat
 from fctune.data.sources.row_formats.sharegpt import SPEAKERS, read_turns
+from fctune.data.sources.row_reasoning import REASONING_ROLES
 
 _OPENING = "You are a function calling AI model"
 _TOOLS = re.compile(r"<tools>\s*(?=[\[{])")
 _NO_TOOLS = re.compile(r"\[\s*\]")
+_OTHER_SPEAKERS = ("function_call", "observation", *REASONING_ROLES)
 _SPACE = " \t\r\n"
 
 
 def _is_hermes(row: dict[str, Any]) -> bool:
-    """Return True if a turn has Hermes' tags, outside the calls and results of LLaMA-Factory's format."""
+    """Return True if a turn has Hermes' tags, outside reasoning and LLaMA-Factory's calls and results."""
     turns = row.get("conversations")
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], dict):
         return False
     for turn in turns:
-        is_text = isinstance(turn, dict) and turn.get("from") not in ("function_call", "observation")
+        is_text = isinstance(turn, dict) and turn.get("from") not in _OTHER_SPEAKERS
         value = turn.get("value") if is_text else None
-        if isinstance(value, str) and ("<tool_call>" in value or "<tool_response>" in value or "<tools>" in value):
-            return True
+        if isinstance(value, str):
+            value = value.rpartition("</think>")[2]
+            if "<tool_call>" in value or "<tool_response>" in value or "<tools>" in value:
+                return True
     return False
 
 
 def read_hermes(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     """Read a row; a system prompt that only declares the tools is replaced by the chat template's."""
     builder.set_tools(row.get("tools"))
-    for speaker, value, pointer in read_turns(row, builder):
+    for speaker, value, pointer, given in read_turns(row, builder):
         match SPEAKERS[speaker]:
             case "system":
                 _add_system(value, pointer, row, builder)
             case "user":
                 builder.add("user", value, pointer)
             case "assistant":
-                content, calls = _read_calls(value, pointer, builder)
-                builder.add("assistant", content, pointer, calls)
+                text, reasoning = builder.take_reasoning(value, pointer, given)
+                content, calls = _read_calls(text, pointer, builder)
+                builder.add("assistant", content, pointer, calls, reasoning=reasoning)
+            case "reasoning":
+                builder.add_reasoning(value, pointer)
             case "result":
                 for content, name in _read_results(value, pointer, builder):
                     builder.add_result(content, pointer, name=name)

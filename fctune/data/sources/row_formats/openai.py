@@ -12,8 +12,11 @@ from fctune.data.conversation import Call
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.row_builder import ParsedRow, RowBuilder, RowWarning
 from fctune.data.sources.row_formats.base import RowFormat
+from fctune.data.sources.row_reasoning import REASONING_KEYS, REASONING_ROLES, read_reasoning, split_parts
 
-_READ_FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "weight", "function_call"})
+_READ_FIELDS = frozenset(
+    {"role", "content", "tool_calls", "tool_call_id", "name", "weight", "function_call", "channel", *REASONING_KEYS}
+)
 
 
 def read_openai(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
@@ -43,7 +46,16 @@ def _add_message(message: Any, pointer: str, builder: RowBuilder) -> None:
     if not isinstance(message, dict):
         raise RowError(pointer, "message_shape", f"expected an object, got {describe_value(message)}")
     role = message.get("role")
-    content = _read_content(message.get("content"), f"{pointer}.content")
+    content = message.get("content")
+    reasoning = read_reasoning(message, pointer, role) if isinstance(role, str) else None
+    if role == "assistant" and isinstance(content, list):
+        content, thought = split_parts(content, f"{pointer}.content")
+        content = content or None
+        if thought is not None and reasoning not in (None, thought):
+            reason = "its part of reasoning differs from the reasoning in the message's key; keep one"
+            raise RowError(f"{pointer}.content", "reasoning_conflict", reason)
+        reasoning = reasoning or thought
+    content = _read_content(content, f"{pointer}.content")
     for name, value in message.items():
         if name not in _READ_FIELDS and value not in (None, "", [], {}):
             builder.notes["ignored_field"] += 1
@@ -55,16 +67,26 @@ def _add_message(message: Any, pointer: str, builder: RowBuilder) -> None:
             builder.add("user" if role == "user" else "system", content, pointer)
         case "assistant":
             calls = _read_calls(message, pointer, builder)
+            if message.get("channel") == "analysis" and content and not calls:
+                builder.add_reasoning(content, f"{pointer}.content")
+                return
+            if content is not None:
+                content, reasoning = builder.take_reasoning(content, f"{pointer}.content", reasoning)
+                content = content or (None if calls else "")
             if content is None and not calls:
                 reason = "null without tool_calls: an assistant message has text, calls, or both"
                 raise RowError(f"{pointer}.content", "content_not_text", reason)
-            builder.add("assistant", content, pointer, calls, _read_weight(message.get("weight"), pointer))
+            builder.add("assistant", content, pointer, calls, _read_weight(message.get("weight"), pointer), reasoning)
         case "tool" | "function":
             builder.notes["legacy_function_call"] += role == "function"
             if content is None:
                 raise RowError(f"{pointer}.content", "content_not_text", "expected the result's text, got null")
             call_id = _read_text(message.get("tool_call_id"), f"{pointer}.tool_call_id")
             builder.add_result(content, pointer, call_id, _read_text(message.get("name"), f"{pointer}.name"))
+        case str() if role in REASONING_ROLES:
+            if content is None:
+                raise RowError(f"{pointer}.content", "reasoning_not_text", "expected the reasoning's text, got null")
+            builder.add_reasoning(content, f"{pointer}.content")
         case _:
             reason = f"expected system, developer, user, assistant or tool, got {describe_value(role)}"
             raise RowError(f"{pointer}.role", "unknown_role", reason)

@@ -11,6 +11,7 @@ from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.row_builder import ParsedRow, ReadContext, RowBuilder
 from fctune.data.sources.row_formats.base import RowFormat
 from fctune.data.sources.row_json import MAX_VALUE_DEPTH
+from fctune.data.sources.row_reasoning import read_template_args
 
 
 def _find_row_formats() -> dict[str, RowFormat]:
@@ -49,7 +50,9 @@ def read_row(row: Any, row_format: str, context: ReadContext, source: str = "") 
     if name is None:
         raise RowError("", "unknown_row_format", describe_row_formats(row))
     try:
-        parsed = ROW_FORMATS[name].read(row, RowBuilder(context, source))
+        builder = RowBuilder(context, source)
+        builder.template_args = read_template_args(row)
+        parsed = ROW_FORMATS[name].read(row, builder)
     except KeyError as error:
         raise RowError(
             "",

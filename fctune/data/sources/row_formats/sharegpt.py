@@ -6,11 +6,12 @@ list of calls, an ``observation`` turn a result; ``tools`` is a JSON string of b
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.row_builder import ParsedRow, RowBuilder
 from fctune.data.sources.row_formats.base import RowFormat
+from fctune.data.sources.row_reasoning import REASONING_ROLES, read_reasoning
 
 SPEAKERS = {
     "human": "user",
@@ -21,7 +22,17 @@ SPEAKERS = {
     "function_call": "call",
     "observation": "result",
     "tool": "result",
+    **dict.fromkeys(REASONING_ROLES, "reasoning"),
 }
+
+
+class Turn(NamedTuple):
+    """A turn: its speaker (a key of ``SPEAKERS``), text, location, and the reasoning under a key of its own."""
+
+    speaker: str
+    value: str
+    pointer: str
+    reasoning: str | None
 
 
 def read_sharegpt(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
@@ -30,27 +41,32 @@ def read_sharegpt(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     system = row.get("system")
     if isinstance(system, str) and system:
         builder.add("system", system, "system")
-    for speaker, value, pointer in read_turns(row, builder):
+    for speaker, value, pointer, given in read_turns(row, builder):
         match SPEAKERS.get(speaker):
             case "user":
                 builder.add("user", value, pointer)
             case "assistant":
-                builder.add("assistant", value, pointer)
+                content, reasoning = builder.take_reasoning(value, pointer, given)
+                builder.add("assistant", content, pointer, reasoning=reasoning)
+            case "reasoning":
+                builder.add_reasoning(value, pointer)
             case "system":
                 builder.add("system", value, pointer)
             case "call":
+                value, reasoning = builder.take_reasoning(value, pointer, given)
                 calls = builder.decode(value, pointer, "call_not_json")
                 listed = calls if isinstance(calls, list) else [calls]
                 if not listed:
                     raise RowError(pointer, "call_shape", "expected a call, got an empty list")
-                builder.add("assistant", None, pointer, tuple(builder.read_call(call, pointer) for call in listed))
+                read = tuple(builder.read_call(call, pointer) for call in listed)
+                builder.add("assistant", None, pointer, read, reasoning=reasoning)
             case _:
                 builder.add_result(value, pointer)
     return builder.finish()
 
 
-def read_turns(row: dict[str, Any], builder: RowBuilder) -> list[tuple[str, str, str]]:
-    """Return the speaker (a key of ``SPEAKERS``), text and pointer of each turn."""
+def read_turns(row: dict[str, Any], builder: RowBuilder) -> list[Turn]:
+    """Return the turns of a row."""
     turns = row["conversations"]
     if isinstance(turns, str):
         turns = builder.decode(turns, "conversations")
@@ -67,7 +83,8 @@ def read_turns(row: dict[str, Any], builder: RowBuilder) -> list[tuple[str, str,
             raise RowError(f"{pointer}.from", "unknown_role", f"expected one of {known}; got {describe_value(speaker)}")
         if not isinstance(value, str):
             raise RowError(f"{pointer}.value", "content_not_text", f"expected text, got {describe_value(value)}")
-        read.append((speaker, value, f"{pointer}.value"))
+        role = "assistant" if SPEAKERS[speaker] in ("assistant", "call") else speaker
+        read.append(Turn(speaker, value, f"{pointer}.value", read_reasoning(turn, pointer, role)))
     return read
 
 

@@ -45,14 +45,17 @@ def read_toolace(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     """Read a row; ToolACE's own prompt is removed from its system text."""
     _read_system(row["system"], builder)
     names = [tool.name for tool in builder.tools]
-    for speaker, value, pointer in read_turns(row, builder):
+    for speaker, value, pointer, given in read_turns(row, builder):
         match SPEAKERS[speaker]:
             case "user":
                 builder.add("user", value, pointer)
             case "system":
                 builder.add("system", value, pointer)
             case "assistant":
-                _add_assistant(value, pointer, names, builder)
+                text, reasoning = builder.take_reasoning(value, pointer, given)
+                _add_assistant(text, pointer, names, builder, reasoning)
+            case "reasoning":
+                builder.add_reasoning(value, pointer)
             case "result":
                 _add_results(value, pointer, builder)
             case _:
@@ -86,14 +89,14 @@ def _convert_tool(tool: Any, pointer: str) -> Any:
     return {**tool, "parameters": convert_schema(tool["parameters"], f"{pointer}.parameters")}
 
 
-def _add_assistant(value: str, pointer: str, names: list[str], builder: RowBuilder) -> None:
+def _add_assistant(value: str, pointer: str, names: list[str], builder: RowBuilder, reasoning: str | None) -> None:
     text = value.strip(_SPACE)
     reader = DeclaredCallReader(text, names)
     if not reader.is_call_list():
         for name in names:
             if f"[{name}(" in text:
                 raise RowError(pointer, "text_around_call", f"text before the call to {name}")
-        builder.add("assistant", value, pointer)
+        builder.add("assistant", value, pointer, reasoning=reasoning)
         return
     try:
         calls, end = reader.read_calls(0)
@@ -103,7 +106,7 @@ def _add_assistant(value: str, pointer: str, names: list[str], builder: RowBuild
         raise RowError(pointer, kind, f"{error.reason} at character {error.position}, got {got}") from None
     if text[end:].strip(_SPACE):
         raise RowError(pointer, "text_around_call", f"text after the calls: {text[end:].strip(_SPACE)[:40]!r}")
-    builder.add("assistant", None, pointer, tuple(Call(*call) for call in calls))
+    builder.add("assistant", None, pointer, tuple(Call(*call) for call in calls), reasoning=reasoning)
 
 
 def _add_results(value: str, pointer: str, builder: RowBuilder) -> None:

@@ -12,6 +12,7 @@ from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.python_types import convert_type
 from fctune.data.sources.row_builder import ParsedRow, RowBuilder
 from fctune.data.sources.row_formats.base import RowFormat
+from fctune.data.sources.row_reasoning import read_reasoning
 
 
 def read_xlam(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
@@ -28,7 +29,7 @@ def read_xlam(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
         raise RowError("answers", "no_assistant", "neither calls nor text to train on")
     builder.add("user", query, "query")
     calls = tuple(builder.read_call(answer, f"answers[{i}]") for i, answer in enumerate(answers))
-    builder.add("assistant", None, "answers", calls)
+    builder.add("assistant", None, "answers", calls, reasoning=read_reasoning(row, "", "assistant"))
     return builder.finish()
 
 
