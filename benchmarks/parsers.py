@@ -35,7 +35,14 @@ from tests.calls.server_outputs import (
 
 ROOT = Path(__file__).resolve().parents[1]
 # Tokens that a parser looks up in the tokenizer and refuses to work without.
-_TOKENS: dict[str, tuple[str, ...]] = {}
+_TOKENS: dict[str, tuple[str, ...]] = {
+    "lfm": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "llama3_json": ("<|python_tag|>",),
+    "mistral_v3": ("[TOOL_CALLS]",),
+    "mistral_v7": ("[TOOL_CALLS]",),
+    "mistral_v11": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    "mistral_v13": ("[TOOL_CALLS]", "[ARGS]"),
+}
 
 
 @dataclass

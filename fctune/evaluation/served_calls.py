@@ -66,20 +66,35 @@ def open_vllm(name: str, model_dir: str) -> tuple[str, Parse]:
     except ImportError:  # before 0.12
         protocol = import_module("vllm.entrypoints.openai.protocol")
         parsers = import_module("vllm.entrypoints.openai.tool_parsers")
-    parser_class = parsers.ToolParserManager.get_tool_parser(name)
     tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(model_dir)
-    takes_tools = "tools" in inspect.signature(parser_class.__init__).parameters
+    parser_class, is_whole = _get_vllm_parser(parsers, name)
+    takes_tools = is_whole or "tools" in inspect.signature(parser_class.__init__).parameters
 
     def parse(text: str, tools: list[dict[str, Any]]) -> list[dict[str, str]]:
         messages = [{"role": "user", "content": ""}]
         request = protocol.ChatCompletionRequest(model="model", messages=messages, tools=tools)
         # A new parser for each answer, as in the server: parsers have state.
         parser = parser_class(tokenizer, request.tools) if takes_tools else parser_class(tokenizer)
-        found = parser.extract_tool_calls(text, parser.adjust_request(request))
+        request = parser.adjust_request(request)
+        if is_whole:
+            calls = parser.parse(text, request, enable_auto_tools=True)[2] or []
+            return [{"name": call.name, "arguments": call.arguments} for call in calls]
+        found = parser.extract_tool_calls(text, request)
         return [{"name": call.function.name, "arguments": call.function.arguments} for call in found.tool_calls]
 
     parse("", [{"type": "function", "function": {"name": "probe", "parameters": {"type": "object"}}}])
     return f"vLLM {vllm.__version__}", parse
+
+
+def _get_vllm_parser(parsers: Any, name: str) -> tuple[Any, bool]:
+    """Return vLLM's class for a parser's name, and True if it parses whole answers, as it does from 0.31 on."""
+    if parsers.ToolParserManager.get_tool_parser(name) is None:
+        raise KeyError(f"vLLM has no parser {name!r}")
+    try:
+        manager = import_module("vllm.parser.parser_manager").ParserManager
+        return manager.get_parser(tool_parser_name=name, enable_auto_tools=True), True
+    except (ImportError, AttributeError):
+        return parsers.ToolParserManager.get_tool_parser(name), False
 
 
 def open_sglang(name: str, model_dir: str) -> tuple[str, Parse]:

@@ -349,6 +349,44 @@ def _is_error(output: Output, ours: Parsed, theirs: Read, server: Server) -> boo
     return isinstance(theirs, str)
 
 
+def _starts_with_prose(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+    """Only formats without marks are concerned: their calls begin with the bracket of a list or an object."""
+    return (
+        theirs == [] and bool(ours.prose) and bool(ours.spans) and output.text[ours.spans[0][0] :].lstrip()[0] in "[{"
+    )
+
+
+def _has_negative(value: Any) -> bool:
+    if isinstance(value, (dict, list)):
+        return any(map(_has_negative, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, (int, float)) and value < 0
+
+
+def _drops_negative(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+    kept = [(name, arguments) for name, arguments in _list_offered(output, ours) if not _has_negative(arguments)]
+    return bool(_PYTHON_LIST.search(output.text)) and len(kept) < len(ours.calls) and kept == theirs
+
+
+def _ends_at_bracket(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+    _, mark, listed = output.text.partition("functools[")
+    return bool(mark) and listed.count("]") > 1 and theirs == []
+
+
+def _splits_lines(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+    has_separator = len(output.text.splitlines()) > len(output.text.split("\n"))
+    return "<function_calls>" in output.text and has_separator and len(theirs) in (0, len(ours.calls))
+
+
+def _wants_space(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+    return server == "sglang" and "[TOOL_CALLS][" in output.text and theirs == []
+
+
+def _returns_empty_text(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+    return theirs == [(call.name, call.arguments or "") for call in ours.calls]
+
+
+_PYTHON_LIST = re.compile(r"(?:\A|\s)\[\w+\(")
+
 Rule = Callable[[Output, Parsed, Read, Server], bool]
 # Tried in this order; the first that holds is the reason.
 REASONS: dict[str, str] = {}
@@ -374,3 +412,9 @@ _add_reason(
     "The value cannot be written in the format, so that it is escaped as `<json>`, which no server reads.",
     _has_our_escape,
 )
+_add_reason("prose", "The server finds no call after prose; neither does the strict reading.", _starts_with_prose)
+_add_reason("negative", "The server drops a call that has a negative number.", _drops_negative)
+_add_reason("bracket", "The server ends the list at the first `]`, even within a value.", _ends_at_bracket)
+_add_reason("line", "The server splits calls at any of Unicode's line separators, even within a value.", _splits_lines)
+_add_reason("space", "The server wants a space between the mark and the list, as older tokenizers write.", _wants_space)
+_add_reason("empty", "A call without arguments has the empty text in place of `{}`.", _returns_empty_text)

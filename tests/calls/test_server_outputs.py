@@ -11,6 +11,7 @@ import pytest
 from benchmarks.parsers import compare
 from fctune.calls.formats.base import SERVERS, Server
 from fctune.calls.formats.registry import FORMATS
+from fctune.data.conversation import Call, Tool
 from tests.calls.server_outputs import DAMAGED, KINDS, Output, explain_difference, is_same, make_outputs, read_reply
 
 each_format = pytest.mark.parametrize("name", list(FORMATS))
@@ -59,6 +60,36 @@ def test_a_reading_with_other_calls_is_a_difference_without_a_reason(server: Ser
             assert explain_difference(output, ours, wrong, server) is None, (output, wrong)
             num_changed += 1
     assert num_changed > 200
+
+
+PING = Tool({"name": "ping", "parameters": {"type": "object", "properties": {"a": {"type": ["string", "integer"]}}}})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "theirs", "server", "reason"),
+    [
+        ("xlam", 'So: [{"name": "ping", "arguments": {}}]', [], "vllm", "prose"),
+        ("hermes", 'So: <tool_call>{"name": "ping", "arguments": {}}</tool_call>', [], "vllm", None),
+        ("pythonic", "[ping(a=-1), ping(a=1)]", [("ping", {"a": 1})], "sglang", "negative"),
+        ("pythonic", "[ping(a=-1), ping(a=1)]", [("ping", {"a": -1})], "sglang", None),
+        ("functools", 'functools[{"name": "ping", "arguments": {"a": [1]}}]', [], "vllm", "bracket"),
+        ("functools", 'functools[{"name": "ping", "arguments": {"a": 1}}]', [], "vllm", None),
+        ("olmo3", '<function_calls>ping(a="\u2028")</function_calls>', [("ping", {"a": ", "})], "vllm", "line"),
+        ("olmo3", '<function_calls>ping(a="b")</function_calls>', [("ping", {"a": ", "})], "vllm", None),
+        ("mistral_v3", '[TOOL_CALLS][{"name": "ping", "arguments": {}}]', [], "sglang", "space"),
+        ("mistral_v3", '[TOOL_CALLS] [{"name": "ping", "arguments": {}}]', [], "sglang", None),
+        ("kimi_k2", FORMATS["kimi_k2"].render([Call("ping", {})]), [("ping", "")], "vllm", "empty"),
+        ("kimi_k2", FORMATS["kimi_k2"].render([Call("ping", {"a": 1})]), [("ping", "")], "vllm", None),
+    ],
+)
+def test_a_reason_explains_its_own_difference_and_no_other(
+    name: str, text: str, theirs: list[tuple[str, Any]], server: Server, reason: str | None
+) -> None:
+    output = Output("one call", text, (PING,), ())
+    ours = FORMATS[name].parse(text, (PING,), lenient=True)
+    assert ours.calls
+    assert not is_same(ours, theirs)
+    assert explain_difference(output, ours, theirs, server) == reason
 
 
 @pytest.mark.slow
