@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from fctune.cli.files import write_file
-from fctune.cli.tables import format_rate, make_console, make_table
+from fctune.cli.tables import format_rate, make_console, make_reasoning_table, make_table
 from fctune.errors import DataError
 from fctune.evaluation.paired import Comparison, compare_rows
+from fctune.evaluation.reasoning import summarise_reasoning
 from fctune.evaluation.results import Row, read_rows, read_settings
 
 
@@ -26,8 +27,13 @@ def run(arguments: argparse.Namespace) -> int:
     has_total = not any("bfcl" in row for row in (*before, *after))
     _check_settings(arguments.before, arguments.after)
     compared = compare_rows(before, after, has_total, arguments.lenient)
+    reasoning = {
+        name: used
+        for name, rows in (("before", before), ("after", after))
+        if (used := summarise_reasoning(rows, has_total))
+    }
     if arguments.json is not None:
-        _write_json(arguments.json, compared)
+        _write_json(arguments.json, compared, reasoning)
     console = make_console()
     title = "tool-call accuracy, before and after"
     columns = ("category", "n", "before", "after", "difference", "p", "turned right", "turned wrong")
@@ -35,6 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     for row in compared:
         table.add_row(*_to_cells(row), style="bold" if row.category == "all" else "")
     console.print(table)
+    for name, used in reasoning.items():
+        console.print(make_reasoning_table(f"reasoning {name}", used))
     for row in compared if arguments.show > 0 else ():
         for word, ids in (("right", row.turned_right), ("wrong", row.turned_wrong)):
             if ids and (row.category != "all" or len(compared) == 1):
@@ -76,7 +84,7 @@ def _to_cells(row: Comparison) -> list[str]:
     ]
 
 
-def _write_json(path: Path, compared: list[Comparison]) -> None:
+def _write_json(path: Path, compared: list[Comparison], reasoning: dict[str, dict[str, Any]]) -> None:
     found: dict[str, Any] = {}
     for row in compared:
         difference, low, high = row.difference
@@ -91,4 +99,6 @@ def _write_json(path: Path, compared: list[Comparison]) -> None:
             "turned_right": row.turned_right,
             "turned_wrong": row.turned_wrong,
         }
+        used = {name: found_in[row.category] for name, found_in in reasoning.items() if row.category in found_in}
+        found[row.category] |= {"reasoning": used} if used else {}
     write_file(path, "--json", lambda: json.dumps(found, indent=2) + "\n")

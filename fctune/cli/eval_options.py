@@ -222,6 +222,11 @@ def _add_served_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{server}-parser", metavar="NAME", help="the server's --tool-call-parser; default: the call format's"
         )
+        parser.add_argument(
+            f"--{server}-reasoning-parser",
+            metavar="NAME",
+            help="the server's --reasoning-parser; default: that of the template's reasoning, if it writes any",
+        )
 
 
 def _add_eval_options_of_served(parser: argparse.ArgumentParser) -> None:

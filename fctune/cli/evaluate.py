@@ -28,7 +28,7 @@ from rich.progress import Progress, TaskID
 from fctune.calls.formats.base import CallFormat
 from fctune.calls.formats.registry import FORMATS, detect_format, get_format
 from fctune.cli.eval_options import find_suite
-from fctune.cli.tables import make_console, make_score_table, print_not_run
+from fctune.cli.tables import make_console, make_reasoning_table, make_score_table, print_not_run
 from fctune.config.loading import read_environment
 from fctune.data.chosen_template import open_chosen_template
 from fctune.errors import CheckpointError, ConfigError, DataError
@@ -92,6 +92,8 @@ def _run(arguments: argparse.Namespace, world: World | None) -> int:
     console = make_console()
     title = f"tool-call accuracy of {arguments.model} on {suite.name}"
     console.print(make_score_table(title, summary))
+    if summary["reasoning"]:
+        console.print(make_reasoning_table("reasoning", summary["reasoning"]))
     print_not_run(console, suite.not_run)
     console.print(f"results: {results.path}", soft_wrap=True)
     _write_exports(arguments, console, suite, rows, summary)

@@ -1,7 +1,9 @@
-"""Accuracy as served: a model's answers read by vLLM's and SGLang's own tool-call parsers; ``fctune served``.
+"""Accuracy as served: a model's answers read by vLLM's and SGLang's own parsers; ``fctune served``.
 
     python -m eval.serving DIR --suite smoke [--vllm-python PATH] [--sglang-python PATH]
     python -m eval.serving DIR --suite synthetic --results FILE     # answers that eval.tool_calls has written
+
+Where the chat template writes reasoning, the server's reasoning parser takes it out first, as when it serves.
 
 The parsers run without a GPU, each in the Python of its own virtual environment, because vLLM and SGLang pin other
 versions of torch and transformers than this project and than each other (FCTUNE_VLLM_PYTHON and FCTUNE_SGLANG_PYTHON
@@ -18,6 +20,8 @@ from typing import Any
 
 from fctune.calls.formats.base import SERVERS, CallFormat
 from fctune.calls.formats.registry import detect_format, get_format
+from fctune.calls.reasoning.base import ReasoningFormat
+from fctune.calls.reasoning.registry import detect_reasoning
 from fctune.cli import evaluate
 from fctune.cli.files import write_file
 from fctune.cli.tables import format_rate, make_console, make_table
@@ -34,8 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table; 0 done, 1 no server's parser could be run."""
     suite, rows = _answers(arguments)
     files = find_model(arguments.model)
-    call_format = get_format(arguments.format) if arguments.format else _detect_format(files.model_dir)
-    served, reasons = _serve(arguments, suite, rows, files.model_dir, call_format)
+    template = ChatTemplate(files.model_dir).source
+    call_format = get_format(arguments.format) if arguments.format else detect_format(template)
+    served, reasons = _serve(arguments, suite, rows, files.model_dir, call_format, detect_reasoning(template))
     if arguments.json is not None:
         _write_json(arguments.json, rows, served)
     console = make_console()
@@ -60,12 +65,13 @@ def _answers(arguments: argparse.Namespace) -> tuple[Suite, list[Row]]:
     return suite, [found[case.id] for case in suite.cases]
 
 
-def _detect_format(model_dir: Path) -> CallFormat:
-    return detect_format(ChatTemplate(model_dir).source)
-
-
 def _serve(
-    arguments: argparse.Namespace, suite: Suite, rows: list[Row], model_dir: Path, call_format: CallFormat
+    arguments: argparse.Namespace,
+    suite: Suite,
+    rows: list[Row],
+    model_dir: Path,
+    call_format: CallFormat,
+    reasoning_format: ReasoningFormat | None,
 ) -> tuple[list[Served], list[str]]:
     served, reasons = [], []
     for server in SERVERS:
@@ -73,9 +79,12 @@ def _serve(
         if parser is None:
             reasons.append(f"{server}: no parser for {call_format.name}; pass one with --{server}-parser")
             continue
+        found = reasoning_format.get_server_parser(server) if reasoning_format is not None else None
+        reasoning_parser = getattr(arguments, f"{server}_reasoning_parser") or found
         try:
             python = getattr(arguments, f"{server}_python")
-            served.append(parse_as_served(server, suite, rows, model_dir, parser, python))
+            one = parse_as_served(server, suite, rows, model_dir, parser, python, reasoning_parser=reasoning_parser)
+            served.append(one)
         except ConfigError as error:
             reasons.append(str(error))
     return served, reasons

@@ -60,6 +60,23 @@ def make_score_table(title: str, summary: Mapping[str, Any]) -> Table:
     return table
 
 
+def make_reasoning_table(title: str, by_category: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Make a table of the use of reasoning, as ``summarise_reasoning`` returns it."""
+    table = make_table(title, "category", "answers", "that reason", "mean tokens", "never closed", "of them cut off")
+    for category, use in by_category.items():
+        mean, reasoned, unclosed = use["mean_tokens"], use["reasoned"], use["unclosed"]
+        table.add_row(
+            category,
+            f"{reasoned['n']:,}",
+            f"{reasoned['rate']:.1%}",
+            "-" if mean is None else f"{mean:,.1f}",
+            f"{unclosed['rate']:.1%}",
+            f"{use['cut']['rate']:.1%}",
+            style="bold" if category == "all" else "",
+        )
+    return table
+
+
 def print_not_run(console: Console, not_run: Mapping[str, str]) -> None:
     """Print the categories that were not run, grouped by reason."""
     for reason in dict.fromkeys(not_run.values()):

@@ -18,7 +18,15 @@ from fctune.calls.formats.base import CallFormat, Parsed
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.errors import DataError
 from fctune.evaluation.bfcl import BFCL
-from fctune.evaluation.judging import Row, judge_row, read_answer, to_benchmark_fields, to_plain, to_plain_calls
+from fctune.evaluation.judging import (
+    Row,
+    judge_row,
+    read_answer,
+    to_benchmark_fields,
+    to_plain,
+    to_plain_calls,
+    to_reasoning_fields,
+)
 from fctune.evaluation.multi_turn import MultiTurnCase
 from fctune.generation.engine import Answer, Engine
 
@@ -87,25 +95,32 @@ class _Step:
     results: tuple[str, ...] = ()
 
     def to_messages(self, has_one_call_each: bool) -> Iterator[Message]:
-        content = _encodable(self.answer.text if self.lenient.malformed else self.lenient.prose)
+        reasoning = self.answer.reasoning
+        thought = (_encodable(reasoning.text) or None) if reasoning is not None else None
+        text = reasoning.blank(self.answer.text).strip() if reasoning is not None else self.answer.text
+        content = _encodable(text if self.lenient.malformed else self.lenient.prose)
         if not self.calls:
-            yield Message("assistant", content)
+            yield Message("assistant", content, reasoning=thought)
             return
         results = [
             Message("tool", _encodable(result), call_id=call.id, name=call.name)
             for call, result in zip(self.calls, self.results, strict=True)
         ]
         if not has_one_call_each:
-            yield Message("assistant", content or None, self.calls)
+            yield Message("assistant", content or None, self.calls, reasoning=thought)
             yield from results
             return
         for index, (call, result) in enumerate(zip(self.calls, results, strict=True)):
-            yield Message("assistant", (content or None) if index == 0 else None, (call,))
+            first = index == 0
+            yield Message(
+                "assistant", content or None if first else None, (call,), reasoning=thought if first else None
+            )
             yield result
 
     def to_row(self) -> Row:
         row = {
             "answer": self.answer.text,
+            **to_reasoning_fields(self.answer),
             **to_plain(self.strict),
             "lenient": to_plain(self.lenient),
             "results": list(self.results),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fctune.calls.answers import read_text
 from fctune.calls.formats.base import CallFormat, Malformed, Parsed
 from fctune.calls.judge import Judgement, judge_error
 from fctune.calls.tool_calls import Reading, read_tool_calls
@@ -29,8 +30,9 @@ def read_answer(answer: Answer, call_format: CallFormat | None, tools: Sequence[
         tools: The tools on offer.
     """
     if call_format is not None:
-        return Reading(*call_format.parse_both(answer.text, tools))
-    return read_tool_calls(answer.tool_calls or (), answer.text.strip())
+        return read_text(answer.text, call_format, tools, answer.reasoning)
+    prose = answer.reasoning.blank(answer.text) if answer.reasoning else answer.text
+    return read_tool_calls(answer.tool_calls or (), prose.strip())
 
 
 def judge_reading(case: Case, reading: Reading) -> tuple[Judgement, Judgement]:
@@ -68,6 +70,7 @@ class JudgedAnswer:
             "verdict": self.strict.outcome.verdict,
             "differences": list(case.describe_differences(strict, self.strict)),
             "answer": answer.text,
+            **to_reasoning_fields(answer),
             "is_cut": answer.is_cut,
             "seconds": answer.seconds,
             **to_plain(strict),
@@ -132,6 +135,20 @@ def to_benchmark_fields(judgement: Judgement) -> Row:
     if (benchmark := judgement.benchmark) is None:
         return {}
     return {"bfcl": benchmark._asdict()}
+
+
+def to_reasoning_fields(answer: Answer) -> Row:
+    """Return the fields of a row that hold the reasoning of an answer, if there is any."""
+    if (reasoning := answer.reasoning) is None:
+        return {}
+    return {
+        "reasoning": {
+            "text": reasoning.text,
+            "num_tokens": reasoning.num_tokens,
+            "is_closed": reasoning.is_closed,
+            "is_cut": answer.is_cut and not reasoning.is_closed,
+        }
+    }
 
 
 def to_plain(*parsed: Parsed) -> Row:

@@ -5,7 +5,8 @@ A row is one answer, in JSON:
 - ``{"id", "calls": [{"name", "arguments"}, ...]}``: calls that were parsed elsewhere, also in OpenAI's shape; see
   ``fctune.calls.tool_calls``. An additional ``"malformed": [reason, ...]`` lists parts of the answer that were meant as
   calls but could not be parsed.
-- ``{"id", "text", "format"}``: the model's text and its call format, parsed here.
+- ``{"id", "text", "format"}``: the model's text and its call format, parsed here. Reasoning in the text, such as
+  ``<think>...</think>``, is left out: a call inside it is none.
 - ``{"id", "turns": [[step, ...], ...]}``: for a multi-turn case, the model's answers in each turn of the user, until it
   makes no more calls; a step is a list of calls or a text.
 
@@ -19,9 +20,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fctune.calls.answers import read_text
 from fctune.calls.formats.base import CallFormat, Malformed, Parsed
 from fctune.calls.formats.registry import get_format
 from fctune.calls.judge import Judgement, judge_error
+from fctune.calls.reasoning.registry import find_reasoning
 from fctune.calls.tool_calls import Reading, read_tool_calls
 from fctune.data.conversation import Tool
 from fctune.errors import ConfigError, DataError
@@ -52,7 +55,7 @@ class Prediction(NamedTuple):
             return self.calls
         if self.text is None or self.call_format is None:
             return None
-        return Reading(*self.call_format.parse_both(self.text, tools))
+        return read_text(self.text, self.call_format, tools, find_reasoning(self.text))
 
     def read_turns(self, tools: Sequence[Sequence[Tool]]) -> list[list[Reading]] | None:
         """Read the steps of each turn of a multi-turn case; None if the row holds none.
@@ -69,7 +72,7 @@ class Prediction(NamedTuple):
     def _read_step(self, step: Any, tools: Sequence[Tool]) -> Reading:
         if isinstance(step, str):
             assert self.call_format is not None
-            return Reading(*self.call_format.parse_both(step, tools))
+            return read_text(step, self.call_format, tools, find_reasoning(step))
         return _read_calls(step, self.fault)
 
 

@@ -1,9 +1,11 @@
 """Parse texts with vLLM's or SGLang's own parser; run by ``fctune.evaluation.serving`` in the Python that has them.
 
-    PYTHON served_calls.py vllm|sglang PARSER MODEL_DIR < requests.jsonl > replies.jsonl
+    PYTHON served_calls.py vllm|sglang PARSER MODEL_DIR [REASONING_PARSER] < requests.jsonl > replies.jsonl
 
-A request is ``{"id", "text", "tools"}``, a reply ``{"id", "calls": [{"name", "arguments"}]}`` with arguments as the
-string that a client gets, or ``{"id", "error"}``; the first reply is ``{"version"}``. Exit code 3: not installed.
+A request is ``{"id", "text", "tools"}``, with ``template_args`` if the prompt was rendered with any, and ``is_open`` if
+the prompt opened the reasoning. A reply is ``{"id", "calls": [{"name", "arguments"}]}`` with arguments as the string
+that a client gets, or ``{"id", "error"}``; with a reasoning parser it also has ``reasoning`` and ``content``, the text
+in which calls were looked for. The first reply is ``{"version"}``. Exit code 3: not installed.
 
 Imports nothing of fctune, so that the servers' own pins of torch and transformers hold here.
 """
@@ -23,15 +25,18 @@ from typing import Any
 MAX_PARSE_S = 2.0
 
 Parse = Callable[[str, list[dict[str, Any]]], list[dict[str, str]]]
+Split = Callable[[dict[str, Any]], tuple[str | None, str | None]]
 
 
-def main(server: str, parser: str, model_dir: str) -> int:
+def main(server: str, parser: str, model_dir: str, reasoning_parser: str = "") -> int:
     """Answer every request on stdin; returns 0, or 3 if the server is not installed or has no such parser."""
     # The servers log to stdout.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
         version, parse = (open_vllm if server == "vllm" else open_sglang)(parser, model_dir)
+        split_reasoning = split_vllm if server == "vllm" else split_sglang
+        split = split_reasoning(reasoning_parser, model_dir) if reasoning_parser else None
     except Exception as error:  # such imports can raise anything
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 3
@@ -42,8 +47,12 @@ def main(server: str, parser: str, model_dir: str) -> int:
         reply: dict[str, Any] = {"id": request["id"]}
         try:
             signal.setitimer(signal.ITIMER_REAL, MAX_PARSE_S)
+            text = request["text"]
+            if split is not None:
+                reply["reasoning"], reply["content"] = split(request)
+                text = reply["content"] or ""
             # A server only looks for calls if the request has tools.
-            reply["calls"] = parse(request["text"], request["tools"]) if request["tools"] else []
+            reply["calls"] = parse(text, request["tools"]) if request["tools"] else []
             signal.setitimer(signal.ITIMER_REAL, 0)
         except Exception as error:  # a server would answer with status 500
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -95,6 +104,38 @@ def _get_vllm_parser(parsers: Any, name: str) -> tuple[Any, bool]:
         return manager.get_parser(tool_parser_name=name, enable_auto_tools=True), True
     except (ImportError, AttributeError):
         return parsers.ToolParserManager.get_tool_parser(name), False
+
+
+def split_vllm(name: str, model_dir: str) -> Split:
+    """Return vLLM's reasoning parser of that name, which splits a request's text into reasoning and content."""
+    protocol = import_module("vllm.entrypoints.openai.chat_completion.protocol")
+    parser_class = import_module("vllm.reasoning").ReasoningParserManager.get_reasoning_parser(name)
+    tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(model_dir)
+    chat = protocol.ChatCompletionRequest(model="model", messages=[{"role": "user", "content": ""}])
+
+    def split(request: dict[str, Any]) -> tuple[str | None, str | None]:
+        parser = parser_class(tokenizer, chat_template_kwargs=request.get("template_args") or {})
+        found: tuple[str | None, str | None] = parser.extract_reasoning(request["text"], chat)
+        return found
+
+    split({"text": ""})
+    return split
+
+
+def split_sglang(name: str, model_dir: str) -> Split:
+    """Return SGLang's reasoning parser of that name, used in the same way."""
+    parser_class = import_module("sglang.srt.parser.reasoning_parser").ReasoningParser
+    if name not in parser_class.DetectorMap:
+        raise KeyError(f"SGLang has no reasoning parser {name!r}")
+
+    def split(request: dict[str, Any]) -> tuple[str | None, str | None]:
+        # The server passes what it found in the template and the prompt.
+        found: tuple[str | None, str | None] = parser_class(
+            name, stream_reasoning=False, force_reasoning=request.get("is_open")
+        ).parse_non_stream(request["text"])
+        return found
+
+    return split
 
 
 def open_sglang(name: str, model_dir: str) -> tuple[str, Parse]:

@@ -1,4 +1,4 @@
-"""Accuracy as served: a model's texts read by the tool-call parsers of vLLM and SGLang.
+"""Accuracy as served: a model's texts read by the reasoning and tool-call parsers of vLLM and SGLang.
 
 Those parsers are lenient in their own ways: SGLang drops calls of tools that are not on offer, one bad block can cost
 all calls of a turn, and a parser may raise. A model may therefore be better or worse when served than as read here.
@@ -42,6 +42,9 @@ def parse_as_served(
     parser: str,
     python: str = sys.executable,
     timeout_s: float = 600.0,
+    reasoning_parser: str | None = None,
+    template_args: Mapping[str, Any] | None = None,
+    is_open: bool | None = None,
 ) -> Served:
     """Judge the answers of a run as this server would read them.
 
@@ -53,12 +56,17 @@ def parse_as_served(
         parser: The server's name of the parser.
         python: Interpreter of the environment with the server, which pins other versions of torch than this project.
         timeout_s: Time limit for all texts.
+        reasoning_parser: The server's name of the parser that takes the reasoning out first; None: it looks for calls
+            in the complete text.
+        template_args: The switches of the chat template with which the answers were made.
+        is_open: The template's prompts end inside the reasoning; None if that is unknown.
 
     Raises:
         ConfigError: The server is not installed there, has no such parser, or does not finish.
     """
-    requests = [{"id": row["id"], "text": _served_text(row["answer"]), "tools": row["tools"]} for row in rows]
-    version, replies = run_server_parser(server, parser, model_dir, requests, python, timeout_s)
+    prompted = {"template_args": dict(template_args or {}), "is_open": is_open}
+    requests = [{"id": row["id"], "text": row["answer"], "tools": row["tools"], **prompted} for row in rows]
+    version, replies = run_server_parser(server, parser, model_dir, requests, python, timeout_s, reasoning_parser)
     cases = {case.id: case for case in suite.cases}
     judged = [_judge_reply(cases[row["id"]], row, replies[row["id"]]) for row in rows]
     tally = tally_judgements(suite, ((one.case.category, one.strict, one.lenient) for one in judged))
@@ -73,6 +81,7 @@ def run_server_parser(
     requests: Sequence[Mapping[str, Any]],
     python: str = sys.executable,
     timeout_s: float = 600.0,
+    reasoning_parser: str | None = None,
 ) -> tuple[str, dict[Any, dict[str, Any]]]:
     """Have a server's own parser read texts, in a process of the environment that has it.
 
@@ -83,6 +92,7 @@ def run_server_parser(
         requests: ``{"id", "text", "tools"}`` for each text, as ``served_calls`` describes.
         python: Interpreter of that environment.
         timeout_s: Time limit for all texts.
+        reasoning_parser: The server's name of the parser that takes the reasoning out first, if any.
 
     Returns:
         The server's name and version, and the reply to each request by its id.
@@ -92,6 +102,7 @@ def run_server_parser(
     """
     worker = Path(__file__).with_name("served_calls.py")
     command = [python, "-I", str(worker), server, parser, str(model_dir)]
+    command += [reasoning_parser] if reasoning_parser else []
     given = "".join(json.dumps(request) + "\n" for request in requests)
     try:
         done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=timeout_s)
@@ -110,8 +121,3 @@ def run_server_parser(
 def _judge_reply(case: Case, row: Row, reply: dict[str, Any]) -> JudgedAnswer:
     error = row.get("error") or reply.get("error")
     return judge_answer(case, Answer(0, tool_calls=tuple(reply.get("calls", ())), error=error), None)
-
-
-def _served_text(text: str) -> str:
-    """Return the text after the thinking, which servers remove before they look for calls."""
-    return text.split("</think>", 1)[1].lstrip("\n") if "</think>" in text else text

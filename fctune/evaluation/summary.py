@@ -9,6 +9,7 @@ from typing import Any
 from fctune.calls.judge import Judgement, Outcome
 from fctune.calls.metrics import rate, score_outcomes
 from fctune.evaluation.judging import Row, judge_row
+from fctune.evaluation.reasoning import summarise_reasoning
 from fctune.evaluation.suites import Suite
 
 # In live_relevance any call will do: nothing is known of its name, its arguments or the number of calls.
@@ -92,7 +93,7 @@ def tally_judgements(suite: Suite, judged: Iterable[tuple[str, Judgement, Judgem
 def summarise_run(suite: Suite, rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Summarise the rows of a run, with the rates of ``Tally.summarise``.
 
-    A case without a row counts as one without an answer.
+    A case without a row counts as one without an answer. ``reasoning`` is that of ``summarise_reasoning``.
 
     Args:
         suite: The cases.
@@ -114,6 +115,7 @@ def summarise_run(suite: Suite, rows: Sequence[Row], settings: Mapping[str, Any]
         "num_cases": len(cases),
         "num_no_answer": sum(by_id.get(case.id, missing).get("error") is not None for case in cases),
         "num_cut": sum(bool(row.get("is_cut")) for row in rows),
+        "reasoning": summarise_reasoning(rows, has_total=suite.benchmark is None),
         "not_run": dict(suite.not_run),
         "settings": dict(settings),
         **tally.summarise(),

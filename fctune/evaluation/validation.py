@@ -18,6 +18,7 @@ from fctune.calls.formats.registry import detect_format, get_format
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
 from fctune.errors import CheckpointError, ConfigError, DataError
+from fctune.evaluation.judging import read_answer
 from fctune.evaluation.suites import Suite
 from fctune.generation.in_process import InProcessEngine
 from fctune.generation.model_files import ModelFiles
@@ -252,7 +253,7 @@ class Validator:
         called = correct = 0
         for answer in self._engine.answer([case.prompt for case in cases], self.max_new_tokens):
             case = cases[answer.index]
-            parsed = reader.parse(answer.text, case.prompt.tools)
+            parsed = read_answer(answer, reader, case.prompt.tools).strict
             offered = {tool.name for tool in case.prompt.tools}
             called += bool(parsed.calls) and not parsed.malformed and all(call.name in offered for call in parsed.calls)
             correct += case.judge(parsed).is_valid

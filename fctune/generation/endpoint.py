@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from fctune.calls.reasoning.base import Reasoning
+from fctune.calls.reasoning.registry import find_reasoning
 from fctune.data.conversation import Conversation, Message
 from fctune.errors import ConfigError
 from fctune.generation.engine import Answer, Sampling
@@ -186,6 +188,8 @@ def to_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     num_calls = 0
     for message in messages:
         row = message.to_openai()
+        if message.reasoning is not None:
+            row["reasoning"] = message.reasoning  # vLLM's name; SGLang and llama.cpp read reasoning_content
         if message.calls:
             for call, written in zip(message.calls, row["tool_calls"], strict=True):
                 num_calls += 1
@@ -217,7 +221,30 @@ def _read_answer(body: Any, index: int) -> Answer:
     if not isinstance(content, str | None) or not isinstance(calls, list | None):
         raise ValueError(f"content or tool_calls of the wrong type in {json.dumps(message)[:120]}")
     is_cut = choice.get("finish_reason") == "length"
-    return Answer(index, content or "", is_cut, tuple(c if isinstance(c, dict) else {} for c in calls or ()))
+    sent = tuple(c if isinstance(c, dict) else {} for c in calls or ())
+    reasoning = _read_reasoning(message, content or "", sent, body.get("usage"))
+    return Answer(index, content or "", is_cut, sent, reasoning=reasoning)
+
+
+def _read_reasoning(
+    message: Mapping[str, Any], content: str, calls: Sequence[Mapping[str, Any]], usage: Any
+) -> Reasoning | None:
+    """Return the reasoning that a server sent apart from the content, or left in it if it has no reasoning parser."""
+    texts = [message.get(key) for key in ("reasoning", "reasoning_content")]
+    text = next((text for text in texts if isinstance(text, str) and text.strip()), None)
+    if text is None:
+        return find_reasoning(content)
+    # Without anything after it, the reasoning was cut off or never closed.
+    is_closed = bool(content.strip() or calls)
+    details = usage.get("completion_tokens_details") if isinstance(usage, dict) else None
+    num_tokens = details.get("reasoning_tokens") if isinstance(details, dict) else None
+    # vLLM counts 0 if the prompt opened the reasoning.
+    is_counted = isinstance(num_tokens, int) and num_tokens > 0
+    return Reasoning(text.strip(), is_closed, num_tokens=num_tokens if is_counted else None)
+
+
+def _is_reasoning(delta: Mapping[str, Any]) -> bool:
+    return bool(delta.get("reasoning") or delta.get("reasoning_content"))
 
 
 def _time_events(events: Iterator[Any], start: float) -> Timing:
@@ -231,7 +258,7 @@ def _time_events(events: Iterator[Any], start: float) -> Timing:
         # Not every server ends with [DONE].
         is_complete |= choices[0].get("finish_reason") is not None
         delta = choices[0].get("delta") or {}
-        if delta.get("content") or delta.get("tool_calls") or delta.get("reasoning_content"):
+        if delta.get("content") or delta.get("tool_calls") or _is_reasoning(delta):
             first_s = first_s or time.perf_counter() - start
             num_events += 1
         if isinstance(event.get("usage"), dict):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from fctune.calls.reasoning.base import Reasoning
 from fctune.data.conversation import Conversation
 
 
@@ -15,10 +16,11 @@ class Answer:
 
     Attributes:
         index: Position of the prompt among those of the request.
-        text: The answer without its end-of-turn token.
+        text: The answer without its end-of-turn token; in process with its reasoning, as generated.
         is_cut: The answer was ended by the limit of tokens.
         tool_calls: Calls that a server parsed from the model's text, as it sent them; None if there is only text.
         error: Why there is no answer; text and calls are empty then.
+        reasoning: The reasoning in the text, or sent apart from it by a server; None if there is none.
         seconds: Duration of the request; None for answers that were generated in a batch.
     """
 
@@ -28,6 +30,7 @@ class Answer:
     tool_calls: tuple[Mapping[str, Any], ...] | None = None
     error: str | None = None
     seconds: float | None = None
+    reasoning: Reasoning | None = None
 
 
 @dataclass(frozen=True, slots=True)

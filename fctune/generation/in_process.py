@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fctune.calls.reasoning.base import Reasoning
+from fctune.calls.reasoning.registry import detect_reasoning, find_reasoning
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation
@@ -18,6 +20,8 @@ from fctune.generation.engine import Answer, Sampling
 from fctune.models.hub import digest_model
 
 _NUM_SHOWN = 3
+# Tokens at the end of a prompt that may open the reasoning.
+_NUM_ENDING = 32
 
 
 class InProcessEngine:
@@ -64,6 +68,7 @@ class InProcessEngine:
         self.model = (_load_model(self.model_dir, self.adapter_dir) if model is None else model).to(self.device)
         self.batch_size = batch_size
         self.sampling = sampling or Sampling()
+        self.reasoning_format = detect_reasoning(self.template.source)
         self._stop_ids = _stop_ids(self.model.generation_config.eos_token_id, self.template)
 
     def describe(self) -> dict[str, Any]:
@@ -155,11 +160,24 @@ class InProcessEngine:
 
             options["logits_processor"] = LogitsProcessorList([GumbelNoise(self.sampling.temperature, seeds)])
         answers = []
-        for index, row in zip(indices, self.generate(encoded, max_new_tokens, **options).tolist(), strict=True):
+        generated = self.generate(encoded, max_new_tokens, **options).tolist()
+        for index, prompt, row in zip(indices, encoded, generated, strict=True):
             end = next((i for i, token in enumerate(row) if token in self._stop_ids), None)
-            text = self.template.tokenizer.decode(row[:end], skip_special_tokens=False)
-            answers.append(Answer(index, text, is_cut=end is None))
+            text = self.template.decode(row[:end])
+            answers.append(Answer(index, text, is_cut=end is None, reasoning=self._find_reasoning(prompt, text)))
         return answers
+
+    def _find_reasoning(self, prompt: list[int], text: str) -> Reasoning | None:
+        """Return the reasoning in a text, with its number of tokens; the prompt may have opened it."""
+        if self.reasoning_format is None:
+            reasoning = find_reasoning(text)
+        else:
+            is_open = self.reasoning_format.is_opened_by(self.template.decode(prompt[-_NUM_ENDING:]))
+            reasoning = self.reasoning_format.split(text, is_open)
+        if reasoning is None:
+            return None
+        num_tokens = len(self.template.tokenizer.encode(reasoning.text, add_special_tokens=False))
+        return reasoning._replace(num_tokens=num_tokens)
 
     def _seed(self, prompt: Conversation) -> int:
         text = f"{self.sampling.seed} {prompt.digest()}"

@@ -49,6 +49,7 @@ def make_eval_page(summary: Mapping[str, Any], rows: Sequence[Row]) -> Page:
     _add_confusions(page, rows)
     _add_failures(page, failures)
     _add_rates(page, summary)
+    _add_reasoning(page, summary)
     if summary["not_run"]:
         table = make_table([("Category", False), ("Reason", False)], list(summary["not_run"].items()))
         page.add_section("Not run", table, lead="Categories of the suite that were skipped; they are in no figure.")
@@ -168,6 +169,7 @@ def make_case(row: Row) -> dict[str, Any]:
         _part("Differences", "\n".join(row["differences"]) or "none in the calls", "list"),
         {**_part("Expected", expected, "code"), "other": made},
         {**_part("Got", made, "code"), "other": expected},
+        *_reasoning_parts(row),
         _part("Raw answer", row["answer"] or row.get("error") or "(empty)", "text"),
         _part("Prompt", "\n\n".join(map(_format_message, row["messages"])), "text"),
     ]
@@ -185,6 +187,19 @@ def make_case(row: Row) -> dict[str, Any]:
         },
         "parts": parts,
     }
+
+
+def _reasoning_parts(row: Row) -> list[dict[str, str]]:
+    """Return the reasoning of an answer, or of all answers of a conversation, folded; nothing without any."""
+    answers = [step for turn in row["turns"] for step in turn] if "turns" in row else [row]
+    found = [reasoning for answer in answers if (reasoning := answer.get("reasoning")) is not None]
+    if not any(reasoning["text"] for reasoning in found):
+        return []
+    counts = [reasoning["num_tokens"] for reasoning in found]
+    notes = [] if None in counts else [f"{sum(counts):,} tokens"]
+    notes += [] if all(reasoning["is_closed"] for reasoning in found) else ["never closed"]
+    heading = f"Reasoning ({', '.join(notes)})" if notes else "Reasoning"
+    return [_part(heading, "\n\n".join(reasoning["text"] for reasoning in found), "folded")]
 
 
 def format_bounds(rate: Mapping[str, Any]) -> str:
@@ -210,7 +225,8 @@ def _format_calls(calls: Sequence[Mapping[str, Any]]) -> str:
 
 def _format_message(message: Mapping[str, Any]) -> str:
     calls = [call["function"] for call in message.get("tool_calls", ())]
-    text = [message["content"]] if message.get("content") else []
+    text = [f"({message['reasoning_content']})"] if message.get("reasoning_content") else []
+    text += [message["content"]] if message.get("content") else []
     return f"{message['role']}: " + "\n".join(text + ([_format_calls(calls)] if calls else []))
 
 
@@ -236,6 +252,29 @@ def _add_rates(page: Page, summary: Mapping[str, Any]) -> None:
         is_open = " open" if category == "all" else ""
         parts.append(f"<details{is_open}><summary>{escape(category)}</summary>{table}</details>")
     page.add_section("All rates", *parts, lead="Strict reading. Precision and recall are over calls and arguments.")
+
+
+def _add_reasoning(page: Page, summary: Mapping[str, Any]) -> None:
+    if not (by_category := summary.get("reasoning")):
+        return
+    heads = [("Category", False), ("Answers", True), ("That reason", True), ("Mean tokens", True)]
+    heads += [("Never closed", True), ("Of them cut off", True)]
+    rows = [
+        [
+            category,
+            use["reasoned"]["n"],
+            _percent(use["reasoned"]),
+            "" if use["mean_tokens"] is None else f"{use['mean_tokens']:,.1f}",
+            f"{use['unclosed']['successes']:,} ({_percent(use['unclosed'])})",
+            f"{use['cut']['successes']:,}",
+        ]
+        for category, use in by_category.items()
+    ]
+    lead = (
+        "Reasoning is never judged: a call inside it is no call. An answer whose reasoning never closes has no calls; "
+        "where the token limit cut it off, raise --max-new-tokens."
+    )
+    page.add_section("Reasoning", make_table(heads, rows), lead=lead)
 
 
 def _percent(rate: Mapping[str, Any]) -> str:

@@ -109,7 +109,8 @@ class Page:
 
         Args:
             cases: each with ``title``, ``tags`` (shown next to the title), ``facets`` (values to filter by) and
-                ``parts`` as (heading, text, kind), where kind is ``text``, ``code`` or ``list`` (one item per line).
+                ``parts`` as (heading, text, kind), where kind is ``text``, ``code``, ``list`` (one item per line) or
+                ``folded`` (text behind its heading).
             facets: key in each case's ``facets`` -> label of its filter.
         """
         if "cases.js" not in self._scripts:

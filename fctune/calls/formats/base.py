@@ -180,22 +180,20 @@ class CallFormat(ABC):
     def parse(self, text: str, tools: Sequence[Tool] = (), lenient: bool = False) -> Parsed:
         """Split a model's text into calls, malformed spans and prose.
 
-        Never raises and never evaluates anything; the time is linear in the text. Thinking (``<think>...</think>`` at
-        the start) is prose, whatever it quotes.
+        Never raises and never evaluates anything; the time is linear in the text.
 
         Args:
-            text: One assistant turn, with or without the mark that ends it.
+            text: One assistant turn without its reasoning, with or without the mark that ends it.
             tools: The tools on offer; formats whose values carry no type take it from their schemas.
             lenient: Read as serving engines do: close what is left open, decode arguments sent as a string, accept
                 ``parameters`` for ``arguments`` and Python's quotes for JSON's. If that finds nothing, read JSON
                 objects that call tools on offer, bare or in a code fence. Otherwise only the exact format is read.
         """
-        state = ParseState(text, _find_content_end(text))
-        start = _find_content_start(text, state.end)
-        self._read(state, start, tools, lenient)
+        state = ParseState(text, find_content_end(text))
+        self._read(state, 0, tools, lenient)
         if lenient and tools and not state.calls and not state.malformed:
             names = {tool.name for tool in tools}
-            for found in find_bare_calls(text[: state.end], max(start, state.position), names):
+            for found in find_bare_calls(text[: state.end], state.position, names):
                 state.add_calls(*found)
         return state.finish()
 
@@ -213,7 +211,7 @@ class CallFormat(ABC):
         """Add every call and malformed span of ``state.text[start:state.end]`` to the state."""
 
 
-def _find_content_end(text: str) -> int:
+def find_content_end(text: str) -> int:
     """Return the position of the marks that end the turn."""
     end = len(text)
     while True:
@@ -223,18 +221,3 @@ def _find_content_end(text: str) -> int:
         if not text.endswith(TURN_ENDS, 0, stripped):
             return end
         end = stripped - next(len(mark) for mark in TURN_ENDS if text.endswith(mark, 0, stripped))
-
-
-def _find_content_start(text: str, end: int) -> int:
-    """Return the position after the thinking; ``end`` if thinking is never closed.
-
-    Templates that open the thinking themselves leave only its end, on its own line, in the model's text.
-    """
-    start = 0
-    while start < end and text[start].isspace():
-        start += 1
-    if text.startswith("<think>", start):
-        stop = text.find("</think>", start, end)
-        return end if stop < 0 else stop + len("</think>")
-    stop = start if text.startswith("</think>", start) else text.find("\n</think>", 0, end) + 1
-    return stop + len("</think>") if stop or text.startswith("</think>", start) else 0

@@ -21,8 +21,8 @@
   };
 
   const makePart = ({ heading, text, kind, other }) => {
-    const part = make("div");
-    part.append(make("h4", heading));
+    const part = make(kind === "folded" ? "details" : "div");
+    part.append(make(kind === "folded" ? "summary" : "h4", heading));
     if (kind === "list") {
       const list = make("ul");
       for (const line of text.split("\n")) list.append(make("li", line));

@@ -1,0 +1,139 @@
+"""The interface of reasoning formats, and the reasoning found in one answer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+from fctune.calls.formats.base import Server, TemplateSignature, find_content_end
+
+
+class Reasoning(NamedTuple):
+    """The reasoning in one answer.
+
+    Attributes:
+        text: The reasoning without its marks, stripped; empty for an empty block.
+        is_closed: False if generation ended inside the reasoning, so that there is no answer.
+        spans: Positions ``(start, end)`` of the reasoning in the model's text, marks included; empty if a server sent
+            the reasoning apart from the text.
+        num_tokens: Number of tokens of the text, in the model's tokenizer; None if unknown.
+    """
+
+    text: str
+    is_closed: bool = True
+    spans: tuple[tuple[int, int], ...] = ()
+    num_tokens: int | None = None
+
+    def blank(self, text: str) -> str:
+        """Replace the reasoning in the model's text by spaces, so that the positions of the answer stay the same."""
+        parts = []
+        position = 0
+        for start, end in self.spans:
+            parts += [text[position:start], " " * (end - start)]
+            position = end
+        return "".join([*parts, text[position:]])
+
+
+class ReasoningFormat(ABC):
+    """The marks around the reasoning of a family of models.
+
+    A subclass with a ``name`` is a format; one without is a base of several.
+
+    Attributes:
+        name: The format's name.
+        template_signatures: How a chat template of the family is recognised.
+        vllm_parser: Value of vLLM's ``--reasoning-parser`` for the format; None if vLLM has none.
+        sglang_parser: The same for SGLang.
+    """
+
+    name: ClassVar[str]
+    template_signatures: ClassVar[tuple[TemplateSignature, ...]] = ()
+    vllm_parser: ClassVar[str | None] = None
+    sglang_parser: ClassVar[str | None] = None
+
+    def get_server_parser(self, server: Server) -> str | None:
+        """Return the name of a server's reasoning parser for the format; None if it has none."""
+        return self.vllm_parser if server == "vllm" else self.sglang_parser
+
+    @abstractmethod
+    def split(self, text: str, is_open: bool | None = None) -> Reasoning | None:
+        """Find the reasoning in a model's text; None if there is none. Takes linear time and never raises.
+
+        Args:
+            text: One assistant turn, with or without the mark that ends it.
+            is_open: The prompt ended inside the reasoning, so that the text starts there; None if that is unknown.
+        """
+
+    @abstractmethod
+    def is_opened_by(self, prompt: str) -> bool:
+        """Return True if the end of a prompt opens the reasoning that the model is to continue."""
+
+
+class TaggedReasoning(ReasoningFormat):
+    """Reasoning between two tags.
+
+    A block at the start of the turn, or the one that the prompt has opened, is reasoning. Tags later in the turn belong
+    to the answer, as a call may quote them, unless the family's servers read further blocks.
+    """
+
+    _open: ClassVar[str]
+    _close: ClassVar[str]
+    _label: ClassVar[str] = ""
+    """Follows the opening tag and is no part of the reasoning."""
+    _first_call: ClassVar[str] = ""
+    """Blocks up to this mark of a call are reasoning too; empty: there is only one block."""
+
+    def split(self, text: str, is_open: bool | None = None) -> Reasoning | None:
+        """Find the reasoning in the text; see ``ReasoningFormat.split``.
+
+        Without knowledge of the prompt, a closing tag without an opening one counts if it starts a line.
+        """
+        end = find_content_end(text)
+        start = _skip_space(text, 0, end)
+        if is_open is None and not text.startswith(self._open, start):
+            is_open = text.find(f"\n{self._close}", 0, end) >= 0
+        opened = 0 if is_open or text.startswith((self._open, self._close), start) else -1
+        bodies: list[str] = []
+        spans: list[tuple[int, int]] = []
+        position, limit, is_closed = start, -1, True
+        while True:
+            if opened < 0 and self._first_call:
+                if limit < position:
+                    limit = text.find(self._first_call, position, end)
+                    limit = end if limit < 0 else limit
+                opened = text.find(self._open, position, limit)
+            if opened < 0:
+                break
+            body, closed = self._find_body(text, opened, end)
+            is_closed = closed >= 0
+            bodies.append(text[body : closed if is_closed else end].replace(self._open, "").strip())
+            position = self._skip_closings(text, closed, end) if is_closed else end
+            spans.append((opened, position))
+            opened = -1
+        return Reasoning("\n\n".join(filter(None, bodies)), is_closed, tuple(spans)) if spans else None
+
+    def _find_body(self, text: str, opened: int, end: int) -> tuple[int, int]:
+        """Return where the block's reasoning starts, and the position of its closing tag or -1."""
+        body = _skip_space(text, opened, end)
+        body = body + len(self._open) if text.startswith(self._open, body) else opened
+        if self._label and text.startswith(self._label, body):
+            body += len(self._label)
+        return body, text.find(self._close, body, end)
+
+    def _skip_closings(self, text: str, closed: int, end: int) -> int:
+        """Return the position after a closing tag, and after more of them that a model may add."""
+        while text.startswith(self._close, closed):
+            closed = _skip_space(text, closed + len(self._close), end)
+        return closed
+
+    def is_opened_by(self, prompt: str) -> bool:
+        """Return True if the prompt ends with the opening tag."""
+        prompt = prompt.rstrip()
+        label = self._label.rstrip()
+        return prompt.endswith(self._open) or bool(label and prompt.removesuffix(label).endswith(self._open))
+
+
+def _skip_space(text: str, start: int, end: int) -> int:
+    while start < end and text[start].isspace():
+        start += 1
+    return start
