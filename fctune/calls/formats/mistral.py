@@ -78,7 +78,7 @@ class MistralV11(CallFormat):
         if marked < 0 or 0 <= following < marked:
             raise ParseError(f"no {_ARGUMENTS} after the name", start)
         name, has_id, call_id = text[start:marked].partition(_ID)
-        if not name.strip() or (name != name.strip() and not lenient):
+        if not name.strip() or not (lenient or _NAME.fullmatch(name)):
             raise ParseError(f"no name after {_MARK}", start)
         arguments, end = read_json(text, skip_space(text, marked + len(_ARGUMENTS)), lenient)
         if not isinstance(arguments, dict):

@@ -121,8 +121,9 @@ class SmolLM3Code(Olmo3):
         position = opened + len(self._opening)
         num_found = 0
         while lenient:
-            closed = state.find(self._closing, position)
-            limit = closed if closed >= 0 else state.end
+            # The next opening tag ends a block too, as many of them may precede one closing tag.
+            ends = [at for mark in (self._closing, self._opening) if (at := state.find(mark, position)) >= 0]
+            limit = min(ends, default=state.end)
             found = CALL_START.search(state.text, position, limit)
             if found is None:
                 break
@@ -140,6 +141,7 @@ class SmolLM3Code(Olmo3):
                 state.add_malformed(found.start(), position, call_error.reason)
         if not num_found:
             return super()._read_other(state, reader, opened, error, tools, lenient)
-        end = limit + len(self._closing) if closed >= 0 else limit
-        state.skip(limit, end)
-        return end
+        if state.text.startswith(self._closing, limit):
+            state.skip(limit, limit + len(self._closing))
+            return limit + len(self._closing)
+        return limit

@@ -11,6 +11,7 @@ from fctune.calls.formats.base import Parsed, ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json
 from fctune.calls.formats.tagged_calls import (
     CLOSE,
+    NAME,
     OPEN,
     TaggedFormat,
     find_closing,
@@ -71,6 +72,8 @@ class Qwen3Coder(TaggedFormat):
         has_block = text.startswith(OPEN, opened)
         position = skip_space(state, opened + len(OPEN)) if has_block else opened
         name, position = _read_tag(state, _FUNCTION, position)
+        if not NAME.fullmatch(name):
+            raise ParseError(f"no name in {_FUNCTION}...>", position)
         schemas = argument_schemas(tools, name)
         arguments: dict[str, Any] = {}
         position = skip_space(state, position)
