@@ -42,16 +42,26 @@ class LoRAFunctionCallingRecipe(FineTuning, FTRecipeInterface):
 
     def hf_weights(self) -> HFAdapterWeights:
         """Return the form of elastic checkpoints: a PEFT adapter."""
-        base = self.config.model.path
-        return HFAdapterWeights(self.model.architecture, self.adapter, base, self.model_dir, self.chat_template)
+        model = self.config.model
+        return HFAdapterWeights(
+            *(self.model.architecture, self.adapter, model.path, self.model_dir),
+            chat_template=self.chat_template,
+            template_args=model.template_args,
+        )
 
     def exports(self) -> list[Callable[[], None]]:
         """Return the exports: the merged model, and the adapter to use with the base."""
         writes, out, base = self.world.is_main, self.run.directory.export, self.config.model.path
         return [
-            lambda: export_merged(self.model, self.model_dir, out / "merged", writes, chat_template=self.chat_template),
+            lambda: export_merged(
+                *(self.model, self.model_dir, out / "merged", writes),
+                chat_template=self.chat_template,
+                template_args=self.config.model.template_args,
+            ),
             lambda: export_adapter(
-                self.model, self.adapter, base, self.model_dir, out / "adapter", writes, self.chat_template
+                *(self.model, self.adapter, base, self.model_dir, out / "adapter", writes),
+                chat_template=self.chat_template,
+                template_args=self.config.model.template_args,
             ),
         ]
 

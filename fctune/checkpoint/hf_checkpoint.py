@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,14 +38,22 @@ class HFWeights(ABC):
         architecture: shape of the model.
         base_dir: the base model's directory, from which configs and tokenizer files are copied.
         chat_template: template in place of the base's, for the directory to carry; None keeps the base's.
+        template_args: switches of the template for the directory to carry.
     """
 
     stem: str  # of the weight files' names
 
-    def __init__(self, architecture: Architecture, base_dir: Path, chat_template: ChosenTemplate | None = None):
+    def __init__(
+        self,
+        architecture: Architecture,
+        base_dir: Path,
+        chat_template: ChosenTemplate | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ):
         self.architecture = architecture
         self.base_dir = base_dir
         self.chat_template = chat_template
+        self.template_args = template_args
 
     @abstractmethod
     def to_external_name(self, name: str) -> str:
@@ -68,7 +77,7 @@ class HFWeights(ABC):
         if dist.get_rank(group) == 0:
             before = set(folder.iterdir())
             self.write_config(folder, next(iter(tensors.values())).dtype)
-            copy_companions(self.base_dir, folder, self.chat_template)
+            copy_companions(self.base_dir, folder, self.chat_template, self.template_args)
             records += [record_file(path) for path in sorted(set(folder.iterdir()) - before)]
         return records
 
@@ -117,8 +126,9 @@ class HFAdapterWeights(HFWeights):
         base: str,
         base_dir: Path,
         chat_template: ChosenTemplate | None = None,
+        template_args: Mapping[str, Any] | None = None,
     ):
-        super().__init__(architecture, base_dir, chat_template)
+        super().__init__(architecture, base_dir, chat_template, template_args)
         self.config = config
         self.base = base
 

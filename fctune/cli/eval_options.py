@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from fctune.cli.parser import Parser, report_interrupt
+from fctune.cli.parser import Parser, add_template_args_argument, report_interrupt
 from fctune.config.chat_templates import list_shipped_templates
 from fctune.config.loading import read_environment
 from fctune.config.shipped import resolve_shipped_path, shipped_dir
@@ -135,6 +135,7 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
     generation.add_argument(
         "--chat-template", metavar="NAME", help=f"template in place of the model's own: {names}, or a file"
     )
+    add_template_args_argument(generation)
     generation.add_argument(
         "--format", help="call format; default: detected from the chat template, or parsed by the server"
     )

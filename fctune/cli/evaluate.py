@@ -201,12 +201,20 @@ def _open_engine(
             sampling,
             arguments.request,
             retry_policy,
+            arguments.template_args,
         ), named
     from fctune.generation.in_process import InProcessEngine
 
     device = world.device if world else None
     template = open_chosen_template(arguments.chat_template, "--chat-template ")
-    engine = InProcessEngine(*files, arguments.batch_size, sampling, device, chat_template=template)
+    engine = InProcessEngine(
+        *files,
+        batch_size=arguments.batch_size,
+        sampling=sampling,
+        device=device,
+        template_args=arguments.template_args,
+        chat_template=template,
+    )
     return engine, named or detect_format(engine.template.source)
 
 

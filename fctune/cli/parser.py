@@ -8,7 +8,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from fctune.config.parsing import apply_override, suggest
+import yaml
+
+from fctune.config.parsing import apply_override, parse_yaml, suggest
 from fctune.config.schema import find_template_args_problems
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -51,29 +53,32 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command_parser=parser)
 
 
-def add_template_args_argument(parser: argparse.ArgumentParser) -> None:
+def add_template_args_argument(parser: argparse._ActionsContainer) -> None:
     """Add ``--template-args``, parsed to a dict; None without it."""
     parser.add_argument(
         "--template-args",
-        nargs="+",
-        action=_TemplateArgs,
-        metavar="NAME=VALUE",
-        help="switches of the chat template, such as enable_thinking=false; default: those recorded with the model",
+        type=_to_template_args,
+        metavar="NAME=VALUE,...",
+        help="switches of the chat template, such as enable_thinking=false; override those recorded with it",
     )
 
 
-class _TemplateArgs(argparse.Action):
-    """Parses ``NAME=VALUE`` words to a dict of YAML values, as ``model.template_args`` in a config."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
-        problems: list[str] = []
-        parsed: dict[str, Any] = {}
-        for word in values:
-            apply_override({"switches": parsed}, f"switches.{word}", problems)
-        problems = problems or find_template_args_problems(parsed, str(option))
-        if problems:
-            raise argparse.ArgumentError(self, problems[0].replace("switches.", ""))
-        setattr(namespace, self.dest, parsed)
+def _to_template_args(text: str) -> dict[str, Any]:
+    """Parse ``NAME=VALUE,...`` with values in YAML, or an object in JSON."""
+    problems: list[str] = []
+    switches: Any = {}
+    if text.lstrip().startswith("{"):
+        try:
+            switches = parse_yaml(text)
+        except yaml.YAMLError:
+            problems.append(f"{text}: not JSON")
+    else:
+        for word in text.split(","):
+            apply_override(switches, word.strip(), problems)
+    problems = problems or find_template_args_problems(switches, "it")
+    if problems:
+        raise argparse.ArgumentTypeError(problems[0].removeprefix("it: ").removeprefix("it."))
+    return dict(switches)
 
 
 def resolve_config_arguments(arguments: argparse.Namespace, rest: Sequence[str]) -> None:

@@ -8,6 +8,8 @@ import shlex
 import sys
 from typing import Any
 
+from fctune.cli.parser import add_template_args_argument
+
 
 def add_commands(commands: Any) -> None:
     """Add ``fctune serve`` to the command-line parser."""
@@ -18,13 +20,14 @@ def add_commands(commands: Any) -> None:
     serve.add_argument("--python", default=sys.executable, help="Python with vLLM; default: this one")
     serve.add_argument("--print", action="store_true", dest="print_only", help="print the command without running it")
     serve.add_argument("--vllm", default="", metavar="OPTIONS", help='further vLLM options: "--max-model-len 8192"')
+    add_template_args_argument(serve)
     serve.set_defaults(run=_serve)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     from fctune.launch.serving import server_options
 
-    options = server_options(arguments.model, arguments.name)
+    options = server_options(arguments.model, arguments.name, arguments.template_args)
     command = [arguments.python, "-m", "vllm.entrypoints.openai.api_server", *options, "--port", str(arguments.port)]
     command += shlex.split(arguments.vllm)
     print(shlex.join(command), flush=True)

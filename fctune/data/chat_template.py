@@ -16,6 +16,7 @@ from fctune.data.control_tokens import ControlTokens
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.reasoning import ReasoningSupport, find_reasoning_support
 from fctune.data.supervision import ConversationEncoder, Encoded, SupervisionConfig
+from fctune.data.template_args import merge_template_args, read_template_args
 from fctune.data.token_offsets import OffsetTokenizer
 from fctune.data.tracing import IN_CONTENT, TracedTemplate
 from fctune.errors import ConfigError, DataError
@@ -32,7 +33,7 @@ class ChatTemplate:
     Args:
         model_dir: Directory with the tokenizer.
         supervision: Selects the supervised tokens.
-        template_args: Switches of the template.
+        template_args: Switches of the template, merged over those recorded in the directory; None unsets one.
         chat_template: Template in place of the model's own, if any.
 
     Raises (at construction):
@@ -48,7 +49,9 @@ class ChatTemplate:
         chat_template: ChosenTemplate | None = None,
     ):
         self.model_dir = Path(model_dir)
-        self.template_args = dict(template_args or {})
+        # Those recorded in the directory belong to its own template.
+        recorded = read_template_args(self.model_dir) if chat_template is None else {}
+        self.template_args = merge_template_args(recorded, template_args)
         self.tokenizer = load_tokenizer(self.model_dir, chat_template)
         # How errors name the template.
         self._origin = (

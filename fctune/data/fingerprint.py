@@ -14,6 +14,7 @@ from typing import Any
 from fctune.config.schema import DataConfig
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.sources.reader import list_files
+from fctune.data.template_args import TEMPLATE_ARGS_FILE
 from fctune.files import write_atomically
 
 # Part of every fingerprint: raise it when the meaning of the files or the encoding of rows changes.
@@ -22,7 +23,7 @@ _VERSION = 4
 # Data keys that do not affect the prepared set. Every other key is part of its fingerprint, new ones included.
 IGNORED_KEYS = frozenset({"pad_to", "prepared_dir"})
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", TEMPLATE_ARGS_FILE)
 
 # A file changed this recently could change again without a visible change of its times, which file systems round.
 _SETTLED_NS = 3 * 10**9

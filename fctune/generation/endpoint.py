@@ -41,6 +41,7 @@ class EndpointEngine:
         sampling: Choice of tokens; None is greedy.
         request: Further keys of the request's body, such as ``{"tool_choice": "none"}``; they override our own.
         retry_policy: How long a request is tried.
+        template_args: Switches of the chat template, sent with each request; those of a prompt are merged over them.
 
     Raises:
         ConfigError: The address or the key is invalid, there is no server, the server refuses the key, or it does not
@@ -56,6 +57,7 @@ class EndpointEngine:
         sampling: Sampling | None = None,
         request: Mapping[str, Any] | None = None,
         retry_policy: RetryPolicy | None = None,
+        template_args: Mapping[str, Any] | None = None,
     ):
         self.url = _to_base_url(url)
         if api_key and (not api_key.isascii() or not api_key.isprintable() or " " in api_key):
@@ -64,6 +66,7 @@ class EndpointEngine:
         self.concurrency = concurrency
         self.sampling = sampling or Sampling()
         self._request = dict(request or {})
+        self._template_args = dict(template_args or {})
         self._client = HttpClient(self.url, api_key, retry_policy)
         # Consecutive requests without any answer after which the server is considered gone.
         self._give_up_after = max(8, 2 * concurrency)
@@ -74,12 +77,14 @@ class EndpointEngine:
     def describe(self) -> dict[str, Any]:
         """Return the address, the model's name and the settings of requests, without the API key."""
         sampling = self.sampling if self.sampling.temperature > 0 else Sampling()
+        switches = {"template_args": self._template_args} if self._template_args else {}
         return {
             "model": self.url,
             "served_model": self.model,
             "request": self._request,
             "temperature": sampling.temperature,
             "seed": sampling.seed,
+            **switches,
         }
 
     def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:
@@ -178,6 +183,8 @@ class EndpointEngine:
         }
         if prompt.tools:
             body["tools"] = [tool.to_openai() for tool in prompt.tools]
+        if switches := {**self._template_args, **prompt.template_args}:
+            body["chat_template_kwargs"] = switches
         return {**body, **self._request}
 
 

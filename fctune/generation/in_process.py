@@ -36,7 +36,7 @@ class InProcessEngine:
         sampling: Choice of tokens; None is greedy.
         device: Where to generate; None takes the GPU if there is one.
         model: A transformers model in memory to use with the directory's tokenizer; None loads the directory's.
-        template_args: Switches of the chat template, for every prompt.
+        template_args: Switches of the chat template for every prompt, over those recorded with the model.
         chat_template: Template in place of the one in the adapter's directory, or in the model's, if any.
 
     Raises:
@@ -74,12 +74,14 @@ class InProcessEngine:
     def describe(self) -> dict[str, Any]:
         """Return paths and digests of the model, its adapter and its chosen template, and the sampling settings."""
         sampling = self.sampling if self.sampling.temperature > 0 else Sampling()
-        described = {"model": str(self.model_dir), "model_digest": digest_model(self.model_dir)}
+        described: dict[str, Any] = {"model": str(self.model_dir), "model_digest": digest_model(self.model_dir)}
         if self.adapter_dir is not None:
             described |= {"adapter": str(self.adapter_dir), "adapter_digest": digest_model(self.adapter_dir)}
         if self._chosen is not None:
             digest = hashlib.blake2b(self._chosen.source.encode(), digest_size=8).hexdigest()
             described |= {"chat_template": self._chosen.name, "chat_template_digest": digest}
+        if self.template.template_args:
+            described["template_args"] = self.template.template_args
         return {**described, "temperature": sampling.temperature, "seed": sampling.seed}
 
     def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fctune.calls.formats.registry import FORMATS, detect_format
 from fctune.data.chat_template import ChatTemplate
@@ -10,7 +13,7 @@ from fctune.errors import ConfigError
 from fctune.generation.model_files import find_model
 
 
-def server_options(model: str, name: str | None = None) -> list[str]:
+def server_options(model: str, name: str | None = None, template_args: Mapping[str, Any] | None = None) -> list[str]:
     """Return the options of vLLM's server for a run's export or another model directory.
 
     vLLM reads the model directory's own chat template, from which the call format is detected here.
@@ -19,6 +22,7 @@ def server_options(model: str, name: str | None = None) -> list[str]:
     Args:
         model: as ``fctune.generation.model_files.find_model`` takes it.
         name: the served model's name; None uses the directory's name, for a run the run's.
+        template_args: switches of the chat template, over those recorded with the model; a request's own come first.
 
     Raises:
         ConfigError: the model does not exist, is only an adapter, or uses a call format that vLLM cannot parse.
@@ -26,7 +30,8 @@ def server_options(model: str, name: str | None = None) -> list[str]:
     files = find_model(model)
     if files.adapter_dir is not None:
         raise ConfigError(f"{model}: contains only an adapter. Serve the run's merged model in export/merged instead.")
-    call_format = detect_format(ChatTemplate(files.model_dir).source)
+    template = ChatTemplate(files.model_dir, template_args=template_args)
+    call_format = detect_format(template.source)
     parser = call_format.vllm_parser
     if parser is None:
         known = ", ".join(name for name, other in FORMATS.items() if other.vllm_parser)
@@ -35,4 +40,9 @@ def server_options(model: str, name: str | None = None) -> list[str]:
     return [
         *("--model", str(files.model_dir), "--served-model-name", served),
         *("--enable-auto-tool-choice", "--tool-call-parser", parser),
+        *_template_options(template.template_args),
     ]
+
+
+def _template_options(template_args: Mapping[str, Any]) -> list[str]:
+    return ["--default-chat-template-kwargs", json.dumps(dict(template_args))] if template_args else []

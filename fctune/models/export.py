@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fctune.config.schema import AdapterConfig
 from fctune.data.chosen_template import ChosenTemplate
+from fctune.data.template_args import merge_template_args, read_template_args, write_template_args
 from fctune.errors import CheckpointError
 from fctune.files import staged_directory
 from fctune.models.architecture import Architecture
@@ -42,6 +44,7 @@ def export_merged(
     is_writer: bool,
     max_file_bytes: int = _MAX_FILE_BYTES,
     chat_template: ChosenTemplate | None = None,
+    template_args: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the model, with its adapters merged, as a Hugging Face directory.
 
@@ -54,6 +57,7 @@ def export_merged(
         is_writer: this rank writes the files.
         max_file_bytes: size above which weights are split into several files.
         chat_template: template in place of the base's, for the export to carry; None keeps the base's.
+        template_args: switches of the template for the export to carry.
 
     Raises:
         CheckpointError: the disk is full, gone or read-only; raised by the writer once all tensors are gathered.
@@ -63,7 +67,7 @@ def export_merged(
         if is_writer:
             with _new_directory(out) as staging:
                 _write_weights(staging, tensors, max_file_bytes)
-                copy_companions(base_dir, staging, chat_template)
+                copy_companions(base_dir, staging, chat_template, template_args)
                 write_model_config(staging, base_dir, model.precision.compute_dtype)
     finally:
         for _ in tensors:  # after a failed write the other ranks still send
@@ -78,6 +82,7 @@ def export_adapter(
     out: Path,
     is_writer: bool,
     chat_template: ChosenTemplate | None = None,
+    template_args: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the adapters as a PEFT directory. Every rank must call this.
 
@@ -89,6 +94,7 @@ def export_adapter(
         out: directory to create; replaced if it exists.
         is_writer: this rank writes the files.
         chat_template: template in place of the base's, for the export to carry; None keeps the base's.
+        template_args: switches of the template for the export to carry.
 
     Raises:
         CheckpointError: the disk is full, gone or read-only.
@@ -104,7 +110,7 @@ def export_adapter(
     with _new_directory(out) as staging:
         save_file(tensors, staging / "adapter_model.safetensors", metadata={"format": "pt"})
         write_adapter_config(staging, config, base, model.architecture)
-        copy_companions(base_dir, staging, chat_template)
+        copy_companions(base_dir, staging, chat_template, template_args)
 
 
 @torch.no_grad()
@@ -193,13 +199,19 @@ def write_model_config(folder: Path, base_dir: Path, dtype: torch.dtype) -> None
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def copy_companions(base_dir: Path, out: Path, chat_template: ChosenTemplate | None = None) -> None:
-    """Copy the tokenizer, chat template, generation config and licence of the base to ``out``.
+def copy_companions(
+    base_dir: Path,
+    out: Path,
+    chat_template: ChosenTemplate | None = None,
+    template_args: Mapping[str, Any] | None = None,
+) -> None:
+    """Copy the tokenizer, chat template with its switches, generation config and licence of the base to ``out``.
 
     Args:
         base_dir: directory of the base.
         out: directory to write to.
         chat_template: template to write in place of the base's; None copies the base's.
+        template_args: switches of the template to record, over those of the base.
     """
     for pattern in _COMPANIONS:
         for file in base_dir.glob(pattern):
@@ -207,6 +219,7 @@ def copy_companions(base_dir: Path, out: Path, chat_template: ChosenTemplate | N
                 shutil.copyfile(file, out / file.name)
     if chat_template is not None:
         _replace_chat_template(out, chat_template.source)
+    write_template_args(out, merge_template_args(read_template_args(out), template_args))
 
 
 def _replace_chat_template(folder: Path, source: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from fctune.data.reasoning import ReasoningMode, find_reasoning_support
 from fctune.data.supervision import SupervisionConfig
 from fctune.data.tracing import TracedTemplate
 from fctune.errors import ConfigError, DataError
+from tests.thinking_templates import HYBRID, READS, write_thinking_model
 
 _spec = importlib.util.find_spec("trl")
 PUBLIC = Path(_spec.origin).parent / "chat_templates" if _spec and _spec.origin else None
@@ -35,39 +35,11 @@ THOUGHT = "The user names a town, so look it up."
 REASONED = Conversation((ASK, Message("assistant", "It is in Norway.", reasoning=THOUGHT)))
 REASONED_CALL = Conversation((ASK, Message("assistant", None, (CALL,), reasoning=THOUGHT)), (TOOL,))
 
-# What the tiny base's template gets before an assistant's content.
-READS = "{%- if message.KEY %}{{- '<think>\\n' + message.KEY + '\\n</think>\\n\\n' }}{%- endif %}"
-# Always a think block, as hybrid models have it: their generation prompt without thinking is an empty one.
-HYBRID = "{{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' }}"
-OFF = (
-    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
-)
-
 
 @pytest.fixture
 def write_template(tiny_base: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Write a model directory with the tiny base's tokenizer and a template."""
-
-    def write(block: str, name: str = "model") -> Path:
-        path = tmp_path / name
-        shutil.copytree(tiny_base, path)
-        config = json.loads((path / "tokenizer_config.json").read_text())
-        source = config.pop("chat_template")
-        (path / "tokenizer_config.json").write_text(json.dumps(config))
-        turn, prompt = (
-            "{%- else %}\n            {%- if message.content %}",
-            "'<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}",
-        )
-        assert source.count(turn) == source.count(prompt) == 1
-        source = source.replace(
-            turn, turn.replace("{%- if", "{%- if message.role == 'assistant' %}" + block + "{%- endif %}{%- if")
-        )
-        if block == HYBRID:
-            source = source.replace(prompt, prompt + OFF)
-        (path / "chat_template.jinja").write_text(source)
-        return path
-
-    return write
+    """Write a model directory whose template prints a block before an assistant's content."""
+    return lambda block: write_thinking_model(tiny_base, tmp_path / "model", block)
 
 
 def text_of(template: ChatTemplate, conversation: Conversation) -> str:

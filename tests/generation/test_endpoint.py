@@ -390,3 +390,21 @@ def test_an_incomplete_stream_is_requested_again(pieces: list[str]) -> None:
         timing = EndpointEngine(log.url, retry_policy=QUICK).time_answer(Conversation((Message("user", "Hi"),)), 8)
         assert timing.num_tokens == 2
         assert len(log.bodies) == 2
+
+
+def test_template_switches_are_sent_with_each_request() -> None:
+    own = Conversation((Message("user", "Hi"),), template_args={"enable_thinking": True})
+    plain = Conversation((Message("user", "Hi"),))
+    with serve(say_user) as log:
+        for switches in ({"enable_thinking": False, "level": 2}, None):
+            engine = EndpointEngine(log.url, retry_policy=QUICK, template_args=switches)
+            for prompt in (plain, own):
+                list(engine.answer([prompt], 4))
+        sent = [body.get("chat_template_kwargs") for body in log.bodies]
+        assert engine.describe().get("template_args") is None
+    assert sent == [
+        {"enable_thinking": False, "level": 2},
+        {"enable_thinking": True, "level": 2},
+        None,
+        {"enable_thinking": True},
+    ]
