@@ -225,7 +225,7 @@ def test_operations_become_functions_with_their_references_resolved() -> None:
     }
     assert add["parameters"]["required"] == ["body"]
     assert "$ref" not in json.dumps(functions)
-    assert notes == {"tools_from_openapi": 1}
+    assert +notes == {"tools_from_openapi": 1}
 
 
 @pytest.mark.parametrize(
