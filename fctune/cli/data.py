@@ -1,4 +1,4 @@
-"""``fctune data``: check, show and prepare datasets, and write synthetic ones."""
+"""``fctune data``: check, show, convert and prepare datasets, and write synthetic ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FORMAT_HELP = f"row format: auto, {', '.join(ROW_FORMATS)}; default: auto, whic
 
 def add_commands(commands: Any) -> None:
     """Add ``fctune data`` to the command."""
-    data = commands.add_parser("data", help="check, show and prepare datasets").add_subparsers(
+    data = commands.add_parser("data", help="check, show, convert and prepare datasets").add_subparsers(
         required=True, metavar="COMMAND"
     )
     check = data.add_parser("check", help="report what a dataset holds, and every row that cannot be used")
@@ -57,6 +57,18 @@ def add_commands(commands: Any) -> None:
     prepare = data.add_parser("prepare", help="tokenise and pack the rows of a config, as training does at its start")
     add_config_arguments(prepare)
     prepare.set_defaults(run=_prepare_data)
+    convert = data.add_parser("convert", help="write the rows of a source as clean rows in OpenAI's format")
+    convert.add_argument("source", metavar="IN", help="file, directory or hf:NAME, as for data check")
+    convert.add_argument("out", type=Path, metavar="OUT", help="JSONL file to write")
+    convert.add_argument(
+        "--to", choices=("openai",), default="openai", help="row format to write; default: %(default)s"
+    )
+    convert.add_argument("--format", default="auto", metavar="NAME", help=_FORMAT_HELP)
+    convert.add_argument("--max-samples", type=int, metavar="N", help="read at most N rows")
+    convert.add_argument("--strict", action="store_true", help="write nothing if a row cannot be converted")
+    convert.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    convert.add_argument("--json", type=Path, metavar="FILE", help="write what changed, and the rows skipped, as JSON")
+    convert.set_defaults(run=_convert_data)
     synthetic = data.add_parser("synthetic", help="write rows or held-out cases of the synthetic dataset")
     synthetic.add_argument("split", choices=("train", "shuffled", "pretrain", "cases"), help="part of the dataset")
     synthetic.add_argument("--rows", type=int, required=True, metavar="N", help="number of rows")
@@ -195,6 +207,51 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
     for line in describe_counts(prepared):
         console.print(line, highlight=False, soft_wrap=True)
     return 0
+
+
+def _convert_data(arguments: argparse.Namespace) -> int:
+    from fctune.data.conversion import RowsSkippedError, convert_source
+
+    _check_out(arguments)
+    console = Terminal()
+    try:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        with console.status("converting") as status:
+            report = convert_source(
+                arguments.source,
+                arguments.out,
+                arguments.format,
+                arguments.max_samples,
+                arguments.strict,
+                lambda counts: status.update(f"{counts.rows:,} rows read, {counts.num_skipped:,} skipped"),
+            )
+        is_written = True
+    except RowsSkippedError as error:
+        report, is_written = error.report, False
+    except OSError as error:
+        raise ConfigError(f"{arguments.out}: cannot be written ({error.strerror or error}).") from None
+    except KeyboardInterrupt:
+        raise Interrupted("nothing was written; run the same command to start over") from None
+    for line in report.describe(arguments.source, str(arguments.out) if is_written else None):
+        console.print(line, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    if arguments.json is not None:
+        text = json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n"
+        write_file(arguments.json, "--json", lambda: text)
+    return 0 if is_written else 1
+
+
+def _check_out(arguments: argparse.Namespace) -> None:
+    """Check the paths of a conversion before any row is read."""
+    out: Path = arguments.out
+    if not arguments.source.startswith(("hf:", "synthetic:")):
+        files = list_files(arguments.source)
+        if out.exists() and any(Path(file).exists() and out.samefile(file) for file in files):
+            raise ConfigError(f"{out}: is the source itself; name another file, so that the rows as they were stay.")
+    if out.suffix not in (".jsonl", ".ndjson"):
+        raise ConfigError(f"{out}: expected a file that ends in .jsonl, one row on each line.")
+    if out.is_dir() or (out.exists() and not arguments.force):
+        hint = "a directory; name a file" if out.is_dir() else "exists; pass --force to replace it"
+        raise ConfigError(f"{out}: {hint}.")
 
 
 def _write_synthetic(arguments: argparse.Namespace) -> int:

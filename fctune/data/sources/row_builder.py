@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -30,7 +31,8 @@ class ParsedRow:
     """A conversation with the location of each part in its row.
 
     ``message_pointers[i]`` is the location of ``conversation.messages[i]``, ``tools_pointer[i]tools_suffix`` that of
-    ``conversation.tools[i]``. ``notes`` counts the conversions that were made, by their kind in ``NOTE_KINDS``.
+    ``conversation.tools[i]``. ``notes`` counts the conversions that were made, by their kind in ``NOTE_KINDS``. ``raw``
+    is the row as it was decoded; empty if it had no text.
     """
 
     conversation: Conversation
@@ -40,6 +42,7 @@ class ParsedRow:
     row_format: str = ""
     warnings: list[RowWarning] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
+    raw: dict[str, Any] = field(default_factory=dict)
 
 
 NOTE_KINDS: dict[str, str] = {
@@ -48,11 +51,11 @@ NOTE_KINDS: dict[str, str] = {
     "developer_as_system": "developer messages read as system messages",
     "empty_think": "empty think blocks, removed",
     "escaped_apostrophe": "\\' in quoted arguments read as an apostrophe",
-    "filled_row": "rows with null keys of other rows' tools or calls",
+    "filled_row": "rows whose tools or calls have null keys, as Arrow fills them in from other rows",
     "ignored_field": "message fields that no chat template of tool calls uses",
     "legacy_function_call": "OpenAI's old function_call, function role or functions",
     "missing_end_marker": "Glaive assistant turns without <|endoftext|>",
-    "null_key_dropped": "null keys of other rows' tools or calls, which Arrow fills into a column, removed",
+    "null_key_dropped": "null keys of tools and calls, removed",
     "number_respelled": "numbers whose value is kept but not their spelling (1e5, 1.50)",
     "quoted_arguments": "Glaive arguments in single quotes, read as the JSON between the quotes",
     "reasoning_from_content": "reasoning read from tags at the start of a turn's text",
@@ -117,13 +120,13 @@ class RowBuilder:
     def add_result(self, content: str, pointer: str, call_id: str | None = None, name: str | None = None) -> None:
         """Add a result of a call that has none yet, matched by id, else by name, else to the oldest call."""
         self._require_no_reasoning("tool")
-        call = self._find_call(call_id, name)
-        if call is None:
+        index = find_answered(self.pending, call_id, name)
+        if index is None:
             given = f"id {call_id!r}" if call_id is not None else f"name {name!r}" if name is not None else "no id"
             open_calls = ", ".join(f"{c.name} ({c.id})" if c.id else c.name for c in self.pending) or "none"
             reason = f"answers no call (it has {given}; calls without a result: {open_calls})"
             raise RowError(pointer, "result_without_call", reason)
-        self.pending.remove(call)
+        del self.pending[index]
         self.messages.append(Message("tool", content, call_id=call_id, name=name))
         self.pointers.append(pointer)
 
@@ -251,15 +254,23 @@ class RowBuilder:
                 ]
                 self.messages[i] = replace(message, calls=tuple(cleaned))
 
-    def _find_call(self, call_id: str | None, name: str | None) -> Call | None:
-        if call_id is not None and any(call.id is not None for call in self.pending):
-            return next((call for call in self.pending if call.id == call_id), None)
-        if name is not None:
-            return next((call for call in self.pending if call.name == name), None)
-        return self.pending[0] if self.pending else None
-
     def _find_schema(self, name: str) -> dict[str, Any] | None:
         return next((tool.parameters for tool in self.tools if tool.name == name), None)
+
+
+def find_answered(pending: Sequence[Call], call_id: str | None, name: str | None) -> int | None:
+    """Return the index of the call that a result answers, by id, else by name, else the oldest; None if there is none.
+
+    Args:
+        pending: Calls without a result, in order.
+        call_id: Id of the call, if the result has it; without effect if no call has an id.
+        name: Name of the tool, if the result has it.
+    """
+    if call_id is not None and any(call.id is not None for call in pending):
+        return next((i for i, call in enumerate(pending) if call.id == call_id), None)
+    if name is not None:
+        return next((i for i, call in enumerate(pending) if call.name == name), None)
+    return 0 if pending else None
 
 
 class ReadContext:

@@ -61,7 +61,7 @@ def read_row(row: Any, row_format: str, context: ReadContext, source: str = "") 
         ) from None
     except RecursionError:
         raise RowError("", "too_deep", f"nested deeper than {MAX_VALUE_DEPTH} levels") from None
-    parsed.row_format = name
+    parsed.row_format, parsed.raw = name, row
     return parsed
 
 

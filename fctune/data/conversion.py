@@ -1,0 +1,240 @@
+"""Conversion of a source's rows to clean rows in OpenAI's format, with counts of what changed.
+
+https://platform.openai.com/docs/guides/fine-tuning: arguments as a string of JSON, an id for every call, results that
+name the id of their call, tools in their wrapper; reasoning in ``reasoning_content``. Converting converted rows changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fctune.data.conversation import Call, Conversation, Message
+from fctune.data.sources import NOTE_KINDS, Defect, ParsedRow, RowReader, UnreadRow, scan_source
+from fctune.data.sources.row_builder import find_answered
+from fctune.errors import DataError
+from fctune.files import open_atomically
+from fctune.parsing.json_reader import MAX_DEPTH, is_deeper_than
+
+CHANGE_KINDS: dict[str, str] = {
+    "arguments_rewritten": "calls whose arguments were an object, or are spelled differently",
+    "call_ids_added": "calls that got an id",
+    "calls_from_text": "calls that were text, or in a column of their own",
+    "columns_dropped": "values in columns that rows of conversations do not have",
+    "reasoning_moved": "messages whose reasoning was elsewhere than in reasoning_content",
+    "result_ids_added": "results that got the id of their call",
+    "tools_normalised": "rows whose tools are spelled differently",
+}
+"""What a conversion changes in rows, beyond what reading them does (``NOTE_KINDS``)."""
+
+MAX_SKIPPED = 10_000
+_PROGRESS_ROWS = 500
+_NUM_SHOWN = 10
+# The columns that the row formats read.
+_COLUMNS = frozenset({"messages", "tools", "chat_template_kwargs", "parallel_tool_calls", "functions", "conversations"})
+_COLUMNS |= {"system", "chat", "query", "answers", "reviewed"}
+
+
+@dataclass(slots=True)
+class ConversionReport:
+    """The result of a conversion; ``rows`` = ``converted`` + the number of skipped rows.
+
+    Attributes:
+        rows: Rows read.
+        converted: Rows written.
+        unchanged: Rows written with the bytes that they had.
+        row_formats: Rows written, by the format that they had.
+        changes: Changes, by their kind in ``CHANGE_KINDS``.
+        notes: Conversions made while reading, by their kind in ``NOTE_KINDS``.
+        columns: Rows that had a column which was dropped, by its name.
+        num_skipped: Rows that cannot be converted.
+        skipped: The first of them, with the reasons.
+    """
+
+    rows: int = 0
+    converted: int = 0
+    unchanged: int = 0
+    row_formats: Counter[str] = field(default_factory=Counter)
+    changes: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    columns: Counter[str] = field(default_factory=Counter)
+    num_skipped: int = 0
+    skipped: list[Defect] = field(default_factory=list)
+
+    def describe(self, source: str, out: str | None) -> list[str]:
+        """Return lines on what was read, changed and skipped; ``out`` is the file written, None if there is none."""
+        head = f"{source}: {self.rows:,} rows, {self.converted:,} converted"
+        if self.converted:
+            head += f" ({', '.join(f'{count:,} {name}' for name, count in self.row_formats.most_common())})"
+        lines = [f"{head}, {self.unchanged:,} of them unchanged, {self.num_skipped:,} skipped"]
+        meanings = {**CHANGE_KINDS, **NOTE_KINDS}
+        counts = self.changes + self.notes
+        if counts:
+            lines += ["Changes", *(f"  {count:>9,}  {meanings[kind]}" for kind, count in counts.most_common())]
+        if self.columns:
+            dropped = ", ".join(f"{name} ({count:,})" for name, count in self.columns.most_common(_NUM_SHOWN))
+            lines.append(f"Columns that were dropped, and rows that had them: {dropped}")
+        if self.num_skipped:
+            lines += ["Skipped", *(f"  {defect}" for defect in self.skipped[:_NUM_SHOWN])]
+            if self.num_skipped > _NUM_SHOWN:
+                lines.append(f"  ... and {self.num_skipped - _NUM_SHOWN:,} more; --json FILE lists them")
+        lines.append("Nothing was written." if out is None else f"{self.converted:,} rows in {out}")
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        counts = {name: dict(getattr(self, name)) for name in ("row_formats", "changes", "notes", "columns")}
+        skipped = [
+            {"file": d.file, "line": d.line, "pointer": d.pointer, "kind": d.kind, "reason": d.reason}
+            for d in self.skipped
+        ]
+        totals = {"rows": self.rows, "converted": self.converted, "unchanged": self.unchanged}
+        return {**totals, **counts, "num_skipped": self.num_skipped, "skipped": skipped}
+
+
+def convert_source(
+    path: str,
+    out: Path,
+    row_format: str = "auto",
+    max_samples: int | None = None,
+    is_strict: bool = False,
+    on_progress: Callable[[ConversionReport], None] | None = None,
+) -> ConversionReport:
+    """Write the rows of a source as JSON lines in OpenAI's format, in order; ``out`` is replaced when all are written.
+
+    Args:
+        path: A source in any form that ``read_source`` accepts.
+        out: File to write.
+        row_format: Format of the rows, or auto.
+        max_samples: Maximum number of rows read.
+        is_strict: Write nothing if a row cannot be converted.
+        on_progress: Called every 500 rows with the counts so far.
+
+    Raises:
+        DataError: The source cannot be read, or not to its end.
+        RowsSkippedError: No row can be converted, or with ``is_strict`` one cannot.
+    """
+    reader = RowReader(row_format)
+    report = ConversionReport()
+    with open_atomically(out) as file:
+        for row in islice(scan_source(path, row_format), max_samples):
+            report.rows += 1
+            line = _convert(row, reader, report)
+            if line is not None:
+                file.write(line)
+            if on_progress is not None and report.rows % _PROGRESS_ROWS == 0:
+                on_progress(report)
+        if not report.converted or (is_strict and report.num_skipped):
+            raise RowsSkippedError(report)
+    return report
+
+
+class RowsSkippedError(DataError):
+    """Rows that cannot be converted kept a conversion from being written; ``report`` has them."""
+
+    def __init__(self, report: ConversionReport) -> None:
+        super().__init__(f"{report.num_skipped:,} of {report.rows:,} rows cannot be converted; nothing was written")
+        self.report = report
+
+
+def _convert(row: UnreadRow, reader: RowReader, report: ConversionReport) -> str | None:
+    """Return the line of a converted row, with its end, or None if it is skipped; adds to the report in place."""
+    parsed = reader.read(row)
+    if isinstance(parsed, ParsedRow):
+        converted = to_openai_row(parsed.conversation)
+        if isinstance(parsed.raw.get("parallel_tool_calls"), bool):
+            converted["parallel_tool_calls"] = parsed.raw["parallel_tool_calls"]
+        if is_deeper_than(converted, MAX_DEPTH):
+            reason = f"nested deeper than {MAX_DEPTH} levels when its tools are in OpenAI's wrapper"
+            parsed = Defect(row.file, row.line, parsed.tools_pointer, "too_deep", reason)
+    if isinstance(parsed, Defect):
+        report.num_skipped += 1
+        if len(report.skipped) < MAX_SKIPPED:
+            report.skipped.append(parsed)
+        return None
+    line = json.dumps(converted, ensure_ascii=False)
+    report.converted += 1
+    report.row_formats[parsed.row_format] += 1
+    if isinstance(row.value, bytes) and row.value.strip() == line.encode():
+        report.unchanged += 1
+    else:
+        report.notes.update(parsed.notes)
+        report.changes.update(count_changes(parsed, converted))
+        report.columns.update(name for name in parsed.raw if name not in _COLUMNS)
+    return line + "\n"
+
+
+def to_openai_row(conversation: Conversation) -> dict[str, Any]:
+    """Return a conversation as a row of OpenAI's format; calls without an id get one, and so do their results."""
+    taken = {call.id for message in conversation.messages for call in message.calls}
+    names = (name for number in range(1, 10**9) if (name := f"call_{number}") not in taken)
+    pending: list[tuple[Call, str]] = []
+    messages = []
+    for message in conversation.messages:
+        written: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.reasoning is not None:
+            written["reasoning_content"] = message.reasoning
+        if message.role == "tool":
+            index = find_answered([call for call, _ in pending], message.call_id, message.name)
+            assert index is not None, "the reader refuses a result without a call"
+            written["tool_call_id"] = pending.pop(index)[1]
+        elif message.calls:
+            called = [(call, call.id if call.id is not None else next(names)) for call in message.calls]
+            pending += called
+            written["tool_calls"] = [_write_call(*one) for one in called]
+        else:
+            pending = []
+        if message.name is not None:
+            written["name"] = message.name
+        if message.weight != 1.0:
+            written["weight"] = message.weight
+        messages.append(written)
+    return {**conversation.to_openai(), "messages": messages}
+
+
+def count_changes(parsed: ParsedRow, converted: dict[str, Any]) -> Counter[str]:
+    """Count what differs between a row as it was read and as it is written, by the kinds of ``CHANGE_KINDS``."""
+    raw, messages = parsed.raw, parsed.conversation.messages
+    calls = [call for message in messages for call in message.calls]
+    changes: Counter[str] = Counter()
+    changes["call_ids_added"] = sum(call.id is None for call in calls)
+    pairs = zip(messages, converted["messages"], strict=True)
+    changes["result_ids_added"] = sum(m.role == "tool" and m.call_id != row["tool_call_id"] for m, row in pairs)
+    changes["columns_dropped"] = sum(name not in _COLUMNS for name in raw)
+    if parsed.row_format in ("openai", "synthetic"):
+        before, after = _list_arguments(raw.get("messages")), _list_arguments(converted["messages"])
+        changes["arguments_rewritten"] = sum(a != b for a, b in zip(before, after, strict=False))
+    else:
+        changes["calls_from_text"] = len(calls)
+    changes["reasoning_moved"] = _count_moved_reasoning(raw, messages)
+    changes["tools_normalised"] = bool(raw and parsed.conversation.tools) and raw.get("tools") != converted["tools"]
+    return +changes
+
+
+def _write_call(call: Call, identity: str) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {"id": identity, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _list_arguments(messages: Any) -> list[Any]:
+    """Return the arguments of each call in a row of OpenAI's format, as they stand there."""
+    found = []
+    for message in messages if isinstance(messages, list) else ():
+        for call in message.get("tool_calls") or ():
+            found.append((call.get("function") or call).get("arguments"))
+    return found
+
+
+def _count_moved_reasoning(raw: dict[str, Any], messages: tuple[Message, ...]) -> int:
+    texts = [message.reasoning for message in messages if message.reasoning is not None]
+    turns = raw.get("messages")
+    kept = (
+        {turn.get("reasoning_content") for turn in turns if isinstance(turn, dict)} if isinstance(turns, list) else ()
+    )
+    return sum(text not in kept for text in texts)

@@ -1,0 +1,361 @@
+"""Converted rows are the same conversations in OpenAI's format, and converting them again changes nothing."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fctune.cli import main
+from fctune.data.conversation import Conversation
+from fctune.data.conversion import RowsSkippedError, convert_source
+from fctune.data.sources import ROW_FORMATS, ParsedRow, parse_source
+from tests.conftest import REAL_DATA
+
+FIXTURES = Path(__file__).parent / "fixtures"
+NAMES = ("get_weather", "find_place")
+TOOLS = [
+    {
+        "name": name,
+        "description": f"Do {name}.",
+        "parameters": {"type": "object", "properties": {"q": {"type": "string"}, "n": {"type": "number"}}},
+    }
+    for name in NAMES
+]
+
+# Text that every row format can hold: Glaive's headers, Hermes' tags and ToolACE's lists would be read as such.
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="<>[]\r\n:{}"), min_size=1, max_size=20).map(
+    lambda text: f"a{text.strip()}b"
+)
+ARGUMENTS = st.fixed_dictionaries({}, optional={"q": TEXTS, "n": st.integers(-9, 9) | st.just(1.5)})
+CALLS = st.tuples(st.sampled_from(NAMES), ARGUMENTS)
+TURNS = st.lists(st.tuples(TEXTS, st.lists(CALLS, max_size=2), TEXTS), min_size=1, max_size=3)
+
+
+def write_openai(turns: Any, with_ids: bool = False, as_objects: bool = True) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = []
+    for number, (question, calls, answer) in enumerate(turns):
+        messages.append({"role": "user", "content": question})
+        if calls:
+            listed = [
+                {"type": "function", "function": {"name": n, "arguments": a if as_objects else json.dumps(a)}}
+                for n, a in calls
+            ]
+            results = [{"role": "tool", "name": n, "content": "{}"} for n, _ in calls]
+            if with_ids:
+                for i, (call, result) in enumerate(zip(listed, results, strict=True)):
+                    call["id"] = result["tool_call_id"] = f"{number}_{i}"
+                results.reverse()
+            messages += [{"role": "assistant", "content": None, "tool_calls": listed}, *results]
+        messages.append({"role": "assistant", "content": answer})
+    return {"messages": messages, "tools": TOOLS, "id": 7}
+
+
+def write_sharegpt(turns: Any) -> dict[str, Any]:
+    listed = []
+    for question, calls, answer in turns:
+        listed.append({"from": "human", "value": question})
+        if calls:
+            text = json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls])
+            listed += [
+                {"from": "function_call", "value": text},
+                *[{"from": "observation", "value": "{}"} for _ in calls],
+            ]
+        listed.append({"from": "gpt", "value": answer})
+    return {"conversations": listed, "tools": json.dumps(TOOLS)}
+
+
+def write_hermes(turns: Any) -> dict[str, Any]:
+    listed = [{"from": "system", "value": "You are a function calling AI model <tools> [] </tools>"}]
+    for question, calls, answer in turns:
+        listed.append({"from": "human", "value": question})
+        if calls:
+            blocks = [f"<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls]
+            answers = [
+                f"<tool_response>\n{json.dumps({'name': n, 'content': '{}'})}\n</tool_response>" for n, _ in calls
+            ]
+            listed += [{"from": "gpt", "value": "\n".join(blocks)}, {"from": "tool", "value": "\n".join(answers)}]
+        listed.append({"from": "gpt", "value": answer})
+    return {"conversations": listed, "tools": json.dumps(TOOLS)}
+
+
+def write_glaive(turns: Any) -> dict[str, Any]:
+    chat = ""
+    for question, calls, answer in turns:
+        chat += f"USER: {question}\n\n\n"
+        for name, arguments in calls[:1]:
+            chat += f'ASSISTANT: <functioncall> {{"name": "{name}", "arguments": \'{json.dumps(arguments)}\'}} <|endoftext|>'
+            chat += "\n\n\nFUNCTION RESPONSE: {}\n\n\n"
+        chat += f"ASSISTANT: {answer} <|endoftext|>\n\n\n"
+    prompt = "SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\n"
+    return {"system": prompt + "\n".join(json.dumps(tool, indent=2) for tool in TOOLS), "chat": chat}
+
+
+def write_toolace(turns: Any) -> dict[str, Any]:
+    listed = []
+    for question, calls, answer in turns:
+        listed.append({"from": "user", "value": question})
+        if calls:
+            text = ", ".join(f"{n}({', '.join(f'{k}={json.dumps(v)}' for k, v in a.items())})" for n, a in calls)
+            results = json.dumps([{"name": name, "results": {}} for name, _ in calls])
+            listed += [{"from": "assistant", "value": f"[{text}]"}, {"from": "tool", "value": results}]
+        listed.append({"from": "assistant", "value": answer})
+    prompt = "Here is a list of functions in JSON format that you can invoke:\n"
+    return {"system": prompt + json.dumps(TOOLS), "conversations": listed}
+
+
+def write_xlam(turns: Any) -> dict[str, Any]:
+    question, calls, _ = turns[0]
+    answers = [{"name": name, "arguments": arguments} for name, arguments in calls] or [
+        {"name": NAMES[0], "arguments": {}}
+    ]
+    return {"query": question, "answers": json.dumps(answers), "tools": json.dumps(TOOLS)}
+
+
+WRITERS: dict[str, Any] = {
+    "openai": write_openai,
+    "openai with ids": lambda turns: write_openai(turns, with_ids=True),
+    "openai with text": lambda turns: write_openai(turns, as_objects=False),
+    "sharegpt": write_sharegpt,
+    "hermes": write_hermes,
+    "glaive": write_glaive,
+    "toolace": write_toolace,
+    "xlam": write_xlam,
+}
+
+
+def test_every_row_format_is_converted_here() -> None:
+    assert {name.split()[0] for name in WRITERS} == set(ROW_FORMATS)
+
+
+def read(path: Path) -> list[Conversation]:
+    rows = list(parse_source(str(path)))
+    assert all(isinstance(row, ParsedRow) for row in rows), rows
+    return [row.conversation for row in rows if isinstance(row, ParsedRow)]
+
+
+def without_ids(conversation: Conversation) -> Conversation:
+    messages = tuple(
+        replace(message, call_id=None, calls=tuple(replace(call, id=None) for call in message.calls))
+        for message in conversation.messages
+    )
+    return replace(conversation, messages=messages, source="")
+
+
+def check_conversion(source: str, folder: Path) -> list[dict[str, Any]]:
+    """Convert a source twice, check that both results are equal, and return the rows."""
+    once, twice = folder / "once.jsonl", folder / "twice.jsonl"
+    convert_source(source, once)
+    again = convert_source(str(once), twice)
+    assert twice.read_bytes() == once.read_bytes()
+    assert again.unchanged == again.converted == again.rows
+    assert not again.changes
+    assert not again.notes
+    return [json.loads(line) for line in once.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@settings(max_examples=40, deadline=None)
+@given(rows=st.lists(TURNS, min_size=1, max_size=3))
+def test_a_converted_row_is_the_same_conversation_and_converts_to_itself(
+    name: str, rows: list[Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("rows")
+    source = folder / "rows.jsonl"
+    source.write_text("".join(json.dumps(WRITERS[name](turns)) + "\n" for turns in rows))
+    converted = check_conversion(str(source), folder)
+    before, after = read(source), read(folder / "once.jsonl")
+    assert [row.conversation.messages for row in parse_source(str(source)) if isinstance(row, ParsedRow)]
+    assert list(map(without_ids, after)) == list(map(without_ids, before))
+    for row in converted:
+        check_is_openai(row)
+
+
+def check_is_openai(row: dict[str, Any]) -> None:
+    """Check a row against OpenAI's description of fine-tuning rows: ids, arguments as text, wrapped tools."""
+    assert set(row) <= {"messages", "tools", "parallel_tool_calls", "chat_template_kwargs"}
+    open_ids: set[str] = set()
+    for message in row["messages"]:
+        if message["role"] == "tool":
+            assert message["tool_call_id"] in open_ids
+            open_ids.remove(message["tool_call_id"])
+        for call in message.get("tool_calls", ()):
+            assert call["type"] == "function"
+            assert isinstance(json.loads(call["function"]["arguments"]), dict)
+            assert call["id"] not in open_ids
+            open_ids.add(call["id"])
+    for tool in row.get("tools", ()):
+        assert set(tool) == {"type", "function"}
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize("name", ["seal_tools/rows.jsonl", "glaive_demo/glaive_toolcall_en_demo.json"])
+def test_real_rows_convert_to_themselves(name: str, tmp_path: Path) -> None:
+    rows = check_conversion(str(REAL_DATA / name), tmp_path)
+    before, after = read(REAL_DATA / name), read(tmp_path / "once.jsonl")
+    assert list(map(without_ids, after)) == list(map(without_ids, before))
+    assert len(rows) == len(before) > 200
+    for row in rows:
+        check_is_openai(row)
+
+
+def test_rows_with_known_defects_are_skipped_with_their_reason(tmp_path: Path) -> None:
+    source = str(FIXTURES / "defects.jsonl")
+    report = convert_source(source, tmp_path / "rows.jsonl")
+    defects = [row for row in parse_source(source) if not isinstance(row, ParsedRow)]
+    assert report.skipped == defects
+    assert report.num_skipped == len(defects) > 30
+    assert report.rows == report.converted + report.num_skipped
+    check_conversion(source, tmp_path)
+
+
+def test_the_report_counts_what_changed(tmp_path: Path) -> None:
+    turns = [("hi", [(NAMES[0], {"q": "x"}), (NAMES[1], {})], "bye")]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(write_openai(turns)) + "\n")
+    report = convert_source(str(tmp_path / "rows.jsonl"), tmp_path / "out.jsonl")
+    counts = {"call_ids_added": 2, "result_ids_added": 2, "arguments_rewritten": 2, "tools_normalised": 1}
+    assert report.changes == {**counts, "columns_dropped": 1}
+    assert report.columns == {"id": 1}
+    (tmp_path / "hermes.jsonl").write_text(json.dumps(write_hermes(turns)) + "\n")
+    assert convert_source(str(tmp_path / "hermes.jsonl"), tmp_path / "out.jsonl").changes["calls_from_text"] == 2
+
+
+def test_results_in_another_order_keep_their_calls(tmp_path: Path) -> None:
+    calls = [{"name": name, "arguments": "{}"} for name in NAMES]
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": call} for call in calls]},
+        {"role": "tool", "name": NAMES[1], "content": "second"},
+        {"role": "tool", "name": NAMES[0], "content": "first"},
+    ]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages, "tools": TOOLS}))
+    (row,) = check_conversion(str(tmp_path / "rows.jsonl"), tmp_path)
+    ids = [call["id"] for call in row["messages"][1]["tool_calls"]]
+    assert [message["tool_call_id"] for message in row["messages"][2:]] == ids[::-1]
+
+
+def test_ids_that_are_added_differ_from_the_rows_own(tmp_path: Path) -> None:
+    turns = [("a", [(NAMES[0], {})], "b"), ("c", [(NAMES[0], {})], "d")]
+    row = write_openai(turns)
+    row["messages"][5]["tool_calls"][0]["id"] = row["messages"][6]["tool_call_id"] = "call_1"
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (converted,) = check_conversion(str(tmp_path / "rows.jsonl"), tmp_path)
+    assert [converted["messages"][i]["tool_calls"][0]["id"] for i in (1, 5)] == ["call_2", "call_1"]
+
+
+def test_weights_reasoning_and_switches_are_kept(tmp_path: Path) -> None:
+    thinking = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes", "weight": 0}
+    row = {
+        "messages": [
+            {"role": "user", "content": "?"},
+            thinking,
+            {"role": "user", "content": "?"},
+            {**thinking, "weight": 1},
+        ]
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "parallel_tool_calls": False}))
+    (converted,) = check_conversion(str(tmp_path / "rows.jsonl"), tmp_path)
+    answers = converted["messages"][1::2]
+    assert [answer.get("weight") for answer in answers] == [0.0, None]
+    assert [(answer["reasoning_content"].strip(), answer["content"].strip()) for answer in answers] == [
+        ("hm", "yes")
+    ] * 2
+    assert converted["parallel_tool_calls"] is False
+
+
+def test_a_merged_table_becomes_rows_without_its_nulls(tmp_path: Path) -> None:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "?"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"type": "function", "function": {"name": n, "arguments": {k: 1}}}],
+                },
+            ],
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": n, "parameters": {"type": "object", "properties": {k: {"type": "integer"}}}},
+                }
+            ],
+        }
+        for n, k in (("f", "a"), ("g", "b"))
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    converted = check_conversion(str(tmp_path / "rows.parquet"), tmp_path)
+    assert [row["messages"][1]["tool_calls"][0]["function"]["arguments"] for row in converted] == [
+        '{"a": 1}',
+        '{"b": 1}',
+    ]
+    assert [row["tools"] for row in converted] == [row["tools"] for row in rows]
+
+
+def run(*arguments: str | Path) -> int:
+    return main(["data", "convert", *map(str, arguments)])
+
+
+def test_the_command_replaces_nothing_without_force_and_never_its_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "rows.jsonl", tmp_path / "new" / "out.jsonl"
+    source.write_text(json.dumps(write_openai([("a", [], "b")])) + "\n")
+    assert run(source, out, "--to", "openai") == 0
+    assert "1 rows, 1 converted" in capsys.readouterr().out
+    written = out.read_bytes()
+    assert run(source, out) == 2
+    assert "pass --force" in capsys.readouterr().err
+    assert run(source, out, "--force") == 0
+    assert out.read_bytes() == written
+    assert run(source, source, "--force") == 2
+    assert "is the source itself" in capsys.readouterr().err
+    assert run(source, tmp_path / "out.parquet") == 2
+    assert ".jsonl" in capsys.readouterr().err
+    assert run(source, tmp_path / "rows.jsonl" / "out.jsonl") == 2
+    assert run(source, out, "--to", "opneai") == 2
+
+
+def test_a_strict_conversion_with_a_bad_row_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps(write_openai([("a", [], "b")])) + "\n" + '{"messages": []}\n')
+    assert run(source, out, "--strict") == 1
+    told = capsys.readouterr().out
+    assert f"{source}:2: messages: expected a list of messages" in told
+    assert "Nothing was written." in told
+    assert sorted(tmp_path.iterdir()) == [source]
+    assert run(source, out, "--json", tmp_path / "report.json") == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["rows"], report["converted"], report["num_skipped"], report["skipped"][0]["line"]) == (2, 1, 1, 2)
+
+
+def test_a_source_without_a_usable_row_and_a_truncated_one_leave_no_file(tmp_path: Path) -> None:
+    source, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"messages": []}\n')
+    with pytest.raises(RowsSkippedError):
+        convert_source(str(source), out)
+    good = json.dumps(write_openai([("a", [], "b")]))
+    truncated = tmp_path / "rows.json"
+    truncated.write_text(f"[{good}, {good[:40]}")
+    assert run(truncated, out) in (1, 2)
+    assert sorted(tmp_path.iterdir()) == [truncated, source]
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
+    row = json.dumps(write_openai([("a" * 2_000, [(NAMES[0], {"q": "x" * 2_000})], "b" * 2_000)])) + "\n"
+    peaks = []
+    for count in (200, 2_000):
+        (tmp_path / "rows.jsonl").write_text(row * count)
+        tracemalloc.start()
+        convert_source(str(tmp_path / "rows.jsonl"), tmp_path / "out.jsonl")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 2**20
