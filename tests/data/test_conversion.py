@@ -92,7 +92,8 @@ def write_glaive(turns: Any) -> dict[str, Any]:
     for question, calls, answer in turns:
         chat += f"USER: {question}\n\n\n"
         for name, arguments in calls[:1]:
-            chat += f'ASSISTANT: <functioncall> {{"name": "{name}", "arguments": \'{json.dumps(arguments)}\'}} <|endoftext|>'
+            call = f'"name": "{name}", "arguments": \'{json.dumps(arguments)}\''
+            chat += f"ASSISTANT: <functioncall> {{{call}}} <|endoftext|>"
             chat += "\n\n\nFUNCTION RESPONSE: {}\n\n\n"
         chat += f"ASSISTANT: {answer} <|endoftext|>\n\n\n"
     prompt = "SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\n"
@@ -159,7 +160,7 @@ def check_conversion(source: str, folder: Path) -> list[dict[str, Any]]:
     assert again.unchanged == again.converted == again.rows
     assert not again.changes
     assert not again.notes
-    return [json.loads(line) for line in once.read_text().splitlines()]
+    return [json.loads(line) for line in once.read_text().split("\n")[:-1]]
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -321,7 +322,9 @@ def test_the_command_replaces_nothing_without_force_and_never_its_source(
     assert run(source, tmp_path / "out.parquet") == 2
     assert ".jsonl" in capsys.readouterr().err
     assert run(source, tmp_path / "rows.jsonl" / "out.jsonl") == 2
-    assert run(source, out, "--to", "opneai") == 2
+    with pytest.raises(SystemExit, match="2"):
+        run(source, out, "--to", "opneai")
+    assert "did you mean openai?" in capsys.readouterr().err
 
 
 def test_a_strict_conversion_with_a_bad_row_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -352,7 +355,7 @@ def test_a_source_without_a_usable_row_and_a_truncated_one_leave_no_file(tmp_pat
 def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
     row = json.dumps(write_openai([("a" * 2_000, [(NAMES[0], {"q": "x" * 2_000})], "b" * 2_000)])) + "\n"
     peaks = []
-    for count in (200, 2_000):
+    for count in (100, 1_000):
         (tmp_path / "rows.jsonl").write_text(row * count)
         tracemalloc.start()
         convert_source(str(tmp_path / "rows.jsonl"), tmp_path / "out.jsonl")
