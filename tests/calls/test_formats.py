@@ -539,11 +539,13 @@ def _without_marks(text: str) -> str:
 # Ends of a turn, marks before calls, headers of messages, an empty list of calls, separators of calls.
 _MARKS = re.compile(
     "|".join([
-        *map(re.escape, TURN_ENDS),
+        *map(re.escape, TURN_ENDS), r"<\|start\|>\s*assistant", "to=(?:functions.f|get_weather)",
         r"<\|python_(?:tag|start|end)\|>", r"\[TOOL_CALLS\]", r"<\|tool_call\|>", "<｜tool▁calls▁(?:begin|end)｜>",
         r"<\|tool_call_(?:start|end)\|>", r"<\|start\|>[\w.\-]*\s*<\|message\|>", r"<\|(?:message|start|end|call)\|>",
         r"<\|/tool_call\|>", r"<\|tool_calls_section_(?:begin|end)\|>", "functools(?:\\[)?", "</?TOOLCALL>",
         r"<\|(?:START|END)_ACTION\|>", "</?code>", r"\[\]", ";", r"\s",
+        "</?｜DSML｜ ?(?:function_|tool_)?calls>", "</?(?:minimax:tool_call|atem:function_calls)>",
+        r"<\|eo[mt]\|>",
     ])
 )  # fmt: skip
 
@@ -577,7 +579,12 @@ HOSTILE_PIECES = [
     "<|tool_call_begin|>functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|/tool_call|>",
     "functools[", "<function_calls>", "</function_calls>", "<code>", "</code>", "<TOOLCALL>", "</TOOLCALL>",
     "<|START_ACTION|>", "<|END_ACTION|>", "<think>", "</think>", "\n</think>", "1", "-", "**", "a", "<|python_tag|>",
-    "=", "#", "0x", "1e999", "<|im_end|>", "</s>", "<json>", "NaN", "```", "word ", "é", "\x00", "\ud800",
+    "<|tool_call>", "<tool_call|>", '<|"|>', "call:f{", "<escape>", "<start_function_call>", "<minimax:tool_call>",
+    "<invoke name=", '<parameter name="a">', "</invoke>", "<｜DSML｜tool_calls>", '<｜DSML｜invoke name="f">',
+    '<｜DSML｜parameter name="a" string="true">', "</｜DSML｜parameter>", "</｜DSML｜invoke>", "<atem:function_calls>",
+    '<atem:invoke name="f">', '<atem:parameter name="a">', "</atem:parameter>", "</atem:invoke>",
+    " to=functions.f<|message|>", "<|eom|>", "=", "#", "0x", "1e999",
+    "<|im_end|>", "</s>", "<json>", "NaN", "```", "word ", "é", "\x00", "\ud800",
 ]  # fmt: skip
 
 
@@ -589,10 +596,17 @@ OPENINGS = [
     ("{'name': [#", ""), ('{"name": "f", "parameters": {"a": ', ""), ("[TOOL_CALLS]f[ARGS]{", ""),
     ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{", ""), (" to=functions.f<|message|>", ""), ("<|tool_call_start|>#", ""),
     ("<|tool_call_start|>[f(a=#", "\n[" + "1," * 2000), ('<|tool_call_start|>[f(a=""" "', ""), ("f(a=#", ""),
-    ('<functioncall> {"name": "f", "arguments": {', ""),
     ("<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{", ""),
     ("<function_calls>f(a=#", ""), ("<function_calls>f(a=1)\n", ""), ("<code>f(a=#", ""), ("<code>x = f(a=", ""),
     ('<|START_ACTION|>[{"tool_name": "f", "parameters": {', ""), ('<TOOLCALL>[{"name": "f", "arguments": {', ""),
+    ('<functioncall> {"name": "f", "arguments": {', ""), ('<|tool_call>call:f{a:[<|"|>', ""),
+    ('<|tool_call>call:f{a:[<|"|>,<|"|>y<|"|>,<|"|>', ""), ("<|tool_call>call:f{a:[1,", ""),
+    ("<|tool_call>call:f{", "}"),
+    ("<start_function_call>call:f{a:<escape>", ""), ('<minimax:tool_call><invoke name="f"><parameter name="a">', ""),
+    ('<invoke name="f"><parameter name="a">', "</parameter>"), ("<minimax:tool_call>", '<invoke name="f">'),
+    ('<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">', "</｜DSML｜parameter>"),
+    ('<｜DSML｜invoke name="f">{"a": ', ""), (' to=f<|message|><atem:invoke name="f"><atem:parameter name="a">', ""),
+    (' to=f<|message|><atem:invoke name="f">', "</atem:invoke>"), ("<|message|>", ' to=f<|message|>'), (" to=f", ""),
 ]  # fmt: skip
 
 

@@ -30,6 +30,11 @@ TURN_ENDS = (
     "<|end|>",
     "<|END_OF_TURN_TOKEN|>",
     "<SPECIAL_12>",
+    "<turn|>",
+    "<|tool_response>",
+    "<end_of_turn>",
+    "<start_function_response>",
+    "[e~[",
 )
 
 
