@@ -71,9 +71,9 @@ def test_switches_of_a_template_that_is_replaced_do_not_apply(base: Path, tiny_b
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "not JSON"),
-        ("[1]", "expected an object"),
-        ('{"tools": 1}', "set from each row"),
+        (b"{", "not JSON"),
+        (b"[1]", "expected an object"),
+        (b'{"tools": 1}', "set from each row"),
         (b"\xff", "cannot be read"),
     ],
 )
@@ -123,7 +123,7 @@ def test_switches_on_a_command_line_are_pairs_or_json(capsys: pytest.CaptureFixt
     assert parser.parse_args([]).template_args is None
     assert parse("enable_thinking=false, reasoning_effort=low") == {"enable_thinking": False, "reasoning_effort": "low"}
     assert parse('{"enable_thinking": true, "level": 2}') == {"enable_thinking": True, "level": 2}
-    for text, words in (("enable_thinking", "not an override"), ("tools=1", "set from each row"), ("{", "not JSON")):
+    for text, words in (("enable_thinking", "not an override"), ("tools=1", "set from each row"), (b"{", "not JSON")):
         with pytest.raises(SystemExit):
             parse(text)
         assert words in capsys.readouterr().err
