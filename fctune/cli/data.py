@@ -116,14 +116,15 @@ def _read_supervision(arguments: argparse.Namespace) -> Any:
 
 
 def _check_data(arguments: argparse.Namespace) -> int:
+    from fctune.data.chat_template import ChatTemplate
     from fctune.data.check import Encode, check_sources
 
     if arguments.seq_len is not None and arguments.tokenizer is None:
         raise ConfigError("--seq-len: needs --tokenizer, which tokens are counted with.")
     chosen = _read_template(arguments)
     encode: Encode | None = None
+    template: ChatTemplate | None = None
     if arguments.tokenizer is not None:
-        from fctune.data.chat_template import ChatTemplate
         from fctune.data.sources import has_reasoning_rows
         from fctune.models.hub import resolve_model_dir
 
@@ -148,6 +149,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
             validation=arguments.validation,
             eval_suites=arguments.eval_suite,
             on_progress=lambda rows: status.update(f"{rows:,} rows read"),
+            template=template,
         )
     console.print(report.render_text())
     if arguments.json is not None:

@@ -23,6 +23,8 @@ def make_data_page(report: Report) -> Page:
     _add_tiles(page, report)
     for error in report.errors:
         page.add_section("Read error", f'<p class="bad">{escape(error)}</p>')
+    if report.reasoning.warning is not None:
+        page.add_section("Reasoning", f'<p class="warn">{escape(report.reasoning.warning)}.</p>')
     if report.defect_kinds:
         lead = "Rows that cannot be used for training, each listed with its first defect."
         page.add_section("Defects", *map(_make_finding, report.defect_kinds), lead=lead)
@@ -56,6 +58,8 @@ def _headline(report: Report) -> tuple[str, Tone]:
         return f"{report.defects:,} of {report.rows:,} rows cannot be used for training.", "bad"
     if any(overlap.num_found for overlap in report.overlaps):
         return "Every row can be used for training, but held-out items occur in the training rows.", "warn"
+    if report.reasoning.warning is not None:
+        return "Every row can be used for training, but the model would forget when to think.", "warn"
     if report.warnings:
         noun = "warning" if report.warnings == 1 else "warnings"
         return f"Every row can be used for training. {report.warnings:,} {noun}.", "warn"
@@ -80,6 +84,10 @@ def _add_tiles(page: Page, report: Report) -> None:
         if tokens.seq_len is not None:
             over = tokens.num_over_seq_len
             tiles.append((f"{over:,}", f"longer than seq_len {tokens.seq_len:,}", "warn" if over else "good"))
+    if report.reasoning.rows:
+        tiles.append((f"{report.reasoning.rows_share:.0%}", "rows with reasoning", ""))
+        if report.reasoning.tokens is not None:
+            tiles.append((f"{report.reasoning.tokens:,}", "tokens of reasoning", ""))
     page.add_tiles(tiles)
 
 

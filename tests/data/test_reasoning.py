@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from fctune.data.chat_template import ChatTemplate
+from fctune.data.check import check_sources
+from fctune.data.check.reasoning import ReasoningUse
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.reasoning import ReasoningMode, find_reasoning_support
 from fctune.data.supervision import SupervisionConfig
@@ -168,3 +170,43 @@ def test_a_conversation_with_reasoning_survives_json(tmp_path: Path) -> None:
         )
     }
     assert len(digests) == 3
+
+
+def check_rows(model: Path, rows: list[dict[str, Any]], path: Path, **options: Any) -> ReasoningUse:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template_args = options.pop("template_args", None)
+    template = ChatTemplate(model, SupervisionConfig(**({"thinking": "auto"} | options)), template_args)
+    template.resolve_thinking(lambda: any("reasoning" in json.dumps(row) for row in rows))
+    report = check_sources([str(path)], template=template)
+    assert report.conversations == len(rows)
+    return report.reasoning
+
+
+def test_the_check_reports_shares_of_reasoning_and_what_they_would_teach(
+    write_template: Callable[..., Path], tiny_base: Path, tmp_path: Path
+) -> None:
+    model, path = write_template(HYBRID), tmp_path / "rows.jsonl"
+    plain = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
+    thoughtful = REASONED.to_openai()
+    two_turns = {"messages": thoughtful["messages"] + plain["messages"]}
+    mixed = check_rows(model, [plain, thoughtful, two_turns, plain], path)
+    tokenizer = ChatTemplate(model).tokenizer
+    assert (mixed.rows, mixed.rows_share, mixed.turns, mixed.turns_share) == (2, 0.5, 2, 0.4)
+    assert mixed.characters == 2 * len(THOUGHT)
+    assert mixed.tokens == 2 * len(tokenizer.encode(THOUGHT, add_special_tokens=False))
+    assert mixed.warning is None
+    assert check_sources([str(path)]).reasoning.tokens is None
+
+    never = check_rows(model, [plain], path).warning or ""
+    assert "never to think" in never
+    assert "model.template_args.enable_thinking=false" in never
+    assert check_rows(model, [plain], path, template_args={"enable_thinking": False}).warning is None
+    assert "never to think" in (check_rows(model, [thoughtful], path, reasoning="drop").warning or "")
+    always = check_rows(model, [thoughtful, two_turns], path).warning or ""
+    assert "always to think" in always
+    assert check_rows(model, [thoughtful], path, template_args={"enable_thinking": True}).warning is None
+    assert "rendered alike" in (check_rows(model, [plain, thoughtful], path, thinking="rows").warning or "")
+    by_row = [{**plain, "enable_thinking": False}, {**thoughtful, "enable_thinking": True}]
+    assert check_rows(model, by_row, path, thinking="rows").warning is None
+    # a template that prints no reasoning can teach nothing about it
+    assert check_rows(tiny_base, [plain], path).warning is None

@@ -123,7 +123,7 @@ def test_switches_on_a_command_line_are_pairs_or_json(capsys: pytest.CaptureFixt
     assert parser.parse_args([]).template_args is None
     assert parse("enable_thinking=false, reasoning_effort=low") == {"enable_thinking": False, "reasoning_effort": "low"}
     assert parse('{"enable_thinking": true, "level": 2}') == {"enable_thinking": True, "level": 2}
-    for text, words in (("enable_thinking", "not an override"), ("tools=1", "set from each row"), (b"{", "not JSON")):
+    for text, words in (("enable_thinking", "not an override"), ("tools=1", "set from each row"), ("{", "not JSON")):
         with pytest.raises(SystemExit):
             parse(text)
         assert words in capsys.readouterr().err

@@ -7,7 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
+from fctune.data.chat_template import ChatTemplate
 from fctune.data.check.overlap import OverlapIndex
+from fctune.data.check.reasoning import ReasoningCount
 from fctune.data.check.report import (
     NUM_EXAMPLES,
     Example,
@@ -45,6 +47,7 @@ def check_sources(
     validation: Iterable[str] = (),
     eval_suites: Iterable[str] = (),
     on_progress: Callable[[int], None] | None = None,
+    template: ChatTemplate | None = None,
 ) -> Report:
     """Check all rows of the sources.
 
@@ -57,11 +60,12 @@ def check_sources(
         validation: Sources held out for validation; their overlap with the rows is reported.
         eval_suites: Files or directories of eval questions (BFCL's, or rows with messages), likewise.
         on_progress: Called every 500 rows with the number of rows read so far.
+        template: Template of the model, for tokens of reasoning and what they would teach it.
 
     Raises:
         DataError: A path does not exist, or rows have an unknown format. Truncated files are part of the report.
     """
-    check = _Check(encode, seq_len, validation, eval_suites, on_progress)
+    check = _Check(encode, seq_len, validation, eval_suites, on_progress, ReasoningCount(template))
     try:
         for path in paths:
             check.read(path, row_format, max_samples)
@@ -80,11 +84,13 @@ class _Check:
         validation: Iterable[str],
         eval_suites: Iterable[str],
         on_progress: Callable[[int], None] | None,
+        reasoning: ReasoningCount,
     ) -> None:
         self.start = time.monotonic()
         self.encode = encode
         self.seq_len = seq_len
         self.on_progress = on_progress
+        self.reasoning = reasoning
         hasher = WordHasher()
         self.similarity = SimilarityIndex(hasher)
         self.overlaps = [OverlapIndex(path, "validation", hasher) for path in validation]
@@ -157,6 +163,7 @@ class _Check:
             self.add_example(warning.kind, Example(file, int(line), warning.pointer, warning.reason))
         self.rows_of.update(kinds)
         self.notes.update(row.notes)
+        self.reasoning.add(conversation)
         self.classes[classify(conversation)] += 1
         self.messages[len(conversation.messages)] += 1
         self.characters[sum(len(message.content or "") for message in conversation.messages)] += 1
@@ -189,6 +196,7 @@ class _Check:
             num_messages=Lengths.from_counts(self.messages),
             num_characters=Lengths.from_counts(self.characters),
             tokens=self.make_tokens(),
+            reasoning=self.reasoning.report(),
             tool_use=used,
             duplicate_examples=[_describe_repeat(repeat, names) for repeat in repeats.exact],
             near_duplicate_examples=[_describe_repeat(repeat, names) for repeat in repeats.near],

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from fctune.data.check.reasoning import ReasoningUse
 from fctune.data.check.warnings import CLASSES, WARNING_KINDS
 from fctune.data.sources import DEFECT_KINDS, NOTE_KINDS
 
@@ -161,6 +162,7 @@ class Report:
     num_messages: Lengths
     num_characters: Lengths
     tokens: Tokens | None
+    reasoning: ReasoningUse
     tool_use: Annotated[list[ToolUse], "The tools called most"]
     duplicate_examples: Annotated[list[Repeat], "The first duplicates"]
     near_duplicate_examples: Annotated[list[Repeat], "The first near duplicates"]
@@ -185,6 +187,8 @@ class Report:
         parts: list[RenderableType] = [self._render_counts()]
         for error in self.errors:
             parts.append(Text(error, style="bold red"))
+        if self.reasoning.warning is not None:
+            parts.append(Text(f"\nReasoning: {self.reasoning.warning}.", style="yellow"))
         if self.defect_kinds:
             parts.append(_render_findings("Defects: rows that cannot be trained on", "red", self.defect_kinds))
         if self.warning_kinds:
@@ -226,6 +230,10 @@ class Report:
                 table.add_row(f"{tokens.num_over_seq_len:,}", f"conversations over seq_len {tokens.seq_len:,}")
             if tokens.num_unsupervised:
                 table.add_row(f"{tokens.num_unsupervised:,}", "without supervised tokens", style="yellow")
+        if self.reasoning.rows:
+            table.add_row(f"{self.reasoning.rows:,}", self.reasoning.describe())
+        if self.reasoning.rows_switched:
+            table.add_row(f"{self.reasoning.rows_switched:,}", "that set a switch of the chat template", style="dim")
         return table
 
 
