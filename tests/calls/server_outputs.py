@@ -337,6 +337,16 @@ def _reads_null_word(output: Output, ours: Parsed, theirs: Read, server: Server)
     )
 
 
+def _has_several(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+    return _has_same_keys(ours, theirs) and all(
+        is_equal(value, given)
+        or (is_known and not _fits(value, schema))
+        or (given is None and isinstance(value, str))
+        or (not is_known and isinstance(given, str))
+        for value, given, schema, is_known in _iter_differing(output, ours, theirs)
+    )
+
+
 def _has_our_escape(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
     return "<json>" in output.text
 
@@ -407,6 +417,7 @@ _add_reason(
 )
 _add_reason("untyped", "The argument is not in the schema, and the server keeps its text.", _keeps_unknown_as_text)
 _add_reason("null word", "The server reads the word null as null where the schema has a string.", _reads_null_word)
+_add_reason("several", "Several arguments of one text, each for one of the reasons above.", _has_several)
 _add_reason(
     "escape",
     "The value cannot be written in the format, so that it is escaped as `<json>`, which no server reads.",
