@@ -92,7 +92,7 @@ def _make_tokenizer(folder: Path, tokens: tuple[str, ...]) -> Path:
     return folder
 
 
-def write_page(comparisons: list[Comparison], count: int) -> str:
+def write_page(comparisons: list[Comparison]) -> str:
     """Return the page of the documentation."""
     versions = sorted({comparison.version for comparison in comparisons})
     lines = [
@@ -100,26 +100,28 @@ def write_page(comparisons: list[Comparison], count: int) -> str:
         "",
         "Made by `python -m benchmarks.parsers --out docs/parsers.md`: do not edit.",
         "",
-        f"{count:,} seeded outputs of each format (single and parallel calls, prose, nested values, unicode, markup, "
-        "missing and wrong",
+        "Seeded outputs of each format (single and parallel calls, prose, nested values, unicode, markup, missing and "
+        "wrong",
         "arguments, unknown tools, cut and damaged text) were read by this project and by the parser that the format "
         f"names, of {' and '.join(versions)}.",
         "*Same* counts outputs in which the lenient reading has exactly the server's calls, *strict* those in which "
         "the strict one has.",
         "",
-        "| format | server | parser | same | strict | differences by reason |",
-        "|---|---|---|---:|---:|---|",
+        "| format | server | parser | outputs | same | strict | differences by reason |",
+        "|---|---|---|---:|---:|---:|---|",
     ]
     for one in sorted(comparisons, key=lambda one: (one.call_format, one.server)):
         reasons = ", ".join(f"{name} {number}" for name, number in sorted(one.reasons.items()))
         reasons += f"{', ' if reasons else ''}**unexplained {len(one.unexplained)}**" if one.unexplained else ""
         lines.append(
-            f"| {one.call_format} | {one.server} | `{one.parser}` | {one.num_same / one.num_outputs:.1%} "
-            f"| {one.num_same_strict / one.num_outputs:.1%} | {reasons} |"
+            f"| {one.call_format} | {one.server} | `{one.parser}` | {one.num_outputs:,} "
+            f"| {one.num_same / one.num_outputs:.1%} | {one.num_same_strict / one.num_outputs:.1%} | {reasons} |"
         )
     used = Counter(name for one in comparisons for name in one.reasons)
     lines += ["", "| reason | meaning |", "|---|---|"]
     lines += [f"| {name} | {meaning} |" for name, meaning in REASONS.items() if used[name]]
+    unread = [name for name, one in FORMATS.items() if not (one.vllm_parser or one.sglang_parser)]
+    lines += ["", f"No parser of either server reads {', '.join(f'`{name}`' for name in unread)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -159,7 +161,7 @@ def main() -> int:
                 print(f"    ours   {[(call.name, call.arguments) for call in ours.calls]} {ours.malformed}")
                 print(f"    theirs {theirs}")
     if arguments.out:
-        arguments.out.write_text(write_page(comparisons, arguments.count), encoding="utf-8")
+        arguments.out.write_text(write_page(comparisons), encoding="utf-8")
     return 1 if any(one.unexplained for one in comparisons) else 0
 
 

@@ -151,6 +151,16 @@ def test_calls_are_rendered_as_by_the_official_templates(
             assert call_format.parse(call_format.render(calls), [WEATHER]).calls == tuple(calls)
 
 
+def test_cohere_calls_are_rendered_as_by_coheres_own_renderer() -> None:
+    melody = pytest.importorskip("cohere_melody")
+    calls = [PARIS, Call("note", {"text": 'Größe\n"x" </a>', "more": [None, True, {"k": 1.5}]}), Call("ping", {})]
+    written = [{"id": call.name, "name": call.name, "parameters": json.dumps(call.arguments)} for call in calls]
+    user = {"role": "user", "content": [{"type": "text", "text": "Hi."}]}
+    for render in (melody.render_cmd3, melody.render_cmd4):
+        text = render({"messages": [user, {"role": "chatbot", "content": [], "tool_calls": written}]})
+        assert get_format("cohere").render(calls) in text
+
+
 needs_trl = pytest.mark.skipif(
     importlib.util.find_spec("trl") is None, reason="trl is not installed: pip install --no-deps trl"
 )
