@@ -14,9 +14,11 @@ from fctune.config.schema import RunConfig
 from fctune.distributed import World
 from fctune.errors import ConfigError
 from fctune.models.export import export_adapter, export_merged
-from fctune.models.lora import apply_lora_, init_adapters_
+from fctune.models.lora import init_adapters_
+from fctune.models.token_rows import init_token_rows_, trained_token_ids
 from fctune.training.entry import Run, run_recipe
 from fctune.training.recipe import FineTuning
+from fctune.training.setup import select_adapters_
 
 # isort: split
 # After fctune, which silences a warning of torchao, one of its imports.
@@ -33,12 +35,13 @@ class LoRAFunctionCallingRecipe(FineTuning, FTRecipeInterface):
         self.adapter = config.adapter
 
     def select_trainable_(self) -> None:
-        """Freeze the base and add an adapter to each selected linear."""
-        apply_lora_(self.model, self.adapter)
+        """Freeze the base, add an adapter to each selected linear, and train the rows of untrained tokens."""
+        select_adapters_(self.model, self.config, self.model_dir, self.prepared, self.world)
 
     def init_trainable_(self) -> None:
-        """Initialize the adapters from the seed, equally at any world size."""
+        """Initialize the adapters from the seed and token rows from the base, equally at any world size."""
         init_adapters_(self.model, self.config.seed)
+        init_token_rows_(self.model, self.model_dir)
 
     def hf_weights(self) -> HFAdapterWeights:
         """Return the form of elastic checkpoints: a PEFT adapter."""
@@ -47,6 +50,7 @@ class LoRAFunctionCallingRecipe(FineTuning, FTRecipeInterface):
             *(self.model.architecture, self.adapter, model.path, self.model_dir),
             chat_template=self.chat_template,
             template_args=model.template_args,
+            token_ids=trained_token_ids(self.model),
         )
 
     def exports(self) -> list[Callable[[], None]]:

@@ -7,7 +7,7 @@ so no rank ever holds the complete model.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ class HFModelWeights(HFWeights):
 
 
 class HFAdapterWeights(HFWeights):
-    """Adapter weights alone, as a PEFT directory; arguments as in ``export_adapter``."""
+    """Adapter weights alone, as a PEFT directory; arguments as in ``export_adapter`` and ``write_adapter_config``."""
 
     stem = "adapter_model"
 
@@ -127,10 +127,12 @@ class HFAdapterWeights(HFWeights):
         base_dir: Path,
         chat_template: ChosenTemplate | None = None,
         template_args: Mapping[str, Any] | None = None,
+        token_ids: Sequence[int] = (),
     ):
         super().__init__(architecture, base_dir, chat_template, template_args)
         self.config = config
         self.base = base
+        self.token_ids = token_ids
 
     def to_external_name(self, name: str) -> str:
         """Return PEFT's name of a parameter."""
@@ -138,7 +140,7 @@ class HFAdapterWeights(HFWeights):
 
     def write_config(self, folder: Path, dtype: torch.dtype) -> None:
         """Write ``adapter_config.json``, which does not record a dtype."""
-        write_adapter_config(folder, self.config, self.base, self.architecture)
+        write_adapter_config(folder, self.config, self.base, self.architecture, self.token_ids)
 
 
 def plan_files(stem: str, sizes: Mapping[str, int], max_bytes: int = _MAX_FILE_BYTES) -> dict[str, list[str]]:

@@ -153,7 +153,9 @@ def _parse_value(hint: Any, value: Any, where: str, problems: list[str], out_of_
     if origin in (Union, types.UnionType):
         if value is None:
             return None
-        return _parse_value(next(a for a in args if a is not type(None)), value, where, problems, out_of_range)
+        arms = [a for a in args if a is not type(None)]
+        matching = [a for a in arms if (get_origin(a) is list) == isinstance(value, list)]
+        return _parse_value((matching or arms)[0], value, where, problems, out_of_range)
     if origin is Literal:
         if value not in args or isinstance(value, bool) != isinstance(args[0], bool):
             close = suggest(str(value), [str(a) for a in args], "")

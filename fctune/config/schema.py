@@ -96,6 +96,9 @@ class AdapterConfig:
     https://arxiv.org/abs/2312.03732)."""
     dora: bool = False
     """Train each row's magnitude separately from its direction (DoRA, https://arxiv.org/abs/2402.09353)."""
+    train_tokens: Literal["auto", "off"] | list[str] = "auto"
+    """Tokens whose embedding and output rows train too. `auto`: those that the base never learned, of the supervised
+    tokens and markers in the data, unless the output head has an adapter; `off`: none; or a list of tokens."""
     base: BaseDtype = "bf16"
     """Storage of the frozen linears: `bf16` keeps the run's precision, `nf4` quantises to 4 bits (QLoRA), `float8` to 8
     bits, and multiplies in 8 bits."""

@@ -31,6 +31,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 
 _MIN_TO_HOLD_OUT = 20  # fewer conversations are all trained on if validation_share holds none out
 _MAX_WEIGHTS = 256  # codes are bytes
+_CHUNK_TOKENS = 4 * 1024**2  # bounds the memory of a pass over all tokens
 _ARRAYS: dict[str, Any] = {"tokens": np.int32, "codes": np.uint8, "offsets": np.int64, "digests": np.uint64}
 
 
@@ -145,6 +146,20 @@ def prepared_root(config: RunConfig) -> Path:
     """Return the directory that holds the prepared sets of a run."""
     data = config.data
     return Path(data.prepared_dir) if data.prepared_dir else Path(config.output_dir).parent / "prepared"
+
+
+def list_tokens(prepared: PreparedSet) -> tuple[set[int], set[int]]:
+    """Return the supervised tokens of a set, and all of its tokens."""
+    is_supervised = prepared.weights > 0
+    supervised: set[int] = set()
+    present: set[int] = set()
+    for start in range(0, len(prepared.tokens), _CHUNK_TOKENS):
+        part = slice(start, start + _CHUNK_TOKENS)
+        tokens = prepared.tokens[part]
+        present.update(np.unique(tokens).tolist())
+        supervised.update(np.unique(tokens[is_supervised[prepared.codes[part]]]).tolist())
+    prepared.release_pages()
+    return supervised, present
 
 
 def describe_counts(prepared: PreparedSet) -> list[str]:

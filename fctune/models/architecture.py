@@ -56,6 +56,7 @@ class Architecture(ABC):
 
     block_linears: ClassVar[BlockLinears]
     head: ClassVar[str]  # name of the output projection in ``adapter.modules``
+    embedding: ClassVar[str]  # name of the token embedding in Hugging Face checkpoints, by its last component
 
     vocab_size: int
     num_layers: int

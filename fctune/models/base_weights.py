@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,20 @@ def _read_rows(stored: Any, rows: slice, name: str, architecture: Architecture) 
     first = rows.start // size * size
     groups = architecture.from_hf_layout(name, stored[first : math.ceil(rows.stop / size) * size])
     return groups[rows.start - first : rows.stop - first]
+
+
+def read_rows(model_dir: str | Path, hf_name: str, ids: Sequence[int]) -> Tensor:
+    """Read some rows of a stored tensor, ``[len(ids), ...]`` in its dtype.
+
+    Raises:
+        CheckpointError: the tensor is missing, or its file is damaged.
+    """
+    file = locate_tensors(model_dir).get(hf_name)
+    if file is None:
+        raise CheckpointError(f"{model_dir}: {hf_name} is missing; download the model again.")
+    with safe_open(file, framework="pt") as tensors:
+        stored = tensors.get_slice(hf_name)
+        return torch.cat([stored[i : i + 1] for i in ids])
 
 
 def locate_tensors(model_dir: str | Path) -> dict[str, Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -55,6 +55,15 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def head(self) -> nn.Module:
         """The output projection, from ``[..., d]`` to ``[..., vocab]``; ``tied_module`` is the embedding it shares."""
+
+    @property
+    @abstractmethod
+    def embedding(self) -> nn.Module:
+        """The token embedding, from ids ``[...]`` to ``[..., d]``."""
+
+    @abstractmethod
+    def replace_ends_(self, embedding: nn.Module, head: Callable[[Tensor], Tensor]) -> None:
+        """Replace the token embedding and the output head, in place."""
 
     @abstractmethod
     def linears(self) -> Iterator[Linear]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from fctune.models.architecture import Architecture
 from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import FrozenLinear, is_scale
 from fctune.models.lora import LoRALinear, is_adapter, merge
+from fctune.models.token_rows import TokenRows, trained_token_ids
 
 # Files of the base, other than config.json, that a model trained from it needs.
 _COMPANIONS = (
@@ -109,7 +110,7 @@ def export_adapter(
         return
     with _new_directory(out) as staging:
         save_file(tensors, staging / "adapter_model.safetensors", metadata={"format": "pt"})
-        write_adapter_config(staging, config, base, model.architecture)
+        write_adapter_config(staging, config, base, model.architecture, trained_token_ids(model))
         copy_companions(base_dir, staging, chat_template, template_args)
 
 
@@ -120,6 +121,7 @@ def iter_merged(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
     Every rank must iterate to the end, because sharded weights are gathered, one at a time. The model does not change.
     """
     frozen = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
+    ends = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, TokenRows)}
     for name, parameter in model.named_parameters():
         if is_adapter(name) or is_scale(name):
             continue
@@ -130,6 +132,9 @@ def iter_merged(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
             magnitude = None if module.magnitude is None else _gather(module.magnitude)
             full = merge(full, a, b, module.scaling, magnitude)
         full = full.to(model.precision.compute_dtype)  # only training needs float32
+        if (end := ends.get(name)) is not None:
+            index = torch.tensor(end.ids, device=full.device)
+            full = full.index_copy(0, index, _gather(end.token_rows).to(full))
         yield model.architecture.to_hf_name(name), model.architecture.to_hf_layout(name, full).contiguous().cpu()
 
 
@@ -174,10 +179,23 @@ def _name_shards(staging: Path, num_files: int, weight_map: dict[str, str], tota
     (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def write_adapter_config(folder: Path, config: AdapterConfig, base: str, architecture: Architecture) -> None:
-    """Write PEFT's ``adapter_config.json``; ``base`` is the name or path by which PEFT loads the base."""
+def write_adapter_config(
+    folder: Path, config: AdapterConfig, base: str, architecture: Architecture, token_ids: Sequence[int] = ()
+) -> None:
+    """Write PEFT's ``adapter_config.json``.
+
+    Args:
+        folder: existing directory.
+        config: the ``adapter`` section of the run's config.
+        base: name or path by which PEFT loads the base.
+        architecture: shape of the model.
+        token_ids: tokens with trained rows, in the order of the rows.
+    """
     from peft import LoraConfig, TaskType  # slow to import
 
+    tokens: list[int] | dict[str, list[int]] | None = list(token_ids) or None
+    if token_ids and not architecture.is_tied:  # PEFT trains the rows of a tied head with those of the embedding
+        tokens = {architecture.embedding: list(token_ids), architecture.head: list(token_ids)}
     LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -185,6 +203,7 @@ def write_adapter_config(folder: Path, config: AdapterConfig, base: str, archite
         target_modules=sorted(architecture.resolve_adapter_modules(config.modules)),
         use_rslora=config.scaling == "rslora",
         use_dora=config.dora,
+        trainable_token_indices=tokens,
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=base,
         inference_mode=True,

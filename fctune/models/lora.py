@@ -17,7 +17,7 @@ from fctune.models.causal_lm import CausalLM
 from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout
 from fctune.models.frozen_linear import FrozenLinear
 
-_ADAPTER_LEAVES = (".lora_a", ".lora_b", ".magnitude")
+_ADAPTER_LEAVES = (".lora_a", ".lora_b", ".magnitude", ".token_rows")
 
 
 def is_adapter(name: str) -> bool:
@@ -45,7 +45,7 @@ class LoRALinear(FrozenLinear):
     def __init__(self, base: nn.Linear, config: AdapterConfig, base_dtype: BaseDtype, key: str, token_keys: TokenKeys):
         super().__init__(base, base_dtype)
         out_dim, in_dim = base.weight.shape
-        options: dict[str, Any] = {"dtype": _wide(base.weight.dtype), "device": base.weight.device}
+        options: dict[str, Any] = {"dtype": wide_dtype(base.weight.dtype), "device": base.weight.device}
         self.lora_a = nn.Parameter(torch.empty(config.rank, in_dim, **options))
         self.lora_b = nn.Parameter(torch.empty(out_dim, config.rank, **options))
         self.magnitude = nn.Parameter(torch.empty(out_dim, **options)) if config.dora else None
@@ -148,7 +148,8 @@ def _init_magnitude_(magnitude: Tensor, weight: Tensor) -> None:
     norms.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=norms.dtype))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that an adapter of a base in ``dtype`` is stored in."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 

@@ -89,9 +89,9 @@ class FineTuning(ABC):
         keeps_history = self.config.profile is not None and self.config.profile.allocations
         self.snapshot = MemorySnapshot(self.run.directory.path, self.world, keeps_history)
         self.model = build_base(self.config, self.model_dir, self.world)
+        self.prepared = prepare_data(self.config, self.model_dir, self.chat_template, self.world)
         self.select_trainable_()
         self.layout = plan_parallelism(self.model, self.config, self.world)
-        self.prepared = prepare_data(self.config, self.model_dir, self.chat_template, self.world)
         self.loader = self.build_loader()
         self.num_steps = count_steps(self.config, self.loader, self.world)
         hosts = distributed.all_gather_objects(platform.node())

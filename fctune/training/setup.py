@@ -24,8 +24,11 @@ from fctune.distributed import World
 from fctune.models.attention import choose_attention_kernel
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
+from fctune.models.lora import apply_lora_
 from fctune.models.precision import check_device, choose_precision
 from fctune.models.sources import read_architecture
+from fctune.models.token_choice import TokenChoice, choose_tokens, find_candidates
+from fctune.models.token_rows import train_tokens_
 from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_, use_float8_matmuls_
 from fctune.parallel.layout import Hardware, ParallelLayout, check_layout, check_memory, choose_parallel_layout
 from fctune.parallel.sharding import GradientSync, shard_
@@ -86,6 +89,28 @@ def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:
             logger.warning("precision=%s without compile=true is slower than bfloat16", config.precision)
     logger.info("attention: %s", attention)
     return model
+
+
+def select_adapters_(model: CausalLM, config: RunConfig, model_dir: Path, prepared: PreparedSet, world: World) -> None:
+    """Freeze a meta model, add the configured adapters and make the chosen token rows trainable, in place.
+
+    Raises:
+        ConfigError: modules or tokens that the model does not have, or rows of a head with an adapter.
+        CheckpointError: the base's files are damaged.
+    """
+    adapter = config.adapter
+    assert adapter is not None
+
+    def choose() -> TokenChoice:
+        is_auto = not isinstance(adapter.train_tokens, list)
+        candidates = find_candidates(prepared, model_dir) if is_auto else ()
+        return choose_tokens(adapter, model_dir, model.architecture, candidates)
+
+    apply_lora_(model, adapter)
+    choice = distributed.run_on_rank_0(choose)
+    train_tokens_(model, choice.ids)
+    if choice.note and world.is_main:
+        logger.log(logging.WARNING if choice.is_warning else logging.INFO, "tokens: %s", choice.note)
 
 
 def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> ParallelLayout:

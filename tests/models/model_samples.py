@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,27 @@ from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import read_architecture
+from fctune.models.token_rows import init_token_rows_, train_tokens_
 
 ALL_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 
 
-def load_model(path: Path, adapter: AdapterConfig | None = None, dtype: torch.dtype = torch.float32) -> CausalLM:
+def load_model(
+    path: Path,
+    adapter: AdapterConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    token_ids: Sequence[int] = (),
+) -> CausalLM:
     """Load a model on CPU in evaluation mode; its adapters have nonzero B, so that errors in merging show."""
     model = read_architecture(path).build_model(256, PrecisionPolicy.uniform(dtype))
     if adapter is not None:
         apply_lora_(model, adapter)
+        train_tokens_(model, token_ids)
     materialize_(model, torch.device("cpu"))
     load_base_(model, path)
     if adapter is not None:
         init_adapters_(model, 0)
+        init_token_rows_(model, path)
         generator = torch.Generator().manual_seed(1)
         for name, parameter in model.named_parameters():
             if name.endswith("lora_b"):

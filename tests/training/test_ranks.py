@@ -14,6 +14,8 @@ from fctune.data.prepared_set import prepare
 from tests.ranks import run_ranks
 from tests.training.training_runs import ADAPTER, MEASURED, WIDE, compare, make_config, run_training
 
+MODELS: dict[str | None, dict[str, Any]] = {None: {}, "untied": {}, "tied": {"tie_word_embeddings": True}, "wide": WIDE}
+
 
 @pytest.fixture(scope="module")
 def runs(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
@@ -24,7 +26,7 @@ def runs(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     def run(world_size: int, holds_gradients: bool = True, **changes: Any) -> dict[str, Any]:
         key = f"{world_size} {holds_gradients} {changes}"
         if key not in done:
-            path = make_model(**WIDE) if changes.pop("model", None) == "wide" else make_model()
+            path = make_model(**MODELS[changes.pop("model", None)])
             config = make_config(path, output, **changes)
             prepared = prepare(config.data, Path(config.model.path), output / "prepared")
             done[key] = run_ranks(run_training, world_size, config, prepared.path, holds_gradients)[0]
@@ -55,6 +57,24 @@ def test_every_layout_matches_one_process_in_float64(
     runs: Callable[..., dict[str, Any]], world_size: int, parallel: dict[str, Any], adapter: dict[str, Any] | None
 ) -> None:
     compare(runs(1, adapter=adapter), runs(world_size, adapter=adapter, parallel=parallel), rtol=1e-9, atol=0)
+
+
+ROWS = ADAPTER | {"modules": ["q_proj", "down_proj"], "train_tokens": ["<tool_call>", "</tool_call>", "<|eot_id|>"]}
+
+
+@pytest.mark.parametrize("model", ["untied", "tied"])
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [(2, {"mode": "ddp"}), (2, {"mode": "fsdp"}), (4, {"mode": "fsdp"}), (4, {"mode": "hsdp", "replicate": 2})],
+    ids=["ddp on 2", "fsdp on 2", "fsdp on 4", "hsdp on 4"],
+)
+def test_token_rows_train_equally_on_any_layout(
+    runs: Callable[..., dict[str, Any]], world_size: int, parallel: dict[str, Any], model: str
+) -> None:
+    one, other = (runs(n, adapter=ROWS, model=model, **p) for n, p in ((1, {}), (world_size, {"parallel": parallel})))
+    names = {name for name in one["weights"] if name.endswith("token_rows")}
+    assert names == {"model.embed_tokens.token_rows"} | ({"lm_head.token_rows"} if model == "untied" else set())
+    compare(one, other, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("parallel", [{"mode": "fsdp"}, {"mode": "hsdp", "replicate": 2}], ids=["fsdp", "hsdp"])

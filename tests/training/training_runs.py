@@ -14,6 +14,8 @@ from fctune.data.prepared_set import open_prepared
 from fctune.distributed import World
 from fctune.models.causal_lm import CausalLM
 from fctune.models.lora import apply_lora_, init_adapters_
+from fctune.models.token_choice import find_token_ids
+from fctune.models.token_rows import init_token_rows_, train_tokens_
 from fctune.parallel.sharding import GradientSync
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import build_loader, count_steps, train
@@ -85,8 +87,12 @@ def build_trainable(config: RunConfig, world: World) -> tuple[CausalLM, Gradient
     model = build_base(config, Path(config.model.path), world)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
+        if isinstance(config.adapter.train_tokens, list):
+            tokens = find_token_ids(config.adapter.train_tokens, Path(config.model.path), model.architecture)
+            train_tokens_(model, tokens)
     gradient_sync = shard_and_load_(model, config, Path(config.model.path), world)
     init_adapters_(model, config.seed)
+    init_token_rows_(model, Path(config.model.path))
     return model, gradient_sync
 
 

@@ -43,6 +43,7 @@ class TorchtuneArchitecture(Architecture):
 
     block_linears: ClassVar[BlockLinears] = names.LINEARS
     head: ClassVar[str] = names.HEAD
+    embedding: ClassVar[str] = names.EMBEDDING
 
     family: str  # a key of FAMILIES
     norm_eps: float

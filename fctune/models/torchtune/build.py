@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -47,6 +47,16 @@ class TorchtuneCausalLM(CausalLM):
         """The output projection; torchtune's ``TiedLinear`` if it shares the weight of the embedding."""
         output: nn.Module = self.decoder.output
         return output
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The token embedding."""
+        embedding: nn.Module = self.decoder.tok_embeddings
+        return embedding
+
+    def replace_ends_(self, embedding: nn.Module, head: Callable[[Tensor], Tensor]) -> None:
+        """Replace the token embedding and the output head, in place."""
+        self.decoder.tok_embeddings, self.decoder.output = embedding, head
 
     def linears(self) -> Iterator[Linear]:
         """Iterate over the linears of the blocks, block by block, and then the head."""

@@ -13,6 +13,7 @@ LINEARS = BlockLinears(
     mlp_output="down_proj",
 )
 HEAD = "lm_head"
+EMBEDDING = "embed_tokens"
 
 # Name of a linear in ``adapter.modules``, which is PEFT's -> its path inside a torchtune block.
 LINEAR_PATHS = {
@@ -37,11 +38,16 @@ _BLOCK_PATHS = {
     "sa_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
 }
-_ROOT_PATHS = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": HEAD}
-_PEFT_LEAVES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+_ROOT_PATHS = {"tok_embeddings": f"model.{EMBEDDING}", "norm": "model.norm", "output": HEAD}
+_PEFT_LEAVES = {
+    "lora_a": "lora_A.weight",
+    "lora_b": "lora_B.weight",
+    "magnitude": "lora_magnitude_vector",
+    "token_rows": "token_adapter.trainable_tokens_delta",  # the rows themselves, in spite of the name
+}
 
 _BLOCK = re.compile(r"(?:decoder\.)?layers\.(\d+)\.(.+)\.(weight|bias|scale|lora_a|lora_b|magnitude)")
-_ROOT = re.compile(r"(?:decoder\.)?(\w+)\.(weight|bias|scale|lora_a|lora_b|magnitude)")
+_ROOT = re.compile(r"(?:decoder\.)?(\w+)\.(weight|bias|scale|lora_a|lora_b|magnitude|token_rows)")
 
 
 def to_hf_name(name: str) -> str:

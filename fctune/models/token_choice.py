@@ -1,0 +1,154 @@
+"""The tokens whose rows a run with adapters trains: ``adapter.train_tokens``."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fctune.config.schema import AdapterConfig
+from fctune.data.prepared_set import PreparedSet, list_tokens
+from fctune.errors import ConfigError
+from fctune.models.architecture import Architecture
+from fctune.models.untrained_tokens import UntrainedToken, find_untrained, has_weights
+
+_NUM_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChoice:
+    """Tokens whose rows train, ascending; ``note`` says why, or is empty; ``is_warning`` if it needs attention."""
+
+    ids: tuple[int, ...]
+    note: str = ""
+    is_warning: bool = False
+
+
+def choose_tokens(
+    config: AdapterConfig, model_dir: Path, architecture: Architecture, candidates: Sequence[int]
+) -> TokenChoice:
+    """Choose the tokens to train by ``adapter.train_tokens``.
+
+    Args:
+        config: the ``adapter`` section of the run's config.
+        model_dir: Hugging Face directory of the base; without weights in it, ``auto`` finds nothing.
+        architecture: shape of the model.
+        candidates: tokens that the run's rendering supervises, and its markers.
+
+    Raises:
+        ConfigError: a token that the tokenizer does not have, or one of a head with a LoRA adapter.
+        CheckpointError: the base's files are damaged.
+    """
+    has_head_adapter = architecture.head in architecture.resolve_adapter_modules(config.modules)
+    if isinstance(config.train_tokens, list):
+        if has_head_adapter and config.train_tokens:
+            raise ConfigError(
+                f"adapter.train_tokens: its rows of {architecture.head} cannot train beside a LoRA adapter on it. "
+                f"Leave {architecture.head} out of adapter.modules, or set adapter.train_tokens=off."
+            )
+        ids = find_token_ids(config.train_tokens, model_dir, architecture)
+        return TokenChoice(ids, f"adapter.train_tokens: training the rows of {_count(ids)}" if ids else "")
+    if not has_weights(model_dir):
+        return TokenChoice(())
+    added = frozenset(_load_tokenizer(model_dir).get_added_tokens_decoder())
+    untrained = find_untrained(model_dir, architecture, candidates, added)
+    if not untrained:
+        return TokenChoice(())
+    described = describe_untrained(untrained, model_dir)
+    if has_head_adapter:
+        return TokenChoice(
+            (), f"{described}. The LoRA adapter on {architecture.head} covers them, so none of their rows trains alone"
+        )
+    if config.train_tokens == "off":
+        return TokenChoice(
+            (),
+            f"{described}. Adapters on the linears cannot teach the model to write them. Remedies: "
+            "adapter.train_tokens=auto, which trains their rows too; a chat template whose markers are plain text "
+            "(model.chat_template); or training all weights",
+            is_warning=True,
+        )
+    ids = tuple(token.id for token in untrained)
+    return TokenChoice(ids, f"{described}; training their rows (adapter.train_tokens=auto)")
+
+
+def find_token_ids(names: Sequence[str], model_dir: Path, architecture: Architecture) -> tuple[int, ...]:
+    """Return the ids of tokens given by name, ascending.
+
+    Raises:
+        ConfigError: a name that is not one token of the tokenizer; all of them, each with the nearest token.
+    """
+    tokenizer = _load_tokenizer(model_dir)
+    problems: list[str] = []
+    ids: set[int] = set()
+    for name in names:
+        token = tokenizer.token_to_id(name)
+        if token is None:
+            near = difflib.get_close_matches(name, tokenizer.get_vocab(), n=1, cutoff=0.6)
+            hint = f"; did you mean {near[0]}?" if near else "."
+            problems.append(
+                f"adapter.train_tokens: {name!r} is not a token of {model_dir}{hint} model.add_tokens adds new ones."
+            )
+        elif token >= architecture.vocab_size:
+            problems.append(
+                f"adapter.train_tokens: {name!r} is token {token}, beyond the {architecture.vocab_size} rows of the "
+                "model's embedding. Download the model again."
+            )
+        else:
+            ids.add(token)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return tuple(sorted(ids))
+
+
+def find_candidates(prepared: PreparedSet, model_dir: Path) -> tuple[int, ...]:
+    """Return the tokens of a prepared set to look at: those supervised, and every added token in it, ascending."""
+    supervised, present = list_tokens(prepared)
+    added = set(_load_tokenizer(model_dir).get_added_tokens_decoder())
+    return tuple(sorted(supervised | (present & added)))
+
+
+def describe_untrained(untrained: Sequence[UntrainedToken], model_dir: Path) -> str:
+    """Name untrained tokens, and say how the first of them shows it, in one sentence without its full stop."""
+    tokenizer = _load_tokenizer(model_dir)
+    # Markers first: a reader knows them.
+    added = set(tokenizer.get_added_tokens_decoder())
+    ordered = sorted(untrained, key=lambda token: token.id not in added)
+    first = ordered[0]
+    if first.twin is not None:
+        why = f"the {first.matrix} row of {_name(tokenizer, first.id)} equals that of {_name(tokenizer, first.twin)}"
+    else:
+        why = f"the {first.matrix} row of {_name(tokenizer, first.id)} has {first.factor:.2g} times the median norm"
+    names = ", ".join(_name(tokenizer, token.id) for token in ordered[:_NUM_SHOWN])
+    more = f" and {len(ordered) - _NUM_SHOWN} more" if len(ordered) > _NUM_SHOWN else ""
+    return f"tokens that the base never learned: {names}{more} ({why})"
+
+
+def _name(tokenizer: Any, token: int) -> str:
+    return str(tokenizer.id_to_token(token) or f"token {token}")
+
+
+def _count(ids: Sequence[int]) -> str:
+    return f"{len(ids)} token{'s' if len(ids) > 1 else ''}"
+
+
+def _load_tokenizer(model_dir: Path) -> Any:
+    """Load the plain tokenizer of a model directory, for names and ids.
+
+    Raises:
+        ConfigError: there is none, or it is broken.
+    """
+    file = model_dir / "tokenizer.json"
+    return _read_tokenizer(file, file.stat().st_mtime_ns if file.is_file() else 0)
+
+
+@functools.lru_cache(maxsize=1)  # large ones take a second to load
+def _read_tokenizer(file: Path, changed_ns: int) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain exceptions
+        raise ConfigError(f"{file}: the tokenizer cannot be loaded ({error}). Download the model again.") from None

@@ -1,0 +1,133 @@
+"""Rows of the embedding and the output head that train while the rest of both stays frozen.
+
+A token whose rows were never trained cannot be learned by adapters on the linears: they change hidden states, and two
+tokens with equal rows get equal logits from any of them. PEFT has the same rows as ``trainable_token_indices``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from fctune.errors import ConfigError
+from fctune.models.base_weights import read_rows
+from fctune.models.causal_lm import CausalLM
+from fctune.models.lora import copy_full_, wide_dtype
+
+
+class TokenRows(nn.Module):
+    """A frozen weight ``[vocab, d]`` with trained rows ``token_rows [n, d]`` in place of those of n tokens.
+
+    The rows are stored in float32 (float64 for a float64 base), and replicated or sharded like an adapter.
+
+    Args:
+        weight: frozen weight.
+        ids: the tokens, ascending.
+    """
+
+    def __init__(self, weight: nn.Parameter, ids: Sequence[int]):
+        super().__init__()
+        self.ids = tuple(ids)
+        self.weight = weight
+        options: dict[str, Any] = {"device": weight.device}
+        rows = torch.empty(len(ids), weight.shape[1], dtype=wide_dtype(weight.dtype), **options)
+        self.token_rows = nn.Parameter(rows)
+        self.token_ids: Tensor
+        self.register_buffer("token_ids", torch.empty(len(ids), dtype=torch.int64, **options), persistent=False)
+
+    def init_buffers_(self) -> None:
+        """Copy the ids to the device."""
+        self.token_ids.copy_(torch.tensor(self.ids))
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """Return the row of each token, ``[..., d]`` in the weight's dtype."""
+        frozen = embedding(tokens, self.weight)
+        slots = torch.searchsorted(self.token_ids, tokens).clamp(max=len(self.ids) - 1)
+        # Every token goes through the trained rows, so that a batch without any of them has a gradient of zero.
+        trained = embedding(slots, self.token_rows.to(frozen.dtype))
+        return torch.where((self.token_ids[slots] == tokens)[..., None], trained, frozen)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return the logits ``[..., vocab]`` of hidden states ``[..., d]``."""
+        logits = linear(x, self.weight)
+        # Adding the difference in place saves the copies of the logits that replacing columns would make in forward
+        # and backward.
+        change = (self.token_rows - self.weight[self.token_ids].to(self.token_rows.dtype)).to(x.dtype)
+        return logits.index_add_(-1, self.token_ids, linear(x, change))
+
+
+class TokenEmbedding(TokenRows):
+    """A frozen embedding of which some rows train."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the row of each token; see ``look_up``."""
+        return self.look_up(tokens)
+
+
+class TokenHead(TokenRows):
+    """A frozen output head of which some rows train."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits; see ``project``."""
+        return self.project(x)
+
+
+class TiedTokenHead:
+    """The head of a model that shares the weight and the trained rows of its embedding. Holds no parameters."""
+
+    def __init__(self, tied_module: TokenEmbedding):
+        self.tied_module = tied_module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the logits; see ``TokenRows.project``."""
+        return self.tied_module.project(x)
+
+
+def train_tokens_(model: CausalLM, ids: Sequence[int]) -> None:
+    """Make the embedding and head rows of some tokens trainable, in place; without ids, change nothing.
+
+    Args:
+        model: frozen model, with its adapters.
+        ids: tokens of the vocabulary.
+
+    Raises:
+        ConfigError: the head has an adapter, which PEFT cannot combine with trained rows.
+    """
+    if not ids:
+        return
+    if hasattr(model.head, "lora_a"):
+        head = model.architecture.head
+        raise ConfigError(
+            f"adapter.modules: {head} cannot have both a LoRA adapter and trained rows (adapter.train_tokens). Leave "
+            f"{head} out of adapter.modules, or set adapter.train_tokens=off."
+        )
+    ordered = sorted(set(ids))
+    frozen: Any = model.embedding
+    trained = TokenEmbedding(frozen.weight, ordered)
+    if model.architecture.is_tied:
+        model.replace_ends_(trained, TiedTokenHead(trained))
+    else:
+        head_module: Any = model.head
+        model.replace_ends_(trained, TokenHead(head_module.weight, ordered))
+
+
+def init_token_rows_(model: CausalLM, model_dir: Path) -> None:
+    """Copy the base's rows into the trained rows, in place, so that the model starts as its base.
+
+    Each rank reads the rows from the base's files, which needs no communication, and keeps its shard.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, TokenRows):
+            stored = model.architecture.to_hf_name(f"{name}.weight")
+            copy_full_(module.token_rows, read_rows(model_dir, stored, module.ids))
+
+
+def trained_token_ids(model: CausalLM) -> tuple[int, ...]:
+    """Return the tokens whose rows train, ascending."""
+    rows: Any = model.embedding
+    return rows.ids if isinstance(rows, TokenRows) else ()
