@@ -222,7 +222,7 @@ def find_reasoning_format(source: str) -> ReasoningFormat:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(
     calls=st.lists(
         st.builds(
