@@ -35,7 +35,10 @@ from tests.calls.server_outputs import (
 
 ROOT = Path(__file__).resolve().parents[1]
 # Tokens that a parser looks up in the tokenizer and refuses to work without.
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 _TOKENS: dict[str, tuple[str, ...]] = {
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v31": _DEEPSEEK,
     "lfm": ("<|tool_call_start|>", "<|tool_call_end|>"),
     "llama3_json": ("<|python_tag|>",),
     "mistral_v3": ("[TOOL_CALLS]",),

@@ -266,6 +266,9 @@ def explain_difference(output: Output, ours: Parsed, theirs: Read, server: Serve
     return next((reason for reason, holds in _RULES if holds(output, ours, theirs, server)), None)
 
 
+Rule = Callable[[Output, Parsed, Read, Server], bool]
+
+
 def _list_offered(output: Output, ours: Parsed) -> list[tuple[str, Any]]:
     names = {tool.name for tool in output.tools}
     return [(call.name, call.arguments) for call in ours.calls if call.name in names]
@@ -312,39 +315,28 @@ def _fits(value: Any, schema: Any) -> bool:
     return "number" in types or (isinstance(value, int) and "integer" in types)
 
 
-def _converts_misfits(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
-    return _has_same_keys(ours, theirs) and all(
-        is_known and not _fits(value, schema) for value, _, schema, is_known in _iter_differing(output, ours, theirs)
-    )
-
-
-def _keeps_unknown_as_text(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
-    return _has_same_keys(ours, theirs) and all(
+# Reasons why one argument differs: our value, theirs, its schema, is it in the tool's schema.
+_ARGUMENT_RULES: dict[str, Callable[[Any, Any, Any, bool], bool]] = {
+    "number": lambda value, given, schema, is_known: is_equal(value, given),
+    "misfit": lambda value, given, schema, is_known: is_known and not _fits(value, schema),
+    "untyped": lambda value, given, schema, is_known: (
         isinstance(given, str) and (not is_known or not _fits(value, schema))
-        for value, given, schema, is_known in _iter_differing(output, ours, theirs)
-    )
+    ),
+    "null word": lambda value, given, schema, is_known: given is None and isinstance(value, str),
+    "null text": lambda value, given, schema, is_known: value is None and given in ("None", "null"),
+}
 
 
-def _writes_other_number(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
-    return _has_same_keys(ours, theirs) and all(
-        is_equal(value, given) for value, given, _, _ in _iter_differing(output, ours, theirs)
-    )
+def _differs_by(*reasons: str) -> Rule:
+    """Return a rule: every argument that differs does so for one of the reasons."""
 
+    def holds(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+        return _has_same_keys(ours, theirs) and all(
+            any(_ARGUMENT_RULES[reason](*differing) for reason in reasons)
+            for differing in _iter_differing(output, ours, theirs)
+        )
 
-def _reads_null_word(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
-    return _has_same_keys(ours, theirs) and all(
-        given is None and isinstance(value, str) for value, given, _, _ in _iter_differing(output, ours, theirs)
-    )
-
-
-def _has_several(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
-    return _has_same_keys(ours, theirs) and all(
-        is_equal(value, given)
-        or (is_known and not _fits(value, schema))
-        or (given is None and isinstance(value, str))
-        or (not is_known and isinstance(given, str))
-        for value, given, schema, is_known in _iter_differing(output, ours, theirs)
-    )
+    return holds
 
 
 def _has_our_escape(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
@@ -397,7 +389,6 @@ def _returns_empty_text(output: Output, ours: Parsed, theirs: Read, server: Serv
 
 _PYTHON_LIST = re.compile(r"(?:\A|\s)\[\w+\(")
 
-Rule = Callable[[Output, Parsed, Read, Server], bool]
 # Tried in this order; the first that holds is the reason.
 REASONS: dict[str, str] = {}
 _RULES: list[tuple[str, Rule]] = []
@@ -411,13 +402,20 @@ def _add_reason(name: str, explanation: str, rule: Rule) -> None:
 _add_reason("error", "The parser raises, which a server answers with status 500.", _is_error)
 _add_reason("guess", "The text was cut or damaged, and each reader guesses.", _guesses)
 _add_reason("unknown tool", "The server drops calls of tools that are not on offer.", _drops_unknown)
-_add_reason("number", "`5` for `5.0`, or `5.0` for `5`.", _writes_other_number)
+_add_reason("number", "`5` for `5.0`, or `5.0` for `5`.", _differs_by("number"))
 _add_reason(
-    "misfit", "The value is not of a type in the tool's schema, and the server converts or keeps it.", _converts_misfits
+    "misfit",
+    "The value is not of a type in the tool's schema, and the server converts or keeps it.",
+    _differs_by("misfit"),
 )
-_add_reason("untyped", "The argument is not in the schema, and the server keeps its text.", _keeps_unknown_as_text)
-_add_reason("null word", "The server reads the word null as null where the schema has a string.", _reads_null_word)
-_add_reason("several", "Several arguments of one text, each for one of the reasons above.", _has_several)
+_add_reason("untyped", "The argument is not in the schema, and the server keeps its text.", _differs_by("untyped"))
+_add_reason(
+    "null word", "The server reads the word null as null where the schema has a string.", _differs_by("null word")
+)
+_add_reason("null text", "The server reads a null as its text if a string is allowed too.", _differs_by("null text"))
+_add_reason(
+    "several", "Several arguments of one text, each for one of the reasons above.", _differs_by(*_ARGUMENT_RULES)
+)
 _add_reason(
     "escape",
     "The value cannot be written in the format, so that it is escaped as `<json>`, which no server reads.",
