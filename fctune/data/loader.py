@@ -19,7 +19,7 @@ IGNORE = -100  # label of an unsupervised position
 
 def _name_input(key: str) -> str:
     """Return the config key of an input of a prepared set."""
-    return f"model.{key}" if key == "template_args" else f"data.{key}"
+    return f"model.{key}" if key in ("template_args", "chat_template") else f"data.{key}"
 
 
 @dataclass(frozen=True, slots=True)
