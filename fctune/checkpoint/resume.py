@@ -21,7 +21,7 @@ STATE_FILE = "trainer_state.json"
 _MAY_CHANGE = (
     *("output_dir", "resume", "checkpoint", "parallel", "micro_batch_size", "epochs", "max_steps", "log_every_n_steps"),
     *("validation", "eval", "activation_checkpointing", "compile", "on_nonfinite", "max_nonfinite", "step_timeout_s"),
-    *("telemetry", "profile", "price_per_gpu_hour", "success"),
+    *("telemetry", "profile", "price_per_gpu_hour", "currency", "success"),
     *("data", "model"),  # compared by fingerprint instead
 )
 

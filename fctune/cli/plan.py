@@ -40,7 +40,7 @@ def add_commands(commands: Any) -> None:
     plan.add_argument("--rows", type=int, metavar="N", help="number of rows, if the data is not prepared")
     plan.add_argument("--mean-tokens", type=float, metavar="X", help="mean tokens per row, if the data is not prepared")
     plan.add_argument(
-        "--price", type=float, metavar="X", help="price of a GPU-hour, in any currency; default: the config's"
+        "--price", type=float, metavar="X", help="price of a GPU-hour, in the config's currency; default: the config's"
     )
     plan.add_argument(
         "--efficiency",

@@ -29,7 +29,7 @@ def add_commands(commands: Any) -> None:
         "--price",
         type=float,
         metavar="X",
-        help="price of a GPU-hour in any currency; default: price_per_gpu_hour of each run's config",
+        help="price of a GPU-hour, in the config's currency; default: price_per_gpu_hour of each run's config",
     )
     report.add_argument(
         "--strict", action="store_true", help="judge all runs and fail if a success criterion was not measured"

@@ -443,7 +443,9 @@ class RunConfig:
     profile: Annotated[ProfileConfig | None, Null("no profile")] = None
     """Operator profile."""
     price_per_gpu_hour: Annotated[float | None, _AT_LEAST_0, Null("cost is not reported")] = None
-    """Price of a GPU-hour, in any currency."""
+    """Price of a GPU-hour, in `currency`. Runs on CPUs have no cost."""
+    currency: str = "USD"
+    """Currency of `price_per_gpu_hour`; a label, nothing is converted."""
     success: Annotated[SuccessConfig | None, Null("the run is not judged")] = None
     """Success criteria."""
 

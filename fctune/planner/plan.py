@@ -111,6 +111,7 @@ class Plan:
             "hours_range": self.hours_range,
             "gpu_hours": gpu_hours,
             "cost": None if gpu_hours is None or request.price is None else gpu_hours * request.price,
+            "currency": self.config.currency,
             "storage": self.storage.to_json(),
             "variants": [_describe_variant(v) for v in self.variants],
             "fastest": None if self.fastest is None else _describe_variant(self.fastest),

@@ -143,7 +143,7 @@ def _describe_cost(plan: Plan, hours: float) -> str:
         line += f" ({_hours(ends[0])} to {_hours(ends[1])} at {high:.0%} to {low:.0%} of the peak rate)"
     line += f", {gpu_hours:,.1f} GPU-hours"
     if price is not None:
-        line += f", {gpu_hours * price:,.2f} at {price:g} per GPU-hour"
+        line += f", {gpu_hours * price:,.2f} {plan.config.currency} at {price:g} {plan.config.currency} per GPU-hour"
         if ends is not None:
             line += f" ({ends[0] * plan.world_size * price:,.2f} to {ends[1] * plan.world_size * price:,.2f})"
     return f"{line}; without start-up, compilation and evaluation"
@@ -186,7 +186,7 @@ def _print_storage(console: Console, plan: Plan) -> None:
 def _print_search(console: Console, plan: Plan) -> None:
     is_timed, is_priced = plan.num_steps is not None, plan.request.price is not None and plan.num_steps is not None
     names = ["nodes", "GPUs", "fastest that fits", "step", "tokens/s per GPU"]
-    names += ["hours", "GPU-hours"] * is_timed + ["cost"] * is_priced + ["pays off"]
+    names += ["hours", "GPU-hours"] * is_timed + [f"cost, {plan.config.currency}"] * is_priced + ["pays off"]
     table = Table(*names, box=None, pad_edge=False)
     for point in plan.scaling:
         best = point.best

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -127,7 +128,7 @@ def _add_checks(page: Page, document: Document) -> None:
                 rows.append([*names, f"{figure['name']}: {figure['description']}", value, threshold, source])
             names = ["", ""]
     columns = [(name, name == "Value") for name in ("Check", "Status", "Figure", "Value", "Threshold", "Source")]
-    page.add_section("Checks", make_table(columns, rows, style="min-width:860px"))
+    page.add_section("Checks", make_table(columns, rows, is_stacked=True))
 
 
 def _add_curves(page: Page, document: Document) -> None:
@@ -185,10 +186,11 @@ def _add_pairs(page: Page, document: Document) -> None:
     if not rates:
         return
     size = document["ranks_per_node"]
-    best = {
-        kind: max((rate for (a, b), rate in rates.items() if (a // size == b // size) == kind), default=0.0)
-        for kind in (True, False)
-    }
+    limit = _find_pair_limit(document)
+    usual: dict[bool, float] = {}
+    for kind in (True, False):
+        of_kind = [rate for (a, b), rate in rates.items() if (a // size == b // size) == kind]
+        usual[kind] = statistics.median(of_kind) if of_kind else 0.0
     rows: list[list[object]] = []
     for a in ranks:
         cells: list[object] = []
@@ -196,12 +198,24 @@ def _add_pairs(page: Page, document: Document) -> None:
             if (rate := rates.get((a, b))) is None:
                 cells.append("")
             else:
-                slowness = 1 - rate / best[a // size == b // size]
-                cells.append(Cell(f"{rate:.3g}", classes="heat", style=f"--heat: {slowness:.3f}"))
+                lost = 1 - rate / usual[a // size == b // size]
+                is_slow = lost > 0 and lost / (1 - lost) > limit
+                cells.append(Cell(f"{rate:.3g}", "heat", f"--heat: {lost:.3f}") if is_slow else f"{rate:.3g}")
         rows.append([a, *cells])
     table = make_table([("Rank", False), *((str(rank), True) for rank in ranks)], rows)
-    lead = "GB/s in each direction between two ranks, both at once, best repetition; red is slow for its kind of link."
+    lead = "GB/s in each direction between two ranks, both at once, best repetition."
+    lead += "" if math.isinf(limit) else f" Red is over {limit:.0%} slower than the median of its kind of link."
     page.add_section("Pairs", table, lead=lead)
+
+
+def _find_pair_limit(document: Document) -> float:
+    """Return the slowdown from which the check of links warns or fails; infinite if it does neither."""
+    for check in document["checks"]:
+        for figure in check["figures"]:
+            if figure["name"] == "pair_spread" and figure["status"] in ("WARN", "FAIL"):
+                limits = (figure["threshold"] or {}).get("warn"), (figure["threshold"] or {}).get("fail")
+                return min((limit for limit in limits if limit is not None), default=math.inf)
+    return math.inf
 
 
 def _add_environment(page: Page, document: Document) -> None:

@@ -87,7 +87,7 @@ def _add_accuracy(page: Page, summary: Mapping[str, Any]) -> None:
     heads = [("Category", False), ("n", True), ("Correct", True), ("95 % interval", True), ("0 to 100 %", False)]
     heads += [("Lenient", True), *([("Typed", True)] if typed else [])]
     rows = []
-    for category, scores in summary["scores"].items():
+    for category, scores in _distinct_scores(summary).items():
         rate, lenient = scores["rates"]["accuracy"], summary["lenient"][category]["rates"]["accuracy"]
         label = f"{_percent(rate)}, {format_bounds(rate)}; lenient {_percent(lenient)}"
         drawing = Cell(draw_interval(rate, lenient["rate"], label), is_html=True)
@@ -102,11 +102,19 @@ def _add_accuracy(page: Page, summary: Mapping[str, Any]) -> None:
         lead += (
             " Correct is the benchmark's own judgement, which treats a malformed call as no call; typed is exact match."
         )
-    page.add_section("Accuracy", make_table(heads, rows), lead=lead)
+    page.add_section("Accuracy", make_table(heads, rows, is_stacked=True), lead=lead)
+
+
+def _distinct_scores(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scores by category; without those of all cases if there is one category, which has the same."""
+    scores = dict(summary["scores"])
+    if len(scores) == 2:
+        scores.pop("all", None)
+    return scores
 
 
 def _add_error_classes(page: Page, summary: Mapping[str, Any]) -> None:
-    counts = {category: scores["verdicts"] for category, scores in summary["scores"].items()}
+    counts = {category: scores["verdicts"] for category, scores in _distinct_scores(summary).items()}
     seen = [verdict for verdict in ERROR_KINDS if any(row[verdict] for row in counts.values())]
     page.add_section(
         "Error classes",
@@ -146,8 +154,8 @@ def _make_heatmap(corner: str, names: Sequence[str], columns: Sequence[str], cou
             Cell(n or "", classes="heat right" if column == "correct" else "heat", style=f"--heat: {n / total:.3f}")
             for n, column in zip(counts, columns, strict=True)
         ]
-        rows.append([name, *cells])
-    return make_table([(corner, False), *((column, True) for column in columns)], rows)
+        rows.append([name.replace("_", " ") if name in ERROR_KINDS else name, *cells])
+    return make_table([(corner, False), *((column.replace("_", " "), True) for column in columns)], rows)
 
 
 def _add_failures(page: Page, failures: Sequence[Row]) -> None:
@@ -241,15 +249,15 @@ def _format_tool(function: Mapping[str, Any]) -> str:
 
 
 def _add_rates(page: Page, summary: Mapping[str, Any]) -> None:
-    parts = []
-    for category, scores in summary["scores"].items():
+    parts, scored = [], _distinct_scores(summary)
+    for category, scores in scored.items():
         rows = [
             [_RATE_NAMES.get(name, name.replace("_", " ")), rate["n"], _percent(rate), format_bounds(rate)]
             for name, rate in scores["rates"].items()
             if rate["rate"] is not None
         ]
         table = make_table([("Rate", False), ("n", True), ("Value", True), ("95 % interval", True)], rows)
-        is_open = " open" if category == "all" else ""
+        is_open = " open" if category == "all" or len(scored) == 1 else ""
         parts.append(f"<details{is_open}><summary>{escape(category)}</summary>{table}</details>")
     page.add_section("All rates", *parts, lead="Strict reading. Precision and recall are over calls and arguments.")
 

@@ -32,6 +32,7 @@ class Series:
     name: str
     values: Sequence[float | None]
     is_sparse: bool = False
+    is_faint: bool = False  # drawn behind the others, in the colour of the series before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Chart:
     value_label: str = ""
     marks: Sequence[Mark] = ()
     is_log: bool = False  # logarithmic value axis; all values must be positive
+    is_log_labels: bool = False  # logarithmic name axis; all labels must be positive
     is_log_size: bool = False  # the labels are base-2 logarithms of sizes in MiB and are shown as sizes
 
 
@@ -161,15 +163,18 @@ def escape(value: object) -> str:
     return html.escape(text.encode("utf-8", "replace").decode("utf-8"))
 
 
-def make_table(columns: Sequence[tuple[str, bool]], rows: Iterable[Sequence[object]], style: str = "") -> str:
-    """Return the HTML of a table; a column is (title, whether it holds numbers), a cell any value or a ``Cell``."""
+def make_table(columns: Sequence[tuple[str, bool]], rows: Iterable[Sequence[object]], is_stacked: bool = False) -> str:
+    """Return the HTML of a table; a column is (title, whether it holds numbers), a cell any value or a ``Cell``.
+
+    On a phone, a stacked table shows each row as a block of lines, its cells after their columns' titles.
+    """
     head = "".join(f"<th{_attributes('num' * is_number, '')}>{escape(title)}</th>" for title, is_number in columns)
     body = "".join(
-        f"<tr>{''.join(_make_cell(cell, is_number) for cell, (_, is_number) in zip(row, columns, strict=True))}</tr>"
+        f"<tr>{''.join(_make_cell(cell, *column) for cell, column in zip(row, columns, strict=True))}</tr>"
         for row in rows
     )
     return (
-        f'<div class="scroll"><table{_attributes("", style)}><thead><tr>{head}</tr></thead>'
+        f'<div class="scroll"><table{_attributes("stacked" * is_stacked, "")}><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 
@@ -181,12 +186,12 @@ def draw_interval(rate: Mapping[str, Any], other: float | None, label: str, widt
         rate: a rate with its interval, as ``fctune.calls.metrics.rate`` returns it.
         other: rate to compare with, drawn as a ring.
         label: text alternative.
-        width_px: width on the page.
+        width_px: largest width on the page.
     """
     low, high, middle = (f"{6 + 188 * rate[key]:.1f}" for key in ("low", "high", "rate"))
     ring = "" if other is None else f'<circle class="other" cx="{6 + 188 * other:.1f}" cy="8" r="5"/>'
     return (
-        f'<svg class="interval" style="width:{width_px}px" viewBox="0 0 200 16" role="img" '
+        f'<svg class="interval" style="max-width:{width_px}px" viewBox="0 0 200 16" role="img" '
         f'aria-label="{escape(label)}">'
         '<line class="track" x1="6" x2="194" y1="8" y2="8"/>'
         f'<line class="range" x1="{low}" x2="{high}" y1="8" y2="8"/>{ring}'
@@ -194,12 +199,13 @@ def draw_interval(rate: Mapping[str, Any], other: float | None, label: str, widt
     )
 
 
-def _make_cell(cell: object, is_number: bool) -> str:
+def _make_cell(cell: object, title: str, is_number: bool) -> str:
     if not isinstance(cell, Cell):
         cell = Cell(cell)
     classes = " ".join(filter(None, ("num" * is_number, cell.classes)))
     content = str(cell.content) if cell.is_html else escape(cell.content)
-    return f"<td{_attributes(classes, cell.style)}>{content}</td>"
+    named = f' data-title="{escape(title)}"' if title else ""
+    return f"<td{_attributes(classes, cell.style)}{named}>{content}</td>"
 
 
 def _attributes(classes: str, style: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fctune.report.page import Chart, Mark, Page, Series
 from fctune.runs.metrics_file import Column
@@ -10,10 +12,12 @@ from fctune.runs.record import RunRecord
 
 NUM_POINTS = 400
 _MAX_MARKS = 60  # per kind; more would cover the curves
+_SMOOTH = 40
+_UNEQUAL = 4  # times as many steps as the shortest run, from which on the axis of steps is logarithmic
 
 # Charts as (title, unit, logarithmic axis, metric -> name). Comparisons of runs draw the first metric of each.
 _CURVES: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
-    ("Loss", "nats/token", True, {"loss": "training", "validation_loss": "validation"}),
+    ("Loss", "nats/token", True, {"loss": "training, smoothed", "validation_loss": "validation"}),
     (
         "Tool-call accuracy while training",
         "share",
@@ -66,22 +70,40 @@ _MARKS_LEGEND = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Values over steps; a faint one is drawn behind the others, in the colour of the curve before it."""
+
+    name: str
+    steps: Sequence[int]
+    values: Column
+    is_faint: bool = False
+
+
 def add_run_charts(page: Page, names: Sequence[str], records: Sequence[RunRecord]) -> None:
     """Add the charts of one run, or charts that compare several runs."""
     charts = []
     is_single = len(records) == 1
+    lengths = [record.metrics.steps[-1] for record in records if record.metrics.steps]
+    is_log_steps = not is_single and max(lengths, default=0) >= _UNEQUAL * min(lengths, default=0)
     for title, unit, is_log, metrics in _CURVES if is_single else (_CURVES[0], _VALIDATION, *_CURVES[1:]):
-        curves: list[tuple[str, Sequence[int], Column]] = []
+        curves: list[Curve] = []
         for name, record in zip(names, records, strict=True):
             for metric, label in metrics.items() if is_single else list(metrics.items())[:1]:
                 if record.metrics.has(metric):
-                    curves.append((label if is_single else name, record.metrics.steps, record.metrics.column(metric)))
+                    column, steps = record.metrics.column(metric), record.metrics.steps
+                    smoothed = smooth(column) if metric == "loss" else column
+                    curves.append(Curve(label if is_single else name, steps, smoothed))
+                    if is_single and smoothed != column:
+                        curves.append(Curve("training, each step", steps, column, is_faint=True))
         if curves:
             marks = find_marks(records[0], title) if is_single else ()
-            shown = title if is_single or len(curves) > 1 else f"{title} ({curves[0][0]} only)"
-            charts.append(page.make_chart(make_line_chart(curves, unit, marks, is_log), shown))
+            shown = title if is_single or len(curves) > 1 else f"{title} ({curves[0].name} only)"
+            note = "Smoothed." if title == "Loss" and not is_single else ""
+            charts.append(page.make_chart(make_line_chart(curves, unit, marks, is_log, is_log_steps), shown, note))
     if charts:
         lead = f"{_LEAD} {_MARKS_LEGEND}" if is_single else _LEAD
+        lead += " The axis of steps is logarithmic, so that the short run is not squeezed." if is_log_steps else ""
         page.add_section("Charts", f'<div class="pair">{"".join(charts)}</div>', lead=lead)
 
 
@@ -103,31 +125,46 @@ def thin(values: Sequence[float | None], num_points: int = NUM_POINTS) -> list[i
     return sorted(kept)
 
 
+def smooth(values: Column) -> Column:
+    """Average each value with its neighbours, a fortieth of the run together; fewer near the ends and around gaps.
+
+    As many before as after, so that a steep start is neither delayed nor flattened.
+    """
+    half = len(values) // (2 * _SMOOTH)
+    smoothed: Column = []
+    for index, value in enumerate(values):
+        reach = min(half, index, len(values) - 1 - index)
+        near = [other for other in values[index - reach : index + reach + 1] if other is not None]
+        smoothed.append(None if value is None else statistics.fmean(near))
+    return smoothed
+
+
 def make_line_chart(
-    curves: Sequence[tuple[str, Sequence[int], Column]],
+    curves: Sequence[Curve],
     value_label: str,
     marks: Sequence[Mark] = (),
     is_log: bool = False,
+    is_log_steps: bool = False,
 ) -> Chart:
-    """Make a chart of curves, each (name, steps, values).
+    """Make a chart of curves.
 
     ``is_log`` takes effect if all values are positive and span a decade: over less, a logarithmic axis has hardly a
     round number to label.
     """
     num_points = max(100, min(NUM_POINTS, 3 * NUM_POINTS // len(curves)))
     drawn: list[dict[int, float | None]] = []
-    for _, steps, values in curves:
-        drawn.append({steps[index]: values[index] for index in thin(values, num_points)})
+    for curve in curves:
+        drawn.append({curve.steps[index]: curve.values[index] for index in thin(curve.values, num_points)})
     labels = sorted(set().union(*drawn))
     series = []
-    for (name, steps, values), points in zip(curves, drawn, strict=True):
+    for curve, points in zip(curves, drawn, strict=True):
         # Where another curve has a point, this one shows its value too, so that both can be read off at one step.
-        own = dict(zip(steps, values, strict=True)) if len(labels) > len(points) else points
+        own = dict(zip(curve.steps, curve.values, strict=True)) if len(labels) > len(points) else points
         row = [own.get(label) for label in labels]
-        series.append(Series(name, row, is_sparse=_is_sparse(row)))
+        series.append(Series(curve.name, row, _is_sparse(row), curve.is_faint))
     known = [value for one in series for value in one.values if value is not None]
     spans_decade = bool(known) and 0 < 10 * min(known) <= max(known)
-    return Chart("lines", labels, series, "step", value_label, marks, is_log and spans_decade)
+    return Chart("lines", labels, series, "step", value_label, marks, is_log and spans_decade, is_log_steps)
 
 
 def find_marks(record: RunRecord, title: str) -> list[Mark]:

@@ -69,8 +69,7 @@ def make_run_page(
     accuracies, criteria = accuracies or [()] * len(records), criteria or [()] * len(records)
     if len(records) == 1:
         page = Page(f"Run: {names[0]}", *describe_outcome(records[0]))
-        is_cpu = str(records[0].run.get("device", "")).startswith("cpu")
-        _add_tiles(page, figures[0], accuracies[0], is_cpu)
+        _add_tiles(page, figures[0], accuracies[0])
         if len(reason := exit_reason(records[0])) > 1:
             page.add_section("Why it ended", f'<div class="case"><pre>{escape(chr(10).join(reason))}</pre></div>')
     else:
@@ -105,7 +104,7 @@ def name_runs(records: Sequence[RunRecord]) -> list[str]:
     return [str(r.path) if names.count(n) > 1 else n for r, n in zip(records, names, strict=True)]
 
 
-def _add_tiles(page: Page, figures: Figures, accuracies: Sequence[Accuracy], is_cpu: bool) -> None:
+def _add_tiles(page: Page, figures: Figures, accuracies: Sequence[Accuracy]) -> None:
     """Add the headline figures: accuracy first, before and after training if the base was evaluated, too."""
     tiles: list[tuple[str, str, Tone]] = []
     for accuracy in accuracies:
@@ -114,8 +113,7 @@ def _add_tiles(page: Page, figures: Figures, accuracies: Sequence[Accuracy], is_
             note = f"correct of {total['n']:,} cases, {accuracy.suite}{', before and after training' * bool(compared)}"
             tiles.append((f"{compared}{total['rate']:.1%}", note, ""))
     tiles.append((f"{figures.num_steps:,}", "steps", ""))
-    shown = _TILES - {"GPU-hours"} if is_cpu else _TILES
-    tiles += [(text, name, "") for name, text in _format_figures(figures).items() if text and name in shown]
+    tiles += [(text, name, "") for name, text in _format_figures(figures).items() if text and name in _TILES]
     page.add_tiles(tiles)
 
 
@@ -145,7 +143,7 @@ def _format_figures(figures: Figures) -> dict[str, str]:
         "time, including restarts": format_seconds(time.elapsed_s),
         "goodput": format_figure(time.goodput, ".1%"),
         "GPU-hours": format_number(time.gpu_hours),
-        "cost": format_figure(figures.cost, ",.2f"),
+        "cost": format_figure(figures.cost, ",.2f", f" {figures.currency}"),
     }
 
 

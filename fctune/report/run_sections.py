@@ -128,9 +128,15 @@ def add_time(page: Page, figures: Figures, suffix: str) -> None:
         lead = f"{format_seconds(time.elapsed_s)} from the first start to the end, goodput {time.goodput:.1%}"
         if time.gpu_hours is not None:
             lead += f", {format_number(time.gpu_hours)} GPU-hours"
-            lead += "" if figures.cost is None else f" at {figures.price:g}: {figures.cost:,.2f}"
-        lead += ". Each rank counts as one GPU; goodput is the share of the time spent computing steps that count."
-    page.add_section(f"Time and cost{suffix}", page.make_chart(chart), table, lead=lead)
+            lead += (
+                ""
+                if figures.cost is None
+                else f" at {figures.price:g} {figures.currency}: {figures.cost:,.2f} {figures.currency}"
+            )
+            lead += " (one per rank)" if figures.cost is None else ""
+        lead += ". Goodput is the share of the time spent computing steps that count."
+    title = "Time" if figures.cost is None else "Time and cost"
+    page.add_section(f"{title}{suffix}", page.make_chart(chart), table, lead=lead)
 
 
 def add_accuracy(page: Page, accuracy: Accuracy) -> None:
@@ -159,7 +165,7 @@ def add_accuracy(page: Page, accuracy: Accuracy) -> None:
     lead = "Strict reading with Wilson intervals (dot and bar)."
     if compared:
         lead += " Before (ring) is the base on the same cases; differences are paired (Tango), p is McNemar's."
-    table = make_table(heads, rows)
+    table = make_table(heads, rows, is_stacked=True)
     page.add_section(f"Tool-call accuracy: {accuracy.suite}", table, *_make_failures(page, accuracy), lead=lead)
 
 

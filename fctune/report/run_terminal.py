@@ -129,7 +129,7 @@ def _render_figures(record: RunRecord) -> Table:
         "checkpoints": ", ".join(checkpoint.name for checkpoint in record.checkpoints[-3:]),
         "time, goodput": _time_and_goodput(figures),
         "GPU-hours": format_number(figures.time.gpu_hours)
-        + ("" if figures.cost is None else f", cost {figures.cost:,.2f}"),
+        + ("" if figures.cost is None else f", cost {figures.cost:,.2f} {figures.currency}"),
     }
     for name, shown in rows.items():
         if shown:

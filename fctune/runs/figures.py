@@ -37,10 +37,11 @@ class Figures:
     gpu_power_w: float | None  # all GPUs together, mean over steps
     time: TimeUse
     price: float | None  # of a GPU-hour
+    currency: str  # of the price
 
     @property
     def cost(self) -> float | None:
-        """Price of all GPU-hours, in the currency of ``price``."""
+        """Price of all GPU-hours."""
         return None if self.price is None or self.time.gpu_hours is None else self.price * self.time.gpu_hours
 
 
@@ -71,6 +72,7 @@ def describe_run(record: RunRecord, price: float | None = None) -> Figures:
         gpu_power_w=metrics.mean("gpu_power_w"),
         time=account_for_time(record),
         price=record.config.get("price_per_gpu_hour") if price is None else price,
+        currency=record.config.get("currency", "USD"),
     )
 
 

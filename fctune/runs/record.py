@@ -54,6 +54,7 @@ _CONFIG = {
         "data": {"type": "object", "properties": {"sources": {"type": "array", "items": _SOURCE}}},
         "success": {"type": ["object", "null"], "additionalProperties": {"type": ["number", "boolean", "null"]}},
         "price_per_gpu_hour": {"type": ["number", "null"]},
+        "currency": {"type": "string"},
     },
 }
 _RUN_SCHEMA = {
@@ -117,6 +118,11 @@ class RunRecord:
         """Config of the run as nested plain values; empty without ``run.json``."""
         config: dict[str, Any] = self.run.get("config", {})
         return config
+
+    @property
+    def is_cpu(self) -> bool:
+        """True if the run is known to have used CPUs."""
+        return str(self.run.get("device", "")).startswith("cpu")
 
     @property
     def num_steps(self) -> int | None:

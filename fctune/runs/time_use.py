@@ -31,7 +31,7 @@ class TimeUse:
 
     elapsed_s: float | None  # from the first start to the end, including restarts
     parts: dict[str, float]  # keys of ``PART_DESCRIPTIONS``
-    gpu_hours: float | None  # all ranks, while a segment was running
+    gpu_hours: float | None  # all ranks, while a segment was running; None on CPUs
 
     @property
     def goodput(self) -> float | None:
@@ -109,8 +109,11 @@ def _median_by_size(compute_s: list[float], sizes: list[int | None]) -> dict[int
 
 
 def _gpu_hours(record: RunRecord, elapsed_s: float | None) -> float | None:
-    """Sum ranks x duration over segments, without the downtime before a restart where the segment's end is known."""
-    if elapsed_s is None:
+    """Sum ranks x duration over segments, without the downtime before a restart where the segment's end is known.
+
+    None for a run on CPUs.
+    """
+    if elapsed_s is None or record.is_cpu:
         return None
     segments = record.segments
     ends = [segment.ended_at or following.started_at for segment, following in itertools.pairwise(segments)]

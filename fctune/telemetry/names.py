@@ -91,7 +91,7 @@ METRICS = (
         "GPU-hours since the run began",
         "across restarts; one rank is one GPU; every log_every_n_steps",
     ),
-    Metric("cost", "", "gpu_hours * price_per_gpu_hour", "in the currency of the price"),
+    Metric("cost", "", "gpu_hours * price_per_gpu_hour", "in the config's `currency`"),
     Metric("data_digest", "", "hash of the step's conversations", "the same on any number of ranks", "text"),
     Metric(
         "validation_loss", "nats/token", "loss on the validation split", "in steps with a validation; current weights"

@@ -80,6 +80,7 @@ def test_the_page_fits_desktop_and_phone_in_light_and_dark_without_external_reso
     assert state.console == []
     assert state.probe["violations"] == state.probe["resources"] == []
     assert state.probe["scroll_width"] <= width
+    assert state.probe["cut_tables"] == 0
     assert state.probe["background"] == ("rgb(20, 22, 26)" if dark else "rgb(247, 247, 245)")
     assert len(state.probe["inked"]) == 2
     assert all(state.probe["inked"])
@@ -107,7 +108,15 @@ def test_blamed_devices_and_slow_pairs_are_marked(page: Path) -> None:
     const hot = heats.filter((h) => h > 0.9).length;
     document.querySelector("main").prepend(`red: ${red.join(",")}; hot: ${hot} of ${heats.length}.`);
     """
-    assert "red: 0,2,3; hot: 2 of 12." in open_page(page, act=act).probe["text"]
+    assert "red: 0,2,3; hot: 2 of 2." in open_page(page, act=act).probe["text"]
+
+
+def test_pairs_that_pass_are_not_tinted(tmp_path: Path) -> None:
+    samples = healthy()
+    samples["pairs"] = all_pairs({(0, 3): 0.012})
+    write_acceptance_html(make(samples), tmp_path / "a.html")
+    assert "<h2>Pairs</h2>" in (tmp_path / "a.html").read_text("utf-8")
+    assert 'class="num heat"' not in (tmp_path / "a.html").read_text("utf-8")
 
 
 @needs_chromium

@@ -26,6 +26,8 @@ addEventListener("load", () => setTimeout(() => { (() => { ACT })(); setTimeout(
   const inked = (canvas) => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some(Boolean);
   probe.width = innerWidth;
   probe.scroll_width = document.documentElement.scrollWidth;
+  const beyond = (table) => table.scrollWidth > table.parentElement.clientWidth;
+  probe.cut_tables = [...document.querySelectorAll("table.stacked")].filter(beyond).length;
   probe.theme = document.documentElement.dataset.theme;
   probe.ready = document.documentElement.dataset.ready ?? null;
   probe.background = getComputedStyle(document.body).backgroundColor;

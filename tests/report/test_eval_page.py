@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def test_the_page_fits_in_light_and_dark_down_to_a_phone(page: Path, width: int,
     assert state.console == []
     assert state.probe["violations"] == state.probe["resources"] == []
     assert state.probe["scroll_width"] <= width
+    assert state.probe["cut_tables"] == 0
     assert state.probe["background"] == ("rgb(20, 22, 26)" if dark else "rgb(247, 247, 245)")
     assert state.probe["text"].count("onerror=alert(1)") == 1
     assert "Eve" in state.probe["text"]
@@ -190,3 +192,13 @@ def test_a_screenshot_shows_the_page(page: Path, tmp_path: Path) -> None:
     take_screenshot(page, image)
     assert image.read_bytes().startswith(b"\x89PNG")
     assert image.stat().st_size > 20_000
+
+
+def test_a_single_category_is_shown_once(smoke: Suite, tmp_path: Path) -> None:
+    category = smoke.cases[0].category
+    single = replace(smoke, cases=[case for case in smoke.cases if case.category == category])
+    make_page(tmp_path / "eval.html", single, [LENIENT] * len(single.cases))
+    text = (tmp_path / "eval.html").read_text("utf-8")
+    accuracy = text[text.index("<h2>Accuracy") : text.index("<h2>Error classes")]
+    assert accuracy.count("<tr>") == 2  # the head and the category
+    assert f">{category}</td>" in accuracy

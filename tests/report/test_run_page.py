@@ -129,7 +129,6 @@ def test_every_drawn_point_is_in_the_file(page: Path, run: Path) -> None:
     by_step = {line["step"]: line for line in lines_of(run)}
     charts = charts_of(page.read_text("utf-8"))
     names = {
-        "Loss": ("loss", "validation_loss"),
         "Throughput": ("tokens_per_s",),
         "Step time": ("step_time_s", "data_time_s", "save_wait_s"),
         "Memory": ("peak_memory_gib", "peak_memory_max_gib", "memory_reserved_gib", "memory_active_gib"),
@@ -141,23 +140,42 @@ def test_every_drawn_point_is_in_the_file(page: Path, run: Path) -> None:
         "Learning rate": ("lr",),
         "Slowest rank": ("compute_skew",),
     }
-    assert set(charts) - {"Run: mine"} == set(names)
+    assert set(charts) - {"Run: mine", "Loss"} == set(names)
     for title, metrics in names.items():
         for metric, series in zip(metrics, charts[title]["series"], strict=True):
             drawn = dict(zip(charts[title]["labels"], series["values"], strict=True))
             assert {by_step[step].get(metric) == value for step, value in drawn.items()} == {True}, metric
             every = [line[metric] for line in by_step.values() if metric in line]
             assert {min(every), max(every)} <= set(series["values"])
-    drawn = charts["Loss"]["series"][1]["values"]
+    smoothed, raw, validation = charts["Loss"]["series"]
+    assert [raw["is_faint"], smoothed["is_faint"], validation["is_faint"]] == [True, False, False]
+    drawn = dict(zip(charts["Loss"]["labels"], raw["values"], strict=True))
+    assert {by_step[step].get("loss") == value for step, value in drawn.items()} == {True}
+    drawn = validation["values"]
     assert [value for value in drawn if value is not None] == [
         line["validation_loss"] for line in by_step.values() if "validation_loss" in line
     ]
 
 
 @pytest.mark.parametrize(("device", "has_hours"), [("cpu, 2 cores", False), ("NVIDIA H100", True)])
-def test_a_run_on_cpus_has_no_tile_of_gpu_hours(device: str, has_hours: bool, tmp_path: Path) -> None:
-    change_run(make_run(tmp_path / "run", 5), device=device)
-    assert ("<span>GPU-hours</span>" in write_page([tmp_path / "run"], tmp_path / "a.html")) == has_hours
+def test_a_run_on_cpus_has_neither_gpu_hours_nor_a_cost(device: str, has_hours: bool, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        change_run(make_run(tmp_path / name, 5, price_per_gpu_hour=2.0, currency="EUR"), device=device)
+    single = write_page([tmp_path / "a"], tmp_path / "a.html")
+    assert ("<span>GPU-hours</span>" in single) == has_hours
+    for text in (single, write_page([tmp_path / "a", tmp_path / "b"], tmp_path / "b.html")):
+        shown = re.sub(r"<script.*?</script>|<details>.*?</details>", "", text, flags=re.DOTALL)
+        assert ("GPU-hours" in shown) == has_hours
+        assert bool(re.search(r"[\d.]+ EUR", shown)) == has_hours
+
+
+def test_a_short_run_beside_a_long_one_has_a_logarithmic_axis_of_steps(tmp_path: Path) -> None:
+    for name, num_steps in (("long", 1000), ("short", 50), ("middle", 300)):
+        make_run(tmp_path / name, num_steps)
+    unequal = charts_of(write_page([tmp_path / "long", tmp_path / "short"], tmp_path / "a.html"))
+    assert all(chart["is_log_labels"] for chart in unequal.values() if chart["kind"] == "lines")
+    alike = charts_of(write_page([tmp_path / "long", tmp_path / "middle"], tmp_path / "b.html"))
+    assert not any(chart["is_log_labels"] for chart in alike.values())
 
 
 def test_figures_are_computed_from_the_file(page: Path, run: Path) -> None:
@@ -276,13 +294,13 @@ def test_profiles_and_memory_snapshots_are_listed(tmp_path: Path) -> None:
 def test_the_default_price_is_the_configs(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 30, price_per_gpu_hour=3.0)
     change_run(directory, started_at="2026-01-01T00:00:00Z", finished_at="2026-01-01T01:00:00Z")
-    assert "2 GPU-hours at 3: 6.00." in write_page([tmp_path / "run"], tmp_path / "a.html")
-    assert "2 GPU-hours at 1.5: 3.00." in write_page([tmp_path / "run"], tmp_path / "b.html", price=1.5)
+    assert "2 GPU-hours at 3 USD: 6.00 USD." in write_page([tmp_path / "run"], tmp_path / "a.html")
+    assert "2 GPU-hours at 1.5 USD: 3.00 USD." in write_page([tmp_path / "run"], tmp_path / "b.html", price=1.5)
 
 
 def test_the_cost_is_gpu_hours_times_price(run: Path, page: Path) -> None:
     text = page.read_text("utf-8")
-    hours = re.search(r"([\d,.]+) GPU-hours at 2.5: ([\d,.]+)\.", text)
+    hours = re.search(r"([\d,.]+) GPU-hours at 2.5 USD: ([\d,.]+) USD\.", text)
     assert hours
     assert float(hours[2].replace(",", "")) == pytest.approx(2.5 * float(hours[1].replace(",", "")), rel=1e-3)
     shares = [float(row[2].rstrip("%")) for row in times_of(text)]
@@ -299,11 +317,11 @@ def test_several_runs_are_compared_with_their_config_differences(page_of_two: Pa
     text = page_of_two.read_text("utf-8")
     theirs = page_of_two.parent / "theirs"
     by_step = [{line["step"]: line for line in lines_of(path)} for path in (run, theirs)]
-    chart = charts_of(text)["Loss"]
+    chart = charts_of(text)["Gradient norm"]
     assert [series["name"] for series in chart["series"]] == ["mine", "theirs"]
     for lines, series in zip(by_step, chart["series"], strict=True):
         known = {s: v for s, v in zip(chart["labels"], series["values"], strict=True) if v is not None}
-        assert {lines[step]["loss"] == value for step, value in known.items()} == {True}
+        assert {lines[step]["grad_norm"] == value for step, value in known.items()} == {True}
         assert {min(known), max(known)} == {1, len(lines)}
         assert len(known) >= 200
     differ = {row[0]: row[1:] for row in cells_of(text, "Config differences")}

@@ -59,7 +59,7 @@ def test_the_slowest_rank_has_its_host_and_gpu_hours_their_cost(tmp_path: Path) 
     change_run(directory, started_at="2026-01-01T00:00:00Z", finished_at="2026-01-01T00:00:10Z")
     text = show(read_run(tmp_path / "run"))
     assert "1 (node-b) in 15 of the last 30 steps, by 2.0% over the median" in text
-    assert "0.005556, cost 20.00" in text  # two ranks for ten seconds
+    assert "0.005556, cost 20.00 USD" in text  # two ranks for ten seconds
 
 
 def test_the_slowest_rank_is_the_most_frequent_one_and_a_single_rank_has_none(tmp_path: Path) -> None:

@@ -50,6 +50,10 @@
       values.ticks.callback = (value) => /^[125](\.0*)?e/.test(value.toExponential(4)) ? number(value) : null;
     }
     if (spec.kind === "lines") { names.type = "linear"; names.ticks.callback = number; names.ticks.color = color("muted"); }
+    if (spec.is_log_labels) {
+      Object.assign(names, { type: "logarithmic", min: spec.labels[0], max: spec.labels.at(-1) });
+      names.ticks.callback = (value) => /^[125](\.0*)?e/.test(value.toExponential(4)) ? number(value) : null;
+    }
     if (spec.is_log_size) {
       names.ticks.stepSize = 2;
       names.ticks.callback = (value) => value < 0 ? `${number(1024 * 2 ** value)} KiB` : `${number(2 ** value)} MiB`;
@@ -60,7 +64,8 @@
       scales: sideways ? { x: values, y: names } : { x: names, y: values },
       plugins: {
         marks: { at: spec.marks },
-        legend: { display: spec.series.length > 1, labels: { color: color("ink"), boxWidth: 12 } },
+        legend: { display: spec.series.length > 1, labels: { color: color("ink"), boxWidth: 12,
+          sort: (one, other) => one.datasetIndex - other.datasetIndex } },
         tooltip: { callbacks: { label: (item) =>
           `${item.dataset.label}: ${number(sideways ? item.parsed.x : item.parsed.y)}` } },
       },
@@ -69,11 +74,12 @@
 
   const data = (spec) => ({
     labels: spec.kind === "lines" ? undefined : spec.labels,
-    datasets: spec.series.map((series, i) => {
-      const shade = color(`series-${(i % 5) + 1}`);
+    datasets: spec.series.map((series, index) => {
+      const i = spec.series.slice(0, index + 1).filter((one) => !one.is_faint).length - 1;
+      const shade = color(`series-${(i % 5) + 1}`) + (series.is_faint ? "55" : "");
       return spec.kind === "lines"
         ? { label: series.name, data: series.values.map((y, j) => ({ x: spec.labels[j], y })), borderColor: shade,
-            backgroundColor: shade, borderWidth: series.values.length > 300 ? 1.3 : 2,
+            backgroundColor: shade, order: series.is_faint ? 1 : -i, borderWidth: series.is_faint ? 1 : series.values.length > 300 ? 1.3 : 2,
             borderDash: i < 5 ? [] : i < 10 ? [7, 4] : [2, 3],  // where the colours begin again
             pointRadius: series.is_sparse && series.values.filter((y) => y !== null).length <= 60 ? 2.5 : 0,
             spanGaps: series.is_sparse, tension: 0 }
