@@ -78,8 +78,8 @@ def compare(call_format: CallFormat, server: Server, python: str, count: int, se
         found.num_same_strict += is_same(strict, theirs)
         if is_same(lenient, theirs):
             found.num_same += 1
-        elif reason := explain_difference(output, lenient, theirs, server):
-            found.reasons[reason] += 1
+        elif reasons := explain_difference(output, lenient, theirs, server):
+            found.reasons.update(reasons)
         else:
             found.unexplained.append((output, theirs))
     return found
@@ -137,7 +137,6 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=5000, help="outputs of each format")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show", type=int, default=5, help="unexplained differences to print for each parser")
-    parser.add_argument("--show-reason", metavar="REASON", help="print differences of this reason instead")
     parser.add_argument("--out", type=Path, help="page to write")
     arguments = parser.parse_args()
     comparisons = []

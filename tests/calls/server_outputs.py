@@ -6,7 +6,7 @@ import json
 import random
 import re
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fctune.calls.argument_types import argument_schemas, argument_types
@@ -143,9 +143,17 @@ def _parallel(call_format: CallFormat, tools: tuple[Tool, ...], rng: random.Rand
     return _written("parallel calls", call_format, tools, [_make_call(tools, rng) for _ in range(rng.randint(2, 4))])
 
 
+# In these formats prose is a message of its own.
+_PROSE = {
+    "gpt_oss": "<|channel|>analysis<|message|>{}.<|end|>",
+    "muse": " to=user<|message|>{}.<|eom|>",
+}
+
+
 def _prose(call_format: CallFormat, tools: tuple[Tool, ...], rng: random.Random) -> Output:
     done = _written("prose before", call_format, tools, [_make_call(tools, rng) for _ in range(rng.randint(1, 2))])
-    return done._replace(text=f"{_plain(rng).capitalize()}.{rng.choice((' ', chr(10), chr(10) * 2))}{done.text}")
+    prose = _PROSE.get(call_format.name, f"{{}}.{rng.choice((' ', chr(10), chr(10) * 2))}")
+    return done._replace(text=prose.format(_plain(rng).capitalize()) + done.text)
 
 
 def _words(call_format: CallFormat, tools: tuple[Tool, ...], rng: random.Random) -> Output:
@@ -261,41 +269,71 @@ def is_same(ours: Parsed, theirs: Read) -> bool:
     )
 
 
-def explain_difference(output: Output, ours: Parsed, theirs: Read, server: Server) -> str | None:
-    """Return why a server reads an output differently, in words of ``REASONS``; None if nothing known explains it."""
-    return next((reason for reason, holds in _RULES if holds(output, ours, theirs, server)), None)
+def explain_difference(output: Output, ours: Parsed, theirs: Read, server: Server) -> tuple[str, ...]:
+    """Return why a server reads an output differently, in words of ``REASONS``; empty if nothing known explains it."""
+    for reason, holds in _RULES:
+        if holds(output, ours, theirs, server):
+            return (reason,)
+    assert isinstance(theirs, list)
+    calls = [(call.name, call.arguments) for call in ours.calls]
+    names = [name for name, _ in theirs]
+    found: set[str] = set()
+    if [name for name, _ in calls] != names:
+        offered = {tool.name for tool in output.tools}
+        calls = [(name, arguments) for name, arguments in calls if name in offered]
+        found.add("unknown tool")
+    if [name for name, _ in calls] != names:
+        return ()
+    for (name, arguments), (_, given) in zip(calls, theirs, strict=True):
+        schemas = argument_schemas(output.tools, name)
+        if not isinstance(given, dict) or list(given) != list(arguments):
+            return ()
+        for key, value in arguments.items():
+            reasons = _explain_value(value, given[key], schemas.get(key), key in schemas, output)
+            if reasons is None:
+                return ()
+            found |= reasons
+    return tuple(sorted(found))
 
 
-Rule = Callable[[Output, Parsed, Read, Server], bool]
+def _explain_value(value: Any, given: Any, schema: Any, is_known: bool, output: Output) -> set[str] | None:
+    """Return why a server has another value for an argument or a part of one; None if nothing explains it."""
+    if is_equal(value, given, is_same_number_type=True):
+        return set()
+    rules = {
+        "number": is_equal(value, given),
+        "nullable": given is None and value is not None and is_known and "null" in argument_types(schema),
+        "null word": given is None and isinstance(value, str) and value.lower() in ("null", "none", "nil"),
+        "misfit": is_known and not _fits(value, schema),
+        "untyped": not is_known and _is_text_of(given, value),
+        "kept": is_known and _is_text_of(given, value),
+        "stripped": isinstance(value, str) and isinstance(given, str) and given == value.strip(),
+        "decoded": isinstance(value, str) and not isinstance(given, str) and is_equal(_decode(value), given),
+        "respelled": isinstance(value, str) and isinstance(given, str) and given == str(_decode(value)),
+        "escape": "<json>" in output.text,
+    }
+    for reason, holds in rules.items():
+        if holds:
+            return {reason}
+    parts: list[tuple[Any, Any, Any, bool]] = []
+    if isinstance(value, dict) and isinstance(given, dict) and list(value) == list(given):
+        inner = (schema.get("properties") if isinstance(schema, dict) else None) or {}
+        parts = [(value[key], given[key], inner.get(key), key in inner) for key in value]
+    elif isinstance(value, list) and isinstance(given, list) and len(value) == len(given):
+        items = schema.get("items") if isinstance(schema, dict) else None
+        parts = [(one, other, items, items is not None) for one, other in zip(value, given, strict=True)]
+    found = [_explain_value(*part, output) for part in parts]
+    if not found or None in found:
+        return None
+    return {reason for reasons in found if reasons for reason in reasons}
 
 
-def _list_offered(output: Output, ours: Parsed) -> list[tuple[str, Any]]:
-    names = {tool.name for tool in output.tools}
-    return [(call.name, call.arguments) for call in ours.calls if call.name in names]
-
-
-def _drops_unknown(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
-    kept = _list_offered(output, ours)
-    return len(kept) < len(ours.calls) and kept == theirs
-
-
-def _iter_differing(output: Output, ours: Parsed, theirs: Read) -> Iterator[tuple[Any, Any, Any, bool]]:
-    """Yield each argument that differs between calls of the same names: our value, theirs, its schema, is it known."""
-    for call, (_, arguments) in zip(ours.calls, theirs, strict=True):
-        schemas = argument_schemas(output.tools, call.name)
-        for key, value in call.arguments.items():
-            if not is_equal(value, arguments[key], is_same_number_type=True):
-                yield value, arguments[key], schemas.get(key), key in schemas
-
-
-def _has_same_keys(ours: Parsed, theirs: Read) -> bool:
+def _is_text_of(text: Any, value: Any) -> bool:
+    """Return True if a text is what a format without types writes for a value: JSON, or Python's words."""
     return (
-        not isinstance(theirs, str)
-        and [call.name for call in ours.calls] == [name for name, _ in theirs]
-        and all(
-            isinstance(arguments, dict) and list(arguments) == list(call.arguments)
-            for call, (_, arguments) in zip(ours.calls, theirs, strict=True)
-        )
+        isinstance(text, str)
+        and not isinstance(value, str)
+        and text.strip() in (json.dumps(value, ensure_ascii=False), str(value))
     )
 
 
@@ -315,32 +353,9 @@ def _fits(value: Any, schema: Any) -> bool:
     return "number" in types or (isinstance(value, int) and "integer" in types)
 
 
-# Reasons why one argument differs: our value, theirs, its schema, is it in the tool's schema.
-_ARGUMENT_RULES: dict[str, Callable[[Any, Any, Any, bool], bool]] = {
-    "number": lambda value, given, schema, is_known: is_equal(value, given),
-    "misfit": lambda value, given, schema, is_known: is_known and not _fits(value, schema),
-    "untyped": lambda value, given, schema, is_known: (
-        isinstance(given, str) and (not is_known or not _fits(value, schema))
-    ),
-    "null word": lambda value, given, schema, is_known: given is None and isinstance(value, str),
-    "null text": lambda value, given, schema, is_known: value is None and given in ("None", "null"),
-}
-
-
-def _differs_by(*reasons: str) -> Rule:
-    """Return a rule: every argument that differs does so for one of the reasons."""
-
-    def holds(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
-        return _has_same_keys(ours, theirs) and all(
-            any(_ARGUMENT_RULES[reason](*differing) for reason in reasons)
-            for differing in _iter_differing(output, ours, theirs)
-        )
-
-    return holds
-
-
-def _has_our_escape(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
-    return "<json>" in output.text
+def _list_offered(output: Output, ours: Parsed) -> list[tuple[str, Any]]:
+    names = {tool.name for tool in output.tools}
+    return [(call.name, call.arguments) for call in ours.calls if call.name in names]
 
 
 def _guesses(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
@@ -349,6 +364,26 @@ def _guesses(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool
 
 def _is_error(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
     return isinstance(theirs, str)
+
+
+def _reads_escaped_only(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+    """Only FunctionGemma is concerned: each argument of theirs is a key with text between its marks."""
+    expected = []
+    for call, (start, end) in zip(ours.calls, ours.spans, strict=True):
+        found = re.findall(r"(\w+):<escape>(.*?)<escape>", output.text[start:end], re.DOTALL)
+        expected.append((call.name, {key: _decode(text) for key, text in found}))
+    return "<start_function_call>" in output.text and theirs == expected
+
+
+def _decode(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _wants_channel_first(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+    return server == "sglang" and " to=functions." in output.text and theirs == []
 
 
 def _starts_with_prose(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
@@ -384,13 +419,28 @@ def _wants_space(output: Output, ours: Parsed, theirs: Read, server: Server) -> 
 
 
 def _returns_empty_text(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
-    return theirs == [(call.name, call.arguments or "") for call in ours.calls]
+    is_empty = not isinstance(theirs, str) and any(arguments == "" for _, arguments in theirs)
+    return is_empty and theirs == [(call.name, call.arguments or "") for call in ours.calls]
 
 
 _PYTHON_LIST = re.compile(r"(?:\A|\s)\[\w+\(")
 
-# Tried in this order; the first that holds is the reason.
-REASONS: dict[str, str] = {}
+Rule = Callable[[Output, Parsed, Read, Server], bool]
+# Why a value differs.
+REASONS: dict[str, str] = {
+    "unknown tool": "The server drops calls of tools that are not on offer.",
+    "number": "`5` for `5.0`, or `5.0` for `5`.",
+    "nullable": "The server reads every value of an argument that may be null as null.",
+    "null word": "The server reads the word null as null where the schema has a string.",
+    "misfit": "The value is not of a type in the tool's schema, and the server converts or keeps it.",
+    "untyped": "The schema does not describe the value, and the server keeps its text.",
+    "kept": "The server keeps the text of a value that its conversion does not know, such as `1e+21` or `null`.",
+    "stripped": "The server strips space around a text.",
+    "decoded": "The server reads a text that is JSON as JSON, whatever the schema says.",
+    "respelled": "The server writes a text that is a word or number of JSON as Python does, such as `True`.",
+    "escape": "The format cannot write the value. It is escaped as `<json>`, which no server reads.",
+}
+# Why calls differ: tried in this order, before values are compared; the first that holds is the reason.
 _RULES: list[tuple[str, Rule]] = []
 
 
@@ -401,29 +451,13 @@ def _add_reason(name: str, explanation: str, rule: Rule) -> None:
 
 _add_reason("error", "The parser raises, which a server answers with status 500.", _is_error)
 _add_reason("guess", "The text was cut or damaged, and each reader guesses.", _guesses)
-_add_reason("unknown tool", "The server drops calls of tools that are not on offer.", _drops_unknown)
-_add_reason("number", "`5` for `5.0`, or `5.0` for `5`.", _differs_by("number"))
-_add_reason(
-    "misfit",
-    "The value is not of a type in the tool's schema, and the server converts or keeps it.",
-    _differs_by("misfit"),
-)
-_add_reason("untyped", "The argument is not in the schema, and the server keeps its text.", _differs_by("untyped"))
-_add_reason(
-    "null word", "The server reads the word null as null where the schema has a string.", _differs_by("null word")
-)
-_add_reason("null text", "The server reads a null as its text if a string is allowed too.", _differs_by("null text"))
-_add_reason(
-    "several", "Several arguments of one text, each for one of the reasons above.", _differs_by(*_ARGUMENT_RULES)
-)
-_add_reason(
-    "escape",
-    "The value cannot be written in the format, so that it is escaped as `<json>`, which no server reads.",
-    _has_our_escape,
-)
 _add_reason("prose", "The server finds no call after prose; neither does the strict reading.", _starts_with_prose)
 _add_reason("negative", "The server drops a call that has a negative number.", _drops_negative)
 _add_reason("bracket", "The server ends the list at the first `]`, even within a value.", _ends_at_bracket)
 _add_reason("line", "The server splits calls at any of Unicode's line separators, even within a value.", _splits_lines)
 _add_reason("space", "The server wants a space between the mark and the list, as older tokenizers write.", _wants_space)
 _add_reason("empty", "A call without arguments has the empty text in place of `{}`.", _returns_empty_text)
+_add_reason("escaped only", "The server finds text between marks only: no numbers, no lists.", _reads_escaped_only)
+_add_reason(
+    "header", "The server wants the channel before the recipient; templates write it after.", _wants_channel_first
+)

@@ -13,7 +13,7 @@ from fctune.parsing.json_reader import ParseError, decode_json
 _DSML = "｜DSML｜"
 
 
-def _tags(block: str, space: str = "") -> Block:
+def _make_tags(block: str, space: str = "") -> Block:
     opening, closing = f"<{_DSML}{space}", f"</{_DSML}{space}"
     return Block(
         f"{opening}{block}>",
@@ -36,7 +36,7 @@ class DeepSeekV32(InvokeFormat):
     template_signatures = (TemplateSignature((_DSML, "function_calls"), priority=2),)
     vllm_parser = "deepseek_v32"
     sglang_parser = "deepseekv32"
-    _tags = _tags("function_calls")
+    _tags = _make_tags("function_calls")
 
     def _after_no_arguments(self, call: Call) -> tuple[str, ...]:
         return () if call.arguments else ("",)
@@ -62,7 +62,7 @@ class DeepSeekV4(DeepSeekV32):
     template_signatures = (TemplateSignature((_DSML,), priority=1),)
     vllm_parser = "deepseek_v4"
     sglang_parser = "deepseekv4"
-    _tags = _tags("tool_calls")
+    _tags = _make_tags("tool_calls")
     _other_openings = (f"<{_DSML}toolcalls>", f"<{_DSML}tool>")
 
 
@@ -73,4 +73,4 @@ class DeepSeekV41(DeepSeekV32):
     template_signatures = (TemplateSignature((f"<{_DSML} calls>",), priority=3),)
     vllm_parser = "deepseek_v41"
     sglang_parser = "deepseekv41"
-    _tags = _tags("calls", " ")
+    _tags = _make_tags("calls", " ")

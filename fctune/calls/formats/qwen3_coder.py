@@ -1,4 +1,4 @@
-"""Qwen3-Coder, Qwen3.5, Nemotron 3: calls as tags of functions and parameters."""
+"""Qwen3-Coder, Qwen3.5 to 3.8, Nemotron 3: calls as tags of functions and parameters."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ _PLAIN = re.compile(r"<parameter=([^<>\s]++)>([^<]*+)</parameter>[ \t\r\n]*+")
 class Qwen3Coder(TaggedFormat):
     """``<function=name>`` with one ``<parameter=key>`` a value, in ``<tool_call>``.
 
-    The chat templates of those models; a line break before and after a value is not part of it.
+    The chat templates of those models; a line break before and after a value is not part of it. Templates up to
+    Qwen3.5's write ``True`` and ``None``, those from Qwen3.6's on ``true`` and ``null``, as here: servers keep the word
+    ``None`` as text.
     """
 
     name = "qwen3_coder"
-    aliases = ("qwen3.5", "nemotron3")
+    aliases = ("qwen3.5", "qwen3.6", "qwen3.8", "nemotron3")
     template_signatures = (TemplateSignature((_FUNCTION, _PARAMETER)),)
     vllm_parser = "qwen3_coder"
     sglang_parser = "qwen3_coder"
@@ -47,7 +49,7 @@ class Qwen3Coder(TaggedFormat):
         schemas = argument_schemas(tools, call.name)
         lines = [OPEN, f"{_FUNCTION}{call.name}>"]
         for key, value in call.arguments.items():
-            text = dump_json(value, call.name) if isinstance(value, (dict, list)) else str(value)
+            text = value if isinstance(value, str) else dump_json(value, call.name)
             marks = (_PARAMETER_END, _PARAMETER, _FUNCTION_END)
             text = write_value(value, text, schemas.get(key), bool(tools), marks)
             lines.extend((f"{_PARAMETER}{key}>", text, _PARAMETER_END))
