@@ -26,6 +26,7 @@ from fctune.cli import evaluate
 from fctune.cli.files import write_file
 from fctune.cli.tables import format_rate, make_console, make_table
 from fctune.data.chat_template import ChatTemplate
+from fctune.data.chosen_template import open_chosen_template
 from fctune.errors import ConfigError, DataError
 from fctune.evaluation.results import Row, read_rows
 from fctune.evaluation.serving import Served, parse_as_served
@@ -38,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table; 0 done, 1 no server's parser could be run."""
     suite, rows = _answers(arguments)
     files = find_model(arguments.model)
-    template = ChatTemplate(files.model_dir).source
+    chosen = open_chosen_template(arguments.chat_template, "--chat-template ")
+    template = ChatTemplate(files.tokenizer_dir, chat_template=chosen).source
     call_format = get_format(arguments.format) if arguments.format else detect_format(template)
     served, reasons = _serve(arguments, suite, rows, files.model_dir, call_format, detect_reasoning(template))
     if arguments.json is not None:

@@ -187,12 +187,12 @@ class Validator:
         if isinstance(vocab, int) and len(template.tokenizer) > vocab:
             raise _CheckFailedError(f"the tokenizer has {len(template.tokenizer):,} tokens, the model {vocab:,}")
         if self.like is not None:
-            origin = ChatTemplate(self.like.model_dir)
+            origin = ChatTemplate(self.like.tokenizer_dir)
             if origin.source != template.source:
-                raise _CheckFailedError(f"the chat template differs from that of {self.like.model_dir}")
+                raise _CheckFailedError(f"the chat template differs from that of {self.like.tokenizer_dir}")
             if origin.tokenizer.get_vocab() != template.tokenizer.get_vocab():
-                raise _CheckFailedError(f"the tokenizer's vocabulary differs from that of {self.like.model_dir}")
-        same = "" if self.like is None else f", like {self.like.model_dir}"
+                raise _CheckFailedError(f"the tokenizer's vocabulary differs from that of {self.like.tokenizer_dir}")
+        same = "" if self.like is None else f", like {self.like.tokenizer_dir}"
         return f"renders tools, calls and results; writes calls as {found.name}{same}"
 
     def _named_format(self, template: ChatTemplate) -> CallFormat:

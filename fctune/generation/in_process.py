@@ -17,6 +17,7 @@ from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.generation.engine import Answer, Sampling
+from fctune.generation.model_files import ModelFiles
 from fctune.models.hub import digest_model
 
 _NUM_SHOWN = 3
@@ -59,9 +60,7 @@ class InProcessEngine:
         self.adapter_dir = Path(adapter_dir) if adapter_dir is not None else None
         if not (self.model_dir / "config.json").is_file():
             raise ConfigError(f"{model_dir}: not a model directory (no config.json). Pass a Hugging Face directory.")
-        # An adapter was trained with the tokenizer and template next to it, which may replace the base's.
-        has_tokenizer = self.adapter_dir is not None and (self.adapter_dir / "tokenizer.json").is_file()
-        tokenizer_dir = self.adapter_dir if self.adapter_dir is not None and has_tokenizer else self.model_dir
+        tokenizer_dir = ModelFiles(self.model_dir, self.adapter_dir).tokenizer_dir
         self._chosen = chat_template
         self.template = ChatTemplate(tokenizer_dir, template_args=template_args, chat_template=chat_template)
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -16,6 +16,13 @@ class ModelFiles(NamedTuple):
     model_dir: Path
     adapter_dir: Path | None = None
 
+    @property
+    def tokenizer_dir(self) -> Path:
+        """Directory of the tokenizer and template: the adapter's, which may replace the base's, else the model's."""
+        if self.adapter_dir is not None and (self.adapter_dir / "tokenizer.json").is_file():
+            return self.adapter_dir
+        return self.model_dir
+
 
 def find_model(name: str, adapter: str | None = None) -> ModelFiles:
     """Return the files of a model.

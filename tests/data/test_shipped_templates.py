@@ -467,4 +467,4 @@ def test_a_base_without_a_template_trains_and_its_export_is_evaluated(tmp_path: 
         summary = json.loads(out.with_suffix(".summary.json").read_text())
         assert summary["scores"]["all"]["n"] == 40
         assert summary["scores"]["all"]["rates"]["accuracy"]["rate"] > 0.3
-    assert "hermes" in fctune("serve", str(run))
+    fctune("validate", str(run), "--no-calls")  # compares the template with the adapter's, as the base has none
