@@ -34,6 +34,7 @@ class RunFacts:
     base_digest: str  # of the base model's weights and config
     num_steps: int
     versions: dict[str, str]  # of Python and the main packages
+    token_ids: tuple[int, ...] = ()  # tokens whose rows train
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,11 @@ def check_same_run(resume: Resume, facts: RunFacts) -> None:
     ]
     if resume.state["base_fingerprint"] != facts.base_digest:
         changes.append(f"model: weights were {resume.state['base_fingerprint']}, are {facts.base_digest}")
+    if (trained := resume.state["trained_tokens"]) != list(facts.token_ids):
+        changes.append(
+            f"tokens with trained rows: were {trained}, are {list(facts.token_ids)}; list the former in "
+            "adapter.train_tokens"
+        )
     if changes:
         shown = "\n".join(f"  {change}" for change in changes)
         raise CheckpointError(

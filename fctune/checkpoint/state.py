@@ -88,6 +88,7 @@ class Checkpointer:
             "config": facts.config,
             "base_fingerprint": facts.base_digest,
             "versions": facts.versions,
+            "trained_tokens": list(facts.token_ids),
         }
 
     def writer(self, kind: Kind) -> WriteFiles:

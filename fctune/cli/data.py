@@ -123,6 +123,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
         raise ConfigError("--seq-len: needs --tokenizer, which tokens are counted with.")
     chosen = _read_template(arguments)
     encode: Encode | None = None
+    supervised: set[int] = set()
     template: ChatTemplate | None = None
     if arguments.tokenizer is not None:
         from fctune.data.sources import has_reasoning_rows
@@ -135,6 +136,8 @@ def _check_data(arguments: argparse.Namespace) -> int:
 
         def count(conversation: Any) -> tuple[int, int]:
             samples = template.encode(conversation)
+            for sample in samples:
+                supervised.update(t for t, weight in zip(sample.tokens, sample.weights, strict=True) if weight > 0)
             return sum(len(sample.tokens) for sample in samples), sum(sample.num_supervised for sample in samples)
 
         encode = count
@@ -152,6 +155,11 @@ def _check_data(arguments: argparse.Namespace) -> int:
             template=template,
         )
     console.print(report.render_text())
+    if template is not None:
+        from fctune.models.token_choice import check_tokens
+
+        if note := check_tokens(template.model_dir, supervised):
+            console.print(f"warning: {note}", highlight=False, soft_wrap=True)
     if arguments.json is not None:
         write_file(arguments.json, "--json", lambda: json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
     if arguments.html is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from fctune.config.schema import AdapterConfig
 from fctune.data.prepared_set import PreparedSet, list_tokens
 from fctune.errors import ConfigError
 from fctune.models.architecture import Architecture
-from fctune.models.untrained_tokens import UntrainedToken, find_untrained, has_weights
+from fctune.models.sources import read_architecture
+from fctune.models.untrained_tokens import Candidates, UntrainedToken, find_untrained, has_weights
 
 _NUM_SHOWN = 6
 
@@ -28,7 +29,7 @@ class TokenChoice:
 
 
 def choose_tokens(
-    config: AdapterConfig, model_dir: Path, architecture: Architecture, candidates: Sequence[int]
+    config: AdapterConfig, model_dir: Path, architecture: Architecture, candidates: Candidates
 ) -> TokenChoice:
     """Choose the tokens to train by ``adapter.train_tokens``.
 
@@ -36,7 +37,7 @@ def choose_tokens(
         config: the ``adapter`` section of the run's config.
         model_dir: Hugging Face directory of the base; without weights in it, ``auto`` finds nothing.
         architecture: shape of the model.
-        candidates: tokens that the run's rendering supervises, and its markers.
+        candidates: tokens of the run's data.
 
     Raises:
         ConfigError: a token that the tokenizer does not have, or one of a head with a LoRA adapter.
@@ -53,8 +54,7 @@ def choose_tokens(
         return TokenChoice(ids, f"adapter.train_tokens: training the rows of {_count(ids)}" if ids else "")
     if not has_weights(model_dir):
         return TokenChoice(())
-    added = frozenset(_load_tokenizer(model_dir).get_added_tokens_decoder())
-    untrained = find_untrained(model_dir, architecture, candidates, added)
+    untrained = find_untrained(model_dir, architecture, candidates, _added_tokens(model_dir))
     if not untrained:
         return TokenChoice(())
     described = describe_untrained(untrained, model_dir)
@@ -103,18 +103,34 @@ def find_token_ids(names: Sequence[str], model_dir: Path, architecture: Architec
     return tuple(sorted(ids))
 
 
-def find_candidates(prepared: PreparedSet, model_dir: Path) -> tuple[int, ...]:
-    """Return the tokens of a prepared set to look at: those supervised, and every added token in it, ascending."""
+def find_candidates(prepared: PreparedSet, model_dir: Path) -> Candidates:
+    """Return the tokens of a prepared set to look at: those supervised, and every other added token in it."""
     supervised, present = list_tokens(prepared)
-    added = set(_load_tokenizer(model_dir).get_added_tokens_decoder())
-    return tuple(sorted(supervised | (present & added)))
+    return Candidates(frozenset(supervised), frozenset(present & _added_tokens(model_dir)))
+
+
+def check_tokens(model_dir: Path, supervised: Collection[int]) -> str:
+    """Return a sentence that names the untrained tokens among some, with the remedy; empty if there are none.
+
+    Also empty if the weights are not at hand, or the model is none that can be trained.
+    """
+    try:
+        architecture = read_architecture(model_dir)
+    except ConfigError:
+        return ""
+    if not has_weights(model_dir):
+        return ""
+    untrained = find_untrained(model_dir, architecture, Candidates(frozenset(supervised)), _added_tokens(model_dir))
+    if not untrained:
+        return ""
+    return f"{describe_untrained(untrained, model_dir)}; a run with adapters trains their rows (adapter.train_tokens)"
 
 
 def describe_untrained(untrained: Sequence[UntrainedToken], model_dir: Path) -> str:
     """Name untrained tokens, and say how the first of them shows it, in one sentence without its full stop."""
     tokenizer = _load_tokenizer(model_dir)
     # Markers first: a reader knows them.
-    added = set(tokenizer.get_added_tokens_decoder())
+    added = _added_tokens(model_dir)
     ordered = sorted(untrained, key=lambda token: token.id not in added)
     first = ordered[0]
     if first.twin is not None:
@@ -126,8 +142,14 @@ def describe_untrained(untrained: Sequence[UntrainedToken], model_dir: Path) -> 
     return f"tokens that the base never learned: {names}{more} ({why})"
 
 
+def _added_tokens(model_dir: Path) -> frozenset[int]:
+    return frozenset(_load_tokenizer(model_dir).get_added_tokens_decoder())
+
+
 def _name(tokenizer: Any, token: int) -> str:
-    return str(tokenizer.id_to_token(token) or f"token {token}")
+    text = tokenizer.decode([token], skip_special_tokens=False)
+    # Bytes that are no character alone have only their name in the vocabulary.
+    return str(tokenizer.id_to_token(token) or f"token {token}") if not text or "\ufffd" in text else text
 
 
 def _count(ids: Sequence[int]) -> str:

@@ -16,10 +16,10 @@ token:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -53,13 +53,20 @@ class UntrainedToken:
     factor: float
 
 
+class Candidates(NamedTuple):
+    """Tokens to look at. A head never trains the rows of tokens that are only read, such as the first of a text."""
+
+    supervised: Set[int] = frozenset()  # must be written, so both matrices count
+    context: Set[int] = frozenset()  # are read, so the embedding counts
+
+
 def has_weights(model_dir: Path) -> bool:
     """Return True if a directory holds the weights of a model."""
     return any((model_dir / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
 
 
 def find_untrained(
-    model_dir: Path, architecture: Architecture, candidates: Sequence[int], added: Collection[int]
+    model_dir: Path, architecture: Architecture, candidates: Candidates, added: Collection[int]
 ) -> list[UntrainedToken]:
     """Find the untrained tokens among some, by their rows in the embedding and the head of a model directory.
 
@@ -68,7 +75,7 @@ def find_untrained(
     Args:
         model_dir: Hugging Face directory with the weights.
         architecture: shape of the model.
-        candidates: tokens to look at; ids beyond the vocabulary are ignored.
+        candidates: ids beyond the vocabulary are ignored.
         added: the tokenizer's added tokens; of these, rows are compared with all others.
 
     Raises:
@@ -84,14 +91,15 @@ def find_untrained(
             raise CheckpointError(f"{model_dir}: {name} is missing; download the model again.")
         with safe_open(files[name], framework="pt") as tensors:
             rows: Tensor = tensors.get_tensor(name)  # mapped, not read
-        for token, (twin, factor) in find_untrained_rows(rows, candidates, added).items():
+        tokens = candidates.supervised | (candidates.context if matrix == "embedding" else frozenset())
+        for token, (twin, factor) in find_untrained_rows(rows, tokens, added).items():
             found.setdefault(token, UntrainedToken(token, matrix, twin, factor))
     return [found[token] for token in sorted(found)]
 
 
 @torch.no_grad()
 def find_untrained_rows(
-    rows: Tensor, candidates: Sequence[int], added: Collection[int]
+    rows: Tensor, candidates: Iterable[int], added: Collection[int]
 ) -> dict[int, tuple[int | None, float]]:
     """Find the untrained rows of one matrix.
 

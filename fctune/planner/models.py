@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from fctune.config.schema import RunConfig
@@ -15,7 +16,11 @@ from fctune.models.hub import describe_failure, parse_name
 from fctune.models.lora import apply_lora_
 from fctune.models.precision import choose_precision
 from fctune.models.sources import find_public_config, parse_architecture, read_architecture
+from fctune.models.token_choice import TokenChoice, choose_tokens, find_candidates
+from fctune.models.token_rows import train_tokens_
+from fctune.models.untrained_tokens import Candidates
 from fctune.parallel.layout import check_layout
+from fctune.planner.data_size import find_prepared
 
 
 def find_architecture(path: str, model_dir: str | None = None) -> tuple[Architecture, Path | None, str]:
@@ -75,14 +80,39 @@ def _download_config(path: str, name: str, revision: str | None) -> bytes:
 
 
 def shape_model(
-    config: RunConfig, architecture: Architecture, attention_kernel: AttentionKernel = "per_document"
+    config: RunConfig,
+    architecture: Architecture,
+    attention_kernel: AttentionKernel = "per_document",
+    token_ids: Sequence[int] = (),
 ) -> CausalLM:
-    """Build the model of a run on CUDA, adapters included, on the meta device."""
+    """Build the model of a run on CUDA, adapters and trained token rows included, on the meta device."""
     precision = choose_precision(config.precision, config.adapter is not None, "cuda")
     model = architecture.build_model(config.data.seq_len, precision, attention_kernel)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
+        train_tokens_(model, token_ids)
     return model
+
+
+def find_planned_tokens(config: RunConfig, architecture: Architecture, model_dir: Path | None) -> TokenChoice:
+    """Find the tokens whose rows a run would train, as far as the files on this machine tell.
+
+    Without the model's tokenizer, a list counts as so many tokens; ``auto`` finds none without the model's weights and
+    the prepared set.
+
+    Raises:
+        ConfigError: a token that the tokenizer does not have, or rows of a head with an adapter.
+        CheckpointError, DataError: the model's weights or the prepared set are damaged.
+    """
+    adapter = config.adapter
+    if adapter is None:
+        return TokenChoice(())
+    if model_dir is None or not (model_dir / "tokenizer.json").is_file():
+        listed = adapter.train_tokens if isinstance(adapter.train_tokens, list) else []
+        return TokenChoice(tuple(range(len(set(listed)))))
+    prepared = None if isinstance(adapter.train_tokens, list) else find_prepared(config, model_dir)
+    candidates = Candidates() if prepared is None else find_candidates(prepared[0], model_dir)
+    return choose_tokens(adapter, model_dir, architecture, candidates)
 
 
 def check_run(config: RunConfig, gpu: Gpu) -> None:

@@ -11,7 +11,7 @@ from fctune.errors import ConfigProblems
 from fctune.planner.data_size import DataSize, count_steps, measure_data
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Peak, Setting
-from fctune.planner.models import check_run, find_architecture, shape_model
+from fctune.planner.models import check_run, find_architecture, find_planned_tokens, shape_model
 from fctune.planner.plan_request import PlanRequest
 from fctune.planner.rule_of_thumb import RuleOfThumb, estimate_flops_by_rule, estimate_memory_by_rule
 from fctune.planner.speed import EFFICIENCY_RANGE, Flops, StepTime
@@ -30,6 +30,7 @@ class Plan:
     shape_source: str  # where the model's sizes come from
     num_parameters: int
     num_trained: int
+    tokens_note: str  # on tokens that the base never learned; may be empty
     setting: Setting
     layout_reason: str
     peak: Peak
@@ -91,6 +92,7 @@ class Plan:
                 "shape": self.shape_source,
                 "num_parameters": self.num_parameters,
                 "num_trained": self.num_trained,
+                "tokens": self.tokens_note,
             },
             "gpu": asdict(request.gpu),
             "nodes": request.nodes,
@@ -152,7 +154,8 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
     problems.raise_all()
     assert found is not None
     architecture, model_dir, shape_source = found
-    model = shape_model(config, architecture)
+    tokens = find_planned_tokens(config, architecture, model_dir)
+    model = shape_model(config, architecture, token_ids=tokens.ids)
     rows = measure_data(config, model_dir, request.rows, request.mean_tokens, world_size)
     supervised_share = 1.0 if rows is None else rows.supervised / rows.slots
     memory = MemoryModel(model, config, request.gpu.memory_bytes, supervised_share)
@@ -170,6 +173,7 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
         shape_source=shape_source,
         num_parameters=num_parameters,
         num_trained=num_trained,
+        tokens_note=tokens.note,
         setting=setting,
         layout_reason=reason,
         peak=memory.peak(setting),

@@ -22,6 +22,8 @@ def print_plan(console: Console, plan: Plan) -> None:
     gpus = f"{request.nodes} x {request.gpus_per_node} {request.gpu.name}"
     _say(console, f"{plan.config.model.path}: {plan.num_parameters:,} parameters, {plan.num_trained:,} trained")
     _say(console, f"  sizes from: {plan.shape_source}")
+    if plan.tokens_note:
+        _say(console, f"  {plan.tokens_note}")
     _say(console, f"{gpus} ({request.gpu.source}; {request.gpu.machine})")
     _say(console, f"  {_describe_layout(setting.mode, setting.replicate, setting.shard)} ({plan.layout_reason})")
     console.print()

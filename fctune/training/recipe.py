@@ -21,6 +21,7 @@ from fctune.distributed import World
 from fctune.evaluation.live import LiveEvaluation
 from fctune.models.causal_lm import CausalLM
 from fctune.models.hub import WEIGHT_FILES, digest_model, resolve_model_dir
+from fctune.models.token_rows import trained_token_ids
 from fctune.parallel.layout import ParallelLayout
 from fctune.parallel.sharding import GradientSync
 from fctune.telemetry.sinks import SinkGroup
@@ -121,7 +122,9 @@ class FineTuning(ABC):
         """
         config, run, world = self.config, self.run, self.world
         base_digest = distributed.run_on_rank_0(lambda: digest_model(self.model_dir, WEIGHT_FILES))
-        facts = RunFacts(config.to_dict(), base_digest, self.num_steps, installed_versions())
+        facts = RunFacts(
+            config.to_dict(), base_digest, self.num_steps, installed_versions(), trained_token_ids(self.model)
+        )
         checkpointer = Checkpointer(state, self.hf_weights(), self.loader, facts, world)
         if run.resume is not None:
             checkpointer.restore_(run.resume)

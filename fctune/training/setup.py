@@ -29,6 +29,7 @@ from fctune.models.precision import check_device, choose_precision
 from fctune.models.sources import read_architecture
 from fctune.models.token_choice import TokenChoice, choose_tokens, find_candidates
 from fctune.models.token_rows import train_tokens_
+from fctune.models.untrained_tokens import Candidates
 from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_, use_float8_matmuls_
 from fctune.parallel.layout import Hardware, ParallelLayout, check_layout, check_memory, choose_parallel_layout
 from fctune.parallel.sharding import GradientSync, shard_
@@ -103,7 +104,7 @@ def select_adapters_(model: CausalLM, config: RunConfig, model_dir: Path, prepar
 
     def choose() -> TokenChoice:
         is_auto = not isinstance(adapter.train_tokens, list)
-        candidates = find_candidates(prepared, model_dir) if is_auto else ()
+        candidates = find_candidates(prepared, model_dir) if is_auto else Candidates()
         return choose_tokens(adapter, model_dir, model.architecture, candidates)
 
     apply_lora_(model, adapter)

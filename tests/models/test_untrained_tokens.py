@@ -15,9 +15,10 @@ from fctune.config.schema import AdapterConfig
 from fctune.errors import ConfigError
 from fctune.models.sources import read_architecture
 from fctune.models.token_choice import TokenChoice, choose_tokens
-from fctune.models.untrained_tokens import MAX_DISTANCE, find_untrained_rows
+from fctune.models.untrained_tokens import MAX_DISTANCE, Candidates, find_untrained_rows
 
 VOCAB, DIM = 4_000, 64
+ALL = Candidates(frozenset(range(1408)))
 ADAPTER = AdapterConfig(modules=["q_proj"])
 
 
@@ -88,7 +89,7 @@ def planted(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Pa
 )
 def test_auto_trains_both_markers_and_says_why(planted: Callable[..., Path], matrix: str, tied: bool) -> None:
     path = planted(matrix, tied)
-    choice = choose_tokens(ADAPTER, path, read_architecture(path), range(1408))
+    choice = choose_tokens(ADAPTER, path, read_architecture(path), ALL)
     assert choice.ids == (1404, 1405)
     assert "row of <tool_call> equals that of </tool_call>" in choice.note
     assert not choice.is_warning
@@ -96,12 +97,14 @@ def test_auto_trains_both_markers_and_says_why(planted: Callable[..., Path], mat
 
 def test_tokens_that_the_data_lacks_are_not_trained(planted: Callable[..., Path]) -> None:
     path = planted("lm_head")
-    assert not choose_tokens(ADAPTER, path, read_architecture(path), range(1404)).ids
+    assert not choose_tokens(
+        ADAPTER, path, read_architecture(path), Candidates(frozenset(range(1404)), frozenset(range(1404)))
+    ).ids
 
 
 def test_off_warns_with_remedies(planted: Callable[..., Path]) -> None:
     path = planted("lm_head")
-    choice = choose_tokens(AdapterConfig(train_tokens="off"), path, read_architecture(path), range(1408))
+    choice = choose_tokens(AdapterConfig(train_tokens="off"), path, read_architecture(path), ALL)
     assert not choice.ids
     assert choice.is_warning
     assert "adapter.train_tokens=auto" in choice.note
@@ -110,7 +113,7 @@ def test_off_warns_with_remedies(planted: Callable[..., Path]) -> None:
 
 def test_a_head_with_an_adapter_needs_no_rows(planted: Callable[..., Path]) -> None:
     path = planted("lm_head")
-    choice = choose_tokens(AdapterConfig(modules=["lm_head"]), path, read_architecture(path), range(1408))
+    choice = choose_tokens(AdapterConfig(modules=["lm_head"]), path, read_architecture(path), ALL)
     assert not choice.ids
     assert not choice.is_warning
     assert "lm_head covers them" in choice.note
@@ -118,26 +121,38 @@ def test_a_head_with_an_adapter_needs_no_rows(planted: Callable[..., Path]) -> N
 
 def test_a_trained_model_needs_no_rows(make_model: Callable[..., Path]) -> None:
     path = make_model()
-    assert choose_tokens(ADAPTER, path, read_architecture(path), range(1408)) == TokenChoice(())
+    assert choose_tokens(ADAPTER, path, read_architecture(path), ALL) == TokenChoice(())
 
 
 def test_listed_tokens_are_found_or_named(make_model: Callable[..., Path]) -> None:
     path = make_model()
     architecture = read_architecture(path)
     listed = AdapterConfig(modules=["q_proj"], train_tokens=["</tool_call>", "<tool_call>"])
-    assert choose_tokens(listed, path, architecture, ()).ids == (1404, 1405)
+    assert choose_tokens(listed, path, architecture, Candidates()).ids == (1404, 1405)
     wrong = AdapterConfig(modules=["q_proj"], train_tokens=["<tool_cal>", "<nothing like it>"])
     with pytest.raises(ConfigError) as error:
-        choose_tokens(wrong, path, architecture, ())
+        choose_tokens(wrong, path, architecture, Candidates())
     assert "did you mean <tool_call>?" in str(error.value)
     assert "'<nothing like it>' is not a token" in str(error.value)
     head = AdapterConfig(modules=["lm_head"], train_tokens=["<tool_call>"])
     with pytest.raises(ConfigError, match="lm_head cannot train beside a LoRA adapter"):
-        choose_tokens(head, path, architecture, ())
+        choose_tokens(head, path, architecture, Candidates())
 
 
 def test_weights_that_are_not_there_are_not_looked_at(make_model: Callable[..., Path], tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         shutil.copyfile(make_model() / name, tmp_path / name)
     assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 1408
-    assert not choose_tokens(ADAPTER, tmp_path, read_architecture(tmp_path), range(1408)).ids
+    assert not choose_tokens(ADAPTER, tmp_path, read_architecture(tmp_path), ALL).ids
+
+
+def test_head_rows_of_tokens_that_are_only_read_may_be_untrained(planted: Callable[..., Path]) -> None:
+    path = planted("lm_head")
+    read = Candidates(frozenset(range(1404)), frozenset(range(1408)))
+    assert not choose_tokens(ADAPTER, path, read_architecture(path), read).ids
+
+
+def test_embedding_rows_of_tokens_that_are_only_read_train(planted: Callable[..., Path]) -> None:
+    path = planted("model.embed_tokens")
+    read = Candidates(frozenset(range(1404)), frozenset(range(1408)))
+    assert choose_tokens(ADAPTER, path, read_architecture(path), read).ids == (1404, 1405)

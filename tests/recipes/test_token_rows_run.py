@@ -1,0 +1,81 @@
+"""Runs that train token rows: what they write, and that a resumed run equals an uninterrupted one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.ranks import run_ranks
+from tests.recipes.recipe_runs import arguments_for, run_on_rank
+
+CHANGES = ("adapter.modules=[q_proj,down_proj]", "precision=fp64", "lr_scheduler.name=constant")
+DELTA = "token_adapter.trainable_tokens_delta"
+
+
+def run(output: Path, num_ranks: int, *changes: str) -> dict[str, Any]:
+    result: dict[str, Any] = run_ranks(run_on_rank, num_ranks, arguments_for(output, *CHANGES, *changes))[0]
+    return result
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run of four steps on two ranks."""
+    output = tmp_path_factory.mktemp("whole")
+    result = run(output, 2, "max_steps=4")
+    assert result["code"] == 0, result["err"]
+    return output / "run", result
+
+
+def test_auto_names_the_tokens_and_exports_their_rows(whole: tuple[Path, dict[str, Any]], tiny_base: Path) -> None:
+    folder, result = whole
+    assert "tokens that the base never learned: <tool_call>, </tool_call>" in " ".join(result["out"].split())
+    config = json.loads((folder / "export" / "adapter" / "adapter_config.json").read_text())
+    indices = config["trainable_token_indices"]
+    assert {1404, 1405} <= set(indices["embed_tokens"])
+    assert indices["embed_tokens"] == indices["lm_head"]
+    adapter = load_file(folder / "export" / "adapter" / "adapter_model.safetensors")
+    merged = load_file(folder / "export" / "merged" / "model.safetensors")
+    base = load_file(tiny_base / "model.safetensors")
+    ids = torch.tensor(indices["lm_head"])
+    others = torch.ones(1408, dtype=torch.bool)
+    others[ids] = False
+    for name, prefix in (("lm_head", ""), ("embed_tokens", "model.")):
+        rows, weight = adapter[f"base_model.model.{prefix}{name}.{DELTA}"], merged[f"{prefix}{name}.weight"]
+        torch.testing.assert_close(weight[ids].double(), rows.double(), rtol=1e-12, atol=0)
+        assert torch.equal(weight[others].double(), base[f"{prefix}{name}.weight"][others].double())
+        assert (weight[ids].double() - base[f"{prefix}{name}.weight"][ids].double()).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "sharded"), [(2, "checkpoint.every_n_steps=2"), (1, "checkpoint.every_n_steps=0")]
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    whole: tuple[Path, dict[str, Any]], tmp_path: Path, num_ranks: int, sharded: str
+) -> None:
+    assert run(tmp_path, 2, "max_steps=2", sharded)["code"] == 0
+    result = run(tmp_path, num_ranks, "max_steps=4", sharded)
+    assert result["code"] == 0, result["err"]
+    assert "resuming from" in result["out"]
+    one, other = (
+        load_file(folder / "export" / "adapter" / "adapter_model.safetensors")
+        for folder in (whole[0], tmp_path / "run")
+    )
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def test_other_tokens_cannot_resume(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    listed = "adapter.train_tokens=[<tool_call>]"
+    assert run(tmp_path, 1, "max_steps=1", listed)["code"] == 0
+    saved = tmp_path / "run" / "checkpoints"
+    state = next(saved.glob("*/trainer_state.json"))
+    assert json.loads(state.read_text())["trained_tokens"] == [1404]
+    result = run(tmp_path, 1, "max_steps=2", "adapter.train_tokens=[</tool_call>]")
+    assert result["code"] == 2
+    assert "were [1404], are [1405]" in result["err"]
