@@ -192,7 +192,7 @@ def write_rows(folder: Path, model_dir: Path, conversations: Iterable[Conversati
         for conversation in conversations:
             messages = [{"role": role, "content": text} for role, text in _TURN.findall(template.render(conversation))]
             merged = _merge_turns(messages)
-            encoded = template.encode(conversation)
+            (encoded,) = template.encode(conversation)
             # torchtune appends one token to each row.
             if len(encoded.tokens) >= seq_len or not _is_alternating(merged):
                 left_out += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,7 @@ def _add_supervision_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of rendering and supervision, named as the config's keys; all have an effect with --tokenizer."""
     for key, choices, meaning in (
         ("train_on", ("assistant", "last_assistant", "calls"), "supervised turns"),
+        ("train_reasoning", ("all", "last", "none"), "supervised reasoning"),
         ("parallel_calls", ("error", "split"), "turns with more calls than the chat template prints"),
         ("content_with_calls", ("error", "drop"), "text next to a call that the chat template does not print"),
         ("special_tokens_in_content", ("fail", "escape", "keep"), "control tokens that a row spells"),
@@ -111,7 +113,7 @@ def _add_supervision_arguments(command: argparse.ArgumentParser) -> None:
 def _read_supervision(arguments: argparse.Namespace) -> Any:
     from fctune.data.supervision import SupervisionConfig
 
-    keys = ("train_on", "parallel_calls", "content_with_calls", "special_tokens_in_content", "reasoning", "thinking")
+    keys = [key.name for key in dataclasses.fields(SupervisionConfig) if hasattr(arguments, key.name)]
     return SupervisionConfig(**{key: getattr(arguments, key) for key in keys})
 
 

@@ -145,6 +145,10 @@ class DataConfig:
     """Length to pad unpacked rows to: the longest of the micro-batch, or `seq_len`."""
     train_on: Literal["assistant", "last_assistant", "calls"] = "assistant"
     """Supervised turns: all of the assistant's, its last one, or those that call a function."""
+    train_reasoning: Literal["all", "last", "none"] = "all"
+    """Supervised reasoning: that of every supervised turn, only that of turns after the last user message, or none.
+    Reasoning that is not supervised stays in the context of what follows. The empty block of a turn without reasoning
+    is always supervised, unless the generation prompt holds it."""
     call_weight: Annotated[float, Range(gt=0)] = 1.0
     """Loss weight of a token in a turn that calls a function, relative to 1.0 for other supervised tokens."""
     on_invalid: Literal["fail", "skip"] = "fail"

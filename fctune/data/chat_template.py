@@ -15,10 +15,12 @@ from fctune.data.completeness import CompletenessCheck
 from fctune.data.control_tokens import ControlTokens
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.reasoning import ReasoningSupport, find_reasoning_support
+from fctune.data.stop_tokens import find_turn_ends, read_eos_ids
 from fctune.data.supervision import ConversationEncoder, Encoded, SupervisionConfig
 from fctune.data.template_args import merge_template_args, read_template_args
 from fctune.data.token_offsets import OffsetTokenizer
 from fctune.data.tracing import IN_CONTENT, TracedTemplate
+from fctune.data.turns import TurnEnd, TurnPlanner
 from fctune.errors import ConfigError, DataError
 
 
@@ -26,8 +28,9 @@ class ChatTemplate:
     """The chat template and tokenizer of a model directory.
 
     ``encoder`` does the encoding and can be sent to another process, which then needs no tokenizer files. ``stop_ids``
-    are the ids of the tokens with which the template ends an assistant turn. ``template_args`` are the switches given
-    to the template for every conversation, such as ``enable_thinking``; a conversation's own are merged over them.
+    are the ids of the tokens with which the template ends an assistant turn, and those of generation_config.json.
+    ``template_args`` are the switches given to the template for every conversation, such as ``enable_thinking``; a
+    conversation's own are merged over them.
     ``reasoning`` is what the template does with reasoning.
 
     Args:
@@ -67,29 +70,20 @@ class ChatTemplate:
             raise DataError(f"{self._origin}: {error}") from None
         supervision = supervision or SupervisionConfig()
         self.reasoning = self._find_reasoning(supervision)
-        special_ids = set(self.tokenizer.all_special_ids)
-        special_ids |= {i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
-        try:
-            prompts = tuple(self._find_generation_prompts())
-        except DataError as error:
-            raise DataError(f"{self._origin}: {str(error).removeprefix(f'{self._origin}: ')}") from None
-        header = self._find_history_header()
-        tokenizer = OffsetTokenizer(backend)
-        controls = ControlTokens(t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special)
+        if chat_template is not None:
+            self._require_tokens()
+        self._require_tools()
+        special = {t.content: i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
+        answer_end, call_end = self._find_turn_ends(special)
         self.encoder = ConversationEncoder(
             self._traced,
-            tokenizer,
-            special_ids,
-            controls,
+            OffsetTokenizer(backend),
+            ControlTokens(special),
             CompletenessCheck(self._traced),
-            prompts,
-            header,
+            TurnPlanner(self._traced, answer_end, call_end, self.reasoning.switch),
             SupervisionConfig(),
             self.reasoning,
         )
-        self.stop_ids: set[int] = set()
-        if chat_template is not None:
-            self._require_tokens()
         self._verify()  # with the default supervision
         self.encoder = replace(self.encoder, supervision=supervision)
 
@@ -144,56 +138,66 @@ class ChatTemplate:
             self._traced.reasoning_key = found.key
         return found
 
-    def _find_generation_prompts(self) -> list[str]:
-        """Return the template's generation prompts, with and without an empty think block, the longest first."""
-        question = Conversation((Message("user", "Hello"),))
-        prompts: set[str] = set()
-        for variables in ({}, {"enable_thinking": False}):
-            closed = self._traced.render(question, **variables)[0]
-            opened = self._traced.render(question, add_generation_prompt=True, **variables)[0]
-            if not opened.startswith(closed):
-                raise DataError(
-                    f"{self._origin}: the generation prompt of its chat template does not follow the messages."
-                )
-            prompts.add(opened[len(closed) :])
-        return sorted(prompts, key=len, reverse=True)
-
-    def _find_history_header(self) -> str:
-        """Return the text before an answer that is not the last; empty if it cannot be determined."""
-        words = "Hello there."
-        answered = Conversation((Message("user", "Hi"), Message("assistant", words), Message("user", "Thanks")))
+    def _require_tools(self) -> None:
+        """Reject a template that prints no tools or no calls; other errors are left to ``_verify``."""
+        if not self._traced.reads_tools:
+            raise DataError(self._describe_ignored_tools())
         try:
-            text, spans = self._traced.render(answered)
+            question = self.render(Conversation((Message("user", "Find it."),), (_PROBE_TOOL,)))
         except DataError:
-            return ""
-        turns = [text[span.start : span.stop] for span in spans if span.message == 1]
-        return turns[0].partition(words)[0] if len(turns) == 1 and words in turns[0] else ""
+            return
+        if not all(word in question for word in _PROBE_WORDS):
+            raise DataError(self._describe_ignored_tools())
+        if "tool_calls" not in self.source:
+            try:
+                text = self.render(_PROBES["a tool and a call"])
+            except DataError:
+                text = ""
+            if text.count(_CALL_WORDS[-1]) < 2:  # the question holds it too
+                raise DataError(self._describe_ignored_calls())
+
+    def _describe_ignored_tools(self) -> str:
+        return (
+            f"{self._origin}: its chat template ignores tools, so a model cannot learn to call them. "
+            f"Use a model whose template renders `tools`, or {_OTHER_TEMPLATE}."
+        )
+
+    def _describe_ignored_calls(self) -> str:
+        return (
+            f"{self._origin}: its chat template does not render calls, so a model cannot learn to make them. "
+            f"Use a model whose template renders `tool_calls`, or {_OTHER_TEMPLATE}."
+        )
+
+    def _find_turn_ends(self, special: dict[str, int]) -> tuple[TurnEnd, TurnEnd]:
+        """Return how the template ends an answer and a turn with calls; set ``stop_ids``."""
+        eos_ids = read_eos_ids(self.model_dir)
+        eos_id: int | None = self.tokenizer.eos_token_id
+        spellings = {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items()}
+        candidates = special | {spellings[i]: i for i in (*eos_ids, eos_id) if i is not None and i in spellings}
+        try:
+            ends = find_turn_ends(self._traced, candidates, eos_ids, eos_id)
+        except DataError as error:
+            raise DataError(f"{self._origin}: {error}") from None
+        self.stop_ids: set[int] = set(eos_ids)
+        for end in ends:
+            self.stop_ids |= {candidates[token] for token in (*end.printed, *end.following)}
+            self.stop_ids |= set() if end.appended is None else {end.appended}
+        return ends
 
     def _verify(self) -> None:
-        """Reject a template that drops tools or calls, or whose messages cannot be separated."""
-        texts = {name: self._verify_text(name, conversation) for name, conversation in _PROBES.items()}
-        if not all(word in texts["a tool and a call"] for word in _PROBE_WORDS):
-            raise DataError(
-                f"{self._origin}: its chat template ignores tools, so a model cannot learn to call them. "
-                f"Use a model whose template renders `tools`, or {_OTHER_TEMPLATE}."
-            )
-        for conversation in _PROBES.values():
+        """Reject a template that drops calls, or whose messages cannot be separated."""
+        for name, conversation in _PROBES.items():
+            self._verify_text(name, conversation)
             try:
                 samples = self.encode(conversation)
             except DataError as error:
+                if "does not print call" in str(error):
+                    raise DataError(self._describe_ignored_calls()) from None
                 raise DataError(f"{self._origin}: cannot be trained on: {error}.") from None
             supervised = [t for s in samples for t, weight in zip(s.tokens, s.weights, strict=True) if weight > 0]
-            if not supervised:
-                raise DataError(
-                    f"{self._origin}: no loop of its chat template prints the messages; cannot derive masks."
-                )
             answer = self.decode(supervised)
             if any(message.calls for message in conversation.messages) and not all(w in answer for w in _CALL_WORDS):
-                raise DataError(
-                    f"{self._origin}: its chat template does not render calls, so a model cannot learn to make them. "
-                    f"Use a model whose template renders `tool_calls`, or {_OTHER_TEMPLATE}."
-                )
-            self.stop_ids.add(supervised[-1])
+                raise DataError(self._describe_ignored_calls())
 
     def _require_tokens(self) -> None:
         """Reject a template that writes control tokens of another tokenizer, which this one would spell as text."""

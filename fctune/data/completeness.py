@@ -10,21 +10,26 @@ Some templates print the first call of a turn only, or no text next to a call, w
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from fctune.data.conversation import Call, Conversation, Message
+from fctune.data.conversation import Call, Conversation
+from fctune.data.structure import describe_structure, mark_parts
 from fctune.data.tracing import TracedTemplate
 from fctune.errors import DataError
 
 _MAX_STRUCTURES = 20_000
-_WORD = "fctprobe"
 _END_OF_REASONING = "</think>"  # templates drop the reasoning of earlier turns, as they do when the model answers
 
 
+REASONING = -1
+
+
 class Missing(NamedTuple):
-    """A part of a message that the rendering lacks: its content if ``call`` is None, else the call of that index."""
+    """A part of a message that the rendering lacks: its content if ``call`` is None, else the call of that index.
+
+    The index of its reasoning is -1.
+    """
 
     message: int
     call: int | None
@@ -40,37 +45,45 @@ class CompletenessCheck:
     def __reduce__(self) -> tuple[type[CompletenessCheck], tuple[TracedTemplate]]:
         return CompletenessCheck, (self._template,)
 
-    def find_missing(self, conversation: Conversation, text: str) -> list[Missing]:
-        """Return the parts of a conversation that its rendering lacks, in order."""
-        structure = (bool(conversation.tools), *map(_describe_structure, conversation.messages))
+    def find_missing(
+        self, conversation: Conversation, text: str, render: Callable[[Conversation], str] | None = None
+    ) -> list[Missing]:
+        """Return the parts of a conversation that its rendering lacks, in order.
+
+        Args:
+            conversation: Conversation.
+            text: Its rendering.
+            render: Renders conversations of the same structure alike; None renders with the template.
+        """
+        structure = (render is None, describe_structure(conversation))
         found = self._by_structure.get(structure)
         if found is None:
             if len(self._by_structure) >= _MAX_STRUCTURES:
                 self._by_structure.clear()
-            found = self._by_structure[structure] = tuple(self._probe(conversation))
+            found = self._by_structure[structure] = tuple(self._probe(conversation, render))
         missing = set(found)
-        for index, message in enumerate(conversation.messages):
-            content = message.content and message.content.strip()
-            if content and content not in text and not _is_printed_content(content, text):
-                missing.add(Missing(index, None))
-            for number, call in enumerate(message.calls):
-                if call.name not in text or not _has_arguments(call.arguments, text):
-                    missing.add(Missing(index, number))
-        return sorted(missing, key=lambda part: (part.message, -1 if part.call is None else part.call))
+        missing.update(_iter_missing(conversation, text))
+        return sorted(missing, key=lambda part: (part.message, -2 if part.call is None else part.call))
 
-    def _probe(self, conversation: Conversation) -> Iterator[Missing]:
+    def _probe(self, conversation: Conversation, render: Callable[[Conversation], str] | None) -> Iterator[Missing]:
         """Yield the parts that are missing from a rendering of the conversation with a unique word in each part."""
-        probe = replace(conversation, messages=tuple(_mark_messages(conversation.messages)))
+        probe = mark_parts(conversation)
         try:
-            text = self._template.render(probe)[0]
+            text = self._template.render(probe)[0] if render is None else render(probe)
         except DataError:
             return  # it depends on the values, which the other check compares
-        for index, message in enumerate(probe.messages):
-            if message.content and message.content not in text:
-                yield Missing(index, None)
-            for number, call in enumerate(message.calls):
-                if call.name not in text or not _has_arguments(call.arguments, text):
-                    yield Missing(index, number)
+        yield from _iter_missing(probe, text)
+
+
+def _iter_missing(conversation: Conversation, text: str) -> Iterator[Missing]:
+    for index, message in enumerate(conversation.messages):
+        for part, value in ((None, message.content), (REASONING, message.reasoning)):
+            words = value and value.strip()
+            if words and words not in text and not _is_printed_content(words, text):
+                yield Missing(index, part)
+        for number, call in enumerate(message.calls):
+            if call.name not in text or not _has_arguments(call.arguments, text):
+                yield Missing(index, number)
 
 
 def describe_missing(missing: list[Missing], conversation: Conversation) -> str:
@@ -78,7 +91,10 @@ def describe_missing(missing: list[Missing], conversation: Conversation) -> str:
     parts, remedies = [], []
     for index, number in missing:
         message = conversation.messages[index]
-        if number is not None:
+        if number == REASONING:
+            parts.append(f"the reasoning of messages[{index}]")
+            remedies.append("set data.reasoning=keep_printed to train without reasoning that it does not print")
+        elif number is not None:
             name = message.calls[number].name
             parts.append(f"call {number + 1} of {len(message.calls)} of messages[{index}] ({name[:80]})")
             remedies.append(
@@ -103,27 +119,6 @@ def find_unescaped(calls: tuple[Call, ...], text: str) -> str | None:
                 if is_special and f"{quote}{value}{quote}" in text:
                     return f"{call.name[:80]}{path}"
     return None
-
-
-def _describe_structure(message: Message) -> tuple[Any, ...]:
-    has_content = None if message.content is None else bool(message.content.strip())
-    calls = tuple([bool(call.arguments) for call in message.calls])
-    return message.role, has_content, calls, message.call_id is None, message.name is None
-
-
-def _mark_messages(messages: tuple[Message, ...]) -> Iterator[Message]:
-    """Yield the messages with a unique word as each content, call name, argument name and argument."""
-    names: dict[str, str] = {}
-    for index, message in enumerate(messages):
-        content = f"{_WORD}{index}content" if message.content and message.content.strip() else message.content
-        calls = []
-        for number, call in enumerate(message.calls):
-            word = f"{_WORD}{index}call{number}"
-            names[call.name] = f"{word}name"
-            arguments = {f"{word}key": f"{word}value"} if call.arguments else {}
-            calls.append(Call(f"{word}name", arguments, call.id))
-        name = message.name and names.get(message.name, message.name)
-        yield replace(message, content=content, calls=tuple(calls), name=name)
 
 
 def _is_printed_content(content: str, text: str) -> bool:

@@ -64,6 +64,11 @@ class TracedTemplate:
         reasoning_key: Name under which the template reads a message's reasoning; ``IN_CONTENT`` writes it as a
             ``<think>`` block before the content.
 
+    Attributes:
+        variables: Names of the variables that the template reads and a caller may set.
+        literals: Texts that the template prints or compares with.
+        reads_tools: True if the template reads the tools.
+
     Raises (at construction):
         DataError: The template is not valid Jinja.
     """
@@ -114,10 +119,17 @@ class TracedTemplate:
                 **{**self._variables, **conversation.template_args, **variables, _OPENED: set()},
             )
         except jinja2.TemplateError as error:
-            raise DataError(f"the chat template rejects it: {error}") from None
+            reason = str(error).replace(f"{__name__}.{_IndexedMessage.__name__} object", "message")
+            raise DataError(f"the chat template rejects it: {reason}") from None
         except Exception as error:  # a template can raise anything that its operators, filters and methods do
             raise DataError(f"the chat template fails on it: {type(error).__name__}: {error}") from None
         return self._take_markers(marked)
+
+    def may_depend_on_values(self, conversation: Conversation) -> bool:
+        """Return True if texts of a conversation hold a piece of markup that the template looks for, such as a tag."""
+        texts = [text for m in conversation.messages for text in (m.content, m.reasoning) if text]
+        together = "\0".join(texts)
+        return any(piece in together for piece in self._examined)
 
     def _instrument(self, source: str) -> jinja2.Template:
         """Compile the template with a marker where a loop reaches a message and another where that loop ends."""
@@ -135,6 +147,8 @@ class TracedTemplate:
             tree = environment.parse(source)
             self.variables = find_variables(tree)
             self.literals = find_literals(tree)
+            self.reads_tools = "tools" in meta.find_undeclared_variables(tree)
+            self._examined = _find_examined(tree)
             for constant in tree.find_all(nodes.Const):
                 _check_number(constant.value)
         except jinja2.TemplateError as error:
@@ -277,6 +291,19 @@ def find_literals(tree: nodes.Template) -> frozenset[str]:
     """Return the texts that a template prints or compares with; its comments are not among them."""
     texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
     return frozenset(texts | {node.data for node in tree.find_all(nodes.TemplateData)})
+
+
+def _find_examined(tree: nodes.Template) -> tuple[str, ...]:
+    """Return the markup, such as ``</think>``, that a template compares, searches or replaces in texts."""
+    places = (nodes.Compare, nodes.Call, nodes.Filter, nodes.Test, nodes.Assign)
+    constants = [c.value for place in tree.find_all(places) for c in place.find_all(nodes.Const)]
+    texts = [value for value in constants if isinstance(value, str) and len(value) <= _MAX_MARKUP]
+    pieces = {text.strip() for text in texts if _MARKUP.search(text)}
+    return tuple(sorted(piece for piece in pieces if not any(other != piece and other in piece for other in pieces)))
+
+
+_MAX_MARKUP = 60  # longer texts are messages
+_MARKUP = re.compile(r"[A-Za-z].*[]<>/|[]|[]<>/|[].*[A-Za-z]")
 
 
 def _bodies(node: nodes.Node) -> list[list[nodes.Node]]:

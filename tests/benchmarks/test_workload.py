@@ -31,7 +31,7 @@ def ours(folder: Path) -> list[tuple[list[int], list[int]]]:
     template = ChatTemplate(folder / "model")
     conversations = list(read_source(str(folder / "rows" / "rows.jsonl")))
     assert all(isinstance(row, Conversation) for row in conversations)
-    encoded = [template.encode(row) for row in conversations if isinstance(row, Conversation)]
+    encoded = [template.encode(row)[0] for row in conversations if isinstance(row, Conversation)]
     return [(row.tokens, [i for i, weight in enumerate(row.weights) if weight > 0]) for row in encoded]
 
 

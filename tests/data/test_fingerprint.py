@@ -84,6 +84,7 @@ CHANGES: dict[str, Any] = {
     "packed": False,
     "pad_to": "seq_len",
     "train_on": "calls",
+    "train_reasoning": "last",
     "call_weight": 2.0,
     "on_invalid": "skip",
     "overlong": "drop",

@@ -1,30 +1,76 @@
-"""Every public chat template that renders tools and calls has transformers' ids and exact masks, or is rejected.
+"""Every public chat template that renders tools and calls: token ids, masks, stop tokens and calls, or its defect.
 
-The templates are those of the ``trl`` wheel, each with a byte-level tokenizer that has its special tokens.
+The templates are those of the ``trl`` wheel, each with a byte-level tokenizer that has the special tokens of all. What
+must be supervised is computed here with transformers alone: the messages before a turn with the generation prompt, and
+the messages up to the turn; their difference is the turn.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fctune.calls.formats.registry import detect_format
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from fctune.data.supervision import SupervisionConfig
+from fctune.data.supervision import Encoded, SupervisionConfig
 from fctune.errors import DataError
 
 _spec = importlib.util.find_spec("trl")
 FOLDER = Path(_spec.origin).parent / "chat_templates" if _spec and _spec.origin else None
 TEMPLATES = sorted(FOLDER.glob("*.jinja")) if FOLDER else []
 
+pytestmark = pytest.mark.skipif(not TEMPLATES, reason="trl is not installed: pip install -e '.[dev]'")
+
 SPECIAL = re.compile(
-    r"<[|｜][^<>\s]*?[|｜]>|</?s>|\[/?[A-Z_]{3,}\]|<eos>|<bos>|<end_of_turn>|<start_of_turn>|</?tool_call>|<\|[a-z_]+>|<[a-z_]+\|>"
+    r"<[|｜][^<>\s]*?[|｜]>|</?s>|\[/?[A-Z_]{3,}\]|<eos>|<bos>|<end_of_turn>|<start_of_turn>|<\|[a-z_]+>|<[a-z_]+\|>"
 )
+# Tokens of their own that are no special tokens, as Qwen's tokenizer has them.
+ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+# How Qwen's tokenizer divides text: two line breaks after a tag are one token.
+PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+# The tokens with which each family's models stop, from their generation_config.json.
+STOPS = {
+    "gemma4": ("<eos>", "<turn|>", "<|tool_response>"),
+    "diffusion_gemma": ("<eos>", "<turn|>", "<|tool_response>"),
+    "glm4moe": ("<|endoftext|>", "<|user|>", "<|observation|>"),
+    "gptoss": ("<|return|>", "<|endoftext|>", "<|call|>"),
+    "llama3": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+    "muse": ("<|eot|>",),
+    "": ("<|im_end|>", "<|endoftext|>"),
+}
+
+# Names under which the families' templates read reasoning.
+REASONING_KEYS = {
+    "gptoss": "thinking",
+    "lfm2_2_5_v": "reasoning_content",
+    "lfm2_2_5": "thinking",
+    "gemma4": "reasoning",
+    "": "reasoning_content",
+}
+
+# Why the others cannot be trained on: the template prints no tools, or no calls.
+NO_CALLS = ("lfm2", "lfm2_training")
+NO_TOOLS = (
+    "cohere", "cohere2", "cohere2_training", "cohere_training", "deepseek_r1_distill", "deepseek_r1_distill_training",
+    "deepseekv3", "deepseekv3_training", "gemma", "gemma3", "gemma3_training", "gemma_training", "idefics3",
+    "idefics3_training", "llama3", "llama3_training", "llava_next", "llava_next_training", "phi3", "phi3_5",
+    "phi3_5_training", "phi3_training", "qwen2_5_vl", "qwen2_5_vl_training", "smolvlm", "smolvlm_training",
+)  # fmt: skip
+ACCEPTED = [path for path in TEMPLATES if path.stem not in (*NO_CALLS, *NO_TOOLS)]
 
 TOOL = Tool(
     {
@@ -47,183 +93,338 @@ def result(identity: str, content: str) -> Message:
     return Message("tool", content, call_id=identity, name="find_place")
 
 
+def answer(content: str | None, *calls: Call, reasoning: str | None = None) -> Message:
+    return Message("assistant", content, calls, reasoning=reasoning)
+
+
+SYSTEM = Message("system", "Be brief.")
+HI, HELLO = Message("user", "Hi"), answer("Hello there.")
 ASK = Message("user", "Find Bergen for 3 days.")
-CALLS = Message("assistant", None, (call("callAAAA1", town="Bergen", days=3),))
+BERGEN, OSLO = call("callAAAA1", town="Bergen", days=3), call("callBBBB2", town="Oslo")
+CALLS = answer(None, BERGEN)
 FOUND = result("callAAAA1", '{"found": true}')
+THERE = answer("It is there.")
+AGAIN = Message("user", "And Oslo?")
+THOUGHT = "The user wants a place.\n\nI look it up."
+MARKUP = '<b>1 < 2</b> & "x" [x] {{ y }} </tools>'
 CONVERSATIONS = {
-    "no call": Conversation((Message("user", "Hi"), Message("assistant", "Hello there.")), (TOOL,)),
-    "single": Conversation((Message("system", "Be brief."), ASK, CALLS), (TOOL,)),
-    "result and answer": Conversation((ASK, CALLS, FOUND, Message("assistant", "It is there.")), (TOOL,)),
-    "several turns": Conversation(
-        (
-            *(Message("user", "Hi"), Message("assistant", "Hello."), ASK, CALLS, FOUND, Message("assistant", "Yes.")),
-            *(Message("user", "And Oslo?"), Message("assistant", None, (call("callBBBB2", town="Oslo"),))),
+    name: Conversation(messages, (TOOL,))
+    for name, messages in {
+        "no call": (HI, HELLO),
+        "single": (SYSTEM, ASK, CALLS),
+        "result and answer": (ASK, CALLS, FOUND, THERE),
+        "several turns": (SYSTEM, HI, HELLO, ASK, CALLS, FOUND, THERE, AGAIN, answer(None, OSLO)),
+        "several answers": (HI, HELLO, Message("user", "Who?"), answer("Me."), Message("user", "Why?"), answer("So.")),
+        "two steps": (ASK, CALLS, FOUND, answer(None, OSLO), result("callBBBB2", "[]"), THERE),
+        "unicode": (ASK, answer(None, call("callAAAA1", town="Ærø 北京 🎉")), FOUND, answer("Ærø 北京 🎉!")),
+        "empty arguments": (ASK, answer(None, call("callAAAA1")), FOUND, THERE),
+        "empty content": (ASK, answer("", BERGEN), FOUND, THERE),
+        "whitespace": (HI, answer("\n Hello there. \n\n"), ASK, answer(" Yes.\n")),
+        "content with a call": (ASK, answer("Let me look.", BERGEN), FOUND, THERE),
+        "content with the last call": (HI, HELLO, ASK, answer("Let me look.", BERGEN)),
+        "markup": (Message("user", MARKUP), CALLS, result("callAAAA1", MARKUP), answer(MARKUP)),
+        "a result that looks like a turn": (
+            ASK,
+            CALLS,
+            result("callAAAA1", "<tool_response>\nx</tool_response>"),
+            THERE,
         ),
-        (TOOL,),
-    ),
-    "unicode": Conversation((ASK, Message("assistant", None, (call("callAAAA1", town="Ærø 北京 🎉"),))), (TOOL,)),
-    "empty arguments": Conversation((ASK, Message("assistant", None, (call("callAAAA1"),))), (TOOL,)),
-    "content with a call": Conversation((ASK, Message("assistant", "Let me look.", CALLS.calls)), (TOOL,)),
-    "parallel": Conversation(
-        (
-            *(ASK, Message("assistant", None, (call("callAAAA1", town="Bergen"), call("callBBBB2", town="Oslo")))),
-            *(result("callAAAA1", "1"), result("callBBBB2", "2"), Message("assistant", "Both.")),
+        "parallel": (
+            *(ASK, answer(None, BERGEN, OSLO), result("callAAAA1", "1"), result("callBBBB2", "2"), answer("Both.")),
         ),
-        (TOOL,),
-    ),
+        "reasoning": (ASK, answer("Hello there.", reasoning=THOUGHT)),
+        "reasoning before a call": (
+            ASK,
+            answer(None, BERGEN, reasoning=THOUGHT),
+            FOUND,
+            answer("Yes.", reasoning="So."),
+        ),
+        "reasoning in several turns": (
+            *(
+                SYSTEM,
+                HI,
+                answer("Hello.", reasoning="They greet."),
+                ASK,
+                answer(None, BERGEN, reasoning=THOUGHT),
+                FOUND,
+            ),
+            *(answer("It is there.", reasoning="Found."), AGAIN, answer(None, OSLO, reasoning="Now Oslo.")),
+        ),
+        "reasoning in one turn": (HI, HELLO, ASK, answer("It is there.", reasoning="Known."), AGAIN, answer("No.")),
+        "reasoning, content and a call": (ASK, answer("Let me look.", BERGEN, reasoning=THOUGHT), FOUND, THERE),
+    }.items()
 }
 
-# Conversations of which a template silently drops a part.
-DROPPED = {
-    "gptoss": ("parallel",),
-    "llama3_1": ("content with a call",),
-    "llama3_2": ("content with a call",),
-    "muse_glimmer": ("content with a call",),
-}
 
-# Templates that render tools and calls but end no turn with a token, so a model would never learn to stop.
-WITHOUT_END = {"glm4moe"}
+def stops_of(name: str) -> tuple[str, ...]:
+    return next(stops for family, stops in STOPS.items() if name.startswith(family))
 
 
-def write_model(source: str, path: Path) -> Path:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model directory without a chat template, whose tokenizer has the special tokens of all templates."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(["find a place"], trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False))
-    tokenizer.add_special_tokens(sorted({"<bos_>", "<eos_>", *SPECIAL.findall(source)}))
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos_>", eos_token="<eos_>", chat_template=source
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
-    fast.save_pretrained(path)
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = [str(conversation.to_openai()) + "\n\n\n\n" for conversation in CONVERSATIONS.values()]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([*texts, "a:\n\nb>\n\nc.\n\n"] * 3, trainer)
+    spelled = {token for path in TEMPLATES for token in SPECIAL.findall(path.read_text())}
+    spelled |= {token for stops in STOPS.values() for token in stops}
+    tokenizer.add_special_tokens(sorted({"<bos_>", "<eos_>", *spelled}))
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ADDED])
+    path = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos_>", eos_token="<eos_>").save_pretrained(path)
     return path
 
 
-def reference(model: Path, conversation: Conversation, **options: Any) -> Any:
-    from transformers import AutoTokenizer
+@pytest.fixture(scope="session")
+def make_model(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that writes the model directory of a template."""
+    root = tmp_path_factory.mktemp("models")
+    ids = {t["content"]: t["id"] for t in json.loads((tokenizer_dir / "tokenizer.json").read_text())["added_tokens"]}
 
-    return AutoTokenizer.from_pretrained(model).apply_chat_template(
-        [m.to_openai() for m in conversation.messages],
-        tools=[t.to_openai() for t in conversation.tools] or None,
-        **options,
+    def make(name: str) -> Path:
+        path = root / name
+        if not path.exists():
+            assert FOLDER is not None
+            shutil.copytree(tokenizer_dir, path)
+            shutil.copy(FOLDER / f"{name}.jinja", path / "chat_template.jinja")
+            eos = [ids[token] for token in stops_of(name)]
+            (path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        return path
+
+    return make
+
+
+class Reference:
+    """What transformers renders, and what follows from it; nothing here uses this project's encoding."""
+
+    def __init__(self, template: ChatTemplate, name: str):
+        self.tokenizer, self.name = template.tokenizer, name
+        self.reasoning_key = next(key for family, key in REASONING_KEYS.items() if name.startswith(family))
+        self.switches = [
+            s for s in ("enable_thinking", "thinking") if re.search(rf"\b{s} is|if {s}\b", template.source)
+        ]
+
+    def render(self, messages: tuple[Message, ...], **options: Any) -> str:
+        rows = [m.to_openai() for m in messages]
+        for row in rows:
+            if "reasoning_content" in row:
+                row[self.reasoning_key] = row.pop("reasoning_content")
+        text = self.tokenizer.apply_chat_template(rows, tools=[TOOL.to_openai()], tokenize=False, **options)
+        assert isinstance(text, str)
+        return text
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def turn(self, messages: tuple[Message, ...], index: int) -> tuple[list[int], list[int], str]:
+        """Return the prompt's ids, the ids due from the model with its stop token, and the text of these."""
+        options = [{}, *({name: value} for value in (False, True) for name in self.switches)]
+        for option in options:
+            prompt = self.render(messages[:index], add_generation_prompt=True, **option)
+            until = self.render(messages[: index + 1], **option)
+            if until.startswith(prompt):
+                text = until[len(prompt) :]
+                break
+        else:  # the turn changes what is printed before it, so it follows a prompt that is not in the same rendering
+            prompt = self.render(messages[:index], add_generation_prompt=True)
+            until = self.render(messages[: index + 1])
+            if self.name.startswith("gptoss"):  # without the reasoning before a call, once an answer follows
+                header = "<|start|>assistant"
+                text = until[until.index(header, until.rindex("<|start|>functions.")) + len(header) :]
+            else:  # Gemma ends the turn with the call only where no answer continues it
+                shared = next(i for i, (a, b) in enumerate(zip(prompt, until, strict=False)) if a != b)
+                text = until[shared - prompt[:shared].endswith("<") :]
+        if text.rstrip().endswith(stops_of(self.name)):
+            text = text.rstrip()
+        else:
+            following = [m.role for m in messages[index + 1 : index + 2]]
+            is_result = following == ["tool"] or (not following and bool(messages[index].calls))
+            text += "<|observation|>" if is_result else "<|user|>"
+        prompt_ids, ids = self.ids(prompt), self.ids(prompt + text)
+        if ids[: len(prompt_ids)] != prompt_ids:  # a token crosses the end of the prompt, which is encoded alone
+            return prompt_ids, self.ids(text), text
+        return prompt_ids, ids[len(prompt_ids) :], text
+
+    def is_complete(self, message: Message, text: str) -> bool:
+        values = [str(value) for c in message.calls for value in c.arguments.values()]
+        escaped = text + text.encode("ascii", "ignore").decode() + json.dumps(text, ensure_ascii=False)
+        with contextlib.suppress(ValueError):
+            escaped += json.loads('"' + text.replace('"', '\\"').replace("\n", "\\n") + '"')
+        parts = [message.content, message.reasoning, *values, *(c.name for c in message.calls)]
+        return all(part.strip() in escaped for part in parts if part)
+
+
+def runs_of(sample: Encoded) -> Iterator[tuple[int, int]]:
+    """Yield the start and end of each run of supervised tokens."""
+    edges = [0.0, *sample.weights, 0.0]
+    changes = [i for i in range(len(edges) - 1) if (edges[i] > 0) != (edges[i + 1] > 0)]
+    yield from zip(changes[::2], changes[1::2], strict=True)
+
+
+@pytest.mark.parametrize("path", ACCEPTED, ids=lambda path: path.stem)
+def test_ids_masks_stop_tokens_and_calls_of_twenty_conversations(path: Path, make_model: Callable[[str], Path]) -> None:
+    template = ChatTemplate(make_model(path.stem))
+    reference = Reference(template, path.stem)
+    outcomes = {name: compare(template, reference, c.messages) for name, c in CONVERSATIONS.items()}
+    assert len(outcomes) == 20
+    assert {name for name, outcome in outcomes.items() if outcome != "equal"} == refused_by(path.stem)
+
+
+def refused_by(name: str) -> set[str]:
+    """Return the conversations of which a template prints a part nowhere, or which it rejects."""
+    reasoning = {"reasoning", "reasoning before a call", "reasoning in several turns", "reasoning in one turn"}
+    mixed, content = "reasoning, content and a call", {"content with a call", "content with the last call"}
+    family = name.removesuffix("_training")
+    if family in ("lfm2_v2", "qwen2_5", "qwen3_instruct_2507", "qwen3_vl", "gemma4_v2"):  # it prints no reasoning
+        return reasoning | {mixed}
+    if family in ("gemma4", "gemma4_v3", "gemma4_v4"):  # it prints reasoning before calls only
+        return reasoning
+    if family in ("llama3_1", "llama3_2"):  # it prints one call, and nothing with it
+        return reasoning | content | {mixed, "parallel"}
+    return {"gptoss": {"parallel", mixed}, "muse_glimmer": {*content, mixed}}.get(family, set())
+
+
+def compare(template: ChatTemplate, reference: Reference, messages: tuple[Message, ...]) -> str:
+    """Compare all samples of a conversation with the reference; return equal, rejected or incomplete."""
+    conversation = Conversation(messages, (TOOL,))
+    turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    try:
+        reference.render(messages)
+        due = {index: reference.turn(messages, index) for index in turns}
+    except Exception:  # transformers lets a template's own error through
+        with pytest.raises(DataError, match="the chat template"):
+            template.encode(conversation)
+        return "rejected"
+    if not all(reference.is_complete(messages[index], due[index][2]) for index in turns):
+        with pytest.raises(DataError, match=r"does not print|reads under no name"):
+            template.encode(conversation)
+        return "incomplete"
+    samples = template.encode(conversation)
+    whole = [reference.ids(reference.render(messages))]
+    whole += [reference.ids(reference.render(messages[: index + 1])) for index in turns]
+    for index, (prompt, answered, text) in due.items():
+        holding = [
+            sample
+            for sample in samples
+            if sample.tokens[: len(prompt)] == prompt
+            and sample.tokens[len(prompt) : len(prompt) + len(answered)] == answered
+            and all(weight > 0 for weight in sample.weights[len(prompt) : len(prompt) + len(answered)])
+        ]
+        assert len(holding) == 1, (index, text)
+        assert answered[-1] in template.stop_ids
+        check_calls(template, messages[index], text)
+    num_due = sum(len(answered) for _, answered, _ in due.values())
+    assert sum(sample.num_supervised for sample in samples) == num_due
+    split = [[*prompt, *answered] for prompt, answered, _ in due.values()]
+    for sample in samples:
+        is_appended = sample.tokens[:-1] in whole and sample.tokens[-1] in template.stop_ids
+        is_alone = any(sample.tokens[: len(ids)] == ids for ids in split)
+        assert sample.tokens in whole or is_appended or is_alone
+    return "equal"
+
+
+def check_calls(template: ChatTemplate, message: Message, text: str) -> None:
+    """Require that a parser finds the calls of a message in the text due, and none in the text of an answer."""
+    try:
+        call_format = detect_format(template.source)
+    except DataError:
+        return  # formats are tested on their own
+    plain = template.decode([i for i in template.tokenizer(text)["input_ids"] if i not in template.stop_ids])
+    found = call_format.parse(plain, (TOOL,)).calls
+    assert [(c.name, c.arguments) for c in found] == [(c.name, c.arguments) for c in message.calls], text
+
+
+@pytest.mark.parametrize("path", [p for p in TEMPLATES if p not in ACCEPTED], ids=lambda path: path.stem)
+def test_a_template_that_prints_no_tools_or_no_calls_is_refused_for_that(
+    path: Path, make_model: Callable[[str], Path]
+) -> None:
+    reason = "does not render calls" if path.stem in NO_CALLS else "ignores tools"
+    with pytest.raises(DataError, match=reason):
+        ChatTemplate(make_model(path.stem))
+    tokenizer = ChatTemplate.__new__(ChatTemplate)
+    del tokenizer
+    source = path.read_text()
+    assert (
+        "tool_calls" not in source
+        if reason == "does not render calls"
+        else not re.search(r"(?<!_)\btools\b(?! in)", source)
     )
 
 
-def renders_calls(model: Path) -> bool:
-    """Return True if transformers renders tools, and calls before a result, with the template."""
-    try:
-        question = reference(model, Conversation((ASK,), (TOOL,)), tokenize=False)
-        answered = reference(model, CONVERSATIONS["result and answer"], tokenize=False)
-        bare = reference(model, Conversation((ASK, Message("assistant", "x")), ()), tokenize=False)
-    except Exception:
-        return False
-    return "days" in question and answered.count("Bergen") > bare.count("Bergen")
-
-
-pytestmark = pytest.mark.skipif(not TEMPLATES, reason="trl is not installed: pip install -e '.[dev]'")
-
-
-@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_ids_equal_transformers_and_only_answers_are_supervised(path: Path, tmp_path: Path) -> None:
-    model = write_model(path.read_text(), tmp_path / "model")
-    if not renders_calls(model) or path.stem in WITHOUT_END:
-        with pytest.raises(DataError):
-            ChatTemplate(model)
-        return
-    template = ChatTemplate(model)
-    num_encoded = 0
-    for name, conversation in CONVERSATIONS.items():
-        try:
-            expected = reference(model, conversation, tokenize=True, return_dict=True)["input_ids"]
-        except Exception:
-            with pytest.raises(DataError, match="the chat template"):
-                template.encode(conversation)
-            assert name in ("parallel", "content with a call"), name
-            continue
-        if name in DROPPED.get(path.stem.removesuffix("_training"), ()):
-            with pytest.raises(DataError, match="does not print"):
-                template.encode(conversation)
-            continue
-        (encoded,) = template.encode(conversation)
-        assert encoded.tokens == expected, name
-        check_mask(template, conversation, encoded.tokens, encoded.weights)
-        num_encoded += 1
-    assert num_encoded >= 6
-
-
-def check_mask(template: ChatTemplate, conversation: Conversation, tokens: list[int], weights: list[float]) -> None:
-    supervised = template.tokenizer.decode([t for t, w in zip(tokens, weights, strict=True) if w > 0])
-    context = template.tokenizer.decode([t for t, w in zip(tokens, weights, strict=True) if w == 0])
-    for message in conversation.messages:
-        if message.role != "assistant":
-            assert (message.content or "").strip('{}"') not in supervised or message.content in ("1", "2", "Hi")
-        elif message.content and not message.calls:
-            assert message.content in supervised
-            assert message.content not in context.replace("Hi", "")
-    assert "<think>" not in supervised
-    ends = [i for i, w in enumerate(weights) if w > 0 and (i + 1 == len(weights) or weights[i + 1] == 0)]
-    num_answers = sum(m.role == "assistant" for m in conversation.messages)
-    assert len(ends) <= num_answers or "gptoss" in str(template.model_dir)
-    assert all(tokens[end] in template.encoder.special_ids for end in ends)
-
-
 @pytest.mark.parametrize("name", ["llama3_1", "qwen2_5"])
-def test_a_template_with_one_call_per_turn_rejects_or_splits_parallel_calls(name: str, tmp_path: Path) -> None:
-    assert FOLDER is not None
-    model = write_model((FOLDER / f"{name}.jinja").read_text(), tmp_path / "model")
+def test_a_template_with_one_call_per_turn_rejects_or_splits_parallel_calls(
+    name: str, make_model: Callable[[str], Path]
+) -> None:
+    model = make_model(name)
     parallel = CONVERSATIONS["parallel"]
     if name == "llama3_1":
         with pytest.raises(DataError, match="single tool-calls"):
             ChatTemplate(model).encode(parallel)
     (split,) = ChatTemplate(model, SupervisionConfig(parallel_calls="split")).encode(parallel)
     text = ChatTemplate(model).tokenizer.decode(split.tokens)
-    assert text.index("Bergen") < text.index("Oslo")
+    assert text.index('"Bergen"') < text.index("Oslo")
     assert json.dumps({"town": "Oslo"}) in text
 
 
-def load(name: str, path: Path, supervision: SupervisionConfig | None = None) -> ChatTemplate:
-    assert FOLDER is not None
-    source = (FOLDER / f"{name}.jinja").read_text()
-    return ChatTemplate(path if path.exists() else write_model(source, path), supervision)
-
-
-def test_a_call_that_the_template_drops_is_named_with_the_remedy(tmp_path: Path) -> None:
-    parallel = CONVERSATIONS["parallel"]
+def test_a_call_that_the_template_drops_is_named_with_the_remedy(make_model: Callable[[str], Path]) -> None:
+    parallel, model = CONVERSATIONS["parallel"], make_model("gptoss")
     with pytest.raises(DataError, match=r"call 2 of 2 of messages\[1\] \(find_place\); set data.parallel_calls=split"):
-        load("gptoss", tmp_path / "model").encode(parallel)
-    template = load("gptoss", tmp_path / "model", SupervisionConfig(parallel_calls="split"))
-    text = template.decode(template.encode(parallel)[0].tokens)
+        ChatTemplate(model).encode(parallel)
+    template = ChatTemplate(model, SupervisionConfig(parallel_calls="split"))
+    text = template.decode(template.encode(parallel)[-1].tokens)
     assert "Bergen" in text
     assert "Oslo" in text
 
 
-@pytest.mark.parametrize("name", ["gptoss", "llama3_1", "llama3_2", "muse_glimmer"])
-def test_text_that_the_template_drops_next_to_a_call_is_named_or_dropped_on_request(name: str, tmp_path: Path) -> None:
-    answer = Message("assistant", "It is there.")  # after which gpt-oss drops the text before a call
-    conversation = Conversation((ASK, Message("assistant", "Let me look.", CALLS.calls), FOUND, answer), (TOOL,))
-    with pytest.raises(DataError, match=r"the text next to a call in messages\[1\]; set data.content_with_calls=drop"):
-        load(name, tmp_path / "model").encode(conversation)
-    template = load(name, tmp_path / "model", SupervisionConfig(content_with_calls="drop"))
-    without = Conversation((ASK, CALLS, FOUND, answer), (TOOL,))
-    assert template.encode(conversation) == template.encode(without)
-
-
-def test_content_is_kept_on_request_to_drop_it_where_the_template_prints_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama3_1", "llama3_2", "muse_glimmer"])
+def test_text_that_the_template_drops_next_to_a_call_is_named_or_dropped_on_request(
+    name: str, make_model: Callable[[str], Path]
+) -> None:
     conversation = CONVERSATIONS["content with a call"]
-    template = load("qwen3", tmp_path / "model", SupervisionConfig(content_with_calls="drop"))
-    assert "Let me look." in template.decode(template.encode(conversation)[0].tokens)
+    with pytest.raises(DataError, match=r"the text next to a call in messages\[1\]; set data.content_with_calls=drop"):
+        ChatTemplate(make_model(name)).encode(conversation)
+    template = ChatTemplate(make_model(name), SupervisionConfig(content_with_calls="drop"))
+    assert template.encode(conversation) == template.encode(Conversation((ASK, CALLS, FOUND, THERE), (TOOL,)))
 
 
-def test_a_call_whose_quotes_are_not_escaped_is_named(tmp_path: Path) -> None:
-    template = load("lfm2_2_5", tmp_path / "model")
+def test_text_next_to_a_call_that_the_template_drops_after_an_answer_is_trained_and_stays_in_the_prompt(
+    make_model: Callable[[str], Path],
+) -> None:
+    template = ChatTemplate(make_model("gptoss"))
+    conversation = CONVERSATIONS["content with a call"]
+    assert "Let me look." not in template.render(conversation)
+    (sample,) = template.encode(conversation)
+    (first, _), (last, end) = runs_of(sample)
+    assert "Let me look." in template.decode(sample.tokens[first:last])
+    assert sample.tokens[:last] == template.encode_prompt(Conversation(conversation.messages[:3], (TOOL,)))
+    assert template.decode(sample.tokens[last:end]) == "<|channel|>final<|message|>It is there.<|return|>"
+
+
+def test_content_is_kept_on_request_to_drop_it_where_the_template_prints_it(make_model: Callable[[str], Path]) -> None:
+    template = ChatTemplate(make_model("qwen3"), SupervisionConfig(content_with_calls="drop"))
+    samples = template.encode(CONVERSATIONS["content with a call"])
+    assert all("Let me look." in template.decode(sample.tokens) for sample in samples)
+
+
+def test_a_call_whose_quotes_are_not_escaped_is_named(make_model: Callable[[str], Path]) -> None:
+    template = ChatTemplate(make_model("lfm2_2_5"))
     for town in ("Land's End", "C:\\new", "a\nb"):
-        conversation = Conversation((ASK, Message("assistant", None, (call("callAAAA1", town=town),))), (TOOL,))
+        conversation = Conversation((ASK, answer(None, call("callAAAA1", town=town))), (TOOL,))
         with pytest.raises(DataError, match=r"find_place\.town of messages\[1\] in quotes .* cannot be parsed back"):
             template.encode(conversation)
-    fine = Conversation((ASK, Message("assistant", None, (call("callAAAA1", town='say "hi"'),))), (TOOL,))
+    fine = Conversation((ASK, answer(None, call("callAAAA1", town='say "hi"'))), (TOOL,))
     assert template.encode(fine)[0].num_supervised
 
 
@@ -240,22 +441,82 @@ VALUES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_no_template_that_prints_every_value_is_rejected(path: Path, tmp_path: Path) -> None:
-    try:
-        template = ChatTemplate(write_model(path.read_text(), tmp_path / "model"))
-    except DataError:
-        return
+@pytest.mark.parametrize("path", ACCEPTED, ids=lambda path: path.stem)
+def test_no_template_that_prints_every_value_is_rejected(path: Path, make_model: Callable[[str], Path]) -> None:
+    template = ChatTemplate(make_model(path.stem))
     values = {k: v for k, v in VALUES.items() if k not in ("quotes", "newline")} if "lfm2_2_5" in path.stem else VALUES
-    conversation = Conversation(
-        (
-            *(Message("system", " Be\n brief. "), ASK, Message("assistant", None, (call("callAAAA1", **values),))),
-            *(result("callAAAA1", '{"a": "b \\"c\\""}'), Message("assistant", "Look:\n\n- one  \n- two")),
-        ),
-        (TOOL,),
+    messages = (
+        *(Message("system", " Be\n brief. "), ASK, answer(None, call("callAAAA1", **values))),
+        *(result("callAAAA1", '{"a": "b \\"c\\""}'), answer("Look:\n\n- one  \n- two")),
     )
-    assert template.encode(conversation)[0].num_supervised
+    assert all(sample.num_supervised for sample in template.encode(Conversation(messages, (TOOL,))))
 
 
-def test_most_public_templates_are_supported() -> None:
-    assert len(TEMPLATES) >= 60
+@pytest.mark.parametrize("name", ["qwen3", "gemma4_v5", "muse_glimmer", "glm4moe", "nemotron_3_nano"])
+def test_reasoning_is_trained_everywhere_after_the_last_question_or_nowhere(
+    name: str, make_model: Callable[[str], Path]
+) -> None:
+    conversation = CONVERSATIONS["reasoning in several turns"]
+    thoughts = [m.reasoning for m in conversation.messages if m.reasoning]
+    expected = {"all": thoughts, "last": thoughts[-1:], "none": []}
+    plain = {}
+    for choice, trained in expected.items():
+        template = ChatTemplate(make_model(name), SupervisionConfig(train_reasoning=choice))  # type: ignore[arg-type]
+        samples = template.encode(conversation)
+        text = "\0".join(
+            template.decode(sample.tokens[start:stop]) for sample in samples for start, stop in runs_of(sample)
+        )
+        assert [thought for thought in thoughts if thought in text] == trained
+        plain[choice] = [sample.tokens for sample in samples]
+        for message in conversation.messages:  # the rest is supervised all the same
+            if message.role == "assistant":
+                assert (message.content or message.calls[0].arguments["town"]) in text
+        num_turns = sum(m.role == "assistant" for m in conversation.messages)
+        stops = [sample.tokens[stop - 1] in template.stop_ids for sample in samples for _, stop in runs_of(sample)]
+        assert stops == [True] * num_turns
+    assert plain["all"] == plain["last"] == plain["none"]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_training", "qwen3_5_think", "qwen3_6", "qwen3_8"])
+@pytest.mark.parametrize("is_thinking", [True, False, None])
+def test_the_empty_block_is_due_from_the_model_unless_the_prompt_holds_it(
+    name: str, is_thinking: bool | None, make_model: Callable[[str], Path]
+) -> None:
+    switches = {} if is_thinking is None else {"enable_thinking": is_thinking}
+    template = ChatTemplate(make_model(name), template_args=switches)
+    (sample,) = template.encode(CONVERSATIONS["no call"])
+    ((start, stop),) = runs_of(sample)
+    assert sample.tokens[:start] == template.encode_prompt(Conversation((HI,), (TOOL,)))
+    due = template.decode(sample.tokens[start:stop])
+    in_prompt = template.decode(sample.tokens[:start]).count("</think>")
+    assert due.removesuffix("<|im_end|>").endswith("Hello there.")
+    assert (due.count("</think>") + in_prompt, in_prompt) == (1, int(is_thinking is False))
+
+
+def test_a_turn_is_trained_once_in_one_of_its_samples(make_model: Callable[[str], Path]) -> None:
+    conversation = CONVERSATIONS["reasoning in several turns"]
+    messages = [
+        replace(m, weight=0.25 * i) if m.role == "assistant" else m for i, m in enumerate(conversation.messages)
+    ]
+    template = ChatTemplate(make_model("qwen3"))
+    samples = template.encode(Conversation(tuple(messages), (TOOL,)))
+    assert len(samples) == 3
+    weights = [sorted({weight for weight in sample.weights if weight}) for sample in samples]
+    assert weights == [[0.5], [1.0, 1.5], [2.0]]
+
+
+def test_a_greeting_before_the_first_question_is_context_if_the_template_cannot_prompt_for_it(
+    make_model: Callable[[str], Path],
+) -> None:
+    conversation = Conversation((SYSTEM, HELLO, HI, answer("Yes?")), (TOOL,))
+    for name, expected in (("qwen3_5_nothink", ["Yes?"]), ("qwen2_5", ["Hello there.", "Yes?"])):
+        template = ChatTemplate(make_model(name))
+        samples = template.encode(conversation)
+        texts = [template.decode(s.tokens[start:stop]) for s in samples for start, stop in runs_of(s)]
+        assert [text.removesuffix("<|im_end|>").split("\n")[-1] for text in texts] == expected
+        assert all("Hello there." in template.decode(sample.tokens) for sample in samples)
+
+
+def test_templates_are_found() -> None:
+    assert len(TEMPLATES) == 72
+    assert len(ACCEPTED) == 44

@@ -277,13 +277,10 @@ LOOP = "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{
         (None, "no chat template"),
         (LOOP, "ignores tools"),
         ("{% for m in messages %}", "not valid Jinja"),
-        ("{{ messages[0].content }} {{ tools }}", "does not print the content"),
+        ("{{ tools }}" + LOOP, "does not render calls"),
+        ("{{ messages[0].content }} {{ tools }} {{ messages[0].tool_calls }}", "starts an assistant turn differently"),
         (
-            "{% for m in messages %}{{ m.role }}: {{ m.content }} {{ m.tool_calls }} {{ tools }}{% endfor %}",
-            "special token",
-        ),
-        (
-            "{{ raise_exception('I only take one message') if messages|length > 1 }}{{ messages[0].content }}",
+            "{{ raise_exception('I only take one message') if messages|length > 1 }}{{ tools or messages.tool_calls }}",
             "one message",
         ),
     ],
