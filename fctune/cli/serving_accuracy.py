@@ -18,15 +18,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fctune.calls.formats.base import SERVERS, CallFormat
+from fctune.calls.formats.base import SERVERS
 from fctune.calls.formats.registry import detect_format, get_format
-from fctune.calls.reasoning.base import ReasoningFormat
 from fctune.calls.reasoning.registry import detect_reasoning
 from fctune.cli import evaluate
 from fctune.cli.files import write_file
 from fctune.cli.tables import format_rate, make_console, make_table
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import open_chosen_template
+from fctune.data.conversation import Conversation, Message
 from fctune.errors import ConfigError, DataError
 from fctune.evaluation.results import Row, read_rows
 from fctune.evaluation.serving import Served, parse_as_served
@@ -34,15 +34,16 @@ from fctune.evaluation.suites import Suite
 from fctune.evaluation.summary import summarise_run
 from fctune.generation.model_files import find_model
 
+_GREETING = Conversation((Message("user", "Hello"),))
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; 0 done, 1 no server's parser could be run."""
     suite, rows = _answers(arguments)
     files = find_model(arguments.model)
     chosen = open_chosen_template(arguments.chat_template, "--chat-template ")
-    template = ChatTemplate(files.tokenizer_dir, chat_template=chosen).source
-    call_format = get_format(arguments.format) if arguments.format else detect_format(template)
-    served, reasons = _serve(arguments, suite, rows, files.model_dir, call_format, detect_reasoning(template))
+    template = ChatTemplate(files.tokenizer_dir, template_args=arguments.template_args, chat_template=chosen)
+    served, reasons = _serve(arguments, suite, rows, template, files.model_dir)
     if arguments.json is not None:
         _write_json(arguments.json, rows, served)
     console = make_console()
@@ -68,27 +69,36 @@ def _answers(arguments: argparse.Namespace) -> tuple[Suite, list[Row]]:
 
 
 def _serve(
-    arguments: argparse.Namespace,
-    suite: Suite,
-    rows: list[Row],
-    model_dir: Path,
-    call_format: CallFormat,
-    reasoning_format: ReasoningFormat | None,
+    arguments: argparse.Namespace, suite: Suite, rows: list[Row], template: ChatTemplate, model_dir: Path
 ) -> tuple[list[Served], list[str]]:
+    call_format = get_format(arguments.format) if arguments.format else detect_format(template.source)
+    reasoning_format = detect_reasoning(template.source)
+    is_open = None
+    if reasoning_format is not None:
+        is_open = reasoning_format.is_opened_by(template.render(_GREETING, add_generation_prompt=True))
     served, reasons = [], []
     for server in SERVERS:
         parser = getattr(arguments, f"{server}_parser") or call_format.get_server_parser(server)
         if parser is None:
             reasons.append(f"{server}: no parser for {call_format.name}; pass one with --{server}-parser")
             continue
-        found = reasoning_format.get_server_parser(server) if reasoning_format is not None else None
-        reasoning_parser = getattr(arguments, f"{server}_reasoning_parser") or found
+        known = reasoning_format.get_server_parser(server) if reasoning_format is not None else None
         try:
-            python = getattr(arguments, f"{server}_python")
-            one = parse_as_served(server, suite, rows, model_dir, parser, python, reasoning_parser=reasoning_parser)
-            served.append(one)
+            one = parse_as_served(
+                server,
+                suite,
+                rows,
+                model_dir,
+                parser,
+                getattr(arguments, f"{server}_python"),
+                reasoning_parser=getattr(arguments, f"{server}_reasoning_parser") or known,
+                template_args=template.template_args,
+                is_open=is_open,
+            )
         except ConfigError as error:
             reasons.append(str(error))
+        else:
+            served.append(one)
     return served, reasons
 
 

@@ -1,4 +1,4 @@
-"""Options for vLLM's server, so that it renders prompts and parses calls the way the model was trained."""
+"""Options for vLLM's server, so that it renders prompts and parses reasoning and calls as the model was trained."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.calls.formats.registry import FORMATS, detect_format
+from fctune.calls.reasoning.registry import detect_reasoning
 from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError
 from fctune.generation.model_files import find_model
@@ -16,7 +17,7 @@ from fctune.generation.model_files import find_model
 def server_options(model: str, name: str | None = None, template_args: Mapping[str, Any] | None = None) -> list[str]:
     """Return the options of vLLM's server for a run's export or another model directory.
 
-    vLLM reads the model directory's own chat template, from which the call format is detected here.
+    vLLM reads the model directory's own chat template, from which the formats of calls and reasoning are detected here.
     The API key is not among the options, because every user of a machine can see them: vLLM reads VLLM_API_KEY.
 
     Args:
@@ -36,10 +37,13 @@ def server_options(model: str, name: str | None = None, template_args: Mapping[s
     if parser is None:
         known = ", ".join(name for name, other in FORMATS.items() if other.vllm_parser)
         raise ConfigError(f"{files.model_dir}: vLLM has no tool parser for {call_format.name}; it supports {known}.")
+    reasoning_format = detect_reasoning(template.source)
+    reasoning_parser = reasoning_format.vllm_parser if reasoning_format is not None else None
     served = name or Path(model).resolve().name
     return [
         *("--model", str(files.model_dir), "--served-model-name", served),
         *("--enable-auto-tool-choice", "--tool-call-parser", parser),
+        *(("--reasoning-parser", reasoning_parser) if reasoning_parser is not None else ()),
         *_template_options(template.template_args),
     ]
 

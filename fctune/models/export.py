@@ -5,6 +5,7 @@ Tensors are merged one at a time into copies; the live weights do not change, so
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +19,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fctune.calls.formats.base import SERVERS
+from fctune.calls.formats.registry import detect_format
+from fctune.calls.reasoning.registry import detect_reasoning
 from fctune.config.schema import AdapterConfig
+from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.template_args import merge_template_args, read_template_args, write_template_args
-from fctune.errors import CheckpointError
+from fctune.errors import CheckpointError, DataError
 from fctune.files import staged_directory
 from fctune.models.architecture import Architecture
 from fctune.models.causal_lm import CausalLM
@@ -34,6 +39,9 @@ _COMPANIONS = (
     *("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json"),
     *("chat_template*", "generation_config.json", "LICENSE*", "USE_POLICY*"),
 )
+
+SERVER_PARSERS_FILE = "server_parsers.json"
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 _MAX_FILE_BYTES = 4 * 1024**3
 
@@ -226,6 +234,9 @@ def copy_companions(
 ) -> None:
     """Copy the tokenizer, chat template with its switches, generation config and licence of the base to ``out``.
 
+    The generation config gets all tokens that end a turn, so that servers stop at each of them, and a file next to it
+    names the servers' parsers for the model.
+
     Args:
         base_dir: directory of the base.
         out: directory to write to.
@@ -239,6 +250,61 @@ def copy_companions(
     if chat_template is not None:
         _replace_chat_template(out, chat_template.source)
     write_template_args(out, merge_template_args(read_template_args(out), template_args))
+    if (out / "tokenizer_config.json").is_file():
+        template = _load_template(base_dir, chat_template)
+        write_generation_config(out, base_dir, template)
+        write_server_parsers(out, template)
+
+
+def write_generation_config(folder: Path, base_dir: Path, template: ChatTemplate) -> None:
+    """Write the base's ``generation_config.json`` with every token that ends a turn; its other values are kept.
+
+    ``eos_token_id`` becomes the list of the base's own ids and of those with which the chat template ends a turn.
+
+    Args:
+        folder: directory to write to.
+        base_dir: directory of the base.
+        template: chat template of the model in ``folder``.
+    """
+    path = base_dir / "generation_config.json"
+    if path.is_file():
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    else:  # what transformers takes from the model's config then
+        config = json.loads((base_dir / "config.json").read_text(encoding="utf-8"))
+        config = {**config, **(config.get("text_config") or {})}
+        values = {key: config[key] for key in _SPECIAL_TOKENS if config.get(key) is not None}
+    known = values.get("eos_token_id")
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    every = list(dict.fromkeys([*known, *sorted(template.stop_ids)]))
+    if len(every) > len(known):
+        values["eos_token_id"] = every
+    if values.get("pad_token_id") is None:
+        pad_id = template.tokenizer.pad_token_id
+        values["pad_token_id"] = every[0] if pad_id is None else pad_id
+    (folder / "generation_config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def write_server_parsers(folder: Path, template: ChatTemplate) -> None:
+    """Write the names of the servers' parsers for a model's calls and reasoning; no file for an unknown call format."""
+    try:
+        call_format = detect_format(template.source)
+    except DataError:
+        return
+    reasoning_format = detect_reasoning(template.source)
+    parsers = {
+        server: {
+            "tool_call_parser": call_format.get_server_parser(server),
+            "reasoning_parser": reasoning_format.get_server_parser(server) if reasoning_format else None,
+        }
+        for server in SERVERS
+    }
+    (folder / SERVER_PARSERS_FILE).write_text(json.dumps(parsers, indent=2) + "\n", encoding="utf-8")
+
+
+@functools.lru_cache(maxsize=4)
+def _load_template(base_dir: Path, chat_template: ChosenTemplate | None) -> ChatTemplate:
+    """Return the template of exports; a run writes it with every checkpoint."""
+    return ChatTemplate(base_dir, chat_template=chat_template)
 
 
 def _replace_chat_template(folder: Path, source: str) -> None:

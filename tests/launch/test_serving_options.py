@@ -14,6 +14,7 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError
 from fctune.launch.serving import server_options
 from tests.conftest import ROOT
+from tests.thinking_templates import HYBRID, write_thinking_model
 
 
 def test_the_parser_matches_the_call_format_of_the_chat_template(tiny_base: Path) -> None:
@@ -22,6 +23,14 @@ def test_the_parser_matches_the_call_format_of_the_chat_template(tiny_base: Path
     assert options[options.index("--tool-call-parser") + 1] == call_format.vllm_parser
     assert "--enable-auto-tool-choice" in options
     assert options[options.index("--served-model-name") + 1] == "tiny_base"
+
+
+def test_a_model_that_reasons_is_served_with_the_parser_of_its_reasoning(tiny_base: Path, tmp_path: Path) -> None:
+    assert "--reasoning-parser" not in server_options(str(tiny_base))
+    path = write_thinking_model(tiny_base, tmp_path / "hybrid", HYBRID)
+    options = server_options(str(path))
+    assert options[options.index("--reasoning-parser") + 1] == "qwen3"
+    assert options[options.index("--tool-call-parser") + 1] == "hermes"
 
 
 def test_a_run_is_served_from_its_merged_export_under_its_own_name(tiny_base: Path, tmp_path: Path) -> None:
