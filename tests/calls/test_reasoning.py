@@ -252,7 +252,7 @@ def make_output(rng: random.Random, name: str, is_open: bool) -> str:
         return " ".join(rng.choice(_WORDS) for _ in range(rng.randint(0, most)))
 
     body = rng.choice(["", "\n"]) + words() + rng.choice(["", "\n"])
-    text = "" if is_open and rng.random() < 0.8 else rng.choice(["", "\n"]) + opening
+    text = "" if is_open and rng.random() < 0.8 else ("\n" if rng.random() < 0.05 else "") + opening
     text += body
     if rng.random() < 0.15:
         return text
@@ -274,6 +274,10 @@ def explain(text: str, name: str, server: Server) -> bool:
         or text.count(opening.strip()) > 1
         or (server == "sglang" and text[0].isspace() and opening in text)  # it expects the tag to come first
     )
+
+
+def remove_space(text: str | None) -> str:
+    return "".join((text or "").split())
 
 
 @pytest.mark.slow
@@ -303,11 +307,11 @@ def test_servers_own_reasoning_parsers_split_alike(name: str, server: Server, tm
         reply = replies[index]
         assert "error" not in reply, (text, reply)
         ours = found.split(text, is_open) or Reasoning("")
-        is_same = ours.text.split() == (reply["reasoning"] or "").split()
+        is_same = remove_space(ours.text) == remove_space(reply["reasoning"])
         if name != "muse":  # whose parsers also take the answer out of its message
-            is_same &= ours.blank(text).split() == (reply["content"] or "").split()
+            is_same &= remove_space(ours.blank(text)) == remove_space(reply["content"])
         if not is_same:
             assert explain(text, name, server), (text, ours, reply)
             num_explained += 1
     print(f"{version} {parser}: {len(outputs) - num_explained:,} of {len(outputs):,} alike")
-    assert num_explained < 0.5 * len(outputs)
+    assert num_explained < 0.3 * len(outputs)
