@@ -6,12 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from fctune.calls.formats.base import ParseState, TemplateSignature
+from fctune.calls.formats.base import TemplateSignature
 from fctune.calls.formats.call_objects import to_call
 from fctune.calls.formats.json_calls import MarkedListFormat, dump_json
-from fctune.data.conversation import Call, Tool
+from fctune.data.conversation import Call
 
-_THINKING, _THINKING_END = "<|START_THINKING|>", "<|END_THINKING|>"
 _NAMES = {"tool_name": "name", "tool_call_id": "id"}
 
 
@@ -45,9 +44,3 @@ class Cohere(MarkedListFormat):
             value = {_NAMES.get(given, given): item for given, item in value.items()}
         call = to_call(value, key, lenient)
         return Call(call.name, call.arguments) if isinstance(call, Call) else call
-
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
-        if state.text.startswith(_THINKING, start):
-            ended = state.find(_THINKING_END, start)
-            start = ended + len(_THINKING_END) if ended >= 0 else state.end
-        super()._read(state, start, tools, lenient)
