@@ -1,7 +1,7 @@
 """How vLLM's and SGLang's own parsers read seeded outputs of every call format, compared with this project.
 
     python -m benchmarks.parsers --python PYTHON [--formats hermes qwen3_coder] [--count 5000]
-                                 [--show 5] [--out docs/parsers.md]
+                                 [--show 5] [--results benchmarks/results/parsers.json] [--page docs/parsers.md]
 
 PYTHON has vLLM or SGLang (``FCTUNE_VLLM_PYTHON`` and ``FCTUNE_SGLANG_PYTHON`` name one for each). The outputs are made
 by ``tests/calls/server_outputs.py``. Prints every difference that no known reason explains, and fails if there is one.
@@ -17,6 +17,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fctune.calls.formats.base import SERVERS, CallFormat, Server
 from fctune.calls.formats.registry import FORMATS
@@ -95,36 +96,54 @@ def _make_tokenizer(folder: Path, tokens: tuple[str, ...]) -> Path:
     return folder
 
 
-def write_page(comparisons: list[Comparison]) -> str:
+def save_results(path: Path, one: Comparison) -> list[dict[str, Any]]:
+    """Put a comparison in place of an earlier one of the same format and server, and return all of the file."""
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    row = {
+        "format": one.call_format,
+        "server": one.server,
+        "parser": one.parser,
+        "version": one.version,
+        "outputs": one.num_outputs,
+        "same": one.num_same,
+        "same_strict": one.num_same_strict,
+        "reasons": dict(sorted(one.reasons.items())),
+        "unexplained": len(one.unexplained),
+    }
+    rows = [old for old in rows if (old["format"], old["server"]) != (one.call_format, one.server)] + [row]
+    rows.sort(key=lambda row: (row["format"], row["server"]))
+    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return rows
+
+
+def render_page(rows: list[dict[str, Any]]) -> str:
     """Return the page of the documentation."""
-    versions = sorted({comparison.version for comparison in comparisons})
+    versions = sorted({row["version"] for row in rows})
+    used = {reason for row in rows for reason in row["reasons"]}
     lines = [
-        "# Call formats and the servers' parsers",
+        "# The servers' parsers",
         "",
-        "Made by `python -m benchmarks.parsers --out docs/parsers.md`: do not edit.",
+        "A model's calls reach a client through the parser of the server. This page compares each call format's",
+        f"lenient reading with the parser that the format names for {' and '.join(versions)}, on seeded outputs:",
+        "single and parallel calls, prose, nested values, unicode, markup, no arguments, wrong types, unknown",
+        "arguments and tools, cut and damaged text. It is made by `python -m benchmarks.parsers`; do not edit it.",
         "",
-        "Seeded outputs of each format (single and parallel calls, prose, nested values, unicode, markup, missing and "
-        "wrong",
-        "arguments, unknown tools, cut and damaged text) were read by this project and by the parser that the format "
-        f"names, of {' and '.join(versions)}.",
-        "*Same* counts outputs in which the lenient reading has exactly the server's calls, *strict* those in which "
-        "the strict one has.",
+        "*Same* is the share of outputs in which the lenient reading has exactly the server's calls and types,",
+        "*strict* that of the strict reading. Every other output has one or more of the reasons below.",
         "",
         "| format | server | parser | outputs | same | strict | differences by reason |",
         "|---|---|---|---:|---:|---:|---|",
     ]
-    for one in sorted(comparisons, key=lambda one: (one.call_format, one.server)):
-        reasons = ", ".join(f"{name} {number}" for name, number in sorted(one.reasons.items()))
-        reasons += f"{', ' if reasons else ''}**unexplained {len(one.unexplained)}**" if one.unexplained else ""
+    for row in rows:
+        reasons = [f"{name} {number}" for name, number in row["reasons"].items()]
+        reasons += [f"**unexplained {row['unexplained']}**"] * bool(row["unexplained"])
+        shares = " | ".join(f"{row[key] / row['outputs']:.1%}" for key in ("same", "same_strict"))
         lines.append(
-            f"| {one.call_format} | {one.server} | `{one.parser}` | {one.num_outputs:,} "
-            f"| {one.num_same / one.num_outputs:.1%} | {one.num_same_strict / one.num_outputs:.1%} | {reasons} |"
+            f"| {row['format']} | {row['server']} | `{row['parser']}` | {row['outputs']:,} | {shares} "
+            f"| {', '.join(reasons)} |"
         )
-    used = Counter(name for one in comparisons for name in one.reasons)
     lines += ["", "| reason | meaning |", "|---|---|"]
-    lines += [f"| {name} | {meaning} |" for name, meaning in REASONS.items() if used[name]]
-    unread = [name for name, one in FORMATS.items() if not (one.vllm_parser or one.sglang_parser)]
-    lines += ["", f"No parser of either server reads {', '.join(f'`{name}`' for name in unread)}."]
+    lines += [f"| {name} | {meaning} |" for name, meaning in REASONS.items() if name in used]
     return "\n".join(lines) + "\n"
 
 
@@ -137,8 +156,11 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=5000, help="outputs of each format")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show", type=int, default=5, help="unexplained differences to print for each parser")
-    parser.add_argument("--out", type=Path, help="page to write")
+    parser.add_argument("--results", type=Path, help="file of results, whose rows of the same formats are replaced")
+    parser.add_argument("--page", type=Path, help="page to write from the file of results")
     arguments = parser.parse_args()
+    if arguments.page and not arguments.results:
+        parser.error("--page is written from --results: name that file too.")
     comparisons = []
     for name in arguments.formats:
         for server in arguments.servers:
@@ -151,6 +173,10 @@ def main() -> int:
                 print(f"{name}: {error}", file=sys.stderr)
                 continue
             comparisons.append(one)
+            if arguments.results:
+                rows = save_results(arguments.results, one)
+                if arguments.page:
+                    arguments.page.write_text(render_page(rows), encoding="utf-8")
             reasons = ", ".join(f"{reason} {number}" for reason, number in one.reasons.most_common())
             print(
                 f"{name:14}{server:8}{one.parser:16}same {one.num_same:5}  strict {one.num_same_strict:5}  "
@@ -162,8 +188,6 @@ def main() -> int:
                 print(f"  {output.kind}: {json.dumps(output.text, ensure_ascii=False)[:600]}")
                 print(f"    ours   {[(call.name, call.arguments) for call in ours.calls]} {ours.malformed}")
                 print(f"    theirs {theirs}")
-    if arguments.out:
-        arguments.out.write_text(write_page(comparisons), encoding="utf-8")
     return 1 if any(one.unexplained for one in comparisons) else 0
 
 

@@ -419,8 +419,12 @@ def _wants_space(output: Output, ours: Parsed, theirs: Read, server: Server) -> 
 
 
 def _returns_empty_text(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
-    is_empty = not isinstance(theirs, str) and any(arguments == "" for _, arguments in theirs)
-    return is_empty and theirs == [(call.name, call.arguments or "") for call in ours.calls]
+    if isinstance(theirs, str) or len(theirs) != len(ours.calls) or all(given != "" for _, given in theirs):
+        return False
+    return all(
+        call.name == name and (is_equal(call.arguments, given) or (given == "" and not call.arguments))
+        for call, (name, given) in zip(ours.calls, theirs, strict=True)
+    )
 
 
 _PYTHON_LIST = re.compile(r"(?:\A|\s)\[\w+\(")

@@ -175,13 +175,55 @@ def test_the_format_of_official_templates_is_detected() -> None:
     expected = {
         "qwen2_5": "hermes", "qwen3": "hermes", "qwen3_instruct_2507": "hermes", "llama3_1": "llama3_json",
         "llama3_2": "llama3_json", "qwen3_5_nothink": "qwen3_coder", "nemotron_3_nano": "qwen3_coder",
-        "deepseekv3": "deepseek_v3", "glm4moe": "glm45", "gptoss": "gpt_oss", "lfm2_2_5": "lfm",
+        "deepseekv3": "deepseek_v3", "glm4moe": "glm45", "gptoss": "gpt_oss", "lfm2_2_5": "lfm", "gemma4": "gemma4",
+        "gemma4_v2": "gemma4", "gemma4_v3": "gemma4", "gemma4_v4": "gemma4", "gemma4_v5": "gemma4",
+        "diffusion_gemma": "gemma4", "muse_glimmer": "muse", "qwen3_5_think": "qwen3_coder", "qwen3_6": "qwen3_coder",
+        "qwen3_8": "qwen3_coder", "qwen3_vl": "hermes", "nemotron_3_super": "qwen3_coder", "lfm2_v2": "lfm",
     }  # fmt: skip
     for file, name in expected.items():
         assert detect_format((templates / f"{file}.jinja").read_text(encoding="utf-8")).name == name
     for file in ("llama3", "gemma3", "phi3"):
         with pytest.raises(DataError, match="--format"):
             detect_format((templates / f"{file}.jinja").read_text(encoding="utf-8"))
+
+
+ODD = Call(
+    "note", {"text": 'Größe\n"x" {a: [1]}, b', "ratio": 1e21, "on": True, "more": [1, -2.5, {"k": "v", "B": [False]}]}
+)
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    ("file", "name", "has_null"),
+    [
+        ("gemma4", "gemma4", False),
+        ("gemma4_v3", "gemma4", False),
+        ("gemma4_v5", "gemma4", True),
+        ("diffusion_gemma", "gemma4", False),
+        ("muse_glimmer", "muse", True),
+        ("qwen3_6", "qwen3_coder", True),
+        ("qwen3_8", "qwen3_coder", True),
+    ],
+)
+def test_parallel_calls_are_rendered_as_by_a_template_and_read_from_its_rendering(
+    file: str, name: str, has_null: bool
+) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    spec = importlib.util.find_spec("trl")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    source = Path(spec.submodule_search_locations[0]) / "chat_templates" / f"{file}.jinja"
+    calls = [PARIS, ODD, Call("ping", {}), *([Call("note", {"text": None})] if has_null else [])]
+    message = {"role": "assistant", "content": "", "tool_calls": [call.to_openai() for call in calls]}
+    rendered, _ = render_jinja_template(
+        conversations=[[{"role": "user", "content": "Hi."}, message]],
+        chat_template=source.read_text(encoding="utf-8"),
+        bos_token="<bos>",
+    )
+    call_format = get_format(name)
+    assert call_format.render(calls) in rendered[0]
+    assert list(call_format.parse(rendered[0]).calls) == calls
 
 
 @pytest.mark.parametrize(
@@ -209,6 +251,13 @@ def test_the_format_of_official_templates_is_detected() -> None:
         ("Python code between '<code>' and '</code>' tags", "smollm3_code"),
         ("{{ '<TOOLCALL>[' }}", "nemotron_list"),
         ("<|START_ACTION|>[{{ '{\"tool_call_id\": \"0\", \"tool_name\": ' }}", "cohere"),
+        ("{{ '<|tool_call>call:' + c.name + '{' }}", "gemma4"),
+        ("{{ '<start_function_call>call:' + c.name + '{' }}", "functiongemma"),
+        ("{% set begin = '<minimax:tool_call>' %}{{ '<invoke name=\"' + c.name }}", "minimax_m2"),
+        ("{% for c in tool_calls %}{{ '<｜DSML｜function_calls>' }}", "deepseek_v32"),
+        ("{% set dsml = '｜DSML｜' %}{{ '<' + dsml + 'tool_calls>' }}", "deepseek_v4"),
+        ("{% for c in tool_calls %}{{ '<｜DSML｜ calls>' }}", "deepseek_v41"),
+        ("{{ '<atem:function_calls>\\n<atem:invoke name=\"' + c.name }}", "muse"),
         ("[SYSTEM_PROMPT]{{ '[TOOL_CALLS]' + c.name + '[ARGS]' + arguments }}", "mistral_v13"),
     ],
 )  # fmt: skip
@@ -302,6 +351,18 @@ KIMI = (
 COHERE = '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}\n]<|END_ACTION|>'
 
 
+DSML = (
+    '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n'
+    '<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
+)
+MINIMAX = '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>\n</minimax:tool_call>'
+ATEM = (
+    '<atem:function_calls>\n<atem:invoke name="f">\n<atem:parameter name="a">1</atem:parameter>\n</atem:invoke>\n'
+    "</atem:function_calls>"
+)
+
+
 # The result of the strict and of the lenient reading: the calls, or the beginning of the reason.
 @pytest.mark.parametrize(
     ("name", "text", "strict", "lenient"),
@@ -320,6 +381,37 @@ COHERE = '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parame
         ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>', "missing name", "missing name"),
         ("hermes", "<tool_call></tool_call>", "unexpected end", "unexpected end"),
         ("hermes", '{"name": "f", "arguments": {"a": 1}}', (), F1),
+        ("gemma4", "<|tool_call>call:f{a:1}<tool_call|><turn|>", F1, F1),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>}<tool_call|><|"|>}<tool_call|>', (Call("f", {"a": "}<tool_call|>"}),),
+         (Call("f", {"a": "}<tool_call|>"}),)),
+        ("gemma4", "<|tool_call>call:f{a:1}", "not closed by", F1),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>x', 'not closed by <|"|>', (Call("f", {"a": "x"}),)),
+        ("gemma4", "<|tool_call>:f{a:1}<tool_call|>", "expected call:", F1),
+        ("gemma4", "<|tool_call>call:f{a:x}<tool_call|>", "expected a value", (Call("f", {"a": "x"}),)),
+        ("gemma4", '<|tool_call>call:f{<|"|>a<|"|>:1}<tool_call|>', F1, F1),
+        ("gemma4", "<|tool_call>call:f{a:2,a:1}<tool_call|>", "duplicate key 'a'", F1),
+        ("gemma4", "<|tool_call>f(a=1)<tool_call|>", "expected call:", "expected call:"),
+        ("gemma4", "call:f{a:1}", (), ()),
+        ("functiongemma", "<start_function_call>call:f{a:1}<end_function_call><start_function_response>", F1, F1),
+        ("functiongemma", "<start_function_call>call:f{a:<escape>1}<end_function_call>", "not closed by <escape>",
+         (Call("f", {"a": "1}"}),)),
+        ("deepseek_v4", "So.\n\n" + DSML + "<｜end▁of▁sentence｜>", F1, F1),
+        ("deepseek_v4", DSML.replace("tool_calls", "toolcalls"), "not opened by", F1),
+        ("deepseek_v4", DSML.replace(' string="false"', ""), F1, F1),
+        ("deepseek_v4", DSML.replace("false", "true"), (Call("f", {"a": "1"}),), (Call("f", {"a": "1"}),)),
+        ("deepseek_v4", DSML[: DSML.index("</｜DSML｜invoke>")], "not closed by </｜DSML｜invoke>", F1),
+        ("deepseek_v32", DSML, "not opened by <｜DSML｜function_calls>", F1),
+        ("deepseek_v32", '<｜DSML｜invoke name="f">{"a": 1}</｜DSML｜invoke>', "not closed by", F1),
+        ("deepseek_v41", DSML.replace("｜DSML｜", "｜DSML｜ ").replace("tool_calls", "calls"), F1, F1),
+        ("deepseek_v41", DSML, (), ()),
+        ("minimax_m2", MINIMAX + "[e~[", F1, F1),
+        ("minimax_m2", MINIMAX[20:], "not opened by", F1),
+        ("minimax_m2", MINIMAX.replace("</invoke>\n", ""), "not closed by </invoke>", F1),
+        ("minimax_m2", MINIMAX.replace('"a"', "a"), "expected <parameter", "expected <parameter"),
+        ("muse", " to=f<|message|>" + ATEM + "<|eot|>", F1, F1),
+        ("muse", " to=user<|message|>Yes.<|eom|><|start|>assistant to=f<|message|>" + ATEM, F1, F1),
+        ("muse", " to=self<|message|>" + ATEM + "<|eom|><|start|>assistant to=user<|message|>" + ATEM, (), ()),
+        ("muse", ATEM, (), F1),
         ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', F1, F1),
         ("llama3_json", '<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": 1}}<|eom_id|>', F1, F1),
         ("llama3_json", '[{"name": "f", "parameters": {"a": 1}}]', (), F1),

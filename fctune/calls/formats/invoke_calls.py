@@ -97,7 +97,7 @@ class InvokeFormat(CallFormat):
     def _read_invokes(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
         """Add all calls of ``text[start:state.end]``."""
         tags = self._tags
-        position, outer = start, -1
+        position, outer, has_error = start, -1, False
         while (opened := state.find(tags.invoke, position)) >= 0:
             if (begun := self._find_opening(state, position, opened, lenient)) >= 0:
                 outer = begun
@@ -107,15 +107,15 @@ class InvokeFormat(CallFormat):
                     raise ParseError(f"not opened by {tags.opening}", opened)
                 state.add_calls([call], opened, position)
             except ParseError as error:
-                position = self._find_malformed_end(state, opened, error.position)
+                position, has_error = self._find_malformed_end(state, opened, error.position), True
                 state.add_malformed(opened, position, error.reason)
             closing = skip_space(state, position)
             if state.text.startswith(tags.closing, closing):
-                position, outer = closing + len(tags.closing), -1
+                position, outer, has_error = closing + len(tags.closing), -1, False
                 state.skip(closing, position)
         if (begun := state.find(tags.opening, position)) >= 0:
             state.add_malformed(begun, state.end, f"no call after {tags.opening}")
-        elif outer >= 0 and not lenient:
+        elif outer >= 0 and not has_error and not lenient:
             # The span is that of the tag, because the calls after it are recorded already.
             state.malformed.append(Malformed(outer, outer + len(tags.opening), f"not closed by {tags.closing}"))
 
@@ -128,11 +128,11 @@ class InvokeFormat(CallFormat):
         return -1
 
     def _find_malformed_end(self, state: ParseState, opened: int, error_position: int) -> int:
-        """Return the position after the next tag that closes a call, or of the next that opens one."""
+        """Return the position after the tag that closes a call, or of one that opens the next or ends the block."""
         closed = state.find(self._tags.invoke_end, max(error_position, opened))
-        reopened = state.find(self._tags.invoke, opened + 1)
+        others = (state.find(self._tags.invoke, opened + 1), state.find(self._tags.closing, opened + 1))
         ends = [closed + len(self._tags.invoke_end)] if closed >= 0 else []
-        return min([*ends, *([reopened] if reopened >= 0 else [])], default=state.end)
+        return min([*ends, *(position for position in others if position >= 0)], default=state.end)
 
     def _read_call(self, state: ParseState, opened: int, tools: Sequence[Tool], lenient: bool) -> tuple[Call, int]:
         text, tags = state.text, self._tags
