@@ -302,8 +302,8 @@ def _explain_value(value: Any, given: Any, schema: Any, is_known: bool, output: 
         return set()
     rules = {
         "number": is_equal(value, given),
-        "nullable": given is None and value is not None and is_known and "null" in argument_types(schema),
         "null word": given is None and isinstance(value, str) and value.lower() in ("null", "none", "nil"),
+        "nullable": given is None and value is not None and is_known and "null" in argument_types(schema),
         "misfit": is_known and not _fits(value, schema),
         "untyped": not is_known and _is_text_of(given, value),
         "kept": is_known and _is_text_of(given, value),
@@ -453,7 +453,7 @@ def _add_reason(name: str, explanation: str, rule: Rule) -> None:
     _RULES.append((name, rule))
 
 
-_add_reason("error", "The parser raises, which a server answers with status 500.", _is_error)
+_add_reason("error", "The parser raises, or takes over two seconds for one answer.", _is_error)
 _add_reason("guess", "The text was cut or damaged, and each reader guesses.", _guesses)
 _add_reason("prose", "The server finds no call after prose; neither does the strict reading.", _starts_with_prose)
 _add_reason("negative", "The server drops a call that has a negative number.", _drops_negative)
