@@ -455,9 +455,9 @@ def _add_reason(name: str, explanation: str, rule: Rule) -> None:
 
 _add_reason("error", "The parser raises, or takes over two seconds for one answer.", _is_error)
 _add_reason("guess", "The text was cut or damaged, and each reader guesses.", _guesses)
+_add_reason("bracket", "The server ends the list at the first `]`, even within a value.", _ends_at_bracket)
 _add_reason("prose", "The server finds no call after prose; neither does the strict reading.", _starts_with_prose)
 _add_reason("negative", "The server drops a call that has a negative number.", _drops_negative)
-_add_reason("bracket", "The server ends the list at the first `]`, even within a value.", _ends_at_bracket)
 _add_reason("line", "The server splits calls at any of Unicode's line separators, even within a value.", _splits_lines)
 _add_reason("space", "The server wants a space between the mark and the list, as older tokenizers write.", _wants_space)
 _add_reason("empty", "A call without arguments has the empty text in place of `{}`.", _returns_empty_text)

@@ -73,6 +73,7 @@ PING = Tool({"name": "ping", "parameters": {"type": "object", "properties": {"a"
         ("pythonic", "[ping(a=-1), ping(a=1)]", [("ping", {"a": 1})], "sglang", "negative"),
         ("pythonic", "[ping(a=-1), ping(a=1)]", [("ping", {"a": -1})], "sglang", None),
         ("functools", 'functools[{"name": "ping", "arguments": {"a": [1]}}]', [], "vllm", "bracket"),
+        ("functools", 'So: functools[{"name": "ping", "arguments": {"a": [1]}}]', [], "vllm", "bracket"),
         ("functools", 'functools[{"name": "ping", "arguments": {"a": 1}}]', [], "vllm", None),
         ("olmo3", '<function_calls>ping(a="\u2028")</function_calls>', [("ping", {"a": ", "})], "vllm", "line"),
         ("olmo3", '<function_calls>ping(a="b")</function_calls>', [("ping", {"a": ", "})], "vllm", None),
