@@ -302,8 +302,8 @@ def _explain_value(value: Any, given: Any, schema: Any, is_known: bool, output: 
         return set()
     rules = {
         "number": is_equal(value, given),
-        "null word": given is None and isinstance(value, str) and value.lower() in ("null", "none", "nil"),
         "nullable": given is None and value is not None and is_known and "null" in argument_types(schema),
+        "null word": given is None and isinstance(value, str) and value.lower() in ("null", "none", "nil"),
         "misfit": is_known and not _fits(value, schema),
         "untyped": not is_known and _is_text_of(given, value),
         "kept": is_known and _is_text_of(given, value),
@@ -434,7 +434,7 @@ Rule = Callable[[Output, Parsed, Read, Server], bool]
 REASONS: dict[str, str] = {
     "unknown tool": "The server drops calls of tools that are not on offer.",
     "number": "`5` for `5.0`, or `5.0` for `5`.",
-    "nullable": "The server reads every value of an argument that may be null as null.",
+    "nullable": "An argument that may be null is read as null: by SGLang for MiniMax always, by others the word null.",
     "null word": "The server reads the word null as null where the schema has a string.",
     "misfit": "The value is not of a type in the tool's schema, and the server converts or keeps it.",
     "untyped": "The schema does not describe the value, and the server keeps its text.",

@@ -62,7 +62,9 @@ def test_a_reading_with_other_calls_is_a_difference_without_a_reason(server: Ser
     assert num_changed > 200
 
 
-PING = Tool({"name": "ping", "parameters": {"type": "object", "properties": {"a": {"type": ["string", "integer"]}}}})
+_PROPERTIES = {"a": {"type": ["string", "integer"]}, "s": {"type": "string"}, "n": {"type": ["string", "null"]}}
+PING = Tool({"name": "ping", "parameters": {"type": "object", "properties": _PROPERTIES}})
+PAUSED = FORMATS["hermes"].render([Call("ping", {"s": "x", "n": "y"})])
 
 
 @pytest.mark.parametrize(
@@ -81,8 +83,31 @@ PING = Tool({"name": "ping", "parameters": {"type": "object", "properties": {"a"
         ("mistral_v3", '[TOOL_CALLS] [{"name": "ping", "arguments": {}}]', [], "sglang", None),
         ("kimi_k2", FORMATS["kimi_k2"].render([Call("ping", {})]), [("ping", "")], "vllm", "empty"),
         ("kimi_k2", FORMATS["kimi_k2"].render([Call("ping", {"a": 1})]), [("ping", "")], "vllm", None),
+        ("functiongemma", "<start_function_call>call:ping{a:1}<end_function_call>", [("ping", {})], "vllm",
+         "escaped only"),
+        ("functiongemma", "<start_function_call>call:ping{s:<escape>x<escape>}<end_function_call>", [("ping", {})],
+         "vllm", None),
+        ("gpt_oss", " to=functions.ping<|channel|>commentary json<|message|>{}", [], "sglang", "header"),
+        ("gpt_oss", "<|channel|>commentary to=functions.ping<|message|>{}", [("ping", {"a": 1})], "sglang", None),
+        ("gemma4", "<|tool_call>call:ping{a:1}<tool_call|>", [("ping", {"a": "1"})], "sglang", "kept"),
+        ("gemma4", "<|tool_call>call:ping{a:1}<tool_call|>", [("ping", {"a": "2"})], "sglang", None),
+        ("gemma4", "<|tool_call>call:ping{b:{c:1}}<tool_call|>", [("ping", {"b": {"c": "1"}})], "vllm", "untyped"),
+        ("gemma4", "<|tool_call>call:ping{b:{c:1}}<tool_call|>", [("ping", {"b": {"c": "2"}})], "vllm", None),
+        ("hermes", PAUSED, [("ping", {"s": "x", "n": None})], "sglang", "nullable"),
+        ("hermes", PAUSED, [("ping", {"s": None, "n": "y"})], "sglang", None),
+        ("hermes", PAUSED.replace('"x"', '"null"'), [("ping", {"s": None, "n": "y"})], "sglang", "null word"),
+        ("hermes", PAUSED.replace('"x"', "5"), [("ping", {"s": "5", "n": "y"})], "vllm", "misfit"),
+        ("hermes", PAUSED.replace('"x"', '" x "'), [("ping", {"s": "x", "n": "y"})], "sglang", "stripped"),
+        ("hermes", PAUSED.replace('"x"', '" x "'), [("ping", {"s": "", "n": "y"})], "sglang", None),
+        ("hermes", PAUSED.replace('"x"', '"true"'), [("ping", {"s": True, "n": "y"})], "vllm", "decoded"),
+        ("hermes", PAUSED.replace('"x"', '"true"'), [("ping", {"s": "True", "n": "y"})], "sglang", "respelled"),
+        ("hermes", PAUSED.replace('"x"', '"true"'), [("ping", {"s": False, "n": "y"})], "vllm", None),
+        ("hermes", FORMATS["hermes"].render([Call("pong", {}), Call("ping", {"a": 1})]), [("ping", {"a": 1})],
+         "sglang", "unknown tool"),
+        ("hermes", FORMATS["hermes"].render([Call("pong", {}), Call("ping", {"a": 1})]), [("pong", {})], "sglang",
+         None),
     ],
-)
+)  # fmt: skip
 def test_a_reason_explains_its_own_difference_and_no_other(
     name: str, text: str, theirs: list[tuple[str, Any]], server: Server, reason: str | None
 ) -> None:
@@ -91,6 +116,10 @@ def test_a_reason_explains_its_own_difference_and_no_other(
     assert ours.calls
     assert not is_same(ours, theirs)
     assert explain_difference(output, ours, theirs, server) == ((reason,) if reason else ())
+
+
+# Most outputs differ, for the one reason that the page gives.
+LOSSY = {("functiongemma", "vllm"), ("gpt_oss", "sglang"), ("mistral_v3", "sglang"), ("mistral_v7", "sglang")}
 
 
 @pytest.mark.slow
@@ -102,4 +131,4 @@ def test_every_difference_from_a_servers_own_parser_has_a_known_reason(name: str
         pytest.skip(f"needs a parser of {server}, and a Python that has it in FCTUNE_{server.upper()}_PYTHON")
     found = compare(FORMATS[name], server, python, 650, seed=2)
     assert not found.unexplained, found.unexplained[:3]
-    assert found.num_same > 0.6 * found.num_outputs
+    assert found.num_same > 0.6 * found.num_outputs or (name, server) in LOSSY
