@@ -32,6 +32,8 @@ def remove_tool_filling(tools: Any, notes: Counter[str]) -> Any:
 
     A null ``default`` may be meant, unless the schema excludes null and the tools have filling elsewhere.
     """
+    if not holds_null(tools):
+        return tools
     is_struct = isinstance(tools, ArrowStruct) or (
         isinstance(tools, list) and any(isinstance(t, ArrowStruct) for t in tools)
     )
@@ -72,9 +74,13 @@ def _excludes_default(schema: dict[str, Any], is_struct: bool) -> bool:
 
 def holds_null(value: Any) -> bool:
     """Return True if null is anywhere in a value."""
-    if isinstance(value, dict):
-        return any(holds_null(item) for item in value.values())
-    return any(holds_null(item) for item in value) if isinstance(value, list) else value is None
+    level: list[Any] = [[value]]
+    while level:
+        if any(None in items for items in level):
+            return True
+        parts = [item for items in level for item in items if isinstance(item, (dict, list))]
+        level = [part.values() if isinstance(part, dict) else part for part in parts]
+    return False
 
 
 def allows_null(schema: Any) -> bool | None:

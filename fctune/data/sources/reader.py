@@ -25,6 +25,8 @@ _NUM_SHOWN = 10
 _REASONING = re.compile(
     rb'(?i)"(?:reasoning|think|thought|analysis)|(?:think|thinking|thought)(?:[]>]|\\u003e)|scratch_pad'
 )
+# A null other than the content of a turn that only calls.
+_NULL = re.compile(rb'null(?<!"content": null)(?<!"content":null)')
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -242,7 +244,7 @@ def _decode(value: Any, context: ReadContext) -> Any:
             "", "invalid_utf8", f"not UTF-8 (byte 0x{byte:02x} at offset {error.start} of the row)"
         ) from None
     context.has_escaped_surrogate = _SURROGATE.search(value) is not None
-    context.may_have_null = b"null" in value
+    context.may_have_null = _NULL.search(value) is not None
     return context.json.decode(text)
 
 

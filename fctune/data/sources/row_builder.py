@@ -165,7 +165,7 @@ class RowBuilder:
         self._require_no_reasoning(None)
         if self._has_null_arguments:
             self._remove_argument_filling()
-        if self.notes["null_key_dropped"]:
+        if self.notes.get("null_key_dropped"):
             self.notes["filled_row"] = 1
         if not any(message.role == "assistant" for message in self.messages):
             raise RowError("", "no_assistant", "no assistant message to train on")

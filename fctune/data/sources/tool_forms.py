@@ -65,7 +65,9 @@ def iter_tools(
     elif isinstance(value, list):
         for i, item in enumerate(value):
             at = f"{pointer}[{i}]"
-            if isinstance(item, dict):
+            if isinstance(item, dict) and "function" in item and "name" not in item:
+                yield item, at  # as most rows have them
+            elif isinstance(item, dict):
                 yield from _iter_object(item, at, decode, notes, depth)
             else:
                 yield from iter_tools(item, at, decode, notes, depth + 1)
