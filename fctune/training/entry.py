@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import secrets
@@ -279,10 +280,17 @@ def _log_next_steps(directory: RunDirectory) -> None:
     for name, content in (("merged", "merged model"), ("adapter", "adapter")):
         if (directory.export / name).is_dir():
             logger.info("%s: %s", content, directory.export / name)
+    if _has_token_rows(directory.export / "adapter"):
+        logger.info("the adapter has trained token rows, which PEFT loads and vLLM does not: serve the merged model")
     run = shlex.quote(str(directory.path))
     logger.info("evaluate it: fctune eval --model %s --suite smoke", run)
     logger.info("report on it: fctune report %s --out %s", run, shlex.quote(str(directory.path / "report.html")))
     logger.info("serve it: fctune serve %s", run)
+
+
+def _has_token_rows(adapter: Path) -> bool:
+    file = adapter / "adapter_config.json"
+    return file.is_file() and bool(json.loads(file.read_text(encoding="utf-8")).get("trainable_token_indices"))
 
 
 def _check_shared(path: Path, world: World) -> None:

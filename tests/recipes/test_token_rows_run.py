@@ -34,6 +34,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def test_auto_names_the_tokens_and_exports_their_rows(whole: tuple[Path, dict[str, Any]], tiny_base: Path) -> None:
     folder, result = whole
     assert "tokens that the base never learned: <tool_call>, </tool_call>" in " ".join(result["out"].split())
+    assert "serve the merged model" in " ".join(result["out"].split())
     config = json.loads((folder / "export" / "adapter" / "adapter_config.json").read_text())
     indices = config["trainable_token_indices"]
     assert {1404, 1405} <= set(indices["embed_tokens"])
@@ -52,7 +53,8 @@ def test_auto_names_the_tokens_and_exports_their_rows(whole: tuple[Path, dict[st
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "sharded"), [(2, "checkpoint.every_n_steps=2"), (1, "checkpoint.every_n_steps=0")]
+    ("num_ranks", "sharded"),
+    [pytest.param(2, "checkpoint.every_n_steps=2", marks=pytest.mark.slow), (1, "checkpoint.every_n_steps=0")],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path, num_ranks: int, sharded: str
