@@ -200,7 +200,7 @@ def _show_row(arguments: argparse.Namespace) -> int:
 def _prepare_data(arguments: argparse.Namespace) -> int:
     from fctune.data.chosen_template import read_chosen_template
     from fctune.data.prepared_set import describe_counts, prepare, prepared_root
-    from fctune.models.hub import resolve_model_dir
+    from fctune.models.added_tokens import resolve_base
 
     config = load_run_config(arguments.config, arguments.overrides)
     console = Terminal()
@@ -208,7 +208,7 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
         with console.status("preparing") as status:
             prepared = prepare(
                 config.data,
-                resolve_model_dir(config.model.path),
+                resolve_base(config),
                 prepared_root(config),
                 lambda counts: status.update(f"{counts.rows:,} rows read"),
                 config.model.template_args,

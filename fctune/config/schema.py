@@ -40,6 +40,9 @@ class ModelConfig:
     """Chat template in place of the model's own: a Jinja file, or `hermes`, `llama3` or `pythonic`, which work with any
     tokenizer that has an end-of-text token. Used in training and evaluation, and written to the exports."""
 
+    add_tokens: list[str] = field(default_factory=list)
+    """Tokens to add to the tokenizer, such as markers that it lacks. Their rows start as the mean of their text's,
+    train with adapters too, and are part of the exports."""
     template_args: dict[str, Any] = field(default_factory=dict)
     """Switches of the chat template by name, such as `{enable_thinking: true}` or `{reasoning_effort: low}`; used alike
     for training, evaluation and serving. A row's own are merged over them."""
@@ -47,6 +50,10 @@ class ModelConfig:
     def check(self, where: str, problems: list[str]) -> None:
         """Check the chat template and its switches, and that a local model directory exists."""
         problems += find_template_args_problems(self.template_args, join_key(where, "template_args"))
+        if any(not token.strip() for token in self.add_tokens):
+            problems.append(f"{join_key(where, 'add_tokens')}: holds an empty token; leave it out")
+        if repeated := sorted({token for token in self.add_tokens if self.add_tokens.count(token) > 1}):
+            problems.append(f"{join_key(where, 'add_tokens')}: {', '.join(map(repr, repeated))} is listed twice")
         if self.chat_template is not None:
             try:
                 read_chat_template(self.chat_template)

@@ -93,9 +93,11 @@ def locate_tensors(model_dir: str | Path) -> dict[str, Path]:
     """
     root = Path(model_dir)
     index_file = root / "model.safetensors.index.json"
+    weight_map: dict[str, str] = {}
     if index_file.is_file():
         try:
-            names = sorted(set(json.loads(index_file.read_text(encoding="utf-8"))["weight_map"].values()))
+            weight_map = dict(json.loads(index_file.read_text(encoding="utf-8"))["weight_map"])
+            names = sorted(set(weight_map.values()))
         except (ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{index_file}: cannot be read ({error}). Download the model again.") from None
         files = [root / Path(name).name for name in names]  # .name: never read outside of the directory
@@ -103,11 +105,13 @@ def locate_tensors(model_dir: str | Path) -> dict[str, Path]:
         files = [root / "model.safetensors"]
     found: dict[str, Path] = {}
     for file in files:
+        # A tensor that the index has in another file is an earlier version, as the matrices of an extended base.
         if not file.is_file():
             raise CheckpointError(f"{file}: no such file; the model directory is incomplete. Download it again.")
         try:
             with safe_open(file, framework="pt") as tensors:
-                found.update(dict.fromkeys(tensors.keys(), file))
+                keys = tensors.keys()
+                found.update((key, file) for key in keys if weight_map.get(key, file.name) == file.name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: damaged safetensors ({error}). Download the model again.") from None
     # Older checkpoints store the frequencies of RoPE, which are computed.

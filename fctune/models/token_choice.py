@@ -29,7 +29,11 @@ class TokenChoice:
 
 
 def choose_tokens(
-    config: AdapterConfig, model_dir: Path, architecture: Architecture, candidates: Candidates
+    config: AdapterConfig,
+    model_dir: Path,
+    architecture: Architecture,
+    candidates: Candidates,
+    add_tokens: Sequence[str] = (),
 ) -> TokenChoice:
     """Choose the tokens to train by ``adapter.train_tokens``.
 
@@ -38,12 +42,24 @@ def choose_tokens(
         model_dir: Hugging Face directory of the base; without weights in it, ``auto`` finds nothing.
         architecture: shape of the model.
         candidates: tokens of the run's data.
+        add_tokens: tokens that the run adds to the base, whose rows train in any case.
 
     Raises:
         ConfigError: a token that the tokenizer does not have, or one of a head with a LoRA adapter.
         CheckpointError: the base's files are damaged.
     """
     has_head_adapter = architecture.head in architecture.resolve_adapter_modules(config.modules)
+    if has_head_adapter and add_tokens:
+        raise ConfigError(
+            f"model.add_tokens: rows of {architecture.head} cannot train beside a LoRA adapter on it. Leave "
+            f"{architecture.head} out of adapter.modules."
+        )
+    if add_tokens:
+        rest = choose_tokens(config, model_dir, architecture, candidates)
+        own = find_token_ids(add_tokens, model_dir, architecture)
+        note = f"{rest.note}; " if rest.note else ""
+        note += f"model.add_tokens: training the rows of {_count(own)}"
+        return TokenChoice(tuple(sorted({*own, *rest.ids})), note, rest.is_warning)
     if isinstance(config.train_tokens, list):
         if has_head_adapter and config.train_tokens:
             raise ConfigError(

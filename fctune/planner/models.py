@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fctune.config.schema import RunConfig
+from fctune.data.prepared_set import prepared_root
 from fctune.errors import ConfigError
 from fctune.gpus import GPUS, Gpu
+from fctune.models.added_tokens import count_vocabulary, find_extended_path
 from fctune.models.architecture import Architecture
 from fctune.models.attention import AttentionKernel
 from fctune.models.causal_lm import CausalLM
@@ -94,6 +97,24 @@ def shape_model(
     return model
 
 
+def extend_architecture(
+    config: RunConfig, architecture: Architecture, model_dir: Path | None
+) -> tuple[Architecture, Path | None]:
+    """Return the architecture with ``model.add_tokens``, and the base's directory, the extended one if it exists.
+
+    Raises:
+        ConfigError: a token that the tokenizer has already.
+    """
+    added = config.model.add_tokens
+    if not added:
+        return architecture, model_dir
+    if model_dir is not None:
+        extended = find_extended_path(model_dir, added, prepared_root(config))
+        if (extended / "config.json").is_file():
+            return read_architecture(extended), extended
+    return replace(architecture, vocab_size=count_vocabulary(architecture, model_dir, added)), None
+
+
 def find_planned_tokens(config: RunConfig, architecture: Architecture, model_dir: Path | None) -> TokenChoice:
     """Find the tokens whose rows a run would train, as far as the files on this machine tell.
 
@@ -104,15 +125,15 @@ def find_planned_tokens(config: RunConfig, architecture: Architecture, model_dir
         ConfigError: a token that the tokenizer does not have, or rows of a head with an adapter.
         CheckpointError, DataError: the model's weights or the prepared set are damaged.
     """
-    adapter = config.adapter
+    adapter, added = config.adapter, config.model.add_tokens
     if adapter is None:
         return TokenChoice(())
     if model_dir is None or not (model_dir / "tokenizer.json").is_file():
         listed = adapter.train_tokens if isinstance(adapter.train_tokens, list) else []
-        return TokenChoice(tuple(range(len(set(listed)))))
+        return TokenChoice(tuple(range(len({*listed, *added}))))
     prepared = None if isinstance(adapter.train_tokens, list) else find_prepared(config, model_dir)
     candidates = Candidates() if prepared is None else find_candidates(prepared[0], model_dir)
-    return choose_tokens(adapter, model_dir, architecture, candidates)
+    return choose_tokens(adapter, model_dir, architecture, candidates, added)
 
 
 def check_run(config: RunConfig, gpu: Gpu) -> None:

@@ -11,7 +11,7 @@ from fctune.errors import ConfigProblems
 from fctune.planner.data_size import DataSize, count_steps, measure_data
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Peak, Setting
-from fctune.planner.models import check_run, find_architecture, find_planned_tokens, shape_model
+from fctune.planner.models import check_run, extend_architecture, find_architecture, find_planned_tokens, shape_model
 from fctune.planner.plan_request import PlanRequest
 from fctune.planner.rule_of_thumb import RuleOfThumb, estimate_flops_by_rule, estimate_memory_by_rule
 from fctune.planner.speed import EFFICIENCY_RANGE, Flops, StepTime
@@ -154,6 +154,7 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
     problems.raise_all()
     assert found is not None
     architecture, model_dir, shape_source = found
+    architecture, model_dir = extend_architecture(config, architecture, model_dir)
     tokens = find_planned_tokens(config, architecture, model_dir)
     model = shape_model(config, architecture, token_ids=tokens.ids)
     rows = measure_data(config, model_dir, request.rows, request.mean_tokens, world_size)

@@ -86,6 +86,7 @@ def _plan(config: RunConfig, model_dir: Path, world: World) -> Plan:
     nodes = max(1, world.world_size // world.ranks_per_node)
     if world.device.type == "cpu":
         config = replace(config, precision=config.precision or "fp32")
+    config = replace(config, model=replace(config.model, add_tokens=[]))  # which this directory has
     return make_plan(
         config, PlanRequest(gpu=gpu, nodes=nodes, gpus_per_node=world.ranks_per_node, model=str(model_dir))
     )

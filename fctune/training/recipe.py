@@ -19,8 +19,9 @@ from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet
 from fctune.distributed import World
 from fctune.evaluation.live import LiveEvaluation
+from fctune.models.added_tokens import resolve_base
 from fctune.models.causal_lm import CausalLM
-from fctune.models.hub import WEIGHT_FILES, digest_model, resolve_model_dir
+from fctune.models.hub import WEIGHT_FILES, digest_model
 from fctune.models.token_rows import trained_token_ids
 from fctune.parallel.layout import ParallelLayout
 from fctune.parallel.sharding import GradientSync
@@ -85,7 +86,7 @@ class FineTuning(ABC):
 
         Data comes before weights because most runs that fail, fail there.
         """
-        self.model_dir = distributed.run_on_rank_0(lambda: resolve_model_dir(self.config.model.path))
+        self.model_dir = distributed.run_on_rank_0(lambda: resolve_base(self.config))
         self.chat_template = distributed.run_on_rank_0(lambda: read_chosen_template(self.config.model))
         keeps_history = self.config.profile is not None and self.config.profile.allocations
         self.snapshot = MemorySnapshot(self.run.directory.path, self.world, keeps_history)

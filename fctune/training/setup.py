@@ -105,7 +105,7 @@ def select_adapters_(model: CausalLM, config: RunConfig, model_dir: Path, prepar
     def choose() -> TokenChoice:
         is_auto = not isinstance(adapter.train_tokens, list)
         candidates = find_candidates(prepared, model_dir) if is_auto else Candidates()
-        return choose_tokens(adapter, model_dir, model.architecture, candidates)
+        return choose_tokens(adapter, model_dir, model.architecture, candidates, config.model.add_tokens)
 
     apply_lora_(model, adapter)
     choice = distributed.run_on_rank_0(choose)

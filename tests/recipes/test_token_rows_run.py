@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
-from tests.recipes.recipe_runs import arguments_for, run_on_rank
+from tests.recipes.recipe_runs import arguments_for, run_kind_on_rank, run_on_rank
 
 CHANGES = ("adapter.modules=[q_proj,down_proj]", "precision=fp64", "lr_scheduler.name=constant")
 DELTA = "token_adapter.trainable_tokens_delta"
@@ -81,3 +81,34 @@ def test_other_tokens_cannot_resume(whole: tuple[Path, dict[str, Any]], tmp_path
     result = run(tmp_path, 1, "max_steps=2", "adapter.train_tokens=[</tool_call>]")
     assert result["code"] == 2
     assert "were [1404], are [1405]" in result["err"]
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_added_tokens_train_and_are_exported(tmp_path: Path, tiny_base: Path, kind: Any) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    adapter = ("adapter.modules=[q_proj,down_proj]",) if kind == "lora" else ()
+    changes = (*adapter, "model.add_tokens=[<call>,</call>]", "precision=fp32")
+    (result,) = run_ranks(run_kind_on_rank, 1, arguments_for(tmp_path, *changes, kind=kind), kind)
+    assert result["code"] == 0, result["err"]
+    merged = tmp_path / "run" / "export" / "merged"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(merged), AutoTokenizer.from_pretrained(str(merged))
+    assert tokenizer.convert_tokens_to_ids(["<call>", "</call>"]) == [1408, 1409]
+    assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size == 1410
+    if kind == "lora":
+        config = json.loads((tmp_path / "run" / "export" / "adapter" / "adapter_config.json").read_text())
+        assert {1408, 1409} <= set(config["trainable_token_indices"]["lm_head"])
+        base = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
+        base.resize_token_embeddings(1410)
+        loaded = PeftModel.from_pretrained(base, str(tmp_path / "run" / "export" / "adapter")).eval()
+        tokens = torch.arange(1380, 1410)[None]
+        with torch.no_grad():
+            expected = model.eval()(tokens).logits
+            torch.testing.assert_close(loaded(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_added_tokens_and_an_adapter_on_the_head_are_rejected(tmp_path: Path) -> None:
+    result = run_ranks(run_on_rank, 1, arguments_for(tmp_path, "model.add_tokens=[<call>]"))[0]
+    assert result["code"] == 2
+    assert "model.add_tokens: rows of lm_head cannot train beside a LoRA adapter" in result["err"]
