@@ -200,7 +200,7 @@ def train_phase(base: Path, out: Path, rows: str, lr: tuple[float, float], batch
     world = distributed.init_distributed()
     run = RunDirectory(out)
     run.start(config, world.world_size)
-    prepared = prepare_data(config, base, world)
+    prepared = prepare_data(config, base, None, world)
     model = build_base(config, base, world)
     gradient_sync = shard_and_load_(model, config, base, world)
     loader = build_loader(config, prepared)

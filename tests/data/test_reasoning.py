@@ -210,3 +210,31 @@ def test_the_check_reports_shares_of_reasoning_and_what_they_would_teach(
     assert check_rows(model, by_row, path, thinking="rows").warning is None
     # a template that prints no reasoning can teach nothing about it
     assert check_rows(tiny_base, [plain], path).warning is None
+
+
+def test_reasoning_must_be_printed_where_its_turn_is_trained(write_template: Callable[..., Path]) -> None:
+    """A template may leave reasoning out of the history, as it does at inference, but not out of the turn itself."""
+    only_calls = READS.replace("message.KEY %}", "message.reasoning and message.tool_calls %}").replace(
+        "message.KEY", "message.reasoning"
+    )
+    model = write_template(only_calls)
+    assert THOUGHT in text_of(ChatTemplate(model), REASONED_CALL)
+    with pytest.raises(DataError, match=r"does not print the reasoning of messages\[1\].*data\.reasoning=keep_printed"):
+        ChatTemplate(model).encode(REASONED)
+    kept = ChatTemplate(model, SupervisionConfig(reasoning="keep_printed"))
+    assert THOUGHT not in text_of(kept, REASONED)
+    assert THOUGHT in text_of(kept, REASONED_CALL)
+
+
+def test_reasoning_that_a_template_drops_from_the_history_is_trained_in_its_own_turn(
+    write_template: Callable[..., Path],
+) -> None:
+    last_only = READS.replace("message.KEY %}", "message.reasoning and loop.last %}").replace("KEY", "reasoning")
+    template = ChatTemplate(write_template(last_only))
+    second = (ASK, Message("assistant", "It still is.", reasoning="Asked again."))
+    samples = template.encode(Conversation((*REASONED.messages, *second)))
+    trained = [
+        "".join(template.decode([t for t, w in zip(s.tokens, s.weights, strict=True) if w > 0])) for s in samples
+    ]
+    assert [(THOUGHT in text, "Asked again." in text) for text in trained] == [(True, False), (False, True)]
+    assert THOUGHT not in template.decode(samples[1].tokens)
