@@ -18,6 +18,7 @@ from typing import Any
 from fctune.data.conversation import Call, Conversation, Message
 from fctune.data.sources import NOTE_KINDS, Defect, ParsedRow, RowReader, UnreadRow, scan_source
 from fctune.data.sources.row_builder import find_answered
+from fctune.data.sources.row_reasoning import REASONING_KEYS
 from fctune.errors import DataError
 from fctune.files import open_atomically
 from fctune.parsing.json_reader import MAX_DEPTH, is_deeper_than
@@ -166,7 +167,7 @@ def _convert(row: UnreadRow, reader: RowReader, report: ConversionReport) -> str
     else:
         report.notes.update(parsed.notes)
         report.changes.update(count_changes(parsed, converted))
-        report.columns.update(name for name in parsed.raw if name not in _COLUMNS)
+        report.columns.update(_find_dropped_columns(parsed))
     return line + "\n"
 
 
@@ -198,6 +199,14 @@ def to_openai_row(conversation: Conversation) -> dict[str, Any]:
     return {**conversation.to_openai(), "messages": messages}
 
 
+def _find_dropped_columns(parsed: ParsedRow) -> list[str]:
+    """Return the columns of a row whose values are not in its conversation."""
+    read = _COLUMNS | parsed.conversation.template_args.keys()
+    if parsed.row_format == "xlam":
+        read |= set(REASONING_KEYS)
+    return [name for name in parsed.raw if name not in read]
+
+
 def count_changes(parsed: ParsedRow, converted: dict[str, Any]) -> Counter[str]:
     """Count what differs between a row as it was read and as it is written, by the kinds of ``CHANGE_KINDS``."""
     raw, messages = parsed.raw, parsed.conversation.messages
@@ -206,7 +215,7 @@ def count_changes(parsed: ParsedRow, converted: dict[str, Any]) -> Counter[str]:
     changes["call_ids_added"] = sum(call.id is None for call in calls)
     pairs = zip(messages, converted["messages"], strict=True)
     changes["result_ids_added"] = sum(m.role == "tool" and m.call_id != row["tool_call_id"] for m, row in pairs)
-    changes["columns_dropped"] = sum(name not in _COLUMNS for name in raw)
+    changes["columns_dropped"] = len(_find_dropped_columns(parsed))
     if parsed.row_format in ("openai", "synthetic"):
         before, after = _list_arguments(raw.get("messages")), _list_arguments(converted["messages"])
         changes["arguments_rewritten"] = sum(a != b for a, b in zip(before, after, strict=False))

@@ -272,6 +272,16 @@ def test_weights_reasoning_and_switches_are_kept(tmp_path: Path) -> None:
     assert converted["parallel_tool_calls"] is False
 
 
+def test_a_switch_of_a_row_is_moved_and_not_counted_as_dropped(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "enable_thinking": False, "topic": "any"}))
+    report = convert_source(str(tmp_path / "rows.jsonl"), tmp_path / "out.jsonl")
+    assert dict(report.columns) == {"topic": 1}
+    assert report.changes["columns_dropped"] == 1
+    (converted,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert converted["chat_template_kwargs"] == {"enable_thinking": False}
+
+
 def test_a_merged_table_becomes_rows_without_its_nulls(tmp_path: Path) -> None:
     rows = [
         {
