@@ -28,8 +28,8 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup sky demo test test-slow test-wheel test-sky test-slurm faults bench bench-gpu bench-startup lint \
-  reference docs tiny-base clean
+.PHONY: setup sky demo demo-reasoning test test-slow test-wheel test-sky test-slurm faults bench bench-gpu \
+  bench-startup lint reference docs tiny-base clean
 
 setup: $(READY)
 
@@ -70,6 +70,21 @@ demo: setup
 	@$(BIN)/fctune compare $(DEMO)/base.jsonl $(DEMO)/tuned.jsonl
 	@echo "cases: $(DEMO)/cases.jsonl   answers: $(DEMO)/base.jsonl, $(DEMO)/tuned.jsonl"
 	@echo "run: $(DEMO)/run (metrics.jsonl, run.json)   models: $(DEMO)/run/export/merged, $(DEMO)/run/export/adapter"
+
+# The same with a chat template that has a thinking switch, on rows of which half reason: measured with thinking on and
+# off.
+demo-reasoning: setup
+	@rm -rf $(DEMO)-reasoning
+	$(BIN)/fctune data synthetic cases --rows $(CASES) --seed $(SEED) --out $(DEMO)-reasoning/cases.jsonl
+	$(BIN)/fctune train tiny_lora --nproc 2 seed=$(SEED) \
+	  model.chat_template=fctune/assets/tiny_reasoning_template.jinja \
+	  data.sources.0.path=synthetic:reasoned:10000:$(SEED) output_dir=$(DEMO)-reasoning/run
+	for thinking in true false; do \
+	  $(BIN)/fctune eval --model $(DEMO)-reasoning/run/export/merged --cases $(DEMO)-reasoning/cases.jsonl \
+	    --template-args enable_thinking=$$thinking --out $(DEMO)-reasoning/thinking_$$thinking.jsonl \
+	    --min-accuracy 0.85 || exit 1; \
+	done
+	@$(BIN)/fctune compare $(DEMO)-reasoning/thinking_false.jsonl $(DEMO)-reasoning/thinking_true.jsonl
 
 test: setup
 	$(BIN)/python -m pytest

@@ -71,7 +71,9 @@ def add_commands(commands: Any) -> None:
     convert.add_argument("--json", type=Path, metavar="FILE", help="write what changed, and the rows skipped, as JSON")
     convert.set_defaults(run=_convert_data)
     synthetic = data.add_parser("synthetic", help="write rows or held-out cases of the synthetic dataset")
-    synthetic.add_argument("split", choices=("train", "shuffled", "pretrain", "cases"), help="part of the dataset")
+    synthetic.add_argument(
+        "split", choices=("train", "reasoned", "shuffled", "pretrain", "cases"), help="part of the dataset"
+    )
     synthetic.add_argument("--rows", type=int, required=True, metavar="N", help="number of rows")
     synthetic.add_argument("--seed", type=int, default=42, help="default: %(default)s")
     synthetic.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSONL file to write")

@@ -2,6 +2,7 @@ import itertools
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -14,7 +15,7 @@ from fctune.data.synthetic.target_tools import load_target_tools
 from fctune.data.synthetic.values import TARGET_VALUES, is_held_out
 
 TARGETS = load_target_tools().called
-SPLITS = ("pretrain", "train", "shuffled")
+SPLITS = ("pretrain", "train", "reasoned", "shuffled")
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +136,20 @@ def test_shuffled_rows_keep_the_words_and_the_calls_but_not_their_pairing():
     after = [message.calls for row in shuffled for message in row.messages if message.calls]
     assert Counter(map(repr, before)) == Counter(map(repr, after))
     assert sum(one == other for one, other in zip(before, after, strict=True)) < 0.02 * len(before)
+
+
+def test_half_of_the_reasoned_rows_reason_truthfully_and_all_else_is_as_in_train():
+    plain, reasoned = (list(iter_conversations(split, 1000, 3)) for split in ("train", "reasoned"))
+    counts = Counter()
+    for before, after in zip(plain, reasoned, strict=True):
+        assert replace(after, messages=tuple(replace(m, reasoning=None) for m in after.messages)) == before
+        spoken = [message for message in after.messages if message.role == "assistant"]
+        has = {message.reasoning is not None for message in spoken}
+        assert len(has) == 1
+        counts[has.pop()] += 1
+        for message in spoken if spoken[0].reasoning else ():
+            said = re.findall(r"[a-z]+_[a-z_]+", message.reasoning)
+            assert said == [call.name for call in message.calls]
+            assert ("no tool" in message.reasoning or "answers" in message.reasoning) == (not message.calls)
+        assert all(message.reasoning is None for message in after.messages if message.role != "assistant")
+    assert 440 < counts[True] < 560

@@ -19,7 +19,7 @@ from fctune.data.sources.row_formats.registry import ROW_FORMATS, describe_row_f
 from fctune.errors import DataError
 
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".ndjson", ".parquet", ".csv")
-_SYNTHETIC_SPLITS = ("pretrain", "train", "shuffled")
+_SYNTHETIC_SPLITS = ("pretrain", "train", "reasoned", "shuffled")
 _NUM_SHOWN = 10
 # Every spelling of a row's reasoning has one of these; JSON may escape the brackets of tags, but not their letters.
 _REASONING = re.compile(
@@ -256,6 +256,6 @@ def _scan_synthetic(path: str) -> Iterator[UnreadRow]:
         splits = ", ".join(_SYNTHETIC_SPLITS)
         raise DataError(f"{path}: expected synthetic:SPLIT:ROWS[:SEED] with SPLIT one of {splits}.")
     seed = int(numbers[1]) if len(numbers) == 2 else 0
-    named = cast(Literal["pretrain", "train", "shuffled"], split)
+    named = cast(Literal["pretrain", "train", "reasoned", "shuffled"], split)
     for i, conversation in enumerate(iter_conversations(named, int(numbers[0]), seed), start=1):
         yield UnreadRow(path, i, replace(conversation, source=f"{path}:{i}"))

@@ -12,20 +12,22 @@ from typing import Literal
 from fctune.data.conversation import Conversation
 from fctune.data.synthetic.cases import Case, iter_held_out, iter_shuffled, iter_train
 from fctune.data.synthetic.curriculum import iter_curriculum
+from fctune.data.synthetic.reasoned import iter_reasoned
 
 __all__ = ["Case", "iter_cases", "iter_conversations"]
 
-_SPLITS = {"pretrain": iter_curriculum, "train": iter_train, "shuffled": iter_shuffled}
+_SPLITS = {"pretrain": iter_curriculum, "train": iter_train, "reasoned": iter_reasoned, "shuffled": iter_shuffled}
 
 
 def iter_conversations(
-    split: Literal["pretrain", "train", "shuffled"], num_rows: int, seed: int
+    split: Literal["pretrain", "train", "reasoned", "shuffled"], num_rows: int, seed: int
 ) -> Iterator[Conversation]:
     """Yield the conversations of a split, the same ones for the same seed.
 
     Args:
-        split: ``pretrain`` is the base's curriculum; ``train`` teaches calls; ``shuffled`` is ``train`` with every call
-            turn replaced by another row's, so that a model can learn the form of calls from it and nothing else.
+        split: ``pretrain`` is the base's curriculum; ``train`` teaches calls; ``reasoned`` is ``train`` with reasoning
+            in half of the rows; ``shuffled`` is ``train`` with every call turn replaced by another row's, so that a
+            model can learn the form of calls from it and nothing else.
         num_rows: Number of conversations.
         seed: Seed of the random choices.
     """
