@@ -170,7 +170,8 @@ class DataConfig:
     reasoning: Literal["keep", "keep_printed", "in_content", "drop"] = "keep"
     """Reasoning of rows: `keep` passes it to the chat template under the template's own name for it, and reports rows
     whose reasoning the template does not print; `keep_printed` leaves such reasoning out; `in_content` writes it before
-    the content as `<think>...</think>`, for templates that read none; `drop` trains without any."""
+    the content of a turn as `<think>...</think>` where that turn is trained, for templates that read none; `drop`
+    trains without any."""
     thinking: Literal["auto", "rows", "config"] = "auto"
     """Thinking switch of the chat template, such as `enable_thinking`. `auto`: if any row has reasoning, on for rows
     with reasoning and off for the others, so that a hybrid model stays one; a row's own switches come first. `rows`:

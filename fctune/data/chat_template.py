@@ -19,7 +19,7 @@ from fctune.data.stop_tokens import find_turn_ends, read_eos_ids
 from fctune.data.supervision import ConversationEncoder, Encoded, SupervisionConfig
 from fctune.data.template_args import merge_template_args, read_template_args
 from fctune.data.token_offsets import OffsetTokenizer
-from fctune.data.tracing import IN_CONTENT, TracedTemplate
+from fctune.data.tracing import IN_CONTENT, IN_LAST_CONTENT, TracedTemplate
 from fctune.data.turns import TurnEnd, TurnPlanner
 from fctune.errors import ConfigError, DataError
 
@@ -133,7 +133,7 @@ class ChatTemplate:
         except ConfigError as error:
             raise ConfigError(f"{self._origin}: {error}") from None
         if supervision.reasoning == "in_content":
-            found = replace(found, key=IN_CONTENT)
+            found = replace(found, key=IN_CONTENT if found.key == IN_CONTENT else IN_LAST_CONTENT)
         if found.key is not None:
             self._traced.reasoning_key = found.key
         return found

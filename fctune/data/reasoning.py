@@ -25,8 +25,8 @@ class ReasoningSupport:
     """What a chat template does with reasoning.
 
     Args:
-        key: Name under which it reads a message's reasoning: a key of the message, ``content`` for a ``<think>`` block
-            before the content, or None if it prints none.
+        key: Name under which it reads a message's reasoning: a key of the message, ``content`` or ``last_content`` for
+            a ``<think>`` block before the content, or None if it prints none.
         switch: Variable that turns thinking on (True) and off (False), or None.
         variables: Names of the variables that it reads, apart from messages, tools and special tokens.
     """

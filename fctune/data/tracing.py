@@ -31,6 +31,7 @@ _MAX_GROWTH_BYTES = 2**29
 
 
 IN_CONTENT = "content"  # reasoning key of templates that expect reasoning inside the content
+IN_LAST_CONTENT = "last_content"  # likewise for templates that know of no reasoning, so that none is in the history
 
 
 class TemplateLimitError(Exception):
@@ -62,7 +63,7 @@ class TracedTemplate:
         variables: Variables in addition to messages and tools: the special tokens and the template's switches. A
             conversation's own ``template_args`` are merged over them.
         reasoning_key: Name under which the template reads a message's reasoning; ``IN_CONTENT`` writes it as a
-            ``<think>`` block before the content.
+            ``<think>`` block before the content, ``IN_LAST_CONTENT`` does so in the last message only.
 
     Attributes:
         variables: Names of the variables that the template reads and a caller may set.
@@ -87,14 +88,15 @@ class TracedTemplate:
     def to_messages(self, conversation: Conversation) -> list[dict[str, Any]]:
         """Return the messages as the template reads them: reasoning under its name there, no keys without a value."""
         messages = []
-        for message in conversation.messages:
+        for index, message in enumerate(conversation.messages):
             # transformers drops keys without a value too.
             value = {k: v for k, v in message.to_openai().items() if v is not None}
             if message.reasoning is not None:
                 del value["reasoning_content"]
-                if self.reasoning_key == IN_CONTENT:
+                is_last = index == len(conversation.messages) - 1
+                if self.reasoning_key == IN_CONTENT or (self.reasoning_key == IN_LAST_CONTENT and is_last):
                     value["content"] = f"<think>\n{message.reasoning}\n</think>\n\n{message.content or ''}"
-                else:
+                elif self.reasoning_key != IN_LAST_CONTENT:
                     value[self.reasoning_key] = message.reasoning
             messages.append(value)
         return messages

@@ -83,6 +83,19 @@ def test_a_template_that_reads_no_reasoning_is_named_with_the_remedies(
     assert f"<think>\n{THOUGHT}\n</think>" in text_of(inside, REASONED_CALL)
 
 
+def test_reasoning_in_content_is_not_in_the_history_as_it_will_not_be_at_inference(tiny_base: Path) -> None:
+    template = ChatTemplate(tiny_base, SupervisionConfig(reasoning="in_content"))
+    second = (ASK, Message("assistant", "It still is.", reasoning="Asked again."))
+    first_sample, last_sample = template.encode(Conversation((*REASONED.messages, *second)))
+    assert template.decode(first_sample.tokens) == text_of(template, REASONED)
+    prompt = ChatTemplate(tiny_base).encode_prompt(Conversation((*REASONED.messages, ASK)))
+    assert last_sample.tokens[: len(prompt)] == prompt  # of evaluation, which has the history's reasoning too
+    answer = template.decode(last_sample.tokens[len(prompt) :])
+    assert answer.startswith("<think>\nAsked again.\n</think>\n\nIt still is.")
+    assert not any(last_sample.weights[: len(prompt)])
+    assert all(last_sample.weights[len(prompt) :])
+
+
 def test_drop_removes_reasoning_where_the_template_reads_it(write_template: Callable[..., Path]) -> None:
     model = write_template(READS.replace("KEY", "thinking"))
     assert THOUGHT not in text_of(ChatTemplate(model, SupervisionConfig(reasoning="drop")), REASONED)
