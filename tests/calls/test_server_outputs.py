@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parsers import compare
+from benchmarks.parsers import compare, render_page
 from fctune.calls.formats.base import SERVERS, Server
 from fctune.calls.formats.registry import FORMATS
 from fctune.data.conversation import Call, Tool
 from tests.calls.server_outputs import DAMAGED, KINDS, Output, explain_difference, is_same, make_outputs, read_reply
+from tests.conftest import ROOT
 
 each_format = pytest.mark.parametrize("name", list(FORMATS))
 
@@ -132,3 +133,13 @@ def test_every_difference_from_a_servers_own_parser_has_a_known_reason(name: str
     found = compare(FORMATS[name], server, python, 650, seed=2)
     assert not found.unexplained, found.unexplained[:3]
     assert found.num_same > 0.6 * found.num_outputs or (name, server) in LOSSY
+
+
+def test_the_page_of_the_servers_parsers_is_that_of_the_results_and_leaves_nothing_unexplained() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "parsers.json").read_text(encoding="utf-8"))
+    assert (ROOT / "docs" / "parsers.md").read_text(encoding="utf-8") == render_page(rows)
+    assert len(rows) >= 20
+    for row in rows:
+        assert row["parser"] == FORMATS[row["format"]].get_server_parser(row["server"])
+        assert row["outputs"] >= row["same"] > 0
+        assert row["unexplained"] == 0
