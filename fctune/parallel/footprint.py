@@ -19,6 +19,7 @@ LABELS = {
     "working": "recomputed activations and temporaries",
     "context": "CUDA and NCCL (assumed)",
     "fragmentation": "fragmentation (assumed)",
+    "process": "Python and libraries (measured)",
 }
 
 
@@ -43,6 +44,7 @@ class Footprint:
     logits: int = 0
     context: int = 0  # CUDA context and NCCL buffers
     fragmentation: int = 0
+    process: int = 0  # interpreter and libraries, which share the memory with the model on a CPU
 
     @property
     def total(self) -> int:

@@ -39,6 +39,7 @@ class MemoryModel:
         supervised_share: share of a micro-batch's positions at which logits are computed.
         max_logits: logits computed at once; other trainers compute all of them at once.
         is_cuda: count CUDA's context, NCCL's buffers and fragmentation too.
+        process_bytes: memory of the process before the model is built, if it is the device's memory, too.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class MemoryModel:
         supervised_share: float = 1.0,
         max_logits: float = MAX_LOGITS,
         is_cuda: bool = True,
+        process_bytes: int = 0,
     ):
-        self.is_cuda = is_cuda
+        self.is_cuda, self.process_bytes = is_cuda, process_bytes
         self.precision: PrecisionPolicy = model.precision
         self.config, self.device_bytes = config, device_bytes
         self.supervised_share, self.max_logits = supervised_share, max_logits
@@ -102,7 +104,9 @@ class MemoryModel:
         # supported by torchtitan's figures (8B on 8 GPUs, eager: 8 % under with it, 12 % without).
         gaps = max(0, self.device_state(setting).gradients - parts.gradients)
         lost = int(_FRAGMENTATION * temporary) + gaps if self.is_cuda else 0
-        return Peak(highest.phase, replace(parts, buffers=self.buffers, context=context, fragmentation=lost))
+        process = self.process_bytes
+        made = replace(parts, buffers=self.buffers, context=context, fragmentation=lost, process=process)
+        return Peak(highest.phase, made)
 
     def required(self, world_size: int, num_shards: int) -> Footprint:
         """Return the peak footprint of the config as it is, with each replica sharded over ``num_shards`` ranks."""

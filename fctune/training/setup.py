@@ -37,6 +37,7 @@ from fctune.planner.memory import MemoryModel
 from fctune.telemetry.alert_monitor import AlertMonitor
 from fctune.telemetry.background import BackgroundSink
 from fctune.telemetry.device import compute_capability, describe_device, total_memory
+from fctune.telemetry.metrics import GIB, active_memory_gib
 from fctune.telemetry.services import PrometheusSink, TensorBoardSink, WandbSink
 from fctune.telemetry.sinks import ConsoleSink, JsonlSink, SinkGroup
 from fctune.training.run_directory import RunDirectory
@@ -122,7 +123,10 @@ def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> Parall
     """
     has_adapter = config.adapter is not None
     hardware = _describe_hardware(world)
-    memory = MemoryModel(model, config, hardware.memory_bytes, is_cuda=world.device.type == "cuda")
+    is_cuda = world.device.type == "cuda"
+    # Ranks must come to the same layout, so rank 0's measurement is everybody's.
+    process_bytes = 0 if is_cuda else distributed.run_on_rank_0(lambda: int(active_memory_gib(world.device) * GIB))
+    memory = MemoryModel(model, config, hardware.memory_bytes, is_cuda=is_cuda, process_bytes=process_bytes)
     required = functools.partial(memory.required, world.world_size)
 
     def choose() -> tuple[ParallelLayout, str | None]:
