@@ -157,6 +157,8 @@ def _parse_value(hint: Any, value: Any, where: str, problems: list[str], out_of_
         matching = [a for a in arms if (get_origin(a) is list) == isinstance(value, list)]
         return _parse_value((matching or arms)[0], value, where, problems, out_of_range)
     if origin is Literal:
+        if isinstance(value, bool) and (word := "on" if value else "off") in args:
+            value = word  # YAML 1.1 reads both words as booleans
         if value not in args or isinstance(value, bool) != isinstance(args[0], bool):
             close = suggest(str(value), [str(a) for a in args], "")
             problems.append(f"{where}={value!r}: expected one of {', '.join(map(str, args))}{close}")

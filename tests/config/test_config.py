@@ -274,3 +274,13 @@ def test_wrong_adapter_modules_are_reported_with_the_other_problems(tmp_path: Pa
         load_run_config(path)
     assert "epochs=0" in str(caught.value)
     assert "adapter.modules: no such module: q_prj; did you mean q_proj?" in str(caught.value)
+
+
+def test_off_is_a_choice_although_yaml_reads_a_boolean() -> None:
+    path = ROOT / "configs" / "tiny_lora.yaml"
+    for text, expected in (("off", "off"), ("auto", "auto"), ("[<a>]", ["<a>"])):
+        adapter = load_config(path, [f"adapter.train_tokens={text}"]).adapter
+        assert adapter is not None
+        assert adapter.train_tokens == expected
+    with pytest.raises(ConfigError, match=r"adapter\.train_tokens=True: expected one of auto, off"):
+        load_config(path, ["adapter.train_tokens=on"])
