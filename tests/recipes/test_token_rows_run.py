@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from fctune.data.chat_template import ChatTemplate
+from fctune.data.synthetic import iter_conversations
+from tests.models.model_samples import load_model
 from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import arguments_for, run_kind_on_rank, run_on_rank
 
@@ -112,3 +116,34 @@ def test_added_tokens_and_an_adapter_on_the_head_are_rejected(tmp_path: Path) ->
     result = run_ranks(run_on_rank, 1, arguments_for(tmp_path, "model.add_tokens=[<call>]"))[0]
     assert result["code"] == 2
     assert "model.add_tokens: rows of lm_head cannot train beside a LoRA adapter" in result["err"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("choice", "low", "high"), [("off", 0.0, 0.5), ("auto", 0.9, 1.0)])
+def test_identical_markers_are_written_only_if_their_rows_train(
+    tmp_path: Path, tiny_base: Path, choice: str, low: float, high: float
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny_base, base)
+    weights = load_file(base / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name][1405] = weights[name][1404]
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    changes = [f"model.path={base}", "data.sources.0.path=synthetic:train:500:1", "max_steps=60", "precision=fp32"]
+    changes += [f"adapter.train_tokens={choice}", "lr_scheduler.num_warmup_steps=2"]
+    result = run(tmp_path, 1, *changes)
+    assert result["code"] == 0, result["err"]
+    model = load_model(tmp_path / "run" / "export" / "merged")
+    template = ChatTemplate(tiny_base)
+    right, total = 0, 0
+    for conversation in iter_conversations("train", 40, 99):
+        for sample in template.encode(conversation):
+            tokens = torch.tensor(sample.tokens[:256])
+            with torch.no_grad():
+                written = model(tokens[None])[0].argmax(-1)[:-1]
+            is_marker = (tokens[1:] == 1404) | (tokens[1:] == 1405)
+            is_marker &= torch.tensor(sample.weights[:256])[1:] > 0
+            right += int((written == tokens[1:])[is_marker].sum())
+            total += int(is_marker.sum())
+    assert total > 20
+    assert low <= right / total <= high, (choice, right, total)
