@@ -244,6 +244,6 @@ class TurnPlanner:
 
 
 def _cut(conversation: Conversation, num_messages: int, template_args: Mapping[str, Any]) -> Conversation:
-    if num_messages == len(conversation.messages) and template_args is conversation.template_args:
+    if num_messages == len(conversation.messages) and template_args == conversation.template_args:
         return conversation
     return replace(conversation, messages=conversation.messages[:num_messages], template_args=dict(template_args))

@@ -8,10 +8,8 @@ the messages up to the turn; their difference is the turn.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,39 +17,16 @@ from typing import Any
 
 import pytest
 
+from benchmarks.templates import find_templates, stops_of, write_model, write_tokenizer
 from fctune.calls.formats.registry import detect_format
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.supervision import Encoded, SupervisionConfig
 from fctune.errors import DataError
 
-_spec = importlib.util.find_spec("trl")
-FOLDER = Path(_spec.origin).parent / "chat_templates" if _spec and _spec.origin else None
-TEMPLATES = sorted(FOLDER.glob("*.jinja")) if FOLDER else []
+TEMPLATES = find_templates()
 
 pytestmark = pytest.mark.skipif(not TEMPLATES, reason="trl is not installed: pip install -e '.[dev]'")
-
-SPECIAL = re.compile(
-    r"<[|｜][^<>\s]*?[|｜]>|</?s>|\[/?[A-Z_]{3,}\]|<eos>|<bos>|<end_of_turn>|<start_of_turn>|<\|[a-z_]+>|<[a-z_]+\|>"
-)
-# Tokens of their own that are no special tokens, as Qwen's tokenizer has them.
-ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# How Qwen's tokenizer divides text: two line breaks after a tag are one token.
-PIECES = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-
-# The tokens with which each family's models stop, from their generation_config.json.
-STOPS = {
-    "gemma4": ("<eos>", "<turn|>", "<|tool_response>"),
-    "diffusion_gemma": ("<eos>", "<turn|>", "<|tool_response>"),
-    "glm4moe": ("<|endoftext|>", "<|user|>", "<|observation|>"),
-    "gptoss": ("<|return|>", "<|endoftext|>", "<|call|>"),
-    "llama3": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
-    "muse": ("<|eot|>",),
-    "": ("<|im_end|>", "<|endoftext|>"),
-}
 
 # Names under which the families' templates read reasoning.
 REASONING_KEYS = {
@@ -156,52 +131,16 @@ CONVERSATIONS = {
 }
 
 
-def stops_of(name: str) -> tuple[str, ...]:
-    return next(stops for family, stops in STOPS.items() if name.startswith(family))
-
-
 @pytest.fixture(scope="session")
-def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model directory without a chat template, whose tokenizer has the special tokens of all templates."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    texts = [str(conversation.to_openai()) + "\n\n\n\n" for conversation in CONVERSATIONS.values()]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([*texts, "a:\n\nb>\n\nc.\n\n"] * 3, trainer)
-    spelled = {token for path in TEMPLATES for token in SPECIAL.findall(path.read_text())}
-    spelled |= {token for stops in STOPS.values() for token in stops}
-    tokenizer.add_special_tokens(sorted({"<bos_>", "<eos_>", *spelled}))
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ADDED])
-    path = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos_>", eos_token="<eos_>").save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="session")
-def make_model(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function that writes the model directory of a template."""
     root = tmp_path_factory.mktemp("models")
-    ids = {t["content"]: t["id"] for t in json.loads((tokenizer_dir / "tokenizer.json").read_text())["added_tokens"]}
+    write_tokenizer(root / "tokenizer", [str(c.to_openai()) for c in CONVERSATIONS.values()])
 
     def make(name: str) -> Path:
-        path = root / name
-        if not path.exists():
-            assert FOLDER is not None
-            shutil.copytree(tokenizer_dir, path)
-            shutil.copy(FOLDER / f"{name}.jinja", path / "chat_template.jinja")
-            eos = [ids[token] for token in stops_of(name)]
-            (path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-        return path
+        if not (root / name).exists():
+            write_model(root / name, root / "tokenizer", next(path for path in TEMPLATES if path.stem == name))
+        return root / name
 
     return make
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from fctune.config.schema import DataConfig, SourceConfig
 from fctune.data.chat_template import ChatTemplate, load_tokenizer
 from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.data.prepared_set import SPLITS, describe_counts, prepare
 from fctune.data.sources import Defect, read_source
 from fctune.data.supervision import SupervisionConfig, split_parallel_calls
 from fctune.data.synthetic import iter_conversations
@@ -362,3 +364,80 @@ def test_a_broken_or_missing_tokenizer_is_named(tiny_base: Path, tmp_path: Path)
     (path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         ChatTemplate(path)
+
+
+PLAIN = (
+    "{{ tools }}\n{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function | tojson }}{% endfor %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_a_turn_that_ends_in_plain_text_is_trained_to_end_with_the_end_of_sequence(
+    broken: Callable[[str | None], Path],
+) -> None:
+    template = ChatTemplate(broken(PLAIN))
+    eos = template.tokenizer.eos_token_id
+    assert template.stop_ids == {eos}
+    question, follow_up = Message("user", "Hi"), Message("user", "Who?")
+    messages = (question, Message("assistant", "Hello."), follow_up, Message("assistant", "I."))
+    samples = template.encode(Conversation(messages))
+    for sample, index in zip(samples, (1, 3), strict=True):
+        prompt = template.encode_prompt(Conversation(messages[:index]))
+        supervised = [token for token, weight in zip(sample.tokens, sample.weights, strict=True) if weight > 0]
+        assert sample.tokens == [*prompt, *supervised]
+        assert supervised[-1] == eos
+        assert template.decode(supervised[:-1]).strip() == messages[index].content
+
+
+def test_a_template_without_any_stop_token_is_refused(broken: Callable[[str | None], Path]) -> None:
+    path = broken(PLAIN)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (path / name).exists():
+            content = json.loads((path / name).read_text())
+            content.pop("eos_token", None)
+            (path / name).write_text(json.dumps(content))
+    with pytest.raises(DataError, match="generation could not stop"):
+        ChatTemplate(path)
+
+
+@pytest.mark.parametrize("eos", [7, [7, 9]])
+def test_generation_stops_at_the_ids_of_the_generation_config_too(
+    eos: int | list[int], broken: Callable[[str | None], Path], template: ChatTemplate
+) -> None:
+    path = broken(template.source)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    assert ChatTemplate(path).stop_ids == template.stop_ids | set(eos if isinstance(eos, list) else [eos])
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": "x"}))
+    with pytest.raises(ConfigError, match=r"generation_config.json: eos_token_id is 'x'"):
+        ChatTemplate(path)
+
+
+REWRITING = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|start_header_id|>{{ m.role }}"
+    "<|end_header_id|>{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>{% endif %}"
+)
+
+
+def test_the_samples_of_a_conversation_stay_in_one_split_and_are_counted(
+    broken: Callable[[str | None], Path], tmp_path: Path
+) -> None:
+    def answer(content: str) -> dict[str, str]:
+        return {"role": "assistant", "content": content, "reasoning_content": "So."}
+
+    def ask(content: str) -> dict[str, str]:
+        return {"role": "user", "content": content}
+
+    rows = [{"messages": [ask("Hi"), answer("Hello."), ask(f"Who is {row}?"), answer("I.")]} for row in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(
+        sources=[SourceConfig(path=str(tmp_path / "rows.jsonl"))], validation_share=0.3, seq_len=256, packed=False
+    )
+    prepared = prepare(config, broken(REWRITING), tmp_path / "prepared")
+    assert (prepared.counts.rows, prepared.counts.conversations, prepared.counts.samples) == (60, 60, 120)
+    splits = [{int(prepared.digests[i]) for i in prepared.packs[split][0]} for split in SPLITS]
+    assert len(splits[0]) + len(splits[1]) == 60
+    assert min(map(len, splits)) > 5
+    assert not splits[0] & splits[1]
+    assert any("120 samples" in line for line in describe_counts(prepared))

@@ -1,0 +1,179 @@
+"""Print, as a Markdown table, how the public chat templates of the trl wheel are trained on.
+
+    python -m benchmarks.templates [--out docs/templates.md]
+
+Each template gets a byte-level tokenizer that has the special tokens of all, and the generation_config.json of its
+model family. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+from fctune.calls.formats.registry import detect_format
+from fctune.data.chat_template import ChatTemplate
+from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.errors import DataError
+
+SPECIAL = re.compile(
+    r"<[|｜][^<>\s]*?[|｜]>|</?s>|\[/?[A-Z_]{3,}\]|<eos>|<bos>|<end_of_turn>|<start_of_turn>|<\|[a-z_]+>|<[a-z_]+\|>"
+)
+# Tokens of their own that are no special tokens, as Qwen's tokenizer has them.
+ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+# How Qwen's tokenizer divides text: two line breaks after a tag are one token.
+PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+# The tokens with which each family's models stop, from their generation_config.json.
+STOPS = {
+    "gemma4": ("<eos>", "<turn|>", "<|tool_response>"),
+    "diffusion_gemma": ("<eos>", "<turn|>", "<|tool_response>"),
+    "glm4moe": ("<|endoftext|>", "<|user|>", "<|observation|>"),
+    "gptoss": ("<|return|>", "<|endoftext|>", "<|call|>"),
+    "llama3": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+    "muse": ("<|eot|>",),
+    "": ("<|im_end|>", "<|endoftext|>"),
+}
+
+
+def find_templates() -> list[Path]:
+    """Return the chat templates of the trl wheel in order of name; none without the wheel."""
+    spec = importlib.util.find_spec("trl")
+    return sorted((Path(spec.origin).parent / "chat_templates").glob("*.jinja")) if spec and spec.origin else []
+
+
+def stops_of(name: str) -> tuple[str, ...]:
+    """Return the tokens with which models of a template's family stop."""
+    return next(stops for family, stops in STOPS.items() if name.startswith(family))
+
+
+def write_tokenizer(path: Path, texts: Iterable[str]) -> None:
+    """Write a tokenizer with the special tokens of all templates, trained on texts."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([*texts, *["a:\n\nb>\n\nc.\n\n"] * 3], trainer)
+    spelled = {token for template in find_templates() for token in SPECIAL.findall(template.read_text())}
+    spelled |= {token for stops in STOPS.values() for token in stops}
+    tokenizer.add_special_tokens(sorted({"<bos_>", "<eos_>", *spelled}))
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ADDED])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos_>", eos_token="<eos_>").save_pretrained(path)
+
+
+def write_model(path: Path, tokenizer_dir: Path, template: Path) -> None:
+    """Write a model directory without weights: the tokenizer, a chat template, and its family's stop tokens."""
+    shutil.copytree(tokenizer_dir, path)
+    shutil.copy(template, path / "chat_template.jinja")
+    content = json.loads((tokenizer_dir / "tokenizer.json").read_text(encoding="utf-8"))
+    ids = {token["content"]: token["id"] for token in content["added_tokens"]}
+    eos = [ids[token] for token in stops_of(template.stem)]
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+
+
+_TOOL = Tool(
+    {
+        "name": "find_place",
+        "description": "Find a place.",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+    }
+)
+
+
+def _make_conversation(has_reasoning: bool) -> Conversation:
+    """Return a conversation of two questions and three assistant turns."""
+    first, second, third = ("I look it up.", "Found.", "A greeting.") if has_reasoning else (None, None, None)
+    call = Call("find_place", {"town": "Bergen"}, id="callAAAA1")
+    return Conversation(
+        (
+            Message("user", "Find Bergen."),
+            Message("assistant", None, (call,), reasoning=first),
+            Message("tool", '{"found": true}', call_id="callAAAA1", name="find_place"),
+            Message("assistant", "It is there.", reasoning=second),
+            Message("user", "Thanks!"),
+            Message("assistant", "You are welcome.", reasoning=third),
+        ),
+        (_TOOL,),
+    )
+
+
+def describe_template(path: Path, model: Path) -> str:
+    """Return a template's row of the table."""
+    try:
+        template = ChatTemplate(model)
+    except DataError as error:
+        reason = str(error).removeprefix(f"{model}: ").partition(", so")[0].partition(". ")[0]
+        return f"| {path.stem} | refused: {reason} | | | | | |"
+    ends = [template.encoder.planner.find_end(message) for message in (Message("assistant", "x"), _CALLS)]
+    stops = [", ".join(f"`{token}`" for token in (*end.printed, *end.following)).replace("|", r"\|") for end in ends]
+    try:
+        call_format = detect_format(template.source).name
+    except DataError:
+        call_format = "-"
+    counts = []
+    for has_reasoning in (False, True):
+        try:
+            counts.append(str(len(template.encode(_make_conversation(has_reasoning)))))
+        except DataError:
+            counts.append("-")
+    key = f"`{template.reasoning.key}`" if template.reasoning.key else "-"
+    return f"| {path.stem} | {call_format} | {stops[0]} | {stops[1]} | {key} | {counts[0]} | {counts[1]} |"
+
+
+_CALLS = Message("assistant", None, (Call("find_place", {}),))
+
+
+def iter_lines() -> Iterator[str]:
+    """Yield the lines of the page."""
+    yield f"""# Public chat templates
+
+How each chat template in the wheel of TRL {version("trl")} is trained on, written by `python -m benchmarks.templates`.
+The stop tokens are those that the model is trained to end a turn with. The samples are those of one conversation: a
+question, a call, its result, an answer, thanks, and an answer to these; with reasoning in no turn, or in each. A
+template that prints earlier turns as the model wrote them needs one sample (see [Your own data](data.md)). "-" in the
+last column: the template does not print all of that reasoning, and `data.reasoning` chooses what happens to it.
+
+| template | calls | end of an answer | end of a call | reasoning | samples | with reasoning |
+|---|---|---|---|---|---|---|"""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer_dir = Path(folder) / "tokenizer"
+        write_tokenizer(tokenizer_dir, [_make_conversation(True).to_json()])
+        for path in find_templates():
+            model = Path(folder) / path.stem
+            write_model(model, tokenizer_dir, path)
+            yield describe_template(path, model)
+
+
+def main() -> None:
+    """Print the table, or write it to a file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="Markdown file to write; default: print")
+    arguments = parser.parse_args()
+    text = "\n".join(iter_lines()) + "\n"
+    if arguments.out is None:
+        print(text, end="")
+    else:
+        arguments.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
