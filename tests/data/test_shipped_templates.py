@@ -135,6 +135,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if request.param == "tiny base":
         return copy_base(path)
     make_tokenizer(request.param).save_pretrained(path)
+    (path / "config.json").write_text("{}")
     assert "chat_template" not in json.loads((path / "tokenizer_config.json").read_text())
     return path
 
