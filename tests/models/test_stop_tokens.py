@@ -69,9 +69,11 @@ def test_the_generation_config_has_the_bases_and_the_templates_stop_tokens(base:
     assert (found["temperature"], found["top_p"], found["do_sample"]) == (0.6, 0.9, True)
     assert found["pad_token_id"] == template.tokenizer.pad_token_id
     # A base without the file: what transformers takes from its config.
-    (base / "generation_config.json").unlink()
-    found = export(base, tmp_path / "other")
-    config = json.loads((base / "config.json").read_text())
+    bare = tmp_path / "bare"
+    shutil.copytree(base, bare)
+    (bare / "generation_config.json").unlink()
+    found = export(bare, tmp_path / "other")
+    config = json.loads((bare / "config.json").read_text())
     assert set(found["eos_token_id"]) == set(named.values())
     assert (found["bos_token_id"], found["pad_token_id"]) == (config["bos_token_id"], config["pad_token_id"])
 
