@@ -40,17 +40,14 @@ class FullFunctionCallingRecipe(FineTuning, FTRecipeInterface):
 
     def hf_weights(self) -> HFModelWeights:
         """Return the form of elastic checkpoints: a Hugging Face model."""
-        switches = self.config.model.template_args
-        return HFModelWeights(self.model.architecture, self.model_dir, self.chat_template, switches)
+        return HFModelWeights(self.model.architecture, self.model_dir, self.prompting())
 
     def exports(self) -> list[Callable[[], None]]:
         """Return the export of the model, to the directory where the LoRA recipe writes its merged model."""
         out = self.run.directory.export / "merged"
         return [
             lambda: export_merged(
-                *(self.model, self.model_dir, out, self.world.is_main),
-                chat_template=self.chat_template,
-                template_args=self.config.model.template_args,
+                self.model, self.model_dir, out, is_writer=self.world.is_main, prompting=self.prompting()
             )
         ]
 

@@ -48,8 +48,7 @@ class LoRAFunctionCallingRecipe(FineTuning, FTRecipeInterface):
         model = self.config.model
         return HFAdapterWeights(
             *(self.model.architecture, self.adapter, model.path, self.model_dir),
-            chat_template=self.chat_template,
-            template_args=model.template_args,
+            prompting=self.prompting(),
             token_ids=trained_token_ids(self.model),
         )
 
@@ -59,13 +58,11 @@ class LoRAFunctionCallingRecipe(FineTuning, FTRecipeInterface):
         return [
             lambda: export_merged(
                 *(self.model, self.model_dir, out / "merged", writes),
-                chat_template=self.chat_template,
-                template_args=self.config.model.template_args,
+                prompting=self.prompting(),
             ),
             lambda: export_adapter(
                 *(self.model, self.adapter, base, self.model_dir, out / "adapter", writes),
-                chat_template=self.chat_template,
-                template_args=self.config.model.template_args,
+                prompting=self.prompting(),
             ),
         ]
 

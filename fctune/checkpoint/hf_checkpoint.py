@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +19,9 @@ from fctune import distributed
 from fctune.checkpoint.files import FileRecord, read_tensor, record_file, write_json, write_tensors
 from fctune.checkpoint.tensors import named_trainable
 from fctune.config.schema import AdapterConfig
-from fctune.data.chosen_template import ChosenTemplate
 from fctune.errors import CheckpointError
 from fctune.models.architecture import Architecture
-from fctune.models.export import copy_companions, write_adapter_config, write_model_config
+from fctune.models.export import BASE_PROMPTING, Prompting, copy_companions, write_adapter_config, write_model_config
 from fctune.models.lora import copy_full_
 
 _MAX_FILE_BYTES = 2 * 1024**3
@@ -37,8 +35,7 @@ class HFWeights(ABC):
     Args:
         architecture: shape of the model.
         base_dir: the base model's directory, from which configs and tokenizer files are copied.
-        chat_template: template in place of the base's, for the directory to carry; None keeps the base's.
-        template_args: switches of the template for the directory to carry.
+        prompting: template and switches for the directory to carry.
     """
 
     stem: str  # of the weight files' names
@@ -47,13 +44,11 @@ class HFWeights(ABC):
         self,
         architecture: Architecture,
         base_dir: Path,
-        chat_template: ChosenTemplate | None = None,
-        template_args: Mapping[str, Any] | None = None,
+        prompting: Prompting = BASE_PROMPTING,
     ):
         self.architecture = architecture
         self.base_dir = base_dir
-        self.chat_template = chat_template
-        self.template_args = template_args
+        self.prompting = prompting
 
     @abstractmethod
     def to_external_name(self, name: str) -> str:
@@ -77,7 +72,7 @@ class HFWeights(ABC):
         if dist.get_rank(group) == 0:
             before = set(folder.iterdir())
             self.write_config(folder, next(iter(tensors.values())).dtype)
-            copy_companions(self.base_dir, folder, self.chat_template, self.template_args)
+            copy_companions(self.base_dir, folder, self.prompting)
             records += [record_file(path) for path in sorted(set(folder.iterdir()) - before)]
         return records
 
@@ -125,11 +120,10 @@ class HFAdapterWeights(HFWeights):
         config: AdapterConfig,
         base: str,
         base_dir: Path,
-        chat_template: ChosenTemplate | None = None,
-        template_args: Mapping[str, Any] | None = None,
+        prompting: Prompting = BASE_PROMPTING,
         token_ids: Sequence[int] = (),
     ):
-        super().__init__(architecture, base_dir, chat_template, template_args)
+        super().__init__(architecture, base_dir, prompting)
         self.config = config
         self.base = base
         self.token_ids = token_ids

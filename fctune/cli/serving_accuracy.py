@@ -21,6 +21,7 @@ from typing import Any
 from fctune.calls.formats.base import SERVERS
 from fctune.calls.formats.registry import detect_format, get_format
 from fctune.calls.reasoning.registry import detect_reasoning
+from fctune.calls.server_parsers import read_server_parsers
 from fctune.cli import evaluate
 from fctune.cli.files import write_file
 from fctune.cli.tables import format_rate, make_console, make_table
@@ -73,6 +74,7 @@ def _serve(
 ) -> tuple[list[Served], list[str]]:
     call_format = get_format(arguments.format) if arguments.format else detect_format(template.source)
     reasoning_format = detect_reasoning(template.source)
+    recorded = read_server_parsers(model_dir)
     is_open = None
     if reasoning_format is not None:
         is_open = reasoning_format.is_opened_by(template.render(_GREETING, add_generation_prompt=True))
@@ -83,6 +85,7 @@ def _serve(
             reasons.append(f"{server}: no parser for {call_format.name}; pass one with --{server}-parser")
             continue
         known = reasoning_format.get_server_parser(server) if reasoning_format is not None else None
+        known = known if recorded is None else recorded[server]["reasoning_parser"]
         try:
             one = parse_as_served(
                 server,

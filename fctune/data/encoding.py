@@ -47,6 +47,7 @@ class Counts:
     invalid: int = 0  # defects, skipped
     overlong: int = 0  # over seq_len, dropped
     cut: int = 0  # over seq_len, cut after a turn
+    reasoning: int = 0  # kept and with reasoning that is not dropped
     unsupervised: int = 0  # without supervised tokens under train_on and weights, dropped
     tokens: int = 0
     supervised: int = 0
@@ -98,6 +99,7 @@ class ChunkEncoder:
         self.config = config
         self.encoder = encoder
         self._readers = [RowReader(source.format) for source in config.sources]
+        self._keeps_reasoning = encoder.supervision.reasoning != "drop"
 
     def __reduce__(self) -> tuple[type[ChunkEncoder], tuple[DataConfig, ConversationEncoder]]:
         return ChunkEncoder, (self.config, self.encoder)  # readers stay in their process
@@ -127,6 +129,9 @@ class ChunkEncoder:
                 counts.unsupervised += 1
                 continue
             counts.conversations += 1
+            counts.reasoning += self._keeps_reasoning and any(
+                message.reasoning for message in parsed.conversation.messages
+            )
             for sample in samples:
                 buffers.tokens.extend(sample.tokens)
                 buffers.weights.extend(sample.weights)

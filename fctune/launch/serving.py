@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.calls.formats.registry import FORMATS, detect_format
-from fctune.calls.reasoning.registry import detect_reasoning
+from fctune.calls.server_parsers import find_server_parsers, read_server_parsers
 from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError
 from fctune.generation.model_files import find_model
@@ -33,12 +33,11 @@ def server_options(model: str, name: str | None = None, template_args: Mapping[s
         raise ConfigError(f"{model}: contains only an adapter. Serve the run's merged model in export/merged instead.")
     template = ChatTemplate(files.model_dir, template_args=template_args)
     call_format = detect_format(template.source)
-    parser = call_format.vllm_parser
+    parsers = (read_server_parsers(files.model_dir) or find_server_parsers(template))["vllm"]
+    parser, reasoning_parser = parsers["tool_call_parser"], parsers["reasoning_parser"]
     if parser is None:
         known = ", ".join(name for name, other in FORMATS.items() if other.vllm_parser)
         raise ConfigError(f"{files.model_dir}: vLLM has no tool parser for {call_format.name}; it supports {known}.")
-    reasoning_format = detect_reasoning(template.source)
-    reasoning_parser = reasoning_format.vllm_parser if reasoning_format is not None else None
     served = name or Path(model).resolve().name
     return [
         *("--model", str(files.model_dir), "--served-model-name", served),

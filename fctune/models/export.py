@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fctune.calls.formats.base import SERVERS
-from fctune.calls.formats.registry import detect_format
-from fctune.calls.reasoning.registry import detect_reasoning
+from fctune.calls.server_parsers import write_server_parsers
 from fctune.config.schema import AdapterConfig
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.template_args import merge_template_args, read_template_args, write_template_args
-from fctune.errors import CheckpointError, DataError
+from fctune.errors import CheckpointError
 from fctune.files import staged_directory
 from fctune.models.architecture import Architecture
 from fctune.models.causal_lm import CausalLM
@@ -40,10 +39,27 @@ _COMPANIONS = (
     *("chat_template*", "generation_config.json", "LICENSE*", "USE_POLICY*"),
 )
 
-SERVER_PARSERS_FILE = "server_parsers.json"
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 _MAX_FILE_BYTES = 4 * 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Prompting:
+    """How a trained model is prompted, as its directory records it.
+
+    Attributes:
+        chat_template: Template in place of the base's; None keeps the base's.
+        template_args: Switches of the template.
+        has_reasoning: The model was trained on reasoning; None: unknown.
+    """
+
+    chat_template: ChosenTemplate | None = None
+    template_args: Mapping[str, Any] | None = None
+    has_reasoning: bool | None = None
+
+
+BASE_PROMPTING = Prompting()
 
 
 def export_merged(
@@ -52,8 +68,7 @@ def export_merged(
     out: Path,
     is_writer: bool,
     max_file_bytes: int = _MAX_FILE_BYTES,
-    chat_template: ChosenTemplate | None = None,
-    template_args: Mapping[str, Any] | None = None,
+    prompting: Prompting = BASE_PROMPTING,
 ) -> None:
     """Write the model, with its adapters merged, as a Hugging Face directory.
 
@@ -65,8 +80,7 @@ def export_merged(
         out: directory to create; replaced if it exists.
         is_writer: this rank writes the files.
         max_file_bytes: size above which weights are split into several files.
-        chat_template: template in place of the base's, for the export to carry; None keeps the base's.
-        template_args: switches of the template for the export to carry.
+        prompting: template and switches for the export to carry.
 
     Raises:
         CheckpointError: the disk is full, gone or read-only; raised by the writer once all tensors are gathered.
@@ -76,7 +90,7 @@ def export_merged(
         if is_writer:
             with _new_directory(out) as staging:
                 _write_weights(staging, tensors, max_file_bytes)
-                copy_companions(base_dir, staging, chat_template, template_args)
+                copy_companions(base_dir, staging, prompting)
                 write_model_config(staging, base_dir, model.precision.compute_dtype)
     finally:
         for _ in tensors:  # after a failed write the other ranks still send
@@ -90,8 +104,7 @@ def export_adapter(
     base_dir: Path,
     out: Path,
     is_writer: bool,
-    chat_template: ChosenTemplate | None = None,
-    template_args: Mapping[str, Any] | None = None,
+    prompting: Prompting = BASE_PROMPTING,
 ) -> None:
     """Write the adapters as a PEFT directory. Every rank must call this.
 
@@ -102,8 +115,7 @@ def export_adapter(
         base_dir: directory that the base was loaded from; gives the tokenizer.
         out: directory to create; replaced if it exists.
         is_writer: this rank writes the files.
-        chat_template: template in place of the base's, for the export to carry; None keeps the base's.
-        template_args: switches of the template for the export to carry.
+        prompting: template and switches for the export to carry.
 
     Raises:
         CheckpointError: the disk is full, gone or read-only.
@@ -119,7 +131,7 @@ def export_adapter(
     with _new_directory(out) as staging:
         save_file(tensors, staging / "adapter_model.safetensors", metadata={"format": "pt"})
         write_adapter_config(staging, config, base, model.architecture, trained_token_ids(model))
-        copy_companions(base_dir, staging, chat_template, template_args)
+        copy_companions(base_dir, staging, prompting)
 
 
 @torch.no_grad()
@@ -226,12 +238,7 @@ def write_model_config(folder: Path, base_dir: Path, dtype: torch.dtype) -> None
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def copy_companions(
-    base_dir: Path,
-    out: Path,
-    chat_template: ChosenTemplate | None = None,
-    template_args: Mapping[str, Any] | None = None,
-) -> None:
+def copy_companions(base_dir: Path, out: Path, prompting: Prompting = BASE_PROMPTING) -> None:
     """Copy the tokenizer, chat template with its switches, generation config and licence of the base to ``out``.
 
     The generation config gets all tokens that end a turn, so that servers stop at each of them, and a file next to it
@@ -240,20 +247,20 @@ def copy_companions(
     Args:
         base_dir: directory of the base.
         out: directory to write to.
-        chat_template: template to write in place of the base's; None copies the base's.
-        template_args: switches of the template to record, over those of the base.
+        prompting: template to write in place of the base's, and switches to record over those of the base.
     """
     for pattern in _COMPANIONS:
         for file in base_dir.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, out / file.name)
-    if chat_template is not None:
-        _replace_chat_template(out, chat_template.source)
-    write_template_args(out, merge_template_args(read_template_args(out), template_args))
+    if prompting.chat_template is not None:
+        _replace_chat_template(out, prompting.chat_template.source)
+    template_args = merge_template_args(read_template_args(out), prompting.template_args)
+    write_template_args(out, template_args)
     if (out / "tokenizer_config.json").is_file():
-        template = _load_template(base_dir, chat_template)
+        template = _load_template(base_dir, prompting.chat_template)
         write_generation_config(out, base_dir, template)
-        write_server_parsers(out, template)
+        write_server_parsers(out, template, template_args, prompting.has_reasoning)
 
 
 def write_generation_config(folder: Path, base_dir: Path, template: ChatTemplate) -> None:
@@ -282,23 +289,6 @@ def write_generation_config(folder: Path, base_dir: Path, template: ChatTemplate
         pad_id = template.tokenizer.pad_token_id
         values["pad_token_id"] = every[0] if pad_id is None else pad_id
     (folder / "generation_config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def write_server_parsers(folder: Path, template: ChatTemplate) -> None:
-    """Write the names of the servers' parsers for a model's calls and reasoning; no file for an unknown call format."""
-    try:
-        call_format = detect_format(template.source)
-    except DataError:
-        return
-    reasoning_format = detect_reasoning(template.source)
-    parsers = {
-        server: {
-            "tool_call_parser": call_format.get_server_parser(server),
-            "reasoning_parser": reasoning_format.get_server_parser(server) if reasoning_format else None,
-        }
-        for server in SERVERS
-    }
-    (folder / SERVER_PARSERS_FILE).write_text(json.dumps(parsers, indent=2) + "\n", encoding="utf-8")
 
 
 @functools.lru_cache(maxsize=4)

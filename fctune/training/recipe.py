@@ -21,6 +21,7 @@ from fctune.distributed import World
 from fctune.evaluation.live import LiveEvaluation
 from fctune.models.added_tokens import resolve_base
 from fctune.models.causal_lm import CausalLM
+from fctune.models.export import Prompting
 from fctune.models.hub import WEIGHT_FILES, digest_model
 from fctune.models.token_rows import trained_token_ids
 from fctune.parallel.layout import ParallelLayout
@@ -103,6 +104,11 @@ class FineTuning(ABC):
         self.state = start_state(self.model, self.config, self.num_steps, gradient_sync)
         self.start_callbacks(self.state)
         self.sinks = open_sinks(self.config, self.run.directory, self.num_steps, self.world, hosts)
+
+    def prompting(self) -> Prompting:
+        """Return the chat template and switches that exports and elastic checkpoints carry."""
+        has_reasoning = self.prepared.counts.reasoning > 0
+        return Prompting(self.chat_template, self.config.model.template_args, has_reasoning)
 
     def build_loader(self) -> GlobalLoader:
         """Build the loader of the training split."""

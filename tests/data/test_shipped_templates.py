@@ -27,7 +27,7 @@ from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.tracing import TracedTemplate
 from fctune.errors import ConfigError, DataError
 from fctune.generation.in_process import InProcessEngine
-from fctune.models.export import copy_companions
+from fctune.models.export import Prompting, copy_companions
 from tests.conftest import ROOT, TINY_BASE
 
 NAMES = ("hermes", "llama3", "pythonic")
@@ -160,7 +160,7 @@ def exported(base: Path, name: str, path: Path) -> Any:
     from transformers import AutoTokenizer
 
     path.mkdir(exist_ok=True)
-    copy_companions(base, path, chat_template=choose(name))
+    copy_companions(base, path, Prompting(chat_template=choose(name)))
     return AutoTokenizer.from_pretrained(path)
 
 
@@ -410,7 +410,7 @@ def test_an_adapter_answers_with_the_template_beside_it(make_model: Callable[...
     shutil.copytree(make_model("llama"), base)
     (base / "tokenizer_config.json").write_text((copy_base(tmp_path / "b") / "tokenizer_config.json").read_text())
     adapter.mkdir()
-    copy_companions(base, adapter, chat_template=choose("pythonic"))
+    copy_companions(base, adapter, Prompting(chat_template=choose("pythonic")))
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(base)

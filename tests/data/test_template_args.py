@@ -17,7 +17,7 @@ from fctune.data.fingerprint import fingerprint_inputs
 from fctune.data.template_args import TEMPLATE_ARGS_FILE, read_template_args
 from fctune.errors import ConfigError
 from fctune.launch.serving import server_options
-from fctune.models.export import copy_companions
+from fctune.models.export import Prompting, copy_companions
 from tests.thinking_templates import HYBRID, write_thinking_model
 
 QUESTION = Conversation((Message("user", "Hi"),))
@@ -37,7 +37,7 @@ def test_an_export_renders_as_its_run_unless_told_otherwise(base: Path, tmp_path
     out = tmp_path / "out"
     out.mkdir()
     assert not prompt_of(ChatTemplate(base)).endswith(CLOSED)
-    copy_companions(base, out, template_args={"enable_thinking": False})
+    copy_companions(base, out, Prompting(template_args={"enable_thinking": False}))
     assert prompt_of(ChatTemplate(out)).endswith(CLOSED)
     assert prompt_of(ChatTemplate(out)) == prompt_of(ChatTemplate(base, template_args={"enable_thinking": False}))
     for given in ({"enable_thinking": True}, {"enable_thinking": None}):
@@ -51,7 +51,7 @@ def test_a_model_trained_from_an_export_keeps_its_switches_and_may_change_them(b
     for number, given in enumerate(switches):
         out = tmp_path / f"out{number}"
         out.mkdir()
-        copy_companions(before, out, template_args=given)
+        copy_companions(before, out, Prompting(template_args=given))
         recorded.append(read_template_args(out))
         before = out
     assert recorded == [{"enable_thinking": False}, {"enable_thinking": False}, {}]
@@ -64,7 +64,7 @@ def test_switches_of_a_template_that_is_replaced_do_not_apply(base: Path, tiny_b
     assert ChatTemplate(base, chat_template=plain).template_args == {}
     out = tmp_path / "out"
     out.mkdir()
-    copy_companions(base, out, chat_template=plain)
+    copy_companions(base, out, Prompting(chat_template=plain))
     assert read_template_args(out) == {}
 
 

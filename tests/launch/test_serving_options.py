@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ from fctune.calls.formats.registry import detect_format
 from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError
 from fctune.launch.serving import server_options
+from fctune.models.export import Prompting, copy_companions
 from tests.conftest import ROOT
-from tests.thinking_templates import HYBRID, write_thinking_model
+from tests.thinking_templates import HYBRID, READS, write_thinking_model
 
 
 def test_the_parser_matches_the_call_format_of_the_chat_template(tiny_base: Path) -> None:
@@ -31,6 +33,46 @@ def test_a_model_that_reasons_is_served_with_the_parser_of_its_reasoning(tiny_ba
     options = server_options(str(path))
     assert options[options.index("--reasoning-parser") + 1] == "qwen3"
     assert options[options.index("--tool-call-parser") + 1] == "hermes"
+
+
+@pytest.mark.parametrize(
+    ("block", "template_args", "has_reasoning", "parser"),
+    [
+        (READS, {}, True, "deepseek_r1"),
+        (READS, {}, None, "deepseek_r1"),
+        # vLLM takes an answer without any mark of reasoning for reasoning that has not ended, and sends no content.
+        (READS, {}, False, None),
+        (HYBRID, {}, False, "qwen3"),  # its answers start with an empty block
+        (HYBRID, {"enable_thinking": False}, False, "qwen3"),  # its prompts end with one
+    ],
+)
+def test_an_export_trained_without_reasoning_is_served_without_its_parser(
+    block: str,
+    template_args: dict[str, bool],
+    has_reasoning: bool | None,
+    parser: str | None,
+    tiny_base: Path,
+    tmp_path: Path,
+) -> None:
+    block = block.replace("KEY", "reasoning_content")
+    base, out = write_thinking_model(tiny_base, tmp_path / "base", block), tmp_path / "out"
+    out.mkdir()
+    copy_companions(base, out, Prompting(template_args=template_args, has_reasoning=has_reasoning))
+    shutil.copyfile(base / "config.json", out / "config.json")
+    shutil.copyfile(base / "model.safetensors", out / "model.safetensors")
+    options = server_options(str(out))
+    assert (
+        options[options.index("--reasoning-parser") + 1 :][:1] == [parser]
+        if parser
+        else "--reasoning-parser" not in options
+    )
+
+
+def test_a_damaged_record_of_parsers_is_named(tiny_base: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_base, tmp_path / "model")
+    (tmp_path / "model" / "server_parsers.json").write_text('{"vllm": []}')
+    with pytest.raises(ConfigError, match=r"server_parsers.json: damaged"):
+        server_options(str(tmp_path / "model"))
 
 
 def test_a_run_is_served_from_its_merged_export_under_its_own_name(tiny_base: Path, tmp_path: Path) -> None:
