@@ -53,9 +53,10 @@ def show_conversation(path: str, row: int, row_format: str = "auto") -> Iterator
     if conversation.tools:
         yield Text(f"tools: {', '.join(tool.name for tool in conversation.tools)}")
     for message in conversation.messages:
-        text = Text(f"{message.role}:", style="bold")
+        text = Text(style="bold")
         if message.reasoning:
-            text.append(f" {message.reasoning}\n", style="not bold italic dim")
+            text.append("reasoning:").append(f" {message.reasoning}\n", style="not bold italic dim")
+        text.append(f"{message.role}:")
         if message.content:
             text.append(f" {message.content}", style="not bold")
         for call in message.calls:
