@@ -23,6 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 AttentionKernel = Literal["varlen", "flex", "per_document"]
 
+# Lengths are padded to multiples of this where a kernel is kept for each, in positions.
+CPU_TILE = 64
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -101,9 +103,12 @@ def attend(
     ``implementation`` replaces torch's function for ``varlen`` and ``flex``.
     """
     if bounds is None:
+        length = q.shape[1]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        k, v = (_repeat_heads(t, q.shape[1]) for t in (k, v)) if q.device.type == "cpu" else (k, v)
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1]).transpose(1, 2)
+        if q.device.type == "cpu":
+            q, k, v = (_pad_to_tile(t) for t in (q, _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])))
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
+        return attended[:, :, :length].transpose(1, 2)
     if bounds.kernel == "varlen":
         flat = [t.flatten(0, 1) for t in (q, k, v)]
         out: Tensor = (implementation or _varlen())(
@@ -130,8 +135,10 @@ def attend_per_document(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[
     out = torch.empty_like(q)
     lse = _empty_lse(q)
     for index in _document_slices(ends, q.shape[2]):
-        queries, keys, values = q[index], _repeat_heads(k[index], q.shape[1]), _repeat_heads(v[index], q.shape[1])
-        out[index], lse[index] = _FLASH(queries, keys, values, 0.0, True)
+        keys, values = _repeat_heads(k[index], q.shape[1]), _repeat_heads(v[index], q.shape[1])
+        found, sums = _FLASH(_pad_to_tile(q[index]), _pad_to_tile(keys), _pad_to_tile(values), 0.0, True)
+        length = index[2].stop - index[2].start
+        out[index], lse[index] = found[:, :, :length], sums[:, :, :length]
     return out, lse
 
 
@@ -149,8 +156,11 @@ def attend_per_document_backward(
     heads, kv_heads = q.shape[1], k.shape[1]
     for index in _document_slices(ends, q.shape[2]):
         keys, values = _repeat_heads(k[index], heads), _repeat_heads(v[index], heads)
-        found = _FLASH_BACKWARD(grad[index], q[index], keys, values, out[index], lse[index], 0.0, True)
-        for target, part in zip(grads, found, strict=True):
+        length = index[2].stop - index[2].start
+        padded = [_pad_to_tile(t) for t in (grad[index], q[index], keys, values, out[index])]
+        sums = torch.nn.functional.pad(lse[index], (0, padded[0].shape[2] - length))
+        for target, full in zip(grads, _FLASH_BACKWARD(*padded, sums, 0.0, True), strict=True):
+            part = full[:, :, :length]
             shared = part if target.shape[1] == heads else part.unflatten(1, (kv_heads, -1)).sum(2)
             target[index] = shared
     return grads
@@ -200,6 +210,23 @@ def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
     if kv_heads == num_heads:
         return x
     return x.unsqueeze(2).expand(b, kv_heads, num_heads // kv_heads, s, d).flatten(1, 2)
+
+
+def _pad_to_tile(x: Tensor) -> Tensor:
+    """Append zeros to the sequences of ``[b, h, s, d]``, up to a multiple of ``CPU_TILE``, where a kernel is kept.
+
+    Causal attention shows no real query what comes after it, and the gradients of the padding are zero.
+    """
+    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % CPU_TILE)) if keeps_kernels(x) else x
+
+
+def keeps_kernels(x: Tensor) -> bool:
+    """Return True if torch compiles a kernel for each new shape of such a product, and keeps it as long as it runs.
+
+    On CPU, 16-bit products use oneDNN's compiled kernels. Those of attention take 3 MiB for each length and are never
+    freed, so a run whose conversations have a thousand different lengths would grow by gigabytes.
+    """
+    return x.device.type == "cpu" and x.dtype.itemsize == 2
 
 
 def _empty_lse(q: Tensor) -> Tensor:

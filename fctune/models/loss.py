@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
+
+from fctune.models.attention import CPU_TILE, keeps_kernels
 
 IGNORE = -100  # label of unsupervised positions
 
@@ -63,8 +65,11 @@ def sum_supervised_loss(
 
 
 def _chunk_loss(head: nn.Module, rows: Tensor, targets: Tensor, weights: Tensor | None, keys: Tensor | None) -> Tensor:
+    if keeps_kernels(rows) and (missing := -len(rows) % CPU_TILE):
+        rows, targets = pad(rows, (0, 0, 0, missing)), pad(targets, (0, missing), value=IGNORE)
+        weights, keys = (None if t is None else pad(t, (0, missing)) for t in (weights, keys))
     logits = head(rows) if keys is None else head(rows, keys)
-    losses = cross_entropy(logits.to(_wide(rows.dtype)), targets, reduction="none")
+    losses = cross_entropy(logits.to(_wide(rows.dtype)), targets, reduction="none", ignore_index=IGNORE)
     total: Tensor = (losses if weights is None else losses * weights).sum()
     return total
 

@@ -1,4 +1,4 @@
-"""Settings of the libraries that hold host memory in runs on CPUs."""
+"""The allocator's settings in runs on CPUs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,6 @@ import platform
 
 _MMAP_THRESHOLD = -3  # option of mallopt, malloc.h
 _THRESHOLD_BYTES = 1024**2  # a smaller tensor's page faults would cost more than its memory
-
-# oneDNN keeps a compiled product for each shape: about 0.4 MiB, and conversations differ in length. More than a step's
-# number of shapes, far below its default of 1,024.
-_NUM_PRODUCTS = 256
-
-
-def limit_host_memory_() -> None:
-    """Limit what the allocator and the matrix library keep; call it before the first product."""
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_NUM_PRODUCTS))
-    return_freed_memory()
 
 
 def return_freed_memory() -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +51,55 @@ def test_attention_per_document_equals_a_dense_mask_in_float64() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
     for mine, their in zip(gradients(ours, inputs), gradients(theirs, inputs), strict=True):
         torch.testing.assert_close(mine, their, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, None])
+def test_16_bit_attention_on_cpu_equals_float64(lengths: list[list[int]] | None) -> None:
+    inputs = tensors(torch.bfloat16)
+    bounds = None if lengths is None else make_bounds(lengths, "per_document")
+    wide = tuple(t.detach().double().requires_grad_() for t in inputs)
+    ours, exact = attend(*inputs, bounds), dense(*wide, lengths or [[64], [64]])
+    assert torch.isfinite(ours).all()
+    torch.testing.assert_close(ours.double(), exact, rtol=0.02, atol=0.02)
+    for mine, their in zip(gradients(ours, inputs), gradients(exact, wide), strict=True):
+        torch.testing.assert_close(mine.double(), their, rtol=0.05, atol=0.05)
+
+
+_MANY_LENGTHS = """
+import os, random, sys
+import torch
+from torch import nn
+from fctune.models import attention, loss
+
+def resident_mib():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+if sys.argv[1] == "unpadded":
+    attention.CPU_TILE = loss.CPU_TILE = 1
+head = nn.Linear(64, 4096, dtype=torch.bfloat16)
+def step(length):
+    q, k, v = (torch.randn(1, 512, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    attention.attend(q, k, v, attention.make_bounds([[length, 512 - length]], "per_document")).sum().backward()
+    hidden = torch.randn(1, 512, 64, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.where(torch.arange(512) < length, 1, loss.IGNORE)[None]
+    loss.sum_supervised_loss(hidden, head, labels).backward()
+for length in range(64, 449, 64):  # the shapes of every tile
+    step(length)
+before = resident_mib()
+for length in random.Random(0).sample(range(30, 480), 40):
+    step(length)
+print(resident_mib() - before)
+"""
+
+
+def test_16_bit_attention_and_loss_on_cpu_keep_no_memory_for_each_length() -> None:
+    def measure(how: str) -> float:
+        command = [sys.executable, "-c", _MANY_LENGTHS, how]
+        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert measure("padded") < 100
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        assert measure("unpadded") > 200  # otherwise the test does not provoke what padding prevents
 
 
 def test_a_row_without_bounds_is_one_conversation() -> None:

@@ -14,13 +14,13 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs
 _FREE_TENSORS = """
 import json, os, sys
 import torch
-from fctune.training.host_memory import limit_host_memory_
+from fctune.training.host_memory import return_freed_memory
 
 def resident_mib():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 if sys.argv[1] == "limited":
-    limit_host_memory_()
+    return_freed_memory()
 torch.full((24 * 2**20,), 1, dtype=torch.uint8)  # freed at once: glibc takes blocks up to this size from the heap now
 before, kept = resident_mib(), []
 for step in range(12):
