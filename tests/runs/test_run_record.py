@@ -249,9 +249,9 @@ def test_a_hundred_thousand_steps_are_read_and_reported_in_seconds(tmp_path: Pat
     template: dict[str, Any] = next(make_steps(2, 2))
     line = json.dumps(template).replace('"step": 2,', '"step": %d,')
     directory.metrics.write_text("".join(line % step + "\n" for step in range(1, 100_001)))
-    started = time.perf_counter()
+    started = time.process_time()  # not wall time: a loaded machine is no defect
     record = read_run(tmp_path / "run")
     page = make_run_page([record]).render()
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
     assert len(record.metrics.steps) == 100_000
     assert len(page) < 2_000_000

@@ -155,6 +155,7 @@ def test_a_managed_job_whose_node_dies_recovers_and_resumes_at_the_right_step(
     cluster: Cluster, sky: SkyPilot, trial: str
 ) -> None:
     run = cluster.run_files("managed")
+    sky.run("down", "--all", "--yes")  # where an earlier test that should have done so did not run, no node is free
     env_options = list_envs(trial, OUTPUT_DIR="runs/managed", MAX_STEPS="60")
     sky.run("jobs", "launch", "--yes", "--detach-run", "--name", "managed", TASK, *env_options, timeout_s=180)
     saved = wait_until(run.newest_checkpoint, "a checkpoint", 240)

@@ -35,7 +35,7 @@ def run_steps(world: World, model: Path, folder: Path) -> list[dict[str, Any]]:
     config = make_config(model, folder, adapter=None, max_steps=3, validation={"every_n_steps": 2})
     shaped = build_base(config, model, world)
     layout = plan_parallelism(shaped, config, world)
-    prepared = prepare_data(config, model, world)
+    prepared = prepare_data(config, model, None, world)
     gradient_sync = shard_and_load_(shaped, config, model, world, layout)
     loader = build_loader(config, prepared)
     num_steps = count_steps(config, loader, world)

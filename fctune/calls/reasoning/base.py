@@ -41,12 +41,16 @@ class ReasoningFormat(ABC):
 
     Attributes:
         name: The format's name.
+        opening: The mark that opens the reasoning; empty if there are several.
+        first_call: A mark of calls up to which further blocks are reasoning too; empty: there is only one block.
         template_signatures: How a chat template of the family is recognised.
         vllm_parser: Value of vLLM's ``--reasoning-parser`` for the format; None if vLLM has none.
         sglang_parser: The same for SGLang.
     """
 
     name: ClassVar[str]
+    opening: ClassVar[str] = ""
+    first_call: ClassVar[str] = ""
     template_signatures: ClassVar[tuple[TemplateSignature, ...]] = ()
     vllm_parser: ClassVar[str | None] = None
     sglang_parser: ClassVar[str | None] = None
@@ -76,12 +80,9 @@ class TaggedReasoning(ReasoningFormat):
     to the answer, as a call may quote them, unless the family's servers read further blocks.
     """
 
-    _open: ClassVar[str]
     _close: ClassVar[str]
     _label: ClassVar[str] = ""
     """Follows the opening tag and is no part of the reasoning."""
-    _first_call: ClassVar[str] = ""
-    """Blocks up to this mark of a call are reasoning too; empty: there is only one block."""
 
     def split(self, text: str, is_open: bool | None = None) -> Reasoning | None:
         """Find the reasoning in the text; see ``ReasoningFormat.split``.
@@ -90,23 +91,23 @@ class TaggedReasoning(ReasoningFormat):
         """
         end = find_content_end(text)
         start = _skip_space(text, 0, end)
-        if is_open is None and not text.startswith(self._open, start):
+        if is_open is None and not text.startswith(self.opening, start):
             is_open = text.find(f"\n{self._close}", 0, end) >= 0
-        opened = 0 if is_open or text.startswith((self._open, self._close), start) else -1
+        opened = 0 if is_open or text.startswith((self.opening, self._close), start) else -1
         bodies: list[str] = []
         spans: list[tuple[int, int]] = []
         position, limit, is_closed = start, -1, True
         while True:
-            if opened < 0 and self._first_call:
+            if opened < 0 and self.first_call:
                 if limit < position:
-                    limit = text.find(self._first_call, position, end)
+                    limit = text.find(self.first_call, position, end)
                     limit = end if limit < 0 else limit
-                opened = text.find(self._open, position, limit)
+                opened = text.find(self.opening, position, limit)
             if opened < 0:
                 break
             body, closed = self._find_body(text, opened, end)
             is_closed = closed >= 0
-            bodies.append(text[body : closed if is_closed else end].replace(self._open, "").strip())
+            bodies.append(text[body : closed if is_closed else end].replace(self.opening, "").strip())
             position = self._skip_closings(text, closed, end) if is_closed else end
             spans.append((opened, position))
             opened = -1
@@ -115,7 +116,7 @@ class TaggedReasoning(ReasoningFormat):
     def _find_body(self, text: str, opened: int, end: int) -> tuple[int, int]:
         """Return where the block's reasoning starts, and the position of its closing tag or -1."""
         body = _skip_space(text, opened, end)
-        body = body + len(self._open) if text.startswith(self._open, body) else opened
+        body = body + len(self.opening) if text.startswith(self.opening, body) else opened
         if self._label and text.startswith(self._label, body):
             body += len(self._label)
         return body, text.find(self._close, body, end)
@@ -130,7 +131,7 @@ class TaggedReasoning(ReasoningFormat):
         """Return True if the prompt ends with the opening tag."""
         prompt = prompt.rstrip()
         label = self._label.rstrip()
-        return prompt.endswith(self._open) or bool(label and prompt.removesuffix(label).endswith(self._open))
+        return prompt.endswith(self.opening) or bool(label and prompt.removesuffix(label).endswith(self.opening))
 
 
 def _skip_space(text: str, start: int, end: int) -> int:

@@ -12,7 +12,7 @@ class Cohere(TaggedReasoning):
     name = "cohere"
     template_signatures = (TemplateSignature(("<|START_THINKING|>",)),)
     vllm_parser = "cohere_command3"
-    _open = "<|START_THINKING|>"
+    opening = "<|START_THINKING|>"
     _close = "<|END_THINKING|>"
 
 

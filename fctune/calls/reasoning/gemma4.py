@@ -16,13 +16,13 @@ class Gemma4(TaggedReasoning):
     )
     vllm_parser = "gemma4"
     sglang_parser = "gemma4"
-    _open = "<|channel>"
+    opening = "<|channel>"
     _close = "<channel|>"
     _label = "thought\n"
-    _first_call = "<|tool_call>"
+    first_call = "<|tool_call>"
 
     def split(self, text: str, is_open: bool | None = None) -> Reasoning | None:
         """Find the reasoning; the opening mark may be missing, in which case its label or the closing mark tells."""
-        before_calls = text.partition(self._first_call)[0]
+        before_calls = text.partition(self.first_call)[0]
         has_mark = self._close in before_calls or text.startswith(self._label)
-        return super().split(text, is_open or (has_mark and self._open not in before_calls))
+        return super().split(text, is_open or (has_mark and self.opening not in before_calls))

@@ -13,6 +13,6 @@ class Mistral(TaggedReasoning):
     template_signatures = (TemplateSignature(("[THINK]",)),)
     vllm_parser = "mistral"
     sglang_parser = "mistral"
-    _open = "[THINK]"
+    opening = "[THINK]"
     _close = "[/THINK]"
-    _first_call = "[TOOL_CALLS]"
+    first_call = "[TOOL_CALLS]"

@@ -49,7 +49,7 @@ def find_reasoning(text: str) -> Reasoning | None:
 # One format for each opening mark; of several, one that reads a single block.
 _DISTINCT = tuple(
     {
-        getattr(found, "_open", found.name): found
-        for found in sorted(REASONING_FORMATS.values(), key=lambda found: not getattr(found, "_first_call", ""))
+        found.opening or found.name: found
+        for found in sorted(REASONING_FORMATS.values(), key=lambda found: not found.first_call)
     }.values()
 )

@@ -17,7 +17,7 @@ class Think(TaggedReasoning):
     template_signatures: ClassVar[tuple[TemplateSignature, ...]] = (TemplateSignature((_OPEN,), priority=-1),)
     vllm_parser: ClassVar[str | None] = "deepseek_r1"
     sglang_parser: ClassVar[str | None] = "deepseek-r1"
-    _open = _OPEN
+    opening = _OPEN
     _close = _CLOSE
 
 
@@ -49,7 +49,7 @@ class Glm(Think):
     template_signatures = (TemplateSignature((_OPEN, "[gMASK]"), priority=1),)
     vllm_parser = "glm45"
     sglang_parser = "glm45"
-    _first_call = "<tool_call>"
+    first_call = "<tool_call>"
 
 
 class DeepSeekR1(Think):
@@ -112,5 +112,5 @@ class SeedOss(TaggedReasoning):
     name = "seed_oss"
     template_signatures = (TemplateSignature(("<seed:think>",), priority=1),)
     vllm_parser = "seed_oss"
-    _open = "<seed:think>"
+    opening = "<seed:think>"
     _close = "</seed:think>"
