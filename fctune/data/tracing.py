@@ -263,6 +263,14 @@ _MAX_POWER = 64
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {"*": operator.mul, "**": operator.pow}
 _OPENED = "fctune_opened"  # template variable: the loops that are at a message
 _NOT_KEYS = frozenset(dir(dict))
+# Attributes that the sandbox allows in any case, and that templates read most; its check takes longer than the reading.
+_READS = frozenset({"get", "items", "keys", "values"})
+_SAFE_ATTRIBUTES: dict[type, frozenset[str]] = {
+    dict: _READS,
+    _IndexedMessage: _READS,
+    str: frozenset({"endswith", "lstrip", "rstrip", "split", "startswith", "strip"}),
+    jinja2.runtime.LoopContext: frozenset({"first", "index", "index0", "last", "length", "nextitem", "previtem"}),
+}
 # What every rendering sets, and the functions of transformers' environment.
 _INPUTS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 
@@ -271,6 +279,8 @@ def _get_attribute(environment: jinja2.Environment, fallback: Callable[[Any, str
     """Return ``value.name`` in a template; keys of messages and tools need no check by the sandbox."""
     if type(value) in (dict, _IndexedMessage) and name not in _NOT_KEYS:
         return value[name] if name in value else environment.undefined(obj=value, name=name)
+    if name in _SAFE_ATTRIBUTES.get(type(value), ()):
+        return getattr(value, name)
     return fallback(value, name)
 
 
