@@ -60,7 +60,6 @@ def test_attributes_and_modules_are_looked_up_in_named_places_only() -> None:
     assert found == {
         ("calls/bfcl/multi_turn.py", "getattr"),
         ("calls/bfcl/multi_turn.py", "import_module"),
-        ("calls/formats/registry.py", "import_module"),
-        ("calls/reasoning/registry.py", "import_module"),
+        ("calls/discovery.py", "import_module"),
         ("data/sources/row_formats/registry.py", "import_module"),
     }

@@ -146,21 +146,19 @@ class ParseState(ForwardSearch):
         return Parsed(tuple(self.calls), tuple(self.malformed), "".join(self.prose).strip(), tuple(self.spans))
 
 
-class CallFormat(ABC):
-    """One syntax of calls in text, in both directions.
+class TemplateFormat(ABC):
+    """A syntax that chat templates write and servers parse.
 
     A subclass with a ``name`` is a format; one without is a base of several.
 
     Attributes:
         name: The format's name in configs and on command lines.
-        aliases: Model families and datasets that write the format, accepted in place of its name.
         template_signatures: How a chat template that writes the format is recognised.
-        vllm_parser: Value of vLLM's ``--tool-call-parser`` for the format; None if vLLM cannot read it.
+        vllm_parser: Name of vLLM's parser for the format, as on its command line; None if vLLM cannot read it.
         sglang_parser: The same for SGLang.
     """
 
     name: ClassVar[str]
-    aliases: ClassVar[tuple[str, ...]] = ()
     template_signatures: ClassVar[tuple[TemplateSignature, ...]] = ()
     vllm_parser: ClassVar[str | None] = None
     sglang_parser: ClassVar[str | None] = None
@@ -168,6 +166,16 @@ class CallFormat(ABC):
     def get_server_parser(self, server: Server) -> str | None:
         """Return the name of a server's parser for the format; None if it has none."""
         return self.vllm_parser if server == "vllm" else self.sglang_parser
+
+
+class CallFormat(TemplateFormat):
+    """One syntax of calls in text, in both directions; servers' parsers are those of ``--tool-call-parser``.
+
+    Attributes:
+        aliases: Model families and datasets that write the format, accepted in place of its name.
+    """
+
+    aliases: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:

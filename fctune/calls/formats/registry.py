@@ -6,32 +6,18 @@ The formats are found in the modules of this package; nothing about any one of t
 from __future__ import annotations
 
 import difflib
-import pkgutil
 import re
-from importlib import import_module
 
 from fctune.calls import formats
+from fctune.calls.discovery import find_formats, match_signature, sort_signatures
 from fctune.calls.formats.base import CallFormat
 from fctune.errors import ConfigError, DataError
 
-
-def _find_formats() -> dict[str, CallFormat]:
-    for module in pkgutil.iter_modules(formats.__path__):
-        import_module(f"{formats.__name__}.{module.name}")
-    classes: list[type[CallFormat]] = CallFormat.__subclasses__()
-    for base in classes:
-        classes.extend(base.__subclasses__())
-    return {cls.name: cls() for cls in sorted((c for c in classes if hasattr(c, "name")), key=lambda c: c.name)}
-
-
 _DECLARED = re.compile(r"\{#-?\s*call_format:\s*([\w.\-]+)")
 
-FORMATS = _find_formats()
+FORMATS: dict[str, CallFormat] = find_formats(formats, CallFormat)  # type: ignore[type-abstract]
 _ALIASES = {alias: found.name for found in FORMATS.values() for alias in found.aliases}
-_SIGNATURES = sorted(
-    ((signature, found) for found in FORMATS.values() for signature in found.template_signatures),
-    key=lambda entry: -entry[0].priority,
-)
+_SIGNATURES = sort_signatures(FORMATS)
 
 
 def get_format(name: str) -> CallFormat:
@@ -66,9 +52,9 @@ def detect_format(chat_template: str) -> CallFormat:
             return get_format(declared[1])
         except ConfigError as error:
             raise DataError(f"chat template: its comment call_format names no format. {error}") from None
-    for signature, found in _SIGNATURES:
-        if all(mark in chat_template for mark in signature.marks):
-            return found
+    found = match_signature(_SIGNATURES, chat_template)
+    if found is not None:
+        return found
     raise DataError(
         f"chat template of {len(chat_template):,} characters: matches no known call format.\n"
         f"  Name the format: --format NAME, one of {', '.join(FORMATS)}; or start the template with the comment "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import ClassVar, NamedTuple
 
-from fctune.calls.formats.base import Server, TemplateSignature, find_content_end
+from fctune.calls.formats.base import TemplateFormat, find_content_end
 
 
 class Reasoning(NamedTuple):
@@ -34,30 +34,16 @@ class Reasoning(NamedTuple):
         return "".join([*parts, text[position:]])
 
 
-class ReasoningFormat(ABC):
-    """The marks around the reasoning of a family of models.
-
-    A subclass with a ``name`` is a format; one without is a base of several.
+class ReasoningFormat(TemplateFormat):
+    """The marks around the reasoning of a family of models; servers' parsers are those of ``--reasoning-parser``.
 
     Attributes:
-        name: The format's name.
         opening: The mark that opens the reasoning; empty if there are several.
         first_call: A mark of calls up to which further blocks are reasoning too; empty: there is only one block.
-        template_signatures: How a chat template of the family is recognised.
-        vllm_parser: Value of vLLM's ``--reasoning-parser`` for the format; None if vLLM has none.
-        sglang_parser: The same for SGLang.
     """
 
-    name: ClassVar[str]
     opening: ClassVar[str] = ""
     first_call: ClassVar[str] = ""
-    template_signatures: ClassVar[tuple[TemplateSignature, ...]] = ()
-    vllm_parser: ClassVar[str | None] = None
-    sglang_parser: ClassVar[str | None] = None
-
-    def get_server_parser(self, server: Server) -> str | None:
-        """Return the name of a server's reasoning parser for the format; None if it has none."""
-        return self.vllm_parser if server == "vllm" else self.sglang_parser
 
     @abstractmethod
     def split(self, text: str, is_open: bool | None = None) -> Reasoning | None:

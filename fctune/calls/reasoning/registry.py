@@ -5,36 +5,17 @@ The formats are found in the modules of this package; nothing about any one of t
 
 from __future__ import annotations
 
-import pkgutil
-from importlib import import_module
-
 from fctune.calls import reasoning
+from fctune.calls.discovery import find_formats, match_signature, sort_signatures
 from fctune.calls.reasoning.base import Reasoning, ReasoningFormat
 
-
-def _find_formats() -> dict[str, ReasoningFormat]:
-    for module in pkgutil.iter_modules(reasoning.__path__):
-        if module.name != "registry":
-            import_module(f"{reasoning.__name__}.{module.name}")
-    classes: list[type[ReasoningFormat]] = ReasoningFormat.__subclasses__()
-    for base in classes:
-        classes.extend(base.__subclasses__())
-    return {cls.name: cls() for cls in sorted((c for c in classes if hasattr(c, "name")), key=lambda c: c.name)}
-
-
-REASONING_FORMATS = _find_formats()
-_SIGNATURES = sorted(
-    ((signature, found) for found in REASONING_FORMATS.values() for signature in found.template_signatures),
-    key=lambda entry: -entry[0].priority,
-)
+REASONING_FORMATS: dict[str, ReasoningFormat] = find_formats(reasoning, ReasoningFormat)  # type: ignore[type-abstract]
+_SIGNATURES = sort_signatures(REASONING_FORMATS)
 
 
 def detect_reasoning(chat_template: str) -> ReasoningFormat | None:
     """Return the format in which a chat template writes reasoning; None if it writes none."""
-    for signature, found in _SIGNATURES:
-        if all(mark in chat_template for mark in signature.marks):
-            return found
-    return None
+    return match_signature(_SIGNATURES, chat_template)
 
 
 def find_reasoning(text: str) -> Reasoning | None:
