@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from fctune.calls.formats.base import CallFormat, Malformed, ParseState, TemplateSignature
+from fctune.calls.formats.base import ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json, require_name
+from fctune.calls.formats.section_calls import SectionFormat
 from fctune.data.conversation import Call, Tool
 from fctune.parsing.json_reader import ParseError, read_json, skip_space
 
@@ -21,7 +22,7 @@ _ANY_HEAD = re.compile(
 _ANY_TAIL = re.compile(r"\s*(?:```)?\s*(?:<｜tool▁call▁end｜>)?")
 
 
-class DeepSeekV31(CallFormat):
+class DeepSeekV31(SectionFormat):
     """``<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>``, all calls between one pair of marks.
 
     The chat template of DeepSeek-V3.1.
@@ -31,6 +32,7 @@ class DeepSeekV31(CallFormat):
     template_signatures = (TemplateSignature((_OPEN,)),)
     vllm_parser = "deepseek_v31"
     sglang_parser = "deepseekv31"
+    _opening, _closing, _call_opening = _OPEN, _CLOSE, _CALL
     _separator = ""
     _head = re.compile(rf"\s*+{_NAME_GROUP}<｜tool▁sep｜>")
     _tail = re.compile(r"\s*<｜tool▁call▁end｜>")
@@ -43,38 +45,8 @@ class DeepSeekV31(CallFormat):
         name, arguments = require_name(call.name, _NAME), dump_json(call.arguments, call.name)
         return f"{_CALL}{name}{_SEPARATOR}{arguments}{_CALL_END}"
 
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
-        position = start
-        is_open = False
-        outer = -1
-        while (opened := state.find(_CALL, position)) >= 0:
-            begun = state.find(_OPEN, position)
-            if 0 <= begun < opened:
-                state.skip(begun, begun + len(_OPEN))
-                outer, is_open = begun, True
-            following = state.find(_CALL, opened + len(_CALL))
-            try:
-                call, end = self._read_call(state.text, opened + len(_CALL), lenient)
-                if not is_open and not lenient:
-                    raise ParseError(f"not opened by {_OPEN}", opened)
-                state.add_calls([call], opened, end)
-            except ParseError as error:
-                closed = state.find(_CALL_END, max(error.position, opened))
-                end = following if following >= 0 else state.end
-                end = closed + len(_CALL_END) if 0 <= closed < end else end
-                state.add_malformed(opened, end, error.reason)
-            position = end
-            closing = skip_space(state.text, end)
-            if state.text.startswith(_CLOSE, closing):
-                position, is_open = closing + len(_CLOSE), False
-                state.skip(closing, position)
-        if (begun := state.find(_OPEN, position)) >= 0:
-            state.add_malformed(begun, state.end, "no call after the mark")
-        if is_open and not lenient:
-            # The span is that of the mark, because the calls after it are recorded already.
-            state.malformed.append(Malformed(outer, outer + len(_OPEN), f"not closed by {_CLOSE}"))
-
-    def _read_call(self, text: str, start: int, lenient: bool) -> tuple[Call, int]:
+    def _read_call(self, state: ParseState, opened: int, is_inside: bool, lenient: bool) -> tuple[Call, int]:
+        text, start = state.text, opened + len(_CALL)
         head = (_ANY_HEAD if lenient else self._head).match(text, start)
         if head is None:
             raise ParseError("expected a function name", start)
@@ -84,7 +56,15 @@ class DeepSeekV31(CallFormat):
             raise ParseError("the arguments are not an object", head.end())
         if tail is None:
             raise ParseError(f"not closed by {_CALL_END}", end)
+        if not is_inside and not lenient:
+            raise ParseError(f"not opened by {_OPEN}", opened)
         return Call(head[1].strip(), arguments), tail.end()
+
+    def _find_malformed_end(self, state: ParseState, opened: int, error_position: int) -> int:
+        following = state.find(_CALL, opened + len(_CALL))
+        closed = state.find(_CALL_END, max(error_position, opened))
+        end = following if following >= 0 else state.end
+        return closed + len(_CALL_END) if 0 <= closed < end else end
 
 
 class DeepSeekV3(DeepSeekV31):

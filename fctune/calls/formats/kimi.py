@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from fctune.calls.formats.base import CallFormat, Malformed, ParseState, TemplateSignature
+from fctune.calls.formats.base import ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json, require_name
+from fctune.calls.formats.section_calls import SectionFormat
 from fctune.data.conversation import Call, Tool
 from fctune.parsing.json_reader import ParseError, read_json, skip_space
 
@@ -17,7 +18,7 @@ _HEAD = re.compile(r"functions\.([^\s<>:|]++):[0-9]++<\|tool_call_argument_begin
 _ANY_HEAD = re.compile(r"\s*+(?:functions\.)?([^\s<>:|]++):[0-9]++\s*+<\|tool_call_argument_begin\|>")
 
 
-class KimiK2(CallFormat):
+class KimiK2(SectionFormat):
     """``<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>``, all in one section.
 
     The chat template of Kimi-K2-Thinking, and docs/tool_call_guidance.md beside Kimi-K2-Instruct. The number counts
@@ -29,6 +30,7 @@ class KimiK2(CallFormat):
     template_signatures = (TemplateSignature((_OPEN,)), TemplateSignature((_CALL, _ARGUMENTS)))
     vllm_parser = "kimi_k2"
     sglang_parser = "kimi_k2"
+    _opening, _closing, _call_opening = _OPEN, _CLOSE, _CALL
 
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
         """Return all calls between one pair of marks, numbered from 0."""
@@ -38,34 +40,10 @@ class KimiK2(CallFormat):
         name, arguments = require_name(call.name, _NAME), dump_json(call.arguments, call.name)
         return f"{_CALL}functions.{name}:{number}{_ARGUMENTS}{arguments}{_CALL_END}"
 
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
-        position, outer = start, -1
-        is_open = was_open = False
-        while (opened := state.find(_CALL, position)) >= 0:
-            begun = state.find(_OPEN, position)
-            if 0 <= begun < opened:
-                state.skip(begun, begun + len(_OPEN))
-                outer, is_open, was_open = begun, True, True
-            try:
-                if not (was_open if lenient else is_open):
-                    raise ParseError(f"not opened by {_OPEN}", opened)
-                call, position = self._read_call(state, opened + len(_CALL), lenient)
-                state.add_calls([call], opened, position)
-            except ParseError as error:
-                position = self._find_malformed_end(state, opened, error.position)
-                state.add_malformed(opened, position, error.reason)
-            closing = skip_space(state.text, position)
-            if state.text.startswith(_CLOSE, closing):
-                position, is_open = closing + len(_CLOSE), False
-                state.skip(closing, position)
-        if (begun := state.find(_OPEN, position)) >= 0:
-            state.add_malformed(begun, state.end, "no call after the mark")
-        if is_open and not lenient:
-            # The span is that of the mark, because the calls after it are recorded already.
-            state.malformed.append(Malformed(outer, outer + len(_OPEN), f"not closed by {_CLOSE}"))
-
-    def _read_call(self, state: ParseState, start: int, lenient: bool) -> tuple[Call, int]:
-        text = state.text
+    def _read_call(self, state: ParseState, opened: int, is_inside: bool, lenient: bool) -> tuple[Call, int]:
+        if not is_inside:
+            raise ParseError(f"not opened by {_OPEN}", opened)
+        text, start = state.text, opened + len(_CALL)
         head = (_ANY_HEAD if lenient else _HEAD).match(text, start, state.end)
         if head is None:
             raise ParseError(f"expected functions.NAME:NUMBER and {_ARGUMENTS}", start)
@@ -83,7 +61,6 @@ class KimiK2(CallFormat):
         raise ParseError(f"not closed by {_CALL_END}", end)
 
     def _find_malformed_end(self, state: ParseState, opened: int, error_position: int) -> int:
-        """Return the position after the call's closing mark, or of the mark that follows without it."""
         marks = ((_CALL, opened + len(_CALL)), (_CLOSE, max(error_position, opened)))
         end = min((at for mark, start in marks if (at := state.find(mark, start)) >= 0), default=state.end)
         closed = state.find(_CALL_END, max(error_position, opened))
