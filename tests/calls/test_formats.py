@@ -303,8 +303,8 @@ class Shout(CallFormat):
     def render(self, calls, tools=()):
         return "".join(f"CALL!{json.dumps([call.name, call.arguments])}" for call in calls)
 
-    def _read(self, state, start, tools, lenient):
-        for piece in state.text[start:state.end].split("CALL!")[1:]:
+    def _read(self, state, tools, lenient):
+        for piece in state.text[:state.end].split("CALL!")[1:]:
             end = state.find(piece, state.position) + len(piece)
             state.add_calls([Call(*json.loads(piece))], end - len(piece) - 5, end)
 """

@@ -203,7 +203,7 @@ class CallFormat(TemplateFormat):
                 objects that call tools on offer, bare or in a code fence. Otherwise only the exact format is read.
         """
         state = ParseState(text, find_content_end(text))
-        self._read(state, 0, tools, lenient)
+        self._read(state, tools, lenient)
         if lenient and tools and not state.calls and not state.malformed:
             names = {tool.name for tool in tools}
             for found in find_bare_calls(text[: state.end], state.position, names):
@@ -220,8 +220,8 @@ class CallFormat(TemplateFormat):
         return bool(strict.calls) and not strict.malformed and not strict.prose
 
     @abstractmethod
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
-        """Add every call and malformed span of ``state.text[start:state.end]`` to the state."""
+    def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
+        """Add every call and malformed span of ``state.text[:state.end]`` to the state."""
 
 
 def find_content_end(text: str) -> int:

@@ -61,8 +61,8 @@ class _GemmaFormat(CallFormat):
             raise DataError(f"{name}: an argument contains {self._quote}, which ends strings in this format.")
         return f"{self._quote}{text}{self._quote}"
 
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
-        position = start
+    def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
+        position = 0
         while (opened := state.find(self._open, position)) >= 0:
             body = opened + len(self._open)
             ends = [at for at in (state.find(self._close, body), state.find(self._open, body)) if at >= 0]

@@ -34,8 +34,8 @@ class Glaive(CallFormat):
             for call in calls
         )
 
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
-        position = start
+    def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
+        position = 0
         while (opened := state.find(_MARK, position)) >= 0:
             body = opened + len(_MARK)
             following = state.find(_MARK, body)

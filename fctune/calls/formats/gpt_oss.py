@@ -36,8 +36,8 @@ class GptOss(CallFormat):
         name, arguments = require_name(call.name, _NAME), dump_json(call.arguments, call.name)
         return f"{_START}assistant to=functions.{name}{_CHANNEL}commentary json{_MESSAGE}{arguments}<|call|>"
 
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
-        position = start
+    def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
+        position = 0
         while (marked := state.find(_MESSAGE, position)) >= 0:
             header = self._find_header(state, position, marked)
             recipient = _RECIPIENT.search(state.text, header, marked)

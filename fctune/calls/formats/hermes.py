@@ -31,8 +31,8 @@ class Hermes(CallFormat):
         """Return the blocks, one under another."""
         return "\n".join(f"{_OPEN}\n{dump_json(to_object(call), call.name)}\n{_CLOSE}" for call in calls)
 
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
-        position = start
+    def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
+        position = 0
         while (opened := state.find(_OPEN, position)) >= 0:
             position = self._read_block(state, opened, lenient)
 

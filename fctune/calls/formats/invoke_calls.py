@@ -91,8 +91,8 @@ class InvokeFormat(CallFormat):
             and text.count(self._tags.invoke_end) == len(strict.calls)
         )
 
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
-        self._read_invokes(state, start, tools, lenient)
+    def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
+        self._read_invokes(state, 0, tools, lenient)
 
     def _read_invokes(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
         """Add all calls of ``text[start:state.end]``."""

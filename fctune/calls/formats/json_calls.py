@@ -61,26 +61,24 @@ def to_object(call: Call, key: str = "arguments", has_id: bool = False) -> dict[
 
 def read_objects(
     state: ParseState,
-    start: int,
     key: str,
     mark: str = "",
     convert: Convert = to_call,
     call_start: Pattern = CALL_START,
 ) -> None:
-    """Add all objects that look like calls in ``text[start:]``, wherever they are.
+    """Add all objects that look like calls, wherever they are in the text.
 
     Serving engines read like this: they take calls out of prose, lists and code fences.
 
     Args:
         state: The text, and where to add the calls.
-        start: Where to begin.
         key: The format's key for the arguments.
         mark: The mark that the format writes before its calls; if it occurs without a call, the rest is malformed.
         convert: Makes a call of an object.
         call_start: Matches the beginning of an object that looks like a call.
     """
-    position = start
-    opened = find_mark(state, mark, start, call_start, lambda at: read_json(state.text, at, lenient=True)[1])
+    position = 0
+    opened = find_mark(state, mark, call_start, lambda at: read_json(state.text, at, lenient=True)[1])
     if opened >= 0:
         position = opened + len(mark)
         state.skip(opened, position)
@@ -101,21 +99,20 @@ def read_objects(
             state.add_malformed(found.start(), position, call)
         else:
             state.add_list_item(call, found.start(), position)
-    state.require_call(mark, start)
+    state.require_call(mark, 0)
 
 
-def find_mark(state: ParseState, mark: str, start: int, call_start: re.Pattern[str], read: Callable[[int], int]) -> int:
+def find_mark(state: ParseState, mark: str, call_start: re.Pattern[str], read: Callable[[int], int]) -> int:
     """Return the position of the mark before the calls, or -1; a mark within a string of a call does not count.
 
     Args:
         state: The text.
         mark: The mark; empty if the format has none.
-        start: Where to begin.
         call_start: Matches the beginning of a call.
         read: Reads the call at a position and returns the position after it, or raises ``ParseError``.
     """
-    opened = state.find(mark, start) if mark else -1
-    position = start
+    opened = state.find(mark, 0) if mark else -1
+    position = 0
     while position < opened and (found := call_start.search(state.text, position, opened)) is not None:
         try:
             position = read(found.start())
@@ -192,16 +189,16 @@ class MarkedListFormat(CallFormat):
         """Return the call that an item of the list describes, or the reason why it describes none."""
         return to_call(value, key, lenient)
 
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
+    def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
         if lenient:
-            self._read_objects(state, start)
-        elif (opened := state.find(self._mark, start)) >= 0:
+            self._read_objects(state)
+        elif (opened := state.find(self._mark, 0)) >= 0:
             begun = opened + len(self._mark.removesuffix("["))
             end = read_list(state, opened, begun, self._arguments_key, self._to_call, self._closing)
             if (again := state.find(self._mark, end)) >= 0:
                 state.add_malformed(again, state.end, "a second list of calls")
 
-    def _read_objects(self, state: ParseState, start: int) -> None:
-        read_objects(state, start, self._arguments_key, self._mark, self._to_call, self._call_start)
+    def _read_objects(self, state: ParseState) -> None:
+        read_objects(state, self._arguments_key, self._mark, self._to_call, self._call_start)
         if self._closing and (ended := state.find(self._closing, state.position)) >= 0:
             state.skip(ended, ended + len(self._closing))

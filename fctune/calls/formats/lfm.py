@@ -28,9 +28,9 @@ class Lfm(CallFormat):
         """Return one list of all calls between the marks."""
         return f"{_OPEN}[{', '.join(map(render_python_call, calls))}]{_CLOSE}" if calls else ""
 
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
+    def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
         reader = PythonReader(state.text[: state.end], has_json_constants=True, lenient=lenient)
-        position = start
+        position = 0
         while (opened := state.find(_OPEN, position)) >= 0:
             body = opened + len(_OPEN)
             following, closed = state.find(_OPEN, body), state.find(_CLOSE, body)
@@ -51,4 +51,4 @@ class Lfm(CallFormat):
                 position = state.choose_restart(position, error.position)
                 state.add_malformed(opened, position, error.reason)
         if lenient and not state.calls and not state.malformed:
-            read_python_calls(state, start)
+            read_python_calls(state)

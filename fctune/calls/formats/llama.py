@@ -32,12 +32,12 @@ class LlamaJson(CallFormat):
         """Return the objects, joined by a semicolon; the official template writes only one."""
         return "; ".join(dump_json(to_object(call, "parameters"), call.name) for call in calls)
 
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
+    def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
         text = state.text
         if lenient:
-            read_objects(state, start, "parameters", self._mark)
+            read_objects(state, "parameters", self._mark)
             return
-        opened = position = skip_space(text, start)
+        opened = position = skip_space(text, 0)
         if text.startswith(self._mark, opened):
             position = skip_space(text, opened + len(self._mark))
         elif not CALL_START.match(text, opened, state.end):

@@ -60,8 +60,8 @@ class MistralV11(CallFormat):
         call_id = f"{_ID}{call.id}" if self._has_id and call.id is not None else ""
         return f"{_MARK}{require_name(call.name, _NAME)}{call_id}{_ARGUMENTS}{dump_json(call.arguments, call.name)}"
 
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
-        position = start
+    def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
+        position = 0
         while (opened := state.find(_MARK, position)) >= 0:
             following = state.find(_MARK, opened + len(_MARK))
             try:

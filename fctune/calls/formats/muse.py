@@ -63,10 +63,10 @@ class Muse(InvokeFormat):
             return read_value(text, schema)
         return value if isinstance(value, str) else read_value(text, schema)
 
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
-        position = start
-        if lenient and state.find(_MESSAGE, start) < 0:
-            self._read_invokes(state, start, tools, lenient)
+    def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
+        position = 0
+        if lenient and state.find(_MESSAGE, 0) < 0:
+            self._read_invokes(state, 0, tools, lenient)
             return
         while (marked := state.find(_MESSAGE, position)) >= 0:
             header, recipient = _find_header(state.text, position, marked)

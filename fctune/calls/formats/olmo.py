@@ -37,9 +37,9 @@ class Olmo3(CallFormat):
     def _render_call(self, call: Call) -> str:
         return render_python_call(call, lambda value: dump_json(value, call.name))
 
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
+    def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
         reader = PythonReader(state.text[: state.end], has_json_constants=True, lenient=lenient)
-        position = start
+        position = 0
         while (opened := state.find(self._opening, position)) >= 0:
             body = opened + len(self._opening)
             try:
@@ -48,7 +48,7 @@ class Olmo3(CallFormat):
             except ParseError as error:
                 position = self._read_other(state, reader, opened, error, tools, lenient)
         if lenient and not state.calls and not state.malformed:
-            read_python_calls(state, start)
+            read_python_calls(state)
 
     def _read_lines(
         self, state: ParseState, reader: PythonReader, position: int, lenient: bool

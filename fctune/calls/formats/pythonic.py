@@ -43,12 +43,12 @@ class Pythonic(CallFormat):
         """Return one list of all calls."""
         return f"[{', '.join(map(render_python_call, calls))}]" if calls else ""
 
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
+    def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
         if lenient:
-            read_python_calls(state, start)
+            read_python_calls(state)
             return
         reader = PythonReader(state.text[: state.end])
-        opened = body = skip_space(state, start)
+        opened = body = skip_space(state, 0)
         mark = next((mark for mark in _MARKS if state.text.startswith(mark, opened)), "")
         body = skip_space(state, opened + len(mark))
         if not mark and not _LIST_START.match(state.text, body, state.end):
@@ -85,15 +85,15 @@ def render_python_call(call: Call, write: Callable[[Any], str] = repr) -> str:
     return f"{call.name}({', '.join([*plain, *([f'**{write(others)}'] if others else [])])})"
 
 
-def read_python_calls(state: ParseState, start: int) -> None:
-    """Add every call in ``text[start:]``, in a list or alone, as the leaderboard decodes them.
+def read_python_calls(state: ParseState) -> None:
+    """Add every call in the text, in a list or alone, as the leaderboard decodes them.
 
     If there is none, add calls written as JSON.
     """
     reader = PythonReader(state.text[: state.end], lenient=True)
-    position = start
-    mark = next((mark for mark in _MARKS if state.find(mark, start) >= 0), "")
-    opened = find_mark(state, mark, start, CALL_START, lambda at: reader.read_call(at)[1])
+    position = 0
+    mark = next((mark for mark in _MARKS if state.find(mark, 0) >= 0), "")
+    opened = find_mark(state, mark, CALL_START, lambda at: reader.read_call(at)[1])
     if opened >= 0:
         position = opened + len(mark)
         state.skip(opened, position)
@@ -105,7 +105,7 @@ def read_python_calls(state: ParseState, start: int) -> None:
             position = max(error.position, found.end())
             state.add_malformed(found.start(), position, error.reason)
     if not state.calls and not state.malformed:
-        read_objects(state, start, "arguments", mark)
+        read_objects(state, "arguments", mark)
     elif (ended := state.find(_END, state.position)) >= 0:
         state.skip(ended, ended + len(_END))
 

@@ -18,8 +18,8 @@ class SectionFormat(CallFormat):
     _closing: ClassVar[str]
     _call_opening: ClassVar[str]
 
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
-        position, section = start, -1
+    def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
+        position, section = 0, -1
         is_open = was_open = False
         while (opened := state.find(self._call_opening, position)) >= 0:
             begun = state.find(self._opening, position)

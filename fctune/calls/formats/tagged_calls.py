@@ -39,8 +39,8 @@ class TaggedFormat(CallFormat):
     def _render_call(self, call: Call, tools: Sequence[Tool]) -> str:
         """Return the block of one call."""
 
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
-        position = start
+    def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
+        position = 0
         while (opened := self._find_call(state, position, lenient)) >= 0:
             try:
                 call, position = self._read_call(state, opened, tools, lenient)

@@ -25,11 +25,11 @@ class Xlam(CallFormat):
         """Return one list of all calls."""
         return dump_json([to_object(call) for call in calls], calls[0].name) if calls else ""
 
-    def _read(self, state: ParseState, start: int, tools: Sequence[Tool], lenient: bool) -> None:
+    def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
         if lenient:
-            read_objects(state, start, "arguments")
+            read_objects(state, "arguments")
             return
-        start = skip_space(state.text, start)
+        start = skip_space(state.text, 0)
         if not state.text.startswith("[", start):
             return
         first = skip_space(state.text, start + 1)
