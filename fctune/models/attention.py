@@ -106,7 +106,7 @@ def attend(
         length = q.shape[1]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if q.device.type == "cpu":
-            q, k, v = (_pad_to_tile(t) for t in (q, _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])))
+            q, k, v = (_repeat_heads(_pad_to_tile(t), q.shape[1]) for t in (q, k, v))
         attended = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
         return attended[:, :, :length].transpose(1, 2)
     if bounds.kernel == "varlen":
@@ -135,8 +135,8 @@ def attend_per_document(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[
     out = torch.empty_like(q)
     lse = _empty_lse(q)
     for index in _document_slices(ends, q.shape[2]):
-        keys, values = _repeat_heads(k[index], q.shape[1]), _repeat_heads(v[index], q.shape[1])
-        found, sums = _FLASH(_pad_to_tile(q[index]), _pad_to_tile(keys), _pad_to_tile(values), 0.0, True)
+        queries, keys, values = (_repeat_heads(_pad_to_tile(t[index]), q.shape[1]) for t in (q, k, v))
+        found, sums = _FLASH(queries, keys, values, 0.0, True)
         length = index[2].stop - index[2].start
         out[index], lse[index] = found[:, :, :length], sums[:, :, :length]
     return out, lse
@@ -155,9 +155,8 @@ def attend_per_document_backward(
     grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     heads, kv_heads = q.shape[1], k.shape[1]
     for index in _document_slices(ends, q.shape[2]):
-        keys, values = _repeat_heads(k[index], heads), _repeat_heads(v[index], heads)
         length = index[2].stop - index[2].start
-        padded = [_pad_to_tile(t) for t in (grad[index], q[index], keys, values, out[index])]
+        padded = [_repeat_heads(_pad_to_tile(t[index]), heads) for t in (grad, q, k, v, out)]
         sums = torch.nn.functional.pad(lse[index], (0, padded[0].shape[2] - length))
         for target, full in zip(grads, _FLASH_BACKWARD(*padded, sums, 0.0, True), strict=True):
             part = full[:, :, :length]
