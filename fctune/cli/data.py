@@ -14,7 +14,7 @@ from fctune.config.chat_templates import list_shipped_templates
 from fctune.data.sources.reader import list_files
 from fctune.data.sources.row_formats.registry import ROW_FORMATS
 from fctune.errors import ConfigError, Interrupted
-from fctune.models.run_config import load_run_config
+from fctune.models.run_config import load_run_config, resolve_base
 from fctune.terminal import Terminal
 
 _FORMAT_HELP = f"row format: auto, {', '.join(ROW_FORMATS)}; default: auto, which detects it"
@@ -202,21 +202,14 @@ def _show_row(arguments: argparse.Namespace) -> int:
 def _prepare_data(arguments: argparse.Namespace) -> int:
     from fctune.data.chosen_template import read_chosen_template
     from fctune.data.prepared_set import describe_counts, prepare, prepared_root
-    from fctune.models.hub import resolve_model_dir
 
     config = load_run_config(arguments.config, arguments.overrides)
     console = Terminal()
     try:
         with console.status("preparing") as status:
-            if config.model.add_tokens:
-                from fctune.models.added_tokens import resolve_base  # slow: it imports torch
-
-                model_dir = resolve_base(config)
-            else:
-                model_dir = resolve_model_dir(config.model.path)
             prepared = prepare(
                 config.data,
-                model_dir,
+                resolve_base(config),
                 prepared_root(config),
                 lambda counts: status.update(f"{counts.rows:,} rows read"),
                 config.model.template_args,

@@ -20,30 +20,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fctune.config.schema import RunConfig
-from fctune.data.prepared_set import prepared_root
 from fctune.errors import ConfigError
 from fctune.files import staged_directory
 from fctune.models.architecture import Architecture
 from fctune.models.base_weights import locate_tensors
-from fctune.models.hub import digest_model, resolve_model_dir
+from fctune.models.hub import digest_model
 from fctune.models.sources import read_architecture
 
 _INDEX = "model.safetensors.index.json"
 _RESIZED = "resized.safetensors"
-
-
-def resolve_base(config: RunConfig) -> Path:
-    """Return the local directory of a run's base, downloaded and extended by ``model.add_tokens`` if needed.
-
-    Raises:
-        ConfigError: the download failed, or a token cannot be added.
-        CheckpointError: the base's files are damaged.
-    """
-    model_dir = resolve_model_dir(config.model.path)
-    if not config.model.add_tokens:
-        return model_dir
-    return extend_base(model_dir, config.model.add_tokens, prepared_root(config))
 
 
 def extend_base(model_dir: Path, tokens: Sequence[str], root: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Run configs checked against the model that they name, without importing torch or reading weights."""
+"""Run configs checked against the model that they name, and the directory of that model; torch is not imported."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
+from fctune.models.hub import resolve_model_dir
 from fctune.models.sources import find_module_problems, read_architecture
 
 
@@ -22,6 +23,22 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
         ConfigError: listing every problem with its key and remedy.
     """
     return load_config(path, overrides, _find_model_problems)
+
+
+def resolve_base(config: RunConfig) -> Path:
+    """Return the local directory of a run's base, downloaded and extended by ``model.add_tokens`` if needed.
+
+    Raises:
+        ConfigError: the download failed, or a token cannot be added.
+        CheckpointError: the base's files are damaged.
+    """
+    model_dir = resolve_model_dir(config.model.path)
+    if not config.model.add_tokens:
+        return model_dir
+    from fctune.data.prepared_set import prepared_root  # slow imports, torch among them, that few configs need
+    from fctune.models.added_tokens import extend_base
+
+    return extend_base(model_dir, config.model.add_tokens, prepared_root(config))
 
 
 def _find_model_problems(config: RunConfig) -> list[str]:

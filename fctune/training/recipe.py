@@ -19,10 +19,10 @@ from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet
 from fctune.distributed import World
 from fctune.evaluation.live import LiveEvaluation
-from fctune.models.added_tokens import resolve_base
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import Prompting
 from fctune.models.hub import WEIGHT_FILES, digest_model
+from fctune.models.run_config import resolve_base
 from fctune.models.token_rows import trained_token_ids
 from fctune.parallel.layout import ParallelLayout
 from fctune.parallel.sharding import GradientSync
