@@ -146,7 +146,7 @@ class Comparison:
 
 
 def compare_results(old: Result, new: Result, tolerance: float) -> Comparison:
-    """Compare two results.
+    """Compare the figures and checks of two results of the same cluster or of two.
 
     Args:
         old: the earlier result.

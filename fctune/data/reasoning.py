@@ -22,7 +22,7 @@ _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSupport:
-    """What a chat template does with reasoning.
+    """A chat template's use of reasoning and its switches.
 
     Args:
         key: Name under which it reads a message's reasoning: a key of the message, ``content`` or ``last_content`` for

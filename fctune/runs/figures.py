@@ -41,7 +41,7 @@ class Figures:
 
     @property
     def cost(self) -> float | None:
-        """Price of all GPU-hours."""
+        """Price of all GPU-hours, in ``currency``; None without a price or without GPUs."""
         return None if self.price is None or self.time.gpu_hours is None else self.price * self.time.gpu_hours
 
 

@@ -85,7 +85,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken."""
+        """Number of optimizer steps that the run has taken."""
         return self.recipe.step if self.recipe else 0
 
     def newest_checkpoint(self) -> Path | None:

@@ -117,7 +117,7 @@ class Gemma4(_GemmaFormat):
 
 
 class FunctionGemma(_GemmaFormat):
-    """``<start_function_call>call:name{key:<escape>text<escape>,other:1}<end_function_call>``.
+    """Calls of FunctionGemma: ``<start_function_call>call:name{key:<escape>text<escape>,other:1}<end_function_call>``.
 
     The chat template of FunctionGemma.
     """

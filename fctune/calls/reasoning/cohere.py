@@ -7,7 +7,7 @@ from fctune.calls.reasoning.base import TaggedReasoning
 
 
 class Cohere(TaggedReasoning):
-    """``<|START_THINKING|>...<|END_THINKING|>``."""
+    """The reasoning of Command A and R7B: ``<|START_THINKING|>...<|END_THINKING|>``."""
 
     name = "cohere"
     template_signatures = (TemplateSignature(("<|START_THINKING|>",)),)

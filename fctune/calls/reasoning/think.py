@@ -34,7 +34,7 @@ class Qwen3(Think):
 
 
 class Nemotron3(Think):
-    """Nemotron 3."""
+    """The tags in templates of Nemotron 3, which leave earlier reasoning out on request."""
 
     name = "nemotron3"
     template_signatures = (TemplateSignature((_OPEN, "<|im_start|>", "truncate_history_thinking"), priority=1),)
@@ -43,7 +43,7 @@ class Nemotron3(Think):
 
 
 class Glm(Think):
-    """GLM 4.5 and later."""
+    """The tags in templates of GLM 4.5 and later; further blocks may precede the first call."""
 
     name = "glm45"
     template_signatures = (TemplateSignature((_OPEN, "[gMASK]"), priority=1),)
@@ -72,7 +72,7 @@ class DeepSeekV31(Think):
 
 
 class KimiK2(Think):
-    """Kimi K2 Thinking."""
+    """The tags in templates of Kimi K2 Thinking."""
 
     name = "kimi_k2"
     template_signatures = (TemplateSignature((_OPEN, "<|im_assistant|>"), priority=1),)
@@ -90,7 +90,7 @@ class MiniMaxM2(Think):
 
 
 class Granite42(Think):
-    """Granite 4.2."""
+    """The tags in templates of Granite 4.2."""
 
     name = "granite42"
     template_signatures = (TemplateSignature((_OPEN, "<|start_of_role|>", "enable_thinking"), priority=1),)

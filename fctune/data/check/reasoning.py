@@ -46,7 +46,7 @@ class ReasoningCount:
         self._num_conversations = self._num_characters = self._num_tokens = self._num_switched = 0
 
     def add(self, conversation: Conversation) -> None:
-        """Count a conversation."""
+        """Add the reasoning of a conversation, and the switches that it sets, to the counts."""
         turns = [message for message in conversation.messages if message.role == "assistant"]
         texts = [message.reasoning for message in turns if message.reasoning is not None]
         self._num_conversations += 1

@@ -50,7 +50,7 @@ class TorchtuneCausalLM(CausalLM):
 
     @property
     def embedding(self) -> nn.Module:
-        """The token embedding."""
+        """Module that maps token ids to embeddings; its rows are those of the vocabulary."""
         embedding: nn.Module = self.decoder.tok_embeddings
         return embedding
 

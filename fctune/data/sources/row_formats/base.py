@@ -11,7 +11,7 @@ from fctune.data.sources.row_builder import ParsedRow, RowBuilder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFormat:
-    """A row format."""
+    """A known shape of rows: how it is recognised and read."""
 
     name: str
     """Its name in a config (``format`` of a source)."""
