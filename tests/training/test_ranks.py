@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,10 +140,16 @@ def test_mixed_precision_trains_equally_on_any_layout(
     # One row at a time, so that each is rounded alike wherever it runs; sums are float32.
     sgd = {"_component_": "torch.optim.SGD", "lr": 0.1}
     changes: dict[str, Any] = {"adapter": None, "precision": "bf16_mixed", "micro_batch_size": 1, "optimizer": sgd}
-    one, four = runs(1, **changes), runs(4, parallel=parallel, **changes)
-    assert all(weight.dtype.name == "float32" for weight in four["weights"].values())
-    compare(one, runs(4, parallel=parallel, holds_gradients=False, **changes), rtol=1e-4, atol=1e-5)
-    compare(one, four, rtol=1e-4, atol=1e-5)
+    one = runs(1, **changes)
+    for holds_gradients in (True, False):
+        four = runs(4, parallel=parallel, holds_gradients=holds_gradients, **changes)
+        assert all(weight.dtype.name == "float32" for weight in four["weights"].values())
+        # Before the first update, only the order of float32 sums differs.
+        for key in ("loss", "grad_norm"):
+            assert math.isclose(one["metrics"][0][key], four["metrics"][0][key], rel_tol=1e-5)
+        # Afterwards weights differ in their last float32 digit. Where one lies between two bfloat16 numbers it is
+        # rounded another way, by up to 1/256 of itself; how many are depends on the processor.
+        compare(one, four, rtol=1e-3, atol=1e-4)
 
 
 def test_two_ranks_match_one_process_in_float32(runs: Callable[..., dict[str, Any]]) -> None:
