@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from fctune import distributed
 from fctune.checkpoint.fault_hooks import fire
 from fctune.checkpoint.files import FileRecord
+from fctune.checkpoint.staging import Stager
 from fctune.checkpoint.store import Checkpoint, CheckpointStore, Kind
 from fctune.distributed import World
 
@@ -62,13 +61,7 @@ class Saver:
         self.last_good: Checkpoint | None = None
         self.failure: SaveResult | None = None  # the newest to fail
         self._group = distributed.new_cpu_group()
-        pinned = torch.cuda.is_available()
-        # One stager for the run, because it reuses its buffers.
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
-            )
-        )
+        self._stager = Stager(world.device)
         self._thread: threading.Thread | None = None
         self._staged = threading.Event()
         self._crash: BaseException | None = None
@@ -87,6 +80,7 @@ class Saver:
         """
         self.finish()
         self._staged.clear()
+        self._stager.mark()
         arguments = (kind, step, tensors, description, write)
         if self.is_async:
             self._thread = threading.Thread(target=self._run, args=arguments, name="save", daemon=True)
@@ -124,7 +118,7 @@ class Saver:
         try:
             try:
                 fire("stage", f"{kind}-{step}")
-                staged: Any = self._stager.stage(tensors)
+                staged = self._stager.stage(tensors)
             finally:
                 self._staged.set()
             num_bytes, error, checkpoint = self._write(kind, step, staged, description, write)
