@@ -238,6 +238,7 @@ def test_parallel_calls_are_rendered_as_by_a_template_and_read_from_its_renderin
         ("{{ '[TOOL_CALLS]' + c.name + '[ARGS]' }}", "mistral_v13"),
         ("respond with <|tool_call|> followed by a JSON list of tools used", "granite3"),
         ("<|start_header_id|>{{ '{\"name\": \"' + c.name + '\", ' }}{{ '\"parameters\": ' }}", "llama3_json"),
+        ("<|header_start|>{{ '{\"name\": \"' + c.name + '\", ' }}{{ '\"parameters\": ' }}", "llama4_json"),
         ("<|start_header_id|> you MUST put it in the format of [func_name1(a=b), func_name2()]", "pythonic"),
         ("<|start_header_id|> make calls in a single JSON array: [{\"name\": ...", "xlam"),
         ("{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + c.name + '<｜tool▁sep｜>' }}", "deepseek_v31"),
@@ -342,6 +343,7 @@ def test_a_call_of_the_greatest_depth_in_a_row_is_read_back(call_format: CallFor
         check_depth(nest(MAX_VALUE_DEPTH + 1), "arguments")
 
 
+LLAMA4 = '<|python_start|><|python_end|>{"name": "f", "parameters": {"a": 1}}'
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 F1 = (Call("f", {"a": 1}),)
 KIMI = (
@@ -419,6 +421,12 @@ ATEM = (
         ("llama3_json", '{"name": "f", "parameters": {"a": 1}} there', "text after", F1),
         ("llama3_json", '{"answer": 42}', (), ()),
         ("llama3_json", "<|python_tag|>print(1)", "expected a JSON", "no call after"),
+        ("llama4_json", LLAMA4, F1, F1),
+        ("llama4_json", LLAMA4.replace("><", ">Look.<") + "<|eot|>", F1, F1),
+        ("llama4_json", LLAMA4[18:], (), F1),
+        ("llama4_json", LLAMA4.replace("<|python_end|>", ""), "not closed by", F1),
+        ("llama4_json", LLAMA4.replace('"parameters"', '"arguments"'), "unknown key 'arguments'", F1),
+        ("llama4_json", "<|python_start|>Look.<|python_end|>", "no call after", ()),
         ("pythonic", "[f(a=1)]", F1, F1),
         ("pythonic", "<|python_start|>[f(a=1)]<|python_end|><|eot|>", F1, F1),
         ("pythonic", "<|python_tag|>[f(a=1)]", F1, F1),
@@ -788,7 +796,7 @@ def test_5_mb_of_noise_are_parsed_in_time(call_format: CallFormat) -> None:
 # Formats that write a name as a JSON string, which holds anything.
 JSON_NAMES = (
     "hermes", "llama3_json", "mistral_v3", "mistral_v7", "xlam", "granite3", "glaive", "phi4_mini", "functools",
-    "nemotron_list", "cohere",
+    "nemotron_list", "cohere", "llama4_json",
 )  # fmt: skip
 
 

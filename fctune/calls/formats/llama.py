@@ -1,4 +1,4 @@
-"""Llama 3.1 and 3.2: calls as bare JSON objects."""
+"""Llama 3.1, 3.2 and 4: calls as JSON objects."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ class LlamaJson(CallFormat):
     name = "llama3_json"
     aliases = ("llama3.1", "llama3.2")
     # Templates of other formats for Llama mention these strings too.
-    template_signatures = (
-        TemplateSignature(("<|start_header_id|>", '"parameters": '), priority=-5),
-        TemplateSignature(("<|header_start|>", '"parameters": '), priority=-5),
-    )
+    template_signatures = (TemplateSignature(("<|start_header_id|>", '"parameters": '), priority=-5),)
     vllm_parser = "llama3_json"
     sglang_parser = "llama3"
     _mark = "<|python_tag|>"
@@ -59,3 +56,51 @@ class LlamaJson(CallFormat):
                 return
             state.skip(end, following + 1)
             opened = position = skip_space(text, following + 1)
+
+
+class Llama4Json(CallFormat):
+    """``<|python_start|>content<|python_end|>{"name": ..., "parameters": {...}}``, with nothing between the objects.
+
+    The chat template in ``Llama4Processor`` of transformers, which writes the marks also without content. SGLang reads
+    only the first of several objects.
+    """
+
+    name = "llama4_json"
+    template_signatures = (TemplateSignature(("<|header_start|>", '"parameters": '), priority=-5),)
+    vllm_parser = "llama4_json"
+    _opening, _closing = "<|python_start|>", "<|python_end|>"
+
+    def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
+        """Return the marks and the objects."""
+        objects = "".join(dump_json(to_object(call, "parameters"), call.name) for call in calls)
+        return f"{self._opening}{self._closing}{objects}" if calls else ""
+
+    def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
+        if lenient:
+            read_objects(state, "parameters")
+            state.skip(state.end, state.end)
+            state.prose = [part.replace(self._opening, "").replace(self._closing, "") for part in state.prose]
+            return
+        opened = skip_space(state.text, 0)
+        if not state.text.startswith(self._opening, opened):
+            return
+        closed = state.find(self._closing, opened)
+        if closed < 0:
+            state.add_malformed(opened, state.end, f"not closed by {self._closing}")
+            return
+        state.skip(opened, opened + len(self._opening))
+        position = closed + len(self._closing)
+        state.skip(closed, position)
+        if skip_space(state.text, position) >= state.end:
+            state.add_malformed(closed, state.end, f"no call after {self._closing}")
+        while (position := skip_space(state.text, position)) < state.end:
+            try:
+                value, end = read_json(state.text, position)
+                call = to_call(value, "parameters")
+            except ParseError as error:
+                call, end = error.reason, state.end
+            if isinstance(call, str):
+                state.add_malformed(position, state.end, call)
+                return
+            state.add_calls([call], position, end)
+            position = end
