@@ -154,8 +154,13 @@ def _parse_value(hint: Any, value: Any, where: str, problems: list[str], out_of_
         if value is None:
             return None
         arms = [a for a in args if a is not type(None)]
-        matching = [a for a in arms if (get_origin(a) is list) == isinstance(value, list)]
-        return _parse_value((matching or arms)[0], value, where, problems, out_of_range)
+        lists = [a for a in arms if get_origin(a) is list]
+        matching = [a for a in arms if (a in lists) == isinstance(value, list)]
+        num_so_far = len(problems)
+        parsed = _parse_value((matching or arms)[0], value, where, problems, out_of_range)
+        if lists and matching and len(problems) > num_so_far and not isinstance(value, list):
+            problems[-1] += ", or a list"
+        return parsed
     if origin is Literal:
         if isinstance(value, bool) and (word := "on" if value else "off") in args:
             value = word  # YAML 1.1 reads both words as booleans

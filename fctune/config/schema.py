@@ -20,6 +20,7 @@ from fctune.errors import ConfigError
 
 Precision = Literal["fp32", "bf16", "fp64", "bf16_mixed", "float8", "float8_mixed"]
 BaseDtype = Literal["bf16", "nf4", "float8"]
+ModelSource = Literal["auto", "torchtune", "transformers"]
 
 _AT_LEAST_1 = Range(ge=1)
 _AT_LEAST_0 = Range(ge=0)
@@ -36,6 +37,9 @@ class ModelConfig:
     path: str
     """Hugging Face model directory (its `config.json` selects the architecture), or `hf:NAME[@REVISION]`, which is
     downloaded from the hub."""
+    source: ModelSource = "auto"
+    """Library that the model is built by. `auto`: torchtune for models that it builds exactly (Llama 3, Qwen2), else
+    transformers; `torchtune` or `transformers` forces one."""
     chat_template: Annotated[str | None, Null("the model's own")] = None
     """Chat template in place of the model's own: a Jinja file, or `hermes`, `llama3` or `pythonic`, which work with any
     tokenizer that has an end-of-text token. Used in training and evaluation, and written to the exports."""
@@ -96,8 +100,9 @@ class AdapterConfig:
     """Numerator of the factor on the low-rank product; see `scaling`."""
     dropout: Annotated[float, Range(ge=0, lt=1)] = 0.0
     """Probability of dropping an input of an adapter."""
-    modules: Annotated[list[str] | None, Null("every linear of the blocks, without the output head")] = None
-    """Linears that get an adapter, by their names in Hugging Face checkpoints, such as `q_proj`."""
+    modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Linears that get an adapter, by their names in Hugging Face checkpoints, such as `q_proj`. `all-linear`: every
+    linear of the blocks, without the output head."""
     scaling: Literal["standard", "rslora"] = "standard"
     """Factor on the low-rank product: alpha / rank, or alpha / sqrt(rank) (rsLoRA,
     https://arxiv.org/abs/2312.03732)."""

@@ -69,7 +69,7 @@ def estimate_disk_usage(config: RunConfig, is_downloaded: bool) -> DiskUsage:
     Raises:
         ConfigError: the model's architecture cannot be determined.
     """
-    architecture, _, _ = find_architecture(config.model.path)
+    architecture, _, _ = find_architecture(config.model.path, model_source=config.model.source)
     memory = MemoryModel(shape_model(config, architecture), config, device_bytes=1)
     storage = plan_storage(memory, config, world_size=1, rows=None, disk_gb_s=1.0, failures_per_gpu_day=0.0)
     base = 0 if is_downloaded else storage.base_bytes

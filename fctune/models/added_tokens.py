@@ -112,7 +112,7 @@ def _extend_tokenizer(model_dir: Path, tokens: Sequence[str]) -> tuple[Any, Any]
 
 def _write_matrices(staging: Path, model_dir: Path, architecture: Architecture, texts: dict[int, list[int]]) -> None:
     """Write the resized embedding and head, and the index of all weights; ``texts``: tokens to average, by id."""
-    names = [f"model.{architecture.embedding}.weight"]
+    names = [f"{architecture.embedding}.weight"]
     names += [] if architecture.is_tied else [f"{architecture.head}.weight"]
     files = locate_tensors(model_dir)
     resized: dict[str, Tensor] = {}

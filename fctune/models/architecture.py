@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from fctune.config.parsing import suggest
 
@@ -19,14 +19,63 @@ if TYPE_CHECKING:
     from fctune.models.causal_lm import CausalLM
     from fctune.models.precision import PrecisionPolicy
 
+# Value of ``adapter.modules`` that selects every linear of the blocks.
+ALL_LINEAR = "all-linear"
 
-def find_module_problems(modules: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """A linear of a block: its name, as in ``adapter.modules``, and its sizes."""
+
+    name: str
+    in_dim: int
+    out_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """The linears of one residual branch of a block, such as its attention or its MLP.
+
+    Attributes:
+        inputs: linears before the branch's mixing, such as queries, keys and values, or gate and up.
+        output: linear that writes the branch's result.
+        is_attention: the branch mixes tokens by attention.
+    """
+
+    inputs: tuple[LinearShape, ...]
+    output: LinearShape
+    is_attention: bool
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        """All linears, in the order of computation."""
+        return (*self.inputs, self.output)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The linears of a transformer block, by residual branch."""
+
+    branches: tuple[Branch, ...]
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        """All linears, in the order of computation."""
+        return tuple(linear for branch in self.branches for linear in branch.linears)
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of all linears."""
+        return sum(linear.in_dim * linear.out_dim for linear in self.linears)
+
+
+def find_module_problems(modules: Sequence[str] | str, known: Sequence[str]) -> list[str]:
     """Check the names in ``adapter.modules`` against the known ones; one line per problem."""
-    if modules is None:
+    if modules == ALL_LINEAR:
         return []
     if not modules:
         return [
-            f"adapter.modules: empty; choose from {', '.join(known)}, or leave it out for all linears of the blocks"
+            f"adapter.modules: empty; choose from {', '.join(known)}, or use {ALL_LINEAR} for all linears of the blocks"
         ]
     return [
         f"adapter.modules: no such module: {name}{suggest(name, known)}; known: {', '.join(known)}"
@@ -35,70 +84,62 @@ def find_module_problems(modules: Sequence[str] | None, known: Sequence[str]) ->
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockLinears:
-    """Names, as in ``adapter.modules``, of the linears of a block, grouped by the activation that they read."""
-
-    attention_inputs: tuple[str, ...]  # read the normed input of the attention
-    attention_output: str
-    mlp_inputs: tuple[str, ...]  # read the normed input of the MLP
-    mlp_output: str
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        """All linears, in the order of computation."""
-        return (*self.attention_inputs, self.attention_output, *self.mlp_inputs, self.mlp_output)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture(ABC):
     """Sizes of a decoder, with the names and the weight layout of its family."""
-
-    block_linears: ClassVar[BlockLinears]
-    head: ClassVar[str]  # name of the output projection in ``adapter.modules``
-    embedding: ClassVar[str]  # name of the token embedding in Hugging Face checkpoints, by its last component
 
     vocab_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     embed_dim: int
-    intermediate_dim: int
+    head_dim: int
     max_position_embeddings: int
     is_tied: bool  # the output projection shares its weight with the token embedding
 
     @property
-    def head_dim(self) -> int:
-        """Size of one attention head."""
-        return self.embed_dim // self.num_heads
+    @abstractmethod
+    def blocks(self) -> tuple[Block, ...]:
+        """The linears of each block."""
+
+    @property
+    @abstractmethod
+    def head(self) -> str:
+        """Name of the output projection in ``adapter.modules`` and in Hugging Face checkpoints."""
+
+    @property
+    @abstractmethod
+    def embedding(self) -> str:
+        """Name of the token embedding in Hugging Face checkpoints."""
+
+    @property
+    def largest_block(self) -> Block:
+        """The block with the most weights in its linears."""
+        return max(self.blocks, key=lambda block: block.num_weights)
+
+    @property
+    def linear_names(self) -> tuple[str, ...]:
+        """Names of the linears of all blocks."""
+        return tuple(dict.fromkeys(linear.name for block in dict.fromkeys(self.blocks) for linear in block.linears))
 
     @property
     def adapter_modules(self) -> tuple[str, ...]:
         """Names of the linears that can take a LoRA adapter."""
-        return (*self.block_linears.all, self.head)
+        return (*self.linear_names, self.head)
 
-    def resolve_adapter_modules(self, modules: Sequence[str] | None) -> tuple[str, ...]:
-        """Return the linears that ``adapter.modules`` selects; None selects every linear of the blocks."""
-        return self.block_linears.all if modules is None else tuple(modules)
+    def resolve_adapter_modules(self, modules: Sequence[str] | str) -> tuple[str, ...]:
+        """Return the linears that ``adapter.modules`` selects; ``all-linear`` selects every linear of the blocks."""
+        return self.linear_names if modules == ALL_LINEAR else tuple(modules)
 
-    def find_adapter_problems(self, modules: Sequence[str] | None) -> list[str]:
+    def find_adapter_problems(self, modules: Sequence[str] | str) -> list[str]:
         """Check the value of ``adapter.modules``; one line per problem, with the nearest known name."""
         problems = find_module_problems(modules, self.adapter_modules)
-        if self.is_tied and self.head in (modules or ()):
+        if self.is_tied and self.head in modules:
             problems.append(
                 f"adapter.modules: {self.head} cannot take an adapter, because this model ties it to its embeddings; "
                 "leave it out"
             )
         return problems
-
-    def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return (inputs, outputs) of each linear of a block by name, in the order of computation."""
-        linears, d = self.block_linears, self.embed_dim
-        query, *key_value = linears.attention_inputs
-        shapes = {query: (d, d)} | dict.fromkeys(key_value, (d, self.num_kv_heads * self.head_dim))
-        shapes[linears.attention_output] = (d, d)
-        shapes |= dict.fromkeys(linears.mlp_inputs, (d, self.intermediate_dim))
-        return shapes | {linears.mlp_output: (self.intermediate_dim, d)}
 
     @abstractmethod
     def to_hf_name(self, name: str) -> str:

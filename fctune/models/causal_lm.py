@@ -89,13 +89,20 @@ class CausalLM(nn.Module, ABC):
             Hidden states in the compute dtype, ``[b, s, d]``.
         """
 
-    @abstractmethod
-    def offloading_context(self) -> AbstractContextManager[Any]:
-        """Return a reusable context that moves the activations saved in it to the host and back. CUDA only."""
+    def project(self, hidden: Tensor, token_keys: Tensor | None = None) -> Tensor:
+        """Return the logits ``[n, vocab]`` of hidden states ``[n, d]``.
+
+        ``token_keys [n]`` are needed by a head that is an adapter with dropout.
+        """
+        needs_keys = token_keys is not None and hasattr(self.head, "lora_a")
+        logits: Tensor = self.head(hidden, token_keys) if needs_keys else self.head(hidden)
+        return logits
 
     def offload_activations_(self) -> None:
         """Keep the blocks' activations in the host's memory between forward and backward. CUDA only."""
-        self._block_context = self.offloading_context()
+        from fctune.models.torchtune.offloading import OffloadActivations  # needs a CUDA device on import
+
+        self._block_context = OffloadActivations()
 
     def forward(
         self,
@@ -125,10 +132,13 @@ class CausalLM(nn.Module, ABC):
         if row_keys is not None:
             self.token_keys.set_rows(row_keys, tokens.shape[1])
         hidden = self.hidden_states(tokens, positions, bounds, self._block_context)
+        keys = self.token_keys.value
         if labels is None:
-            logits: Tensor = self.head(hidden)
-            return logits
-        return sum_supervised_loss(hidden, self.head, labels, loss_weights, self.token_keys.value, supervised)
+            logits = self.project(hidden.flatten(0, 1), None if keys is None else keys.flatten())
+            return logits.view(*tokens.shape, -1)
+        return sum_supervised_loss(
+            hidden, self.project, self.architecture.vocab_size, labels, loss_weights, keys, supervised
+        )
 
 
 def materialize_(model: CausalLM, device: torch.device, is_offloaded: bool = False) -> None:

@@ -215,7 +215,7 @@ def write_adapter_config(
 
     tokens: list[int] | dict[str, list[int]] | None = list(token_ids) or None
     if token_ids and not architecture.is_tied:  # PEFT trains the rows of a tied head with those of the embedding
-        tokens = {architecture.embedding: list(token_ids), architecture.head: list(token_ids)}
+        tokens = {name.rpartition(".")[2]: list(token_ids) for name in (architecture.embedding, architecture.head)}
     LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,

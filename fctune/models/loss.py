@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
 from fctune.models.attention import CPU_TILE, keeps_kernels
+
+Projection = Callable[[Tensor, Tensor | None], Tensor]
 
 IGNORE = -100  # label of unsupervised positions
 
@@ -19,7 +21,8 @@ MAX_LOGITS = 32 * 1024 * 1024
 
 def sum_supervised_loss(
     hidden: Tensor,
-    head: nn.Module,
+    project: Projection,
+    num_vocab: int,
     labels: Tensor,
     loss_weights: Tensor | None = None,
     token_keys: Tensor | None = None,
@@ -34,10 +37,11 @@ def sum_supervised_loss(
 
     Args:
         hidden: final hidden states, ``[b, s, d]``.
-        head: projects ``[n, d]`` to logits ``[n, vocab]``.
+        project: returns the logits ``[n, vocab]`` of hidden states ``[n, d]`` and token keys ``[n]``, if any.
+        num_vocab: number of logits of a position.
         labels: token ids or ``IGNORE``, int64 ``[b, s]``.
         loss_weights: float32 ``[b, s]``, or None for 1.0 everywhere.
-        token_keys: int64 ``[b, s]``, used by a head that is an adapter with dropout.
+        token_keys: int64 ``[b, s]``, passed to ``project``.
         supervised: indices of the supervised positions in the flattened batch, int64 ``[n]``; None finds them.
         max_logits: largest number of logits in memory at once.
     """
@@ -45,39 +49,32 @@ def sum_supervised_loss(
         supervised = (labels.flatten() != IGNORE).nonzero().squeeze(1)
     rows, targets = hidden.flatten(0, 1).index_select(0, supervised), labels.flatten()[supervised]
     weights = None if loss_weights is None else loss_weights.flatten()[supervised]
-    has_keys = token_keys is not None and hasattr(head, "lora_a")
-    keys = token_keys.flatten()[supervised] if has_keys else None  # type: ignore[union-attr]
+    keys = None if token_keys is None else token_keys.flatten()[supervised]
     if not len(targets):
         # A dummy row through the head keeps an adapter on it in the graph.
-        row = hidden[:1, 0]
-        logits = head(row) if keys is None else head(row, token_keys[:1, 0])  # type: ignore[index]
+        logits = project(hidden[:1, 0], None if token_keys is None else token_keys[:1, 0])
         zero: Tensor = (logits * 0.0).sum().to(_wide(hidden.dtype))
         return zero
-    num_vocab = _vocab_size(head)
     if len(targets) * num_vocab <= max_logits:
-        return _chunk_loss(head, rows, targets, weights, keys)
+        return _chunk_loss(project, rows, targets, weights, keys)
     chunk = max(256, max_logits // num_vocab)
     total = torch.zeros((), dtype=_wide(hidden.dtype), device=hidden.device)
     for start in range(0, len(targets), chunk):
         part = [None if t is None else t[start : start + chunk] for t in (rows, targets, weights, keys)]
-        total = total + checkpoint(_chunk_loss, head, *part, use_reentrant=False, preserve_rng_state=False)
+        total = total + checkpoint(_chunk_loss, project, *part, use_reentrant=False, preserve_rng_state=False)
     return total
 
 
-def _chunk_loss(head: nn.Module, rows: Tensor, targets: Tensor, weights: Tensor | None, keys: Tensor | None) -> Tensor:
+def _chunk_loss(
+    project: Projection, rows: Tensor, targets: Tensor, weights: Tensor | None, keys: Tensor | None
+) -> Tensor:
     if keeps_kernels(rows) and (missing := -len(rows) % CPU_TILE):
         rows, targets = pad(rows, (0, 0, 0, missing)), pad(targets, (0, missing), value=IGNORE)
         weights, keys = (None if t is None else pad(t, (0, missing)) for t in (weights, keys))
-    logits = head(rows) if keys is None else head(rows, keys)
-    losses = cross_entropy(logits.to(_wide(rows.dtype)), targets, reduction="none", ignore_index=IGNORE)
+    losses = cross_entropy(project(rows, keys).to(_wide(rows.dtype)), targets, reduction="none", ignore_index=IGNORE)
     total: Tensor = (losses if weights is None else losses * weights).sum()
     return total
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def _vocab_size(head: nn.Module) -> int:
-    owner: Any = getattr(head, "tied_module", head)
-    return int(owner.weight.shape[0])

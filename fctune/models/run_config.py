@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, get_args
 
 from fctune.config.loading import load_config
-from fctune.config.schema import RunConfig
-from fctune.errors import ConfigError
+from fctune.config.schema import ModelSource, RunConfig
+from fctune.models.architecture import ALL_LINEAR
 from fctune.models.hub import resolve_model_dir
-from fctune.models.sources import find_module_problems, read_architecture
+from fctune.models.sources import find_model_problems
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -43,13 +44,14 @@ def resolve_base(config: RunConfig) -> Path:
 
 def _find_model_problems(config: RunConfig) -> list[str]:
     """Check the adapter's modules and the model; either section may hold wrong values, which have been reported."""
-    modules = None if config.adapter is None else config.adapter.modules
-    if modules:
-        modules = [name for name in modules if isinstance(name, str)] or None
-    path = getattr(config.model, "path", None)
-    if not isinstance(path, str) or not (Path(path) / "config.json").is_file():
-        return find_module_problems(modules)
-    try:
-        return read_architecture(path).find_adapter_problems(modules)
-    except ConfigError as error:
-        return [f"model.path: {error}", *find_module_problems(modules)]
+    modules = ALL_LINEAR if config.adapter is None else config.adapter.modules
+    if not isinstance(modules, list):
+        modules = ALL_LINEAR
+    elif modules:
+        modules = [name for name in modules if isinstance(name, str)] or ALL_LINEAR
+    path: Any = getattr(config.model, "path", None)
+    source: Any = getattr(config.model, "source", None)
+    is_local = isinstance(path, str) and (Path(path) / "config.json").is_file()
+    return find_model_problems(
+        path if is_local else None, modules, source if source in get_args(ModelSource) else "auto"
+    )

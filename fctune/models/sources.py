@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fctune.config.schema import ModelSource
 from fctune.errors import ConfigError
-from fctune.models import architecture
 from fctune.models.architecture import Architecture
 from fctune.models.torchtune import architecture as torchtune
+from fctune.models.transformers import architecture as transformers
 
 
-def read_architecture(model_dir: str | Path) -> Architecture:
-    """Read the architecture from ``config.json`` of a Hugging Face model directory.
+def read_config(model_dir: str | Path) -> dict[str, Any]:
+    """Read ``config.json`` of a Hugging Face model directory.
 
     Raises:
-        ConfigError: the file is missing or broken, or describes a model that no source builds.
+        ConfigError: the file is missing or broken.
     """
     path = Path(model_dir) / "config.json"
     try:
@@ -26,28 +27,71 @@ def read_architecture(model_dir: str | Path) -> Architecture:
         raise ConfigError(f"{path}: no such file; a Hugging Face model directory holds one.") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON ({error}). Download the model again.") from None
-    return parse_architecture(str(path), raw)
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(raw).__name__}. Download the model again.")
+    return raw
 
 
-def parse_architecture(source: str, raw: Any) -> Architecture:
-    """Read the architecture from the parsed content of a ``config.json``; ``source`` names the file in messages.
+def read_architecture(model_dir: str | Path, model_source: ModelSource = "auto") -> Architecture:
+    """Read the architecture from ``config.json`` of a Hugging Face model directory.
+
+    Args:
+        model_dir: the directory.
+        model_source: ``model.source`` of the run's config.
 
     Raises:
-        ConfigError: the content is broken, or describes a model that no source builds.
+        ConfigError: the file is missing or broken, or describes a model that the source cannot build.
     """
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{source}: expected a JSON object, got {type(raw).__name__}. Download the model again.")
-    family = raw.get("model_type")
-    if family not in torchtune.FAMILIES:
-        supported = " and ".join(f"{name} ({facts.models})" for name, facts in torchtune.FAMILIES.items())
-        raise ConfigError(f"{source}: model_type={family!r} is not supported; supported: {supported}.")
-    return torchtune.parse_architecture(source, raw)
+    return parse_architecture(str(Path(model_dir) / "config.json"), read_config(model_dir), model_source)
 
 
-def find_module_problems(modules: Sequence[str] | None) -> list[str]:
-    """Check ``adapter.modules`` for a model of unknown architecture, and return one line per problem."""
-    known = (*torchtune.TorchtuneArchitecture.block_linears.all, torchtune.TorchtuneArchitecture.head)
-    return architecture.find_module_problems(modules, known)
+def parse_architecture(where: str, raw: dict[str, Any], model_source: ModelSource = "auto") -> Architecture:
+    """Read the architecture from the parsed content of a ``config.json``; ``where`` names the file in messages.
+
+    Raises:
+        ConfigError: the content is broken, or describes a model that the source cannot build.
+    """
+    if choose_source(where, raw, model_source) == "torchtune":
+        return torchtune.parse_architecture(where, raw)
+    return transformers.parse_architecture(where, raw)
+
+
+def choose_source(where: str, raw: dict[str, Any], model_source: ModelSource = "auto") -> ModelSource:
+    """Return the source that builds a model; ``auto`` takes torchtune for those that it builds exactly.
+
+    Raises:
+        ConfigError: the source cannot build the model.
+    """
+    if model_source != "transformers":
+        try:
+            torchtune.parse_architecture(where, raw)
+        except ConfigError:
+            if model_source == "torchtune":
+                raise
+        else:
+            return "torchtune"
+    transformers.check_config(where, raw)
+    return "transformers"
+
+
+def find_model_problems(
+    model_dir: str | Path | None, modules: Sequence[str] | str, model_source: ModelSource
+) -> list[str]:
+    """Check a model and ``adapter.modules`` without importing torch, and return one line per problem.
+
+    The modules of a model from transformers are checked when it is built. ``model_dir`` is None if it is not at hand.
+    """
+    if model_dir is None:
+        return ["adapter.modules: empty; name some, or use all-linear"] if not modules else []
+    where = str(Path(model_dir) / "config.json")
+    try:
+        raw = read_config(model_dir)
+        source = choose_source(where, raw, model_source)
+    except ConfigError as error:
+        return [f"model.path: {error}"]
+    if source == "torchtune":
+        return torchtune.parse_architecture(where, raw).find_adapter_problems(modules)
+    return []
 
 
 def find_public_config(name: str) -> dict[str, Any] | None:

@@ -82,7 +82,7 @@ def find_untrained(
         CheckpointError: a matrix is missing, or its file is damaged.
     """
     files = locate_tensors(model_dir)
-    matrices: dict[Literal["embedding", "head"], str] = {"embedding": f"model.{architecture.embedding}.weight"}
+    matrices: dict[Literal["embedding", "head"], str] = {"embedding": f"{architecture.embedding}.weight"}
     if not architecture.is_tied:
         matrices["head"] = f"{architecture.head}.weight"
     found: dict[int, UntrainedToken] = {}

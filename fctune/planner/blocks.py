@@ -1,11 +1,11 @@
-"""Activation memory of one transformer block, counted operator by operator."""
+"""Activation memory of a model's largest transformer block, counted operator by operator."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fctune.config.schema import RunConfig
-from fctune.models.architecture import Architecture
+from fctune.config.schema import AdapterConfig, RunConfig
+from fctune.models.architecture import Architecture, Block, LinearShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,58 +44,63 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
         config: config of the run.
         width: bytes per element in the compute dtype.
     """
-    d, i, kv_dim = a.embed_dim, a.intermediate_dim, a.num_kv_heads * a.head_dim
-    adapter = config.adapter
-    shapes, linears = a.linear_shapes(), a.block_linears
-    adapted = [
-        name for name in linears.all if adapter is not None and name in a.resolve_adapter_modules(adapter.modules)
-    ]
-    keeping = linears.all if adapter is None else adapted
+    d, adapter, block = a.embed_dim, config.adapter, a.largest_block
+    adapted = find_adapted(a, block, adapter)
+    keeping = block.linears if adapter is None else adapted
+    mlps = [branch for branch in block.branches if not branch.is_attention]
     small = 4 * a.num_heads + 2 * 4
-    attention = 2 * d + 2 * kv_dim  # q, k, v, output
-    gates = 2 * i
+    # What linears before the mixing write, and, of attention, what the last one reads.
+    mixed = sum(linear.out_dim for branch in block.branches for linear in branch.inputs)
+    mixed += sum(branch.output.in_dim for branch in block.branches if branch.is_attention)
+    activated = sum(branch.output.in_dim for branch in mlps)
     inner = sum(adapter.rank for _ in adapted) if adapter is not None else 0
     # Adapters are stored in float32; computing in float32 needs no copy.
     copied = adapter.rank * width if adapter is not None and width < 4 else 0
-    copies = copied * sum(sum(shapes[name]) for name in adapted)
-    kept = 2 * d + attention + gates + inner
+    copies = copied * sum(linear.in_dim + linear.out_dim for linear in adapted)
+    kept = 2 * d + mixed + inner
     masks = 0
     if config.compile:
         small += 8  # position ids
     else:
-        kept += i  # the activated gate
+        kept += activated  # of the gate
         small += 2 * 4 * a.head_dim  # RoPE's table at each position, for q and k
     if adapter is not None and adapter.dropout > 0:
-        kept += sum(shapes[name][0] for name in adapted)
-        masks = sum(shapes[name][0] for name in adapted)
+        masks = sum(linear.in_dim for linear in adapted)
+        kept += masks
     else:
-        kept += d * any(n in keeping for n in linears.attention_inputs)
-        kept += d * any(n in keeping for n in linears.mlp_inputs)
-        kept += i * (linears.mlp_output in keeping)
+        kept += sum(d for branch in block.branches if any(linear in keeping for linear in branch.inputs))
+        kept += sum(branch.output.in_dim for branch in mlps if branch.output in keeping)
     if adapter is not None and adapter.dora:
-        kept += d + sum(shapes[name][1] for name in adapted)
+        kept += d + sum(linear.out_dim for linear in adapted)
     everything = kept * width + masks + small
     # SwiGLU's backward: the incoming gradient and those of both branches; its output has been released by then.
-    is_output_kept = adapter is None or linears.mlp_output in adapted
-    temporary = ((2 if is_output_kept else 3) * i + d) * width
-    if masks and adapter is not None:
-        temporary = max(temporary, 24 * max(shapes[name][0] for name in adapted))  # three 64-bit hashes at once
+    is_output_kept = adapter is None or any(branch.output in adapted for branch in mlps)
+    temporary = ((2 if is_output_kept else 3) * activated + d) * width
+    if masks:
+        temporary = max(temporary, 24 * max(linear.in_dim for linear in adapted))  # three 64-bit hashes at once
+    largest = max(block.linears, key=lambda linear: linear.in_dim * linear.out_dim)
     constant = 0
     if adapter is not None and adapter.base == "nf4":
         # Two halves as 64-bit indices, looked up, scaled and concatenated: torchao's get_original_weight.
-        constant = (8 + 3 * width) * i * d
-    operators = d + d + _every_second_product(a, config)
-    return BlockActivations(
-        everything, copies, operators * width + small, d * width, temporary, (i + d) * width, constant
-    )
+        constant = (8 + 3 * width) * largest.in_dim * largest.out_dim
+    operators = d + d + _every_second_product(a, block, config)
+    dequantized = (largest.in_dim + largest.out_dim) * width
+    return BlockActivations(everything, copies, operators * width + small, d * width, temporary, dequantized, constant)
 
 
-def _every_second_product(a: Architecture, config: RunConfig) -> int:
+def find_adapted(a: Architecture, block: Block, adapter: AdapterConfig | None) -> list[LinearShape]:
+    """Return the linears of a block that get an adapter, in the order of computation."""
+    chosen = () if adapter is None else a.resolve_adapter_modules(adapter.modules)
+    return [linear for linear in block.linears if linear.name in chosen]
+
+
+def _every_second_product(a: Architecture, block: Block, config: RunConfig) -> int:
     """Return the elements per token of every second matrix product of a block, which policy op keeps."""
     outputs: list[int] = []
     adapter = config.adapter
-    for name, (_, out_dim) in a.linear_shapes().items():
-        outputs.append(out_dim)
-        if adapter is not None and name in a.resolve_adapter_modules(adapter.modules):
-            outputs += [adapter.rank, out_dim]
+    adapted = find_adapted(a, block, adapter)
+    for linear in block.linears:
+        outputs.append(linear.out_dim)
+        if adapter is not None and linear in adapted:
+            outputs += [adapter.rank, linear.out_dim]
     return sum(outputs[1::2])

@@ -62,7 +62,7 @@ class Timeline:
             # Two blocks' activations are in transfer; the others are on the host.
             self.kept = [size * 2 // self.num_blocks for size in self.kept]
         self.token_bytes = memory.architecture.embed_dim * memory.precision.compute_dtype.itemsize
-        self.block, self.root = memory.blocks[0], memory.root
+        self.block, self.root = max(memory.blocks, key=lambda block: block.numel), memory.root
         self.block_weights = memory.unsharded_bytes(self.block) if self.is_unit else 0
         self.root_weights = memory.unsharded_bytes(self.root) if self.is_unit else 0
         self.block_grads, self.block_buffer = memory.gradient_bytes(self.block)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fctune.config.schema import AdapterConfig, RunConfig
 from fctune.models.architecture import Architecture
+from fctune.planner.blocks import find_adapted
 
 _WIDE = 4  # bytes of float32, in which eager RoPE computes
 
@@ -37,7 +38,7 @@ def count_bytes_moved(a: Architecture, config: RunConfig, width: int) -> BytesMo
     if config.compile:
         plain = count_fused_bytes(a, width)
     else:
-        d, i, rotated = a.embed_dim, a.intermediate_dim, a.embed_dim + a.num_kv_heads * a.head_dim
+        d, i, rotated = _sizes(a)
         rope = 2 * (width + _WIDE)  # conversion to float32 and back
         plain = BytesMoved(
             # Norms, residual sums, SwiGLU; for RoPE, products with both tables, their sums and stacking.
@@ -47,7 +48,10 @@ def count_bytes_moved(a: Architecture, config: RunConfig, width: int) -> BytesMo
         )
     if config.adapter is None:
         return plain
-    added = [_adapter(*shape, config.adapter, config.compile, width) for shape in _adapted(a, config.adapter)]
+    added = [
+        _adapter(linear.in_dim, linear.out_dim, config.adapter, config.compile, width)
+        for linear in find_adapted(a, a.largest_block, config.adapter)
+    ]
     return BytesMoved(
         plain.forward + sum(moved.forward for moved in added), plain.backward + sum(moved.backward for moved in added)
     )
@@ -55,15 +59,17 @@ def count_bytes_moved(a: Architecture, config: RunConfig, width: int) -> BytesMo
 
 def count_fused_bytes(a: Architecture, width: int) -> BytesMoved:
     """Count the bytes that a fused block without adapters moves, for which published efficiencies were measured."""
-    d, i, rotated = a.embed_dim, a.intermediate_dim, a.embed_dim + a.num_kv_heads * a.head_dim
+    d, i, rotated = _sizes(a)
     # Norm, RoPE, sum and norm, SwiGLU, sum; in backward the same, SwiGLU's output again, and sums of gradients.
     return BytesMoved(
         (2 + 4 + 3) * d * width + 2 * rotated * width + 3 * i * width, (11 * d + 2 * rotated + 6 * i) * width
     )
 
 
-def _adapted(a: Architecture, adapter: AdapterConfig) -> list[tuple[int, int]]:
-    return [shape for name, shape in a.linear_shapes().items() if name in a.resolve_adapter_modules(adapter.modules)]
+def _sizes(a: Architecture) -> tuple[int, int, int]:
+    """Return the elements per token of hidden states, of the activated gate, and of the rotated queries and keys."""
+    activated = sum(branch.output.in_dim for branch in a.largest_block.branches if not branch.is_attention)
+    return a.embed_dim, activated, (a.num_heads + a.num_kv_heads) * a.head_dim
 
 
 def _adapter(in_dim: int, out_dim: int, adapter: AdapterConfig, is_compiled: bool, width: int) -> BytesMoved:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fctune.config.schema import RunConfig
+from fctune.config.schema import ModelSource, RunConfig
 from fctune.data.prepared_set import prepared_root
 from fctune.errors import ConfigError
 from fctune.gpus import GPUS, Gpu
@@ -26,12 +26,15 @@ from fctune.parallel.layout import check_layout
 from fctune.planner.data_size import find_prepared
 
 
-def find_architecture(path: str, model_dir: str | None = None) -> tuple[Architecture, Path | None, str]:
+def find_architecture(
+    path: str, model_dir: str | None = None, model_source: ModelSource = "auto"
+) -> tuple[Architecture, Path | None, str]:
     """Find the architecture of a model, its directory if it is on this machine, and a description of the source.
 
     Args:
         path: ``model.path`` of the config.
         model_dir: directory with a config.json to use instead.
+        model_source: ``model.source`` of the config.
 
     Raises:
         ConfigError: the model is neither on this machine nor a known public one, and its config.json cannot be
@@ -42,22 +45,22 @@ def find_architecture(path: str, model_dir: str | None = None) -> tuple[Architec
         raise ConfigError(f"--model {model_dir}: no such directory; pass the one with the model's config.json.")
     if model_dir is not None or named is None:
         folder = Path(model_dir or path)
-        return read_architecture(folder), folder, str(folder / "config.json")
+        return read_architecture(folder, model_source), folder, str(folder / "config.json")
     from huggingface_hub import try_to_load_from_cache
 
     name, revision = named
     cached = try_to_load_from_cache(name, "config.json", revision=revision)
     if isinstance(cached, str):
-        return read_architecture(Path(cached).parent), Path(cached).parent, cached
+        return read_architecture(Path(cached).parent, model_source), Path(cached).parent, cached
     known = find_public_config(name)
     if known is not None:
-        return parse_architecture(name, known), None, f"{name}, built into this version of fctune"
+        return parse_architecture(name, known, model_source), None, f"{name}, built into this version of fctune"
     content = _download_config(path, name, revision)
     try:
         raw = json.loads(content)
     except ValueError as error:
         raise ConfigError(f"hf:{name}/config.json: cannot be read as JSON ({error}).") from None
-    return parse_architecture(f"hf:{name}/config.json", raw), None, f"{name} on the hub"
+    return parse_architecture(f"hf:{name}/config.json", raw, model_source), None, f"{name} on the hub"
 
 
 def _download_config(path: str, name: str, revision: str | None) -> bytes:
@@ -111,7 +114,7 @@ def extend_architecture(
     if model_dir is not None:
         extended = find_extended_path(model_dir, added, prepared_root(config))
         if (extended / "config.json").is_file():
-            return read_architecture(extended), extended
+            return read_architecture(extended, config.model.source), extended
     return replace(architecture, vocab_size=count_vocabulary(architecture, model_dir, added)), None
 
 

@@ -143,7 +143,7 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
         request = replace(request, price=config.price_per_gpu_hour)
     world_size = request.nodes * request.gpus_per_node
     problems = ConfigProblems()
-    found = problems.collect(lambda: find_architecture(config.model.path, request.model))
+    found = problems.collect(lambda: find_architecture(config.model.path, request.model, config.model.source))
     problems.collect(lambda: check_run(config, request.gpu))
     if config.global_batch_size < world_size:
         problems.add(

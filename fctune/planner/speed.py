@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass
 
 from fctune.gpus import Gpu
 from fctune.models.loss import MAX_LOGITS
+from fctune.planner.blocks import find_adapted
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Setting
 from fctune.planner.memory_traffic import count_bytes_moved, count_fused_bytes
@@ -101,21 +103,23 @@ def count_flops(
     """
     a, config = memory.architecture, memory.config
     adapter = config.adapter
-    shapes = a.linear_shapes()
-    base = sum(rows * columns for rows, columns in shapes.values())
-    added = 0
-    outputs: list[int] = []
-    for name, (in_dim, out_dim) in shapes.items():
-        outputs.append(in_dim * out_dim)
-        if adapter is not None and name in a.resolve_adapter_modules(adapter.modules):
-            added += adapter.rank * (in_dim + out_dim)
-            outputs += [adapter.rank * in_dim, adapter.rank * out_dim]
-    products = a.num_layers * ((4 if adapter is not None else 6) * base + 6 * added)
+    base = added = recomputed_products = 0
     is_by_operator = config.activation_checkpointing.policy == "op"
-    last = math.prod(shapes[a.block_linears.mlp_output]) if adapter is None or config.compile else 0
-    recomputed_products = sum(outputs[:-1:2]) if is_by_operator else base + added - last
-    pair = a.num_layers * a.embed_dim * pairs_per_token
-    recomputed = fraction * (2 * a.num_layers * recomputed_products + (0 if is_by_operator else 4 * pair))
+    for block, count in Counter(a.blocks).items():
+        adapted = find_adapted(a, block, adapter)
+        outputs: list[int] = []
+        for linear in block.linears:
+            outputs.append(linear.in_dim * linear.out_dim)
+            if adapter is not None and linear in adapted:
+                outputs += [adapter.rank * linear.in_dim, adapter.rank * linear.out_dim]
+        last = block.linears[-1]
+        skipped = last.in_dim * last.out_dim if adapter is None or config.compile else 0
+        base += count * block.num_weights
+        added += count * (sum(outputs) - block.num_weights)
+        recomputed_products += count * (sum(outputs[:-1:2]) if is_by_operator else sum(outputs) - skipped)
+    products = (4 if adapter is not None else 6) * base + 6 * added
+    pair = a.num_layers * a.num_heads * a.head_dim * pairs_per_token
+    recomputed = fraction * (2 * recomputed_products + (0 if is_by_operator else 4 * pair))
     head = a.vocab_size * a.embed_dim
     trains_head = adapter is None
     head_cost = 2 + 2 + 2 * trains_head
@@ -204,11 +208,12 @@ def float8_savings(memory: MemoryModel, gpu: Gpu, flops: Flops, tokens: float, m
         return 0.0
     work = tokens * (flops.products + flops.recomputed)
     before, after = gpu.bf16_tflops * 1e12 * _BF16_SHARE, gpu.fp8_tflops * 1e12 * _FLOAT8_SHARE
-    shapes = a.linear_shapes().values()
-    inputs, outputs = sum(i for i, _ in shapes), sum(o for _, o in shapes)
-    weights = 0 if is_base else 2 * sum(i * o for i, o in shapes)  # a frozen base is rounded once, before training
+    linears = [linear for block in a.blocks for linear in block.linears]
+    inputs, outputs = sum(one.in_dim for one in linears), sum(one.out_dim for one in linears)
+    # A frozen base is rounded once, before training.
+    weights = 0 if is_base else 2 * sum(one.in_dim * one.out_dim for one in linears)
     numbers = tokens * ((1 if is_base else 2) * inputs + outputs) + micro_batches * weights
-    rounding = a.num_layers * numbers * (2 * memory.precision.compute_dtype.itemsize + 1) / _memory_bytes_per_s(gpu)
+    rounding = numbers * (2 * memory.precision.compute_dtype.itemsize + 1) / _memory_bytes_per_s(gpu)
     return work * (1 / before - 1 / after) - rounding
 
 

@@ -179,8 +179,8 @@ def test_rules_between_values_are_checked_although_other_keys_are_wrong(tmp_path
 @pytest.mark.parametrize(
     ("overrides", "lines"),
     [
-        (["model=3", "adapter.modules=[q_prj]"], ["model: expected a mapping", "no such module: q_prj"]),
-        (["adapter.modules=3"], ["adapter.modules=3: expected a list"]),
+        (["model=3", "adapter.modules=[]"], ["model: expected a mapping", "adapter.modules: empty"]),
+        (["adapter.modules=3"], ["adapter.modules=3: expected one of all-linear, or a list"]),
         (["adapter.modules=[3, q_prj]"], ["adapter.modules.0=3: expected text", "no such module: q_prj"]),
     ],
     ids=str,

@@ -14,11 +14,11 @@ from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import find_public_config, parse_architecture, read_architecture
 
 
-def test_null_selects_every_linear_but_the_head(make_model: Callable[..., Path]) -> None:
+def test_all_linear_selects_every_linear_but_the_head(make_model: Callable[..., Path]) -> None:
     architecture = read_architecture(make_model("llama"))
-    assert architecture.resolve_adapter_modules(None) == architecture.adapter_modules[:-1]
+    assert architecture.resolve_adapter_modules("all-linear") == architecture.adapter_modules[:-1]
     assert architecture.adapter_modules[-1] == architecture.head
-    assert not architecture.find_adapter_problems(None)
+    assert not architecture.find_adapter_problems("all-linear")
 
 
 def test_unknown_adapter_modules_are_reported_with_the_nearest_name(make_model: Callable[..., Path]) -> None:
@@ -31,7 +31,7 @@ def test_linear_shapes_are_those_of_the_built_model(make_model: Callable[..., Pa
     for family in ("llama", "qwen2"):
         architecture = read_architecture(make_model(family))
         model = architecture.build_model(128, PrecisionPolicy.uniform(torch.float32))
-        shapes = architecture.linear_shapes()
+        shapes = {one.name: (one.in_dim, one.out_dim) for one in architecture.blocks[0].linears}
         for linear in model.linears():
             if linear.module != architecture.head:
                 built = model.get_submodule(linear.path)

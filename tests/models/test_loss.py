@@ -62,7 +62,7 @@ def test_chunks_give_the_same_loss_and_gradients(model: CausalLM) -> None:
     complete.backward()
     expected = gradients(model)
     hidden = model.hidden_states(tokens, None, None, nullcontext())
-    chunked = sum_supervised_loss(hidden, model.head, labels, max_logits=1000)
+    chunked = sum_supervised_loss(hidden, model.project, model.architecture.vocab_size, labels, max_logits=1000)
     chunked.backward()
     torch.testing.assert_close(chunked, complete, rtol=1e-9, atol=0)
     assert_same(gradients(model), expected)

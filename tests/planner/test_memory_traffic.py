@@ -71,7 +71,7 @@ def plan_block(a: Architecture, model_dir: Path, raw: dict[str, Any]) -> BytesMo
     """Return the planned traffic without norms and the adapters' products."""
     config = parse_small_config(raw | {"model": {"path": str(model_dir)}, "precision": "bf16"})
     moved = count_bytes_moved(a, config, WIDTH)
-    products = sum(sum(shape) for shape in a.linear_shapes().values()) * WIDTH if config.adapter else 0
+    products = sum(one.in_dim + one.out_dim for one in a.largest_block.linears) * WIDTH if config.adapter else 0
     return BytesMoved(
         moved.forward - 4 * a.embed_dim * WIDTH - products, moved.backward - 6 * a.embed_dim * WIDTH - 2 * products
     )

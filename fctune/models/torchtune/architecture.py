@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from fctune.errors import ConfigError
-from fctune.models.architecture import Architecture, BlockLinears
+from fctune.models.architecture import Architecture, Block, Branch, LinearShape
 from fctune.models.torchtune import names
 
 if TYPE_CHECKING:
@@ -41,14 +41,31 @@ _ROTATED = (".q_proj.", ".k_proj.")
 class TorchtuneArchitecture(Architecture):
     """Sizes of a Llama 3 or Qwen2 decoder."""
 
-    block_linears: ClassVar[BlockLinears] = names.LINEARS
-    head: ClassVar[str] = names.HEAD
-    embedding: ClassVar[str] = names.EMBEDDING
-
     family: str  # a key of FAMILIES
+    intermediate_dim: int
     norm_eps: float
     rope_base: float
     rope_factor: float | None  # None: RoPE is not scaled
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The linears of each block, which are all alike."""
+        d, i, kv_dim = self.embed_dim, self.intermediate_dim, self.num_kv_heads * self.head_dim
+        sizes = {"q_proj": (d, d), "k_proj": (d, kv_dim), "v_proj": (d, kv_dim), "o_proj": (d, d)}
+        sizes |= {"gate_proj": (d, i), "up_proj": (d, i), "down_proj": (i, d)}
+        query, key, value, output, gate, up, down = (LinearShape(name, *sizes[name]) for name in names.LINEAR_PATHS)
+        attention, mlp = Branch((query, key, value), output, True), Branch((gate, up), down, False)
+        return (Block((attention, mlp)),) * self.num_layers
+
+    @property
+    def head(self) -> str:
+        """Name of the output projection."""
+        return names.HEAD
+
+    @property
+    def embedding(self) -> str:
+        """Name of the token embedding in Hugging Face checkpoints."""
+        return names.EMBEDDING
 
     def to_hf_name(self, name: str) -> str:
         """Convert the name of one of our parameters to Hugging Face's; adapter parameters keep their last component."""
@@ -125,6 +142,7 @@ def parse_architecture(source: str, raw: dict[str, Any]) -> TorchtuneArchitectur
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         embed_dim=embed_dim,
+        head_dim=head_dim,
         intermediate_dim=sizes["intermediate_size"],
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope_base=rope_base,

@@ -80,13 +80,6 @@ class TorchtuneCausalLM(CausalLM):
         normed: Tensor = self.decoder.norm(hidden)
         return normed
 
-    def offloading_context(self) -> AbstractContextManager[Any]:
-        """Return a context that moves saved activations to the host and back; needs a CUDA device."""
-        from torchtune.training import OffloadActivations  # needs a CUDA device on import
-
-        context: AbstractContextManager[Any] = OffloadActivations()
-        return context
-
 
 def build_model(
     architecture: TorchtuneArchitecture,

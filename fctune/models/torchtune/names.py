@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import re
 
-from fctune.models.architecture import BlockLinears
-
-LINEARS = BlockLinears(
-    attention_inputs=("q_proj", "k_proj", "v_proj"),
-    attention_output="o_proj",
-    mlp_inputs=("gate_proj", "up_proj"),
-    mlp_output="down_proj",
-)
 HEAD = "lm_head"
-EMBEDDING = "embed_tokens"
+EMBEDDING = "model.embed_tokens"
 
 # Name of a linear in ``adapter.modules``, which is PEFT's -> its path inside a torchtune block.
 LINEAR_PATHS = {
@@ -38,7 +30,7 @@ _BLOCK_PATHS = {
     "sa_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
 }
-_ROOT_PATHS = {"tok_embeddings": f"model.{EMBEDDING}", "norm": "model.norm", "output": HEAD}
+_ROOT_PATHS = {"tok_embeddings": EMBEDDING, "norm": "model.norm", "output": HEAD}
 _PEFT_LEAVES = {
     "lora_a": "lora_A.weight",
     "lora_b": "lora_B.weight",

@@ -1,0 +1,1 @@
+"""Any causal language model of transformers: its config, modules, attention and weights."""

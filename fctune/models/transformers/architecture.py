@@ -1,0 +1,216 @@
+"""Architectures that transformers builds, read from Hugging Face's config.json.
+
+Importing this module imports neither torch nor transformers; what only they know is read when it is asked for.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fctune.config.parsing import suggest
+from fctune.errors import ConfigError
+from fctune.models.architecture import Architecture, Block
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fctune.models.attention import AttentionKernel
+    from fctune.models.causal_lm import CausalLM
+    from fctune.models.precision import PrecisionPolicy
+    from fctune.models.transformers.modules import Layout
+
+# Positions of a model whose config.json gives no limit, such as one without positional embeddings.
+_UNLIMITED = 2**31
+
+_PEFT_LEAVES = {
+    "lora_a": "lora_A.weight",
+    "lora_b": "lora_B.weight",
+    "magnitude": "lora_magnitude_vector",
+    "token_rows": "token_adapter.trainable_tokens_delta",  # the rows themselves, in spite of the name
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersArchitecture(Architecture):
+    """Sizes of a decoder that transformers builds.
+
+    Attributes:
+        model_type: key of transformers' architecture.
+        config_json: content of config.json.
+        where: path or name of the config.json, for messages.
+    """
+
+    model_type: str
+    config_json: str
+    where: str
+
+    @property
+    def layout(self) -> Layout:
+        """Names and shapes of the model's modules, from the model on the meta device."""
+        from fctune.models.transformers.modules import find_layout  # imports torch and transformers
+
+        return find_layout(self)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The linears of each block."""
+        return self.layout.blocks
+
+    @property
+    def head(self) -> str:
+        """Name of the output projection."""
+        return self.layout.head
+
+    @property
+    def embedding(self) -> str:
+        """Name of the token embedding."""
+        return self.layout.embedding
+
+    def to_hf_name(self, name: str) -> str:
+        """Convert the name of one of our parameters to Hugging Face's; adapter parameters keep their last component."""
+        return name.removeprefix("decoder.")
+
+    def to_peft_name(self, name: str) -> str:
+        """Convert the name of one of our adapter parameters to PEFT's."""
+        stem, _, leaf = self.to_hf_name(name).rpartition(".")
+        return f"base_model.model.{stem}.{_PEFT_LEAVES[leaf]}"
+
+    def to_hf_layout(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the tensor as it is: both layouts are transformers'."""
+        return tensor
+
+    def from_hf_layout(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the tensor as it is: both layouts are transformers'."""
+        return tensor
+
+    def row_group(self, name: str) -> int:
+        """Return 1: no rows are reordered."""
+        return 1
+
+    def build_model(
+        self, max_seq_len: int, precision: PrecisionPolicy, attention_kernel: AttentionKernel = "per_document"
+    ) -> CausalLM:
+        """Build the model on the meta device; see ``Architecture.build_model``."""
+        from fctune.models.transformers.build import build_model  # imports torch and transformers
+
+        return build_model(self, max_seq_len, precision, attention_kernel)
+
+
+def check_config(where: str, raw: dict[str, Any]) -> None:
+    """Check, without importing torch, that transformers has the architecture of a config.json.
+
+    Args:
+        where: path or name of the file, for messages.
+        raw: content of the file.
+
+    Raises:
+        ConfigError: an encoder-decoder, or a model that transformers does not have, such as one of remote code.
+    """
+    known = read_model_types()
+    text = find_text_config(raw)
+    family = text.get("model_type") or raw.get("model_type")
+    if raw.get("is_encoder_decoder") or text.get("is_encoder_decoder"):
+        raise ConfigError(
+            f"{where}: model_type={family!r} is an encoder-decoder, and only decoders are trained here; choose a "
+            "causal language model."
+        )
+    if not isinstance(family, str) or (known and family not in known and raw.get("model_type") not in known):
+        version = _find_version()
+        if raw.get("auto_map"):
+            raise ConfigError(
+                f"{where}: model_type={family!r} needs the code in its own repository (auto_map), which is never run; "
+                f"choose a model that transformers has, or a version of transformers that has this one (here: "
+                f"{version})."
+            )
+        hint = suggest(family, known) if isinstance(family, str) else ""
+        raise ConfigError(
+            f"{where}: model_type={family!r} is no causal language model of transformers {version}{hint}. Install a "
+            "version that has it, or choose another model."
+        )
+
+
+def find_text_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config.json that describes the text model: all of it, or that of a vision-language model."""
+    text = raw.get("text_config")
+    return text if isinstance(text, dict) else raw
+
+
+@functools.cache
+def read_model_types() -> frozenset[str]:
+    """Read the model types of transformers' causal language models from its source, which takes no import of torch.
+
+    Empty if its source has another form; models are then checked only when they are built.
+    """
+    package = importlib.util.find_spec("transformers")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    file = Path(package.submodule_search_locations[0]) / "models" / "auto" / "modeling_auto.py"
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == _MAPPING:
+                assert isinstance(node.value, ast.Call)
+                return frozenset(name for name, _ in ast.literal_eval(node.value.args[0]))
+    except (OSError, SyntaxError, ValueError, AssertionError, IndexError):
+        pass
+    return frozenset()
+
+
+_MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+
+
+def _find_version() -> str:
+    from importlib.metadata import version
+
+    return version("transformers")
+
+
+def parse_architecture(where: str, raw: dict[str, Any]) -> TransformersArchitecture:
+    """Read the architecture from the content of a ``config.json`` that ``check_config`` has passed.
+
+    Imports transformers, whose classes hold the defaults of keys that the file leaves out.
+
+    Args:
+        where: path or name of the file, for messages.
+        raw: content of the file.
+
+    Raises:
+        ConfigError: transformers cannot read the file.
+    """
+    from fctune.models.transformers.modules import read_text_config
+
+    config_json = json.dumps(raw, sort_keys=True)
+    config = read_text_config(where, config_json)
+    sizes: dict[str, int] = {}
+    for key in ("vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size"):
+        value = getattr(config, key, None)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{where}: {key}={value!r}; expected a positive integer. Download the model again.")
+        sizes[key] = value
+    num_heads = sizes["num_attention_heads"]
+    return TransformersArchitecture(
+        model_type=config.model_type,
+        config_json=config_json,
+        where=where,
+        vocab_size=sizes["vocab_size"],
+        num_layers=sizes["num_hidden_layers"],
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        embed_dim=sizes["hidden_size"],
+        head_dim=_find_head_dim(config, sizes["hidden_size"] // num_heads),
+        max_position_embeddings=getattr(config, "max_position_embeddings", None) or _UNLIMITED,
+        is_tied=bool(config.tie_word_embeddings),
+    )
+
+
+def _find_head_dim(config: Any, default: int) -> int:
+    """Return the largest size of a head of queries, whose name depends on the family."""
+    sizes = [getattr(config, name, None) for name in ("head_dim", "qk_head_dim", "global_head_dim")]
+    known = [size for size in sizes if isinstance(size, int) and size > 0]
+    return max(known, default=default)

@@ -1,0 +1,176 @@
+"""Models built by transformers, behind the interface that training uses."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from fctune.errors import ConfigError
+from fctune.models.attention import AttentionKernel, DocumentBounds
+from fctune.models.causal_lm import CausalLM, Linear
+from fctune.models.precision import PrecisionPolicy
+from fctune.models.transformers.architecture import TransformersArchitecture
+from fctune.models.transformers.attention import run_block
+from fctune.models.transformers.modules import Layout, build_decoder, iter_linears, read_layout
+
+
+class TiedHead(nn.Module):
+    """An output head with the weight of the token embedding, of which it holds no second copy.
+
+    Args:
+        embedding: the module whose weight it shares.
+        bias: bias of the logits, ``[vocab]``, or None.
+    """
+
+    def __init__(self, embedding: nn.Module, bias: nn.Parameter | None):
+        super().__init__()
+        self._shared = (embedding,)  # in a tuple, so that it is not registered as a child
+        self.bias = bias
+
+    @property
+    def tied_module(self) -> nn.Module:
+        """The embedding."""
+        return self._shared[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits ``[..., vocab]`` of hidden states ``[..., d]``."""
+        weight: Any = self.tied_module.weight
+        return linear(x, weight, self.bias)
+
+
+class _Projecting:
+    """A decoder whose base model returns given hidden states, so that its forward computes their logits alone."""
+
+    def __init__(self, decoder: Any, base: str, head: str, hidden: Tensor, project: Callable[[Tensor], Tensor]):
+        output = MoeModelOutputWithPast(last_hidden_state=hidden)
+        self.__dict__ |= {"_decoder": decoder, base: lambda *arguments, **options: output, head: project}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_decoder"], name)
+
+
+class TransformersCausalLM(CausalLM):
+    """A decoder built by transformers, with the attention of packed rows.
+
+    Args:
+        decoder: transformers' model, with its parameters on the meta device and its buffers on the CPU.
+        layout: names of its modules.
+    """
+
+    decoder: Any  # transformers' PreTrainedModel, whose annotations a type checker cannot follow
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        layout: Layout,
+        architecture: TransformersArchitecture,
+        precision: PrecisionPolicy,
+        attention_kernel: AttentionKernel,
+    ):
+        super().__init__(architecture, precision, attention_kernel)
+        self.decoder = decoder
+        self.layout = layout
+        self._bounds: DocumentBounds | None = None
+        # Memory for parameters is given to buffers, too, whose values are lost by that.
+        self._buffers_of_decoder = {name: buffer.clone() for name, buffer in decoder.named_buffers()}
+        if architecture.is_tied:
+            embedding, head = self.embedding, decoder.get_submodule(layout.head)
+            decoder.set_submodule(layout.head, TiedHead(embedding, getattr(head, "bias", None)))
+        for block in self.blocks:
+            block.forward = functools.partial(run_block, block.forward)
+            block.register_forward_pre_hook(self._pass_bounds, with_kwargs=True)
+
+    def _pass_bounds(
+        self, block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return arguments, options | {"bounds": self._bounds}
+
+    def init_buffers_(self) -> None:
+        """Copy the values of the decoder's buffers to the device."""
+        for name, value in self._buffers_of_decoder.items():
+            self.decoder.get_buffer(name).copy_(value)
+
+    @property
+    def blocks(self) -> Iterable[nn.Module]:
+        """The transformer blocks in order."""
+        stack: Iterable[nn.Module] = self.decoder.get_submodule(self.layout.stack)
+        return stack
+
+    @property
+    def head(self) -> nn.Module:
+        """The output projection; ``tied_module`` is the embedding whose weight it shares, if any."""
+        head: nn.Module = operator.attrgetter(self.layout.head)(self.decoder)
+        return head
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The token embedding; some families scale what it returns."""
+        embedding: nn.Module = self.decoder.get_submodule(self.layout.embedding)
+        return embedding
+
+    def replace_ends_(self, embedding: nn.Module, head: Callable[[Tensor], Tensor]) -> None:
+        """Replace the token embedding and the output head, in place."""
+        self.decoder.set_submodule(self.layout.embedding, embedding)
+        path, _, name = self.layout.head.rpartition(".")
+        owner = self.decoder.get_submodule(path)
+        delattr(owner, name)  # a head without parameters is no module, and would be refused in place of one
+        setattr(owner, name, head)
+
+    def linears(self) -> Iterator[Linear]:
+        """Iterate over the linears of the blocks, block by block, and then the head."""
+        for index, block in enumerate(self.blocks):
+            for name, key, path in iter_linears(block):
+                yield Linear(name, f"{index}.{key}", f"decoder.{self.layout.stack}.{index}.{path}")
+        yield Linear(self.layout.head, self.layout.head, f"decoder.{self.layout.head}")
+
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        bounds: DocumentBounds | None,
+        block_context: AbstractContextManager[Any],
+    ) -> Tensor:
+        """Compute the normed output of the last block, ``[b, s, d]``; see ``CausalLM.hidden_states``."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        self._bounds = bounds
+        base = getattr(self.decoder, self.decoder.base_model_prefix)
+        with block_context:
+            output = base(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True)
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def project(self, hidden: Tensor, token_keys: Tensor | None = None) -> Tensor:
+        """Return the logits with the scale and soft cap of the family, by the decoder's own code."""
+        project = functools.partial(super().project, token_keys=token_keys)
+        stub = _Projecting(self.decoder, self.decoder.base_model_prefix, self.layout.head, hidden[None], project)
+        logits: Tensor = type(self.decoder).forward(stub, inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits
+
+
+def build_model(
+    architecture: TransformersArchitecture,
+    max_seq_len: int,
+    precision: PrecisionPolicy,
+    attention_kernel: AttentionKernel,
+) -> TransformersCausalLM:
+    """Build the model on the meta device; see ``Architecture.build_model``.
+
+    Raises:
+        ConfigError: ``max_seq_len`` exceeds the model's positions, or transformers cannot build the model.
+    """
+    if max_seq_len > architecture.max_position_embeddings:
+        raise ConfigError(
+            f"data.seq_len={max_seq_len}: exceeds the model's {architecture.max_position_embeddings} positions; "
+            "lower it."
+        )
+    decoder = build_decoder(architecture, precision.weight_dtype)
+    return TransformersCausalLM(decoder, read_layout(decoder, architecture), architecture, precision, attention_kernel)

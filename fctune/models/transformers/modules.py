@@ -1,0 +1,155 @@
+"""Modules of transformers' decoders: built from a config without memory for their weights, found and named."""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fctune.errors import ConfigError
+from fctune.models.architecture import Block, Branch, LinearShape
+from fctune.models.transformers.architecture import TransformersArchitecture
+from fctune.models.transformers.attention import ATTENTION
+
+# Endings of the keys of config.json that set a model's own dropout or noise. Dropout here is the adapters' alone, a
+# function of step, row and position, so that runs do not depend on the number of ranks.
+_NOISE = ("dropout", "_pdrop", "jitter_noise")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Names and shapes of a decoder's modules.
+
+    Attributes:
+        blocks: the linears of each block.
+        stack: path of the list of blocks in the decoder.
+        embedding: path of the token embedding in the decoder.
+        head: path of the output projection in the decoder.
+    """
+
+    blocks: tuple[Block, ...]
+    stack: str
+    embedding: str
+    head: str
+
+
+@functools.lru_cache(maxsize=8)
+def read_text_config(where: str, config_json: str) -> Any:
+    """Return transformers' config of a text model, from the content of a config.json. Callers must not change it.
+
+    Raises:
+        ConfigError: transformers cannot read it; ``where`` names the file.
+    """
+    from transformers import CONFIG_MAPPING
+
+    raw: dict[str, Any] = json.loads(config_json)
+    raw.pop("quantization_config", None)
+    try:
+        return CONFIG_MAPPING[raw["model_type"]].from_dict(raw).get_text_config()
+    except Exception as error:  # the library's validation raises all kinds
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{where}: transformers cannot read it ({type(error).__name__}: {reason}).") from None
+
+
+def build_decoder(architecture: TransformersArchitecture, dtype: torch.dtype) -> Any:
+    """Build a decoder with its parameters on the meta device and its buffers, such as those of RoPE, on the CPU.
+
+    Raises:
+        ConfigError: transformers cannot build it.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = read_text_config(architecture.where, architecture.config_json).__class__.from_dict(
+        read_text_config(architecture.where, architecture.config_json).to_dict()
+    )
+    config.vocab_size = architecture.vocab_size
+    config.use_cache = False
+    for name in config.to_dict():
+        if name.endswith(_NOISE):
+            setattr(config, name, 0.0)
+    for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, name, False):
+            setattr(config, name, False)
+    try:
+        with init_empty_weights(include_buffers=False), no_init_weights(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            decoder = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=ATTENTION, experts_implementation="eager"
+            )
+    except Exception as error:  # the library raises all kinds
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"{architecture.where}: transformers cannot build model_type={architecture.model_type!r} "
+            f"({type(error).__name__}: {reason})."
+        ) from None
+    return decoder
+
+
+@functools.lru_cache(maxsize=8)
+def find_layout(architecture: TransformersArchitecture) -> Layout:
+    """Return the names and shapes of a model's modules.
+
+    Raises:
+        ConfigError: transformers cannot build the model, or it has no list of blocks, embedding or head.
+    """
+    return read_layout(build_decoder(architecture, torch.float32), architecture)
+
+
+def read_layout(decoder: Any, architecture: TransformersArchitecture) -> Layout:
+    """Return the names and shapes of a decoder's modules; see ``find_layout``."""
+    names = {id(module): name for name, module in decoder.named_modules()}
+    stack = next(
+        (
+            name
+            for name, module in decoder.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) == architecture.num_layers
+        ),
+        None,
+    )
+    embedding, head = decoder.get_input_embeddings(), decoder.get_output_embeddings()
+    if stack is None or embedding is None or head is None:
+        raise ConfigError(
+            f"{architecture.where}: model_type={architecture.model_type!r} has no list of blocks, token embedding or "
+            "output projection that can be found; choose another model."
+        )
+    blocks = tuple(_read_block(block, architecture.embed_dim) for block in decoder.get_submodule(stack))
+    return Layout(blocks, stack, names[id(embedding)], names[id(head)])
+
+
+def iter_linears(block: nn.Module) -> Iterator[tuple[str, str, str]]:
+    """Iterate over the linears of a block: name in ``adapter.modules``, key unique in the block, and path."""
+    linears = [(path, module) for path, module in block.named_modules() if isinstance(module, nn.Linear)]
+    counts = Counter(path.rpartition(".")[2] for path, _ in linears)
+    for path, _ in linears:
+        name = path.rpartition(".")[2]
+        yield name, name if counts[name] == 1 else path, path
+
+
+def _read_block(block: nn.Module, embed_dim: int) -> Block:
+    """Return the linears of a block; those within one of its children are one branch."""
+    branches: dict[str, list[LinearShape]] = {}
+    for path, module in block.named_modules():
+        if isinstance(module, nn.Linear):
+            shape = LinearShape(path.rpartition(".")[2], module.in_features, module.out_features)
+            branches.setdefault(path.partition(".")[0], []).append(shape)
+    return Block(
+        tuple(
+            _make_branch(linears, embed_dim, is_attention="attn" in name or "attention" in name)
+            for name, linears in branches.items()
+        )
+    )
+
+
+def _make_branch(linears: list[LinearShape], embed_dim: int, is_attention: bool) -> Branch:
+    """Make a branch of linears in the order of their definition; the last of the hidden size is its output."""
+    last = max((i for i, linear in enumerate(linears) if linear.out_dim == embed_dim), default=len(linears) - 1)
+    return Branch((*linears[:last], *linears[last + 1 :]), linears[last], is_attention)
