@@ -70,6 +70,7 @@ class ChatTemplate:
             raise DataError(f"{self._origin}: {error}") from None
         supervision = supervision or SupervisionConfig()
         self.reasoning = self._find_reasoning(supervision)
+        self._traced.has_names_in_ids = self._prints_ids_for_names()
         if chat_template is not None:
             self._require_tokens()
         self._require_tools()
@@ -121,10 +122,6 @@ class ChatTemplate:
         if not sets_switch:
             self.encoder = replace(self.encoder, supervision=replace(supervision, thinking="rows"))
 
-    def to_messages(self, conversation: Conversation) -> list[dict[str, Any]]:
-        """Return the messages as the template reads them: reasoning under its name there, no keys without a value."""
-        return self._traced.to_messages(conversation)
-
     def _find_reasoning(self, supervision: SupervisionConfig) -> ReasoningSupport:
         """Return the template's use of reasoning, and check that it reads the switches."""
         found = find_reasoning_support(self._traced)
@@ -137,6 +134,16 @@ class ChatTemplate:
         if found.key is not None:
             self._traced.reasoning_key = found.key
         return found
+
+    def _prints_ids_for_names(self) -> bool:
+        """Return True if the template prints the id of a call and not its name, as Kimi K2's does."""
+        call = Call("another_probe", {}, id=_PROBE_CALL.calls[0].id)
+        asked = Conversation((Message("user", "Find it."), Message("assistant", None, (call,))), (_PROBE_TOOL,))
+        try:
+            text = self.render(asked)
+        except DataError:
+            return False
+        return call.name not in text and str(call.id) in text
 
     def _require_tools(self) -> None:
         """Reject a template that prints no tools or no calls; other errors are left to ``_verify``."""
@@ -220,7 +227,7 @@ class ChatTemplate:
         except DataError as error:
             raise DataError(f"{self._origin}: {error} (a conversation with {name}).") from None
         expected = self.tokenizer.apply_chat_template(
-            [m.to_openai() for m in conversation.messages],
+            self._traced.to_messages(conversation),
             tools=[t.to_openai() for t in conversation.tools] or None,
             tokenize=False,
             **self.template_args,

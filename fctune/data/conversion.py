@@ -15,9 +15,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fctune.data.call_ids import find_answered
 from fctune.data.conversation import Call, Conversation, Message
 from fctune.data.sources import NOTE_KINDS, Defect, ParsedRow, RowReader, UnreadRow, scan_source
-from fctune.data.sources.row_builder import find_answered
 from fctune.data.sources.row_reasoning import REASONING_KEYS
 from fctune.errors import DataError
 from fctune.files import open_atomically

@@ -20,6 +20,7 @@ from typing import Any
 import jinja2
 from jinja2 import meta, nodes
 
+from fctune.data.call_ids import write_names_into_ids
 from fctune.data.conversation import Conversation
 from fctune.errors import DataError
 
@@ -64,6 +65,7 @@ class TracedTemplate:
             conversation's own ``template_args`` are merged over them.
         reasoning_key: Name under which the template reads a message's reasoning; ``IN_CONTENT`` writes it as a
             ``<think>`` block before the content, ``IN_LAST_CONTENT`` does so in the last message only.
+        has_names_in_ids: Give calls ids that contain their names, for a template that prints ids in place of names.
 
     Attributes:
         variables: Names of the variables that the template reads and a caller may set.
@@ -74,21 +76,32 @@ class TracedTemplate:
         DataError: The template is not valid Jinja.
     """
 
-    def __init__(self, source: str, variables: dict[str, Any], reasoning_key: str = "reasoning_content"):
+    def __init__(
+        self,
+        source: str,
+        variables: dict[str, Any],
+        reasoning_key: str = "reasoning_content",
+        has_names_in_ids: bool = False,
+    ):
         self.source, self._variables = source, variables
-        self.reasoning_key = reasoning_key
+        self.reasoning_key, self.has_names_in_ids = reasoning_key, has_names_in_ids
         self._nonce = secrets.token_hex(8)
         self._marker = re.compile(rf"\[{self._nonce}:(\d+):(\d*)\]")
         self._budget = _Budget()
         self._template = self._instrument(source)
 
-    def __reduce__(self) -> tuple[type[TracedTemplate], tuple[str, dict[str, Any], str]]:
-        return TracedTemplate, (self.source, self._variables, self.reasoning_key)  # compiled templates do not pickle
+    def __reduce__(self) -> tuple[type[TracedTemplate], tuple[str, dict[str, Any], str, bool]]:
+        # Compiled templates do not pickle.
+        return TracedTemplate, (self.source, self._variables, self.reasoning_key, self.has_names_in_ids)
 
     def to_messages(self, conversation: Conversation) -> list[dict[str, Any]]:
-        """Return the messages as the template reads them: reasoning under its name there, no keys without a value."""
+        """Return the messages as the template reads them.
+
+        Reasoning is under its name there, ids have names if the template needs them, and no key is without a value.
+        """
         messages = []
-        for index, message in enumerate(conversation.messages):
+        given = write_names_into_ids(conversation.messages) if self.has_names_in_ids else conversation.messages
+        for index, message in enumerate(given):
             # transformers drops keys without a value too.
             value = {k: v for k, v in message.to_openai().items() if v is not None}
             if message.reasoning is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from fctune.data.call_ids import find_answered
 from fctune.data.conversation import Call, Conversation, Message, Role, Tool
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.filling import ArgumentFilling, ArrowStruct, holds_null, remove_tool_filling
@@ -256,21 +256,6 @@ class RowBuilder:
 
     def _find_schema(self, name: str) -> dict[str, Any] | None:
         return next((tool.parameters for tool in self.tools if tool.name == name), None)
-
-
-def find_answered(pending: Sequence[Call], call_id: str | None, name: str | None) -> int | None:
-    """Return the index of the call that a result answers, by id, else by name, else the oldest; None if there is none.
-
-    Args:
-        pending: Calls without a result, in order.
-        call_id: Id of the call, if the result has it; without effect if no call has an id.
-        name: Name of the tool, if the result has it.
-    """
-    if call_id is not None and any(call.id is not None for call in pending):
-        return next((i for i, call in enumerate(pending) if call.id == call_id), None)
-    if name is not None:
-        return next((i for i, call in enumerate(pending) if call.name == name), None)
-    return 0 if pending else None
 
 
 class ReadContext:
