@@ -16,18 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from fctune.errors import ConfigError
 from fctune.files import staged_directory
 from fctune.models.architecture import Architecture
-from fctune.models.base_weights import locate_tensors
+from fctune.models.base_weights import plan_base, read_matrix
 from fctune.models.hub import digest_model
 from fctune.models.sources import read_architecture
+from fctune.models.tensor_files import INDEX, read_headers
 
-_INDEX = "model.safetensors.index.json"
 _RESIZED = "resized.safetensors"
 
 
@@ -52,13 +51,14 @@ def extend_base(model_dir: Path, tokens: Sequence[str], root: Path) -> Path:
             for file in model_dir.iterdir():
                 if file.suffix == ".safetensors":
                     (staging / f"base-{file.name}").symlink_to(file.resolve())
-                elif file.is_file() and file.name != _INDEX:
+                elif file.is_file() and file.name != INDEX:
                     shutil.copyfile(file, staging / file.name)
             extended.save(str(staging / "tokenizer.json"))
             texts = [base.encode(token, add_special_tokens=False).ids for token in tokens]
             _write_matrices(staging, model_dir, architecture, dict(zip(ids, texts, strict=True)))
             config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-            config["vocab_size"] = _grown(architecture, ids)
+            text = config if "vocab_size" in config else config["text_config"]
+            text["vocab_size"] = _grown(architecture, ids)
             (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
@@ -112,18 +112,16 @@ def _extend_tokenizer(model_dir: Path, tokens: Sequence[str]) -> tuple[Any, Any]
 
 def _write_matrices(staging: Path, model_dir: Path, architecture: Architecture, texts: dict[int, list[int]]) -> None:
     """Write the resized embedding and head, and the index of all weights; ``texts``: tokens to average, by id."""
-    names = [f"{architecture.embedding}.weight"]
-    names += [] if architecture.is_tied else [f"{architecture.head}.weight"]
-    files = locate_tensors(model_dir)
+    plan = plan_base(architecture, model_dir)
     resized: dict[str, Tensor] = {}
-    for name in names:
-        with safe_open(files[name], framework="pt") as tensors:
-            rows = tensors.get_tensor(name)
+    for matrix in architecture.token_matrices.values():
+        rows = read_matrix(plan, matrix)
         grown = rows.new_zeros(_grown(architecture, list(texts)), rows.shape[1])
         grown[: len(rows)] = rows
         for token, parts in texts.items():
             grown[token] = rows[torch.tensor(parts)].double().mean(0).to(rows.dtype)
-        resized[name] = grown
+        resized.update((leaf.name, grown.clone()) for source in plan.sources[matrix] for leaf in source.leaves())
     save_file(resized, staging / _RESIZED, metadata={"format": "pt"})
-    weight_map = {name: f"base-{file.name}" for name, file in files.items()} | dict.fromkeys(resized, _RESIZED)
-    (staging / _INDEX).write_text(json.dumps({"weight_map": weight_map}, indent=2) + "\n", encoding="utf-8")
+    files = {name: f"base-{header.file.name}" for name, header in read_headers(model_dir).items()}
+    weight_map = files | dict.fromkeys(resized, _RESIZED)
+    (staging / INDEX).write_text(json.dumps({"weight_map": weight_map}, indent=2) + "\n", encoding="utf-8")

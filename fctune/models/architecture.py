@@ -6,9 +6,10 @@ A source of models (a package in this folder) subclasses ``Architecture`` and ``
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from fctune.config.parsing import suggest
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from fctune.models.attention import AttentionKernel
     from fctune.models.causal_lm import CausalLM
     from fctune.models.precision import PrecisionPolicy
+    from fctune.models.tensor_files import TensorHeader
+    from fctune.models.weight_plan import WeightPlan
 
 # Value of ``adapter.modules`` that selects every linear of the blocks.
 ALL_LINEAR = "all-linear"
@@ -160,6 +163,34 @@ class Architecture(ABC):
     @abstractmethod
     def row_group(self, name: str) -> int:
         """Number of consecutive rows of a parameter that the layouts reorder among themselves; 1 if they agree."""
+
+    @property
+    def embedding_weight(self) -> str:
+        """Name of the token embedding's weight in transformers' model."""
+        return f"{self.embedding}.weight"
+
+    @property
+    def head_weight(self) -> str:
+        """Name of the output head's weight in transformers' model."""
+        return f"{self.head}.weight"
+
+    @property
+    def token_matrices(self) -> dict[Literal["embedding", "head"], str]:
+        """Names of the weights with a row per token; a head that shares the embedding's is left out."""
+        matrices: dict[Literal["embedding", "head"], str] = {"embedding": self.embedding_weight}
+        return matrices if self.is_tied else matrices | {"head": self.head_weight}
+
+    @abstractmethod
+    def plan_weights(self, model_dir: Path, headers: Mapping[str, TensorHeader]) -> WeightPlan:
+        """Plan how the parameters, by their names in transformers' model, consist of the tensors of a checkpoint.
+
+        Args:
+            model_dir: directory of the checkpoint.
+            headers: its tensors by name.
+
+        Raises:
+            CheckpointError: tensors are quantised in a way that cannot be undone, or do not fit together.
+        """
 
     @abstractmethod
     def build_model(

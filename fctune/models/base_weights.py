@@ -1,29 +1,42 @@
-"""Load the base model's weights from safetensors files, each rank only the rows of its shards."""
+"""Load the base model's weights from safetensors files, each rank only the regions of its shards."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fctune.errors import CheckpointError
 from fctune.models.architecture import Architecture
 from fctune.models.causal_lm import CausalLM
-from fctune.models.frozen_linear import copy_rows_, is_scale, rows_of_shard
+from fctune.models.frozen_linear import copy_rows_, is_quantized, is_scale, rows_of_shard
 from fctune.models.lora import is_adapter
+from fctune.models.tensor_files import OpenFile, TensorReader, read_headers
+from fctune.models.weight_plan import WeightPlan
+from fctune.models.weight_sources import Stored
 
 
-def load_base_(model: CausalLM, model_dir: str | Path, open_file: Callable[..., Any] = safe_open) -> None:
+class Target(NamedTuple):
+    """A parameter or buffer of a model to load, with its name there and in transformers' model."""
+
+    name: str
+    hf_name: str
+    tensor: Tensor
+
+
+def load_base_(model: CausalLM, model_dir: str | Path, open_file: OpenFile = safe_open) -> None:
     """Copy the weights of a model directory into a model's parameters, in place; adapters are left as they are.
 
-    A rank reads only the rows of its shards, rounded to the row groups that the layouts reorder, so it never holds more
-    than its shards and a part of one tensor. 4-bit weights are read in full, because scales are shared across shards.
+    A rank reads only the regions of its shards, rounded to the row groups that the layouts reorder, so it never holds
+    more than its shards and a part of one tensor. 4-bit weights are read in full, because scales are shared across
+    shards.
 
     Args:
         model: model with memory for its parameters.
@@ -33,99 +46,98 @@ def load_base_(model: CausalLM, model_dir: str | Path, open_file: Callable[..., 
     Raises:
         CheckpointError: a file is missing or damaged, or its tensors differ from the model's in name or shape.
     """
-    parameters = dict(model.named_parameters())
-    loadable = [name for name in parameters if not is_adapter(name) and not is_scale(name)]
-    expected = {model.architecture.to_hf_name(name): name for name in loadable}
-    index = locate_tensors(model_dir)
-    if model.architecture.is_tied:
-        index.pop(f"{model.architecture.head}.weight", None)
-    _check_names(model_dir, expected, index)
-    by_file: dict[Path, list[str]] = {}
-    for hf_name, file in index.items():
-        by_file.setdefault(file, []).append(hf_name)
-    for file, hf_names in by_file.items():
-        with open_file(file, framework="pt") as tensors:
-            for hf_name in hf_names:
-                name = expected[hf_name]
-                stored = tensors.get_slice(hf_name)
-                shape = list(parameters[name].shape)
-                if stored.get_shape() != shape:
-                    raise CheckpointError(
-                        f"{file}: {hf_name} has the shape {stored.get_shape()}, config.json implies {shape}. "
-                        "Download the model again."
-                    )
-                rows = rows_of_shard(parameters[name])
-                if rows.start == rows.stop:
-                    continue  # more ranks than rows
-                part = _read_rows(stored, rows, name, model.architecture)
-                if not torch.isfinite(part).all():
-                    raise CheckpointError(f"{file}: {hf_name} holds NaN or infinity; download the model again.")
-                copy_rows_(model, name, part)
+    plan = plan_base(model.architecture, model_dir)
+    targets = list(find_targets(model))
+    plan.check({target.hf_name: target.tensor.shape for target in targets})
+    first = {target.name: next(plan.sources[target.hf_name][0].leaves()) for target in targets}
+    # In the order of the files, which disks read fastest.
+    targets.sort(key=lambda target: str(first[target.name].headers()[0].file))
+    with TensorReader(open_file) as reader:
+        for target in targets:
+            load_(model, target, plan, reader)
 
 
-def _read_rows(stored: Any, rows: slice, name: str, architecture: Architecture) -> Tensor:
-    """Read rows of a stored tensor in our order."""
-    size = architecture.row_group(name)
-    first = rows.start // size * size
-    groups = architecture.from_hf_layout(name, stored[first : math.ceil(rows.stop / size) * size])
-    return groups[rows.start - first : rows.stop - first]
-
-
-def read_rows(model_dir: str | Path, hf_name: str, ids: Sequence[int]) -> Tensor:
-    """Read some rows of a stored tensor, ``[len(ids), ...]`` in its dtype.
+def plan_base(architecture: Architecture, model_dir: str | Path) -> WeightPlan:
+    """Plan how the parameters of a model consist of the tensors of a model directory; reads the files' headers.
 
     Raises:
-        CheckpointError: the tensor is missing, or its file is damaged.
+        CheckpointError: a file is missing or damaged, or tensors are quantised in a way that cannot be undone.
     """
-    file = locate_tensors(model_dir).get(hf_name)
-    if file is None:
-        raise CheckpointError(f"{model_dir}: {hf_name} is missing; download the model again.")
-    with safe_open(file, framework="pt") as tensors:
-        stored = tensors.get_slice(hf_name)
-        return torch.cat([stored[i : i + 1] for i in ids])
+    return architecture.plan_weights(Path(model_dir), read_headers(model_dir))
 
 
-def locate_tensors(model_dir: str | Path) -> dict[str, Path]:
-    """Map the name of each tensor of a model directory to the safetensors file that holds it.
+def find_targets(model: CausalLM) -> Iterator[Target]:
+    """Iterate over the parameters and buffers of a model that its base's checkpoint stores."""
+    for name, parameter in model.named_parameters():
+        if not is_adapter(name) and not is_scale(name):
+            yield Target(name, model.architecture.to_hf_name(name), parameter)
+    stored = model.stored_buffers()
+    yield from (Target(name, model.architecture.to_hf_name(name), buffer) for name, buffer in stored)
+
+
+@torch.no_grad()
+def load_(model: CausalLM, target: Target, plan: WeightPlan, reader: TensorReader) -> None:
+    """Read this rank's part of one parameter or buffer, in place."""
+    name, hf_name, tensor = target
+    source = plan.sources[hf_name][0]
+    group = model.architecture.row_group(name)
+    if group == 1 and not is_quantized(tensor):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        offsets = _first_indices(tensor)
+        if not local.numel():
+            return  # more ranks than rows
+        # Straight into the parameter, or into its copy in the host's memory.
+        out = local if local.device.type == "cpu" else torch.empty(local.shape, dtype=local.dtype)
+        source.read_(out, offsets, reader)
+        plan.check_duplicate(hf_name, out, offsets, reader)
+        if out is not local:
+            local.copy_(out)
+        return
+    rows = rows_of_shard(tensor)
+    if rows.start == rows.stop:
+        return
+    first, last = rows.start // group * group, math.ceil(rows.stop / group) * group
+    part = torch.empty((last - first, *source.shape[1:]), dtype=source.dtype)
+    source.read_(part, (first, *(0 for _ in source.shape[1:])), reader)
+    ours = model.architecture.from_hf_layout(name, part)
+    copy_rows_(model, name, ours[rows.start - first : rows.stop - first])
+
+
+def _first_indices(tensor: Tensor) -> tuple[int, ...]:
+    """Return the index, in the full tensor, of the first element of this rank's shard."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets)
+
+
+def read_matrix(plan: WeightPlan, hf_name: str) -> Tensor:
+    """Read a parameter in full, in the dtype in which it is stored; mapped, not copied, where it is stored as it is.
 
     Raises:
-        CheckpointError: no safetensors, a file that the index names is missing, or one is damaged.
+        CheckpointError: the parameter is missing, or its file is damaged.
     """
-    root = Path(model_dir)
-    index_file = root / "model.safetensors.index.json"
-    weight_map: dict[str, str] = {}
-    if index_file.is_file():
-        try:
-            weight_map = dict(json.loads(index_file.read_text(encoding="utf-8"))["weight_map"])
-            names = sorted(set(weight_map.values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{index_file}: cannot be read ({error}). Download the model again.") from None
-        files = [root / Path(name).name for name in names]  # .name: never read outside of the directory
-    else:
-        files = [root / "model.safetensors"]
-    found: dict[str, Path] = {}
-    for file in files:
-        # A tensor that the index has in another file is an earlier version, as the matrices of an extended base.
-        if not file.is_file():
-            raise CheckpointError(f"{file}: no such file; the model directory is incomplete. Download it again.")
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                keys = tensors.keys()
-                found.update((key, file) for key in keys if weight_map.get(key, file.name) == file.name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: damaged safetensors ({error}). Download the model again.") from None
-    # Older checkpoints store the frequencies of RoPE, which are computed.
-    return {name: file for name, file in found.items() if not name.endswith("rotary_emb.inv_freq")}
+    _require(plan, hf_name)
+    source = plan.sources[hf_name][0]
+    with TensorReader() as reader:
+        return reader.read_all(source.header) if isinstance(source, Stored) else source.read(reader)
 
 
-def _check_names(model_dir: str | Path, expected: Iterable[str], found: Iterable[str]) -> None:
-    missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
-    problems = [
-        f"{len(names)} {kind}: {', '.join(names[:3])}"
-        for kind, names in (("missing", missing), ("extra", extra))
-        if names
-    ]
-    if problems:
-        raise CheckpointError(
-            f"{model_dir}: weights do not match config.json: {'; '.join(problems)}. Download the model again."
-        )
+def read_rows(plan: WeightPlan, hf_name: str, ids: Sequence[int]) -> Tensor:
+    """Read some rows of a parameter, ``[len(ids), ...]`` in the dtype in which it is stored.
+
+    Raises:
+        CheckpointError: the parameter is missing, or its file is damaged.
+    """
+    _require(plan, hf_name)
+    source = plan.sources[hf_name][0]
+    out = torch.empty((len(ids), *source.shape[1:]), dtype=source.dtype)
+    with TensorReader() as reader:
+        for row, token in enumerate(ids):
+            source.read_(out[row : row + 1], (token, *(0 for _ in source.shape[1:])), reader)
+    return out
+
+
+def _require(plan: WeightPlan, hf_name: str) -> None:
+    if hf_name not in plan.sources:
+        raise CheckpointError(f"{plan.model_dir}: {hf_name} is missing; download the model again.")

@@ -98,6 +98,13 @@ class CausalLM(nn.Module, ABC):
         logits: Tensor = self.head(hidden, token_keys) if needs_keys else self.head(hidden)
         return logits
 
+    def stored_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the buffers that checkpoints store, such as the bias of a router, by name."""
+        for path, module in self.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield (f"{path}.{name}" if path else name), buffer
+
     def offload_activations_(self) -> None:
         """Keep the blocks' activations in the host's memory between forward and backward. CUDA only."""
         from fctune.models.torchtune.offloading import OffloadActivations  # needs a CUDA device on import
@@ -144,7 +151,8 @@ class CausalLM(nn.Module, ABC):
 def materialize_(model: CausalLM, device: torch.device, is_offloaded: bool = False) -> None:
     """Give a meta model's parameters uninitialised memory and fill its buffers, in place.
 
-    Buffers are position tables and dropout keys; modules compute theirs in ``init_buffers_``.
+    Buffers are position tables and dropout keys, which modules compute in ``init_buffers_``, and those that the base's
+    checkpoint stores.
 
     Args:
         model: model on the meta device.
@@ -154,7 +162,8 @@ def materialize_(model: CausalLM, device: torch.device, is_offloaded: bool = Fal
     model.to_empty(device=torch.device("cpu") if is_offloaded else device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module.register_buffer(name, buffer.to(device), persistent=False)
+            is_stored = name not in module._non_persistent_buffers_set
+            module.register_buffer(name, buffer.to(device), persistent=is_stored)
         init_buffers_ = getattr(module, "init_buffers_", None)
         if init_buffers_ is not None:
             with torch.device(device):

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from fctune.data.template_args import merge_template_args, read_template_args, w
 from fctune.errors import CheckpointError
 from fctune.files import staged_directory
 from fctune.models.architecture import Architecture
+from fctune.models.base_weights import plan_base
 from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import FrozenLinear, is_scale
 from fctune.models.lora import LoRALinear, is_adapter, merge
@@ -36,7 +38,7 @@ from fctune.models.token_rows import TokenRows, trained_token_ids
 # Files of the base, other than config.json, that a model trained from it needs.
 _COMPANIONS = (
     *("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json"),
-    *("chat_template*", "generation_config.json", "LICENSE*", "USE_POLICY*"),
+    *("chat_template*", "generation_config.json", "*processor_config.json", "LICENSE*", "USE_POLICY*"),
 )
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -88,10 +90,11 @@ def export_merged(
     tensors = iter_merged(model)
     try:
         if is_writer:
+            plan, dtype = plan_base(model.architecture, base_dir), model.precision.compute_dtype
             with _new_directory(out) as staging:
-                _write_weights(staging, tensors, max_file_bytes)
+                _write_weights(staging, chain(plan.split(tensors), plan.read_copied(dtype)), max_file_bytes)
                 copy_companions(base_dir, staging, prompting)
-                write_model_config(staging, base_dir, model.precision.compute_dtype)
+                write_model_config(staging, base_dir, dtype, is_dequantized=plan.is_dequantized)
     finally:
         for _ in tensors:  # after a failed write the other ranks still send
             pass
@@ -136,7 +139,9 @@ def export_adapter(
 
 @torch.no_grad()
 def iter_merged(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the merged weights by Hugging Face's name, in its layout and the compute dtype, on the CPU.
+    """Iterate over the merged weights by their names in transformers' model, in its layout, on the CPU.
+
+    Weights are in the compute dtype, stored buffers in their own.
 
     Every rank must iterate to the end, because sharded weights are gathered, one at a time. The model does not change.
     """
@@ -156,6 +161,8 @@ def iter_merged(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
             index = torch.tensor(end.ids, device=full.device)
             full = full.index_copy(0, index, _gather(end.token_rows).to(full))
         yield model.architecture.to_hf_name(name), model.architecture.to_hf_layout(name, full).contiguous().cpu()
+    for name, buffer in model.stored_buffers():
+        yield model.architecture.to_hf_name(name), buffer.detach().cpu()
 
 
 def _gather(parameter: Tensor) -> Tensor:
@@ -230,11 +237,16 @@ def write_adapter_config(
     ).save_pretrained(str(folder))
 
 
-def write_model_config(folder: Path, base_dir: Path, dtype: torch.dtype) -> None:
+def write_model_config(folder: Path, base_dir: Path, dtype: torch.dtype, *, is_dequantized: bool = False) -> None:
     """Copy the base's ``config.json``, with ``dtype`` set to that of the exported weights."""
     config = json.loads((base_dir / "config.json").read_text(encoding="utf-8"))
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config[key] = str(dtype).removeprefix("torch.")
+    if is_dequantized:
+        config.pop("quantization_config", None)
+    sections = [config, *([text] if isinstance(text := config.get("text_config"), dict) else [])]
+    for section in sections:  # a vision-language model's text may name its dtype again
+        key = "torch_dtype" if "torch_dtype" in section else "dtype"
+        if section is config or key in section:
+            section[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

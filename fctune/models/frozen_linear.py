@@ -170,6 +170,11 @@ def is_nf4(tensor: Tensor) -> bool:
     return isinstance(tensor.to_local() if isinstance(tensor, DTensor) else tensor, NF4Tensor)
 
 
+def is_quantized(tensor: Tensor) -> bool:
+    """Return whether a weight, or the local shard of a DTensor, is stored in 4 or 8 bits."""
+    return tensor.dtype is FLOAT8 or is_nf4(tensor)
+
+
 def is_scale(name: str) -> bool:
     """Return whether a parameter of this name is a scale, computed when the base's weights are loaded."""
     return name.endswith(".weight_scale")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from fctune.errors import ConfigError
-from fctune.models.base_weights import read_rows
+from fctune.models.base_weights import plan_base, read_rows
 from fctune.models.causal_lm import CausalLM
 from fctune.models.lora import copy_full_, wide_dtype
 
@@ -121,10 +121,13 @@ def init_token_rows_(model: CausalLM, model_dir: Path) -> None:
 
     Each rank reads the rows from the base's files, which needs no communication, and keeps its shard.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, TokenRows):
-            stored = model.architecture.to_hf_name(f"{name}.weight")
-            copy_full_(module.token_rows, read_rows(model_dir, stored, module.ids))
+    ends = [(name, module) for name, module in model.named_modules() if isinstance(module, TokenRows)]
+    if not ends:
+        return
+    plan = plan_base(model.architecture, model_dir)
+    for name, module in ends:
+        weight = model.architecture.to_hf_name(f"{name}.weight")
+        copy_full_(module.token_rows, read_rows(plan, weight, module.ids))
 
 
 def trained_token_ids(model: CausalLM) -> tuple[int, ...]:

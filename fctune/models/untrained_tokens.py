@@ -22,12 +22,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from fctune.errors import CheckpointError
 from fctune.models.architecture import Architecture
-from fctune.models.base_weights import locate_tensors
+from fctune.models.base_weights import plan_base, read_matrix
 
 MAX_DISTANCE = 0.14  # between two rows that count as equal, as a share of the larger norm
 _NUM_FENCES = 3.0  # interquartile ranges from a quartile to its outer fence
@@ -81,16 +79,10 @@ def find_untrained(
     Raises:
         CheckpointError: a matrix is missing, or its file is damaged.
     """
-    files = locate_tensors(model_dir)
-    matrices: dict[Literal["embedding", "head"], str] = {"embedding": f"{architecture.embedding}.weight"}
-    if not architecture.is_tied:
-        matrices["head"] = f"{architecture.head}.weight"
+    plan = plan_base(architecture, model_dir)
     found: dict[int, UntrainedToken] = {}
-    for matrix, name in matrices.items():
-        if name not in files:
-            raise CheckpointError(f"{model_dir}: {name} is missing; download the model again.")
-        with safe_open(files[name], framework="pt") as tensors:
-            rows: Tensor = tensors.get_tensor(name)  # mapped, not read
+    for matrix, name in architecture.token_matrices.items():
+        rows = read_matrix(plan, name)
         tokens = candidates.supervised | (candidates.context if matrix == "embedding" else frozenset())
         for token, (twin, factor) in find_untrained_rows(rows, tokens, added).items():
             found.setdefault(token, UntrainedToken(token, matrix, twin, factor))

@@ -97,10 +97,10 @@ def test_bad_lists_are_named(make_model: Callable[..., Path], tokens: list[str],
 
 
 def test_an_index_chooses_between_versions_of_a_tensor(make_model: Callable[..., Path], tmp_path: Path) -> None:
-    from fctune.models.base_weights import locate_tensors
+    from fctune.models.tensor_files import read_headers
 
     extended = extend_base(make_model(), NEW, tmp_path)
-    located = locate_tensors(extended)
+    located = {name: header.file for name, header in read_headers(extended).items()}
     assert located["lm_head.weight"].name == "resized.safetensors"
     assert located["model.norm.weight"].name == "base-model.safetensors"
     index = json.loads((extended / "model.safetensors.index.json").read_text())["weight_map"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fctune.errors import ConfigError
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from fctune.models.attention import AttentionKernel
     from fctune.models.causal_lm import CausalLM
     from fctune.models.precision import PrecisionPolicy
+    from fctune.models.tensor_files import TensorHeader
+    from fctune.models.weight_plan import WeightPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,14 @@ class TorchtuneArchitecture(Architecture):
             return tensor
         shape = tensor.shape
         return tensor.reshape(*groups, *shape[1:]).transpose(1, 2).reshape(shape)
+
+    def plan_weights(self, model_dir: Path, headers: Mapping[str, TensorHeader]) -> WeightPlan:
+        """Plan a checkpoint of Llama 3 or Qwen2, which stores each parameter by itself; see ``Architecture``."""
+        from fctune.models.weight_plan import plan_directly  # imports torch
+
+        tied = {self.head_weight: self.embedding_weight} if self.is_tied else {}
+        # Older checkpoints store the frequencies of RoPE, which are computed.
+        return plan_directly(model_dir, headers, tied, ("rotary_emb.inv_freq",))
 
     def build_model(
         self, max_seq_len: int, precision: PrecisionPolicy, attention_kernel: AttentionKernel = "per_document"

@@ -9,6 +9,7 @@ import ast
 import functools
 import importlib.util
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from fctune.models.attention import AttentionKernel
     from fctune.models.causal_lm import CausalLM
     from fctune.models.precision import PrecisionPolicy
+    from fctune.models.tensor_files import TensorHeader
     from fctune.models.transformers.modules import Layout
+    from fctune.models.weight_plan import WeightPlan
 
 # Positions of a model whose config.json gives no limit, such as one without positional embeddings.
 _UNLIMITED = 2**31
@@ -78,8 +81,10 @@ class TransformersArchitecture(Architecture):
 
     def to_peft_name(self, name: str) -> str:
         """Convert the name of one of our adapter parameters to PEFT's."""
+        from fctune.models.transformers.weights import to_loaded_name  # imports torch and transformers
+
         stem, _, leaf = self.to_hf_name(name).rpartition(".")
-        return f"base_model.model.{stem}.{_PEFT_LEAVES[leaf]}"
+        return f"base_model.model.{to_loaded_name(self, stem)}.{_PEFT_LEAVES[leaf]}"
 
     def to_hf_layout(self, name: str, tensor: Tensor) -> Tensor:
         """Return the tensor as it is: both layouts are transformers'."""
@@ -92,6 +97,12 @@ class TransformersArchitecture(Architecture):
     def row_group(self, name: str) -> int:
         """Return 1: no rows are reordered."""
         return 1
+
+    def plan_weights(self, model_dir: Path, headers: Mapping[str, TensorHeader]) -> WeightPlan:
+        """Plan the weights by transformers' own rules; see ``Architecture.plan_weights``."""
+        from fctune.models.transformers.weights import plan_weights  # imports torch and transformers
+
+        return plan_weights(self, model_dir, headers)
 
     def build_model(
         self, max_seq_len: int, precision: PrecisionPolicy, attention_kernel: AttentionKernel = "per_document"

@@ -94,6 +94,33 @@ def build_decoder(architecture: TransformersArchitecture, dtype: torch.dtype) ->
     return decoder
 
 
+def build_empty(model_class: Any, config: Any, where: str) -> Any:
+    """Build a model of any of transformers' classes on the meta device, to look up its names and shapes.
+
+    Args:
+        model_class: class of the model.
+        config: its config, or one that holds a text model's config.
+        where: path or name of the config.json, for messages.
+
+    Raises:
+        ConfigError: transformers cannot build it.
+    """
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    if not isinstance(config, model_class.config_class):
+        config = config.get_text_config()
+    try:
+        with init_empty_weights(include_buffers=False), no_init_weights(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return model_class._from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+    except Exception as error:  # the library raises all kinds
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"{where}: transformers cannot build {model_class.__name__} ({type(error).__name__}: {reason})."
+        ) from None
+
+
 @functools.lru_cache(maxsize=8)
 def find_layout(architecture: TransformersArchitecture) -> Layout:
     """Return the names and shapes of a model's modules.

@@ -1,0 +1,160 @@
+"""Safetensors files of a model directory: the tensors that they hold, and a reader of parts of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fctune.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+
+OpenFile = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """Name, place, shape and dtype of a stored tensor."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def read_headers(model_dir: str | Path) -> dict[str, TensorHeader]:
+    """Read the headers of all tensors of a model directory, by name.
+
+    Raises:
+        CheckpointError: no safetensors, a file that the index names is missing, or one is damaged.
+    """
+    found: dict[str, TensorHeader] = {}
+    for file, names in _list_files(Path(model_dir)):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                    # A tensor that the index has in another file is an earlier version, as the matrices of an extended
+                    # base.
+                    if names.get(name, file.name) == file.name:
+                        stored = tensors.get_slice(name)
+                        dtype = stored.get_dtype()
+                        if dtype not in _DTYPES:
+                            raise CheckpointError(
+                                f"{file}: {name} has the unsupported dtype {dtype}; use a checkpoint in bfloat16."
+                            )
+                        found[name] = TensorHeader(name, file, tuple(stored.get_shape()), _DTYPES[dtype])
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: damaged safetensors ({error}). Download the model again.") from None
+    return found
+
+
+def _list_files(root: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Iterate over the weight files of a model directory, each with the index's map from tensors to file names."""
+    index = root / INDEX
+    weight_map: dict[str, str] = {}
+    names = ["model.safetensors"]
+    if index.is_file():
+        try:
+            weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            names = sorted(set(weight_map.values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index}: cannot be read ({error}). Download the model again.") from None
+    for name in names:
+        file = root / Path(name).name  # .name: never read outside of the directory
+        if not file.is_file():
+            raise CheckpointError(_explain_missing(root, file))
+        yield file, weight_map
+
+
+def _explain_missing(root: Path, file: Path) -> str:
+    """Return the message for a directory without one of its safetensors files."""
+    if (root / "adapter_config.json").is_file():
+        return (
+            f"{root}: holds an adapter, not a model. Set model.path to its base (base_model_name_or_path in "
+            "adapter_config.json), or merge the adapter into the base first."
+        )
+    if not (root / INDEX).is_file() and (pickles := sorted(root.glob("*.bin"))):
+        return (
+            f"{root}: its weights are pickled ({pickles[0].name}), which can run code when read. Convert them to "
+            'safetensors first: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{root}', dtype='auto').save_pretrained('{root}-safetensors')\", then copy the "
+            "tokenizer's files there."
+        )
+    return f"{file}: no such file; the model directory is incomplete. Download it again."
+
+
+class TensorReader:
+    """Reads parts of stored tensors; keeps the files open that it has read from. A context manager.
+
+    Args:
+        open_file: opens a safetensors file, with the signature of ``safetensors.safe_open``.
+    """
+
+    def __init__(self, open_file: OpenFile = safe_open):
+        self._open_file = open_file
+        self._opened: dict[Path, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        self._opened.clear()
+
+    def read(self, header: TensorHeader, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return the region of a stored tensor with the given first indices and shape; it is mapped, not copied.
+
+        Raises:
+            CheckpointError: the region holds NaN or infinity, or the file is damaged.
+        """
+        try:
+            if header.file not in self._opened:
+                self._opened[header.file] = self._stack.enter_context(self._open_file(header.file, framework="pt"))
+            file = self._opened[header.file]
+            if header.shape:
+                region = tuple(slice(first, first + size) for first, size in zip(offsets, shape, strict=True))
+                part: Tensor = file.get_slice(header.name)[region]
+            else:
+                part = file.get_tensor(header.name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{header.file}: damaged safetensors ({error}). Download the model again.") from None
+        if part.is_floating_point() and part.element_size() > 1 and part.numel() and not _is_finite(part):
+            raise CheckpointError(f"{header.file}: {header.name} holds NaN or infinity; download the model again.")
+        return part
+
+    def read_all(self, header: TensorHeader) -> Tensor:
+        """Return a complete stored tensor; see ``read``."""
+        return self.read(header, (0,) * len(header.shape), header.shape)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Return whether all numbers are finite, without a temporary of the tensor's size."""
+    return all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax())

@@ -1,0 +1,266 @@
+"""Plans of the weights of transformers' models, by transformers' own rules for converting checkpoints.
+
+The rules rename stored tensors and fuse them, as the tensors of each expert into one parameter. They run here on
+tensors that are not read yet: see ``lazy_tensors``. Rules are those of the class that the checkpoint was saved from; of
+a vision-language model, the text weights are taken, and exports copy the others.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.quantizers import AutoHfQuantizer
+
+from fctune.errors import CheckpointError, ConfigError
+from fctune.models.tensor_files import TensorHeader
+from fctune.models.transformers.architecture import TransformersArchitecture
+from fctune.models.transformers.lazy_dequantization import defer_dequantization_
+from fctune.models.transformers.lazy_tensors import LazyTensor
+from fctune.models.transformers.modules import build_decoder, build_empty
+from fctune.models.weight_plan import WeightPlan
+from fctune.models.weight_sources import Dequantized, Leaf, Source, Stored
+
+_QUANTIZED = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """The text model within the model that a checkpoint was saved from.
+
+    Attributes:
+        original: The model of the checkpoint, on the meta device.
+        names: Names in the original of the text model's parameters and stored buffers.
+        tied: Names in the text model of the weights that share another's, with the name of that one.
+    """
+
+    original: Any
+    names: Mapping[str, str]
+    tied: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class _Conversion:
+    """What the rules make of the stored tensors; names are the original model's."""
+
+    sources: dict[str, Source] = field(default_factory=dict)
+    ignored: list[Leaf] = field(default_factory=list)  # without a place in the model, and known to be
+    unknown: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def plan_weights(
+    architecture: TransformersArchitecture, model_dir: Path, headers: Mapping[str, TensorHeader]
+) -> WeightPlan:
+    """Plan how a model's parameters and stored buffers consist of the tensors of a checkpoint.
+
+    Args:
+        architecture: the model.
+        model_dir: directory of the checkpoint.
+        headers: its tensors by name.
+
+    Raises:
+        CheckpointError: tensors do not fit together.
+        ConfigError: transformers cannot build the model.
+    """
+    text = find_text_model(architecture)
+    converted = _convert(text.original, _make_quantizer(architecture, headers), model_dir, headers)
+    sources: dict[str, list[Source]] = {}
+    for name in text.names:
+        if name not in text.tied:
+            # Where a checkpoint has the tied weight under several names, or under that of the other one alone.
+            twins = [name, *(other for other, source in text.tied.items() if source == name)]
+            stored = [converted.sources.pop(text.names[twin], None) for twin in twins if twin in text.names]
+            if found := [source for source in stored if source is not None]:
+                sources[name] = found
+    leaves = [leaf for source in converted.sources.values() for leaf in source.leaves()]
+    taken = [leaf for found in sources.values() for source in found for leaf in source.leaves()]
+    if not any(isinstance(leaf, Dequantized) for leaf in taken):
+        # An export of a quantised base is not quantised, and only the model's own tensors can be dequantised.
+        leaves += converted.ignored
+    return WeightPlan(model_dir, sources, leaves, converted.unknown, converted.missing)
+
+
+def to_loaded_name(architecture: TransformersArchitecture, path: str) -> str:
+    """Return the path that a module of the text model has in the model that AutoModelForCausalLM loads.
+
+    PEFT and servers find the modules of an adapter by it.
+    """
+    for prefix, longer in _find_loaded_prefixes(architecture):
+        if path.startswith(prefix):
+            return longer + path.removeprefix(prefix)
+    return path
+
+
+@lru_cache(maxsize=4)
+def _find_loaded_prefixes(architecture: TransformersArchitecture) -> tuple[tuple[str, str], ...]:
+    decoder = build_decoder(architecture, torch.bfloat16)
+    config = _read_config(architecture)
+    loaded = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) or _find_class(architecture)
+    if loaded is None or loaded is type(decoder):
+        return ()
+    return tuple(_find_prefixes(decoder, build_empty(loaded, config, architecture.where)))
+
+
+@lru_cache(maxsize=4)
+def find_text_model(architecture: TransformersArchitecture) -> TextModel:
+    """Build the model that a checkpoint was saved from, and find the text model within it.
+
+    Raises:
+        ConfigError: transformers cannot build it, or it holds no such text model.
+    """
+    decoder = build_decoder(architecture, torch.bfloat16)
+    text_names = list(decoder.state_dict())
+    tied = dict(decoder.all_tied_weights_keys)
+    saved = _find_class(architecture)
+    if saved is None or saved is type(decoder):
+        return TextModel(decoder, {name: name for name in text_names}, tied)
+    original = build_empty(saved, _read_config(architecture), architecture.where)
+    prefixes = _find_prefixes(decoder, original)
+    names = {name: _replace_prefix(name, prefixes) for name in text_names}
+    stored = original.state_dict()
+    if absent := [name for name in names.values() if name not in stored]:
+        raise ConfigError(
+            f"{architecture.where}: the text model of {saved.__name__} cannot be found in it (it has no {absent[0]}); "
+            "use the text-only version of this model."
+        )
+    return TextModel(original, names, tied)
+
+
+def _find_class(architecture: TransformersArchitecture) -> Any:
+    """Return the class that a checkpoint was saved from; None if config.json does not name one that is known."""
+    names = json.loads(architecture.config_json).get("architectures") or [None]
+    found = getattr(transformers, str(names[0]), None)
+    return found if hasattr(found, "config_class") and hasattr(found, "_from_config") else None
+
+
+def _read_config(architecture: TransformersArchitecture) -> Any:
+    raw: dict[str, Any] = json.loads(architecture.config_json)
+    raw.pop("quantization_config", None)
+    return transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+
+
+def _find_prefixes(decoder: Any, original: Any) -> list[tuple[str, str]]:
+    """Return prefixes of names in the text model, with those that replace them in the original; most specific first."""
+    base = decoder.base_model_prefix
+    for part, prefix in ((decoder, ""), (getattr(decoder, base), f"{base}.")):
+        for path, module in original.named_modules():
+            if type(module) is type(part):
+                return [(prefix, f"{path}." if path else "")]
+    return []
+
+
+def _replace_prefix(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
+    for prefix, longer in prefixes:
+        if name.startswith(prefix):
+            return longer + name.removeprefix(prefix)
+    return name
+
+
+def _make_quantizer(architecture: TransformersArchitecture, headers: Mapping[str, TensorHeader]) -> Any:
+    """Return transformers' quantiser that undoes a checkpoint's quantisation; None if nothing stored is quantised.
+
+    An export of a quantised base is not quantised, though the run's config.json is that of the base.
+    """
+    raw = json.loads(architecture.config_json)
+    config = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")
+    if not config or not any(header.dtype in _QUANTIZED for header in headers.values()):
+        return None
+    return AutoHfQuantizer.from_config({**config, "dequantize": True}, pre_quantized=True)
+
+
+def _convert(
+    original: Any, quantizer: Any, model_dir: Path, headers: Mapping[str, TensorHeader]
+) -> _Conversion:
+    """Apply transformers' rules to stored tensors, as its own loading does."""
+    rules = get_model_conversion_mapping(original, hf_quantizer=quantizer)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    defer_dequantization_(converters)
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    known = original.state_dict()
+    ignored = _find_ignored(original)
+    result = _Conversion()
+    fused: dict[str, tuple[WeightConverter, dict[str, list[str]]]] = {}
+    for name in sorted(headers, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, renamings, converters, original.base_model_prefix, known)
+        if renamed not in known and name in known:
+            renamed, pattern = rename_source_key(name, [], [], original.base_model_prefix, known)
+        if renamed not in known:
+            if ignored is not None and ignored.search(renamed):
+                result.ignored.append(Stored(headers[name]))
+            else:
+                result.unknown.append(name)
+        elif pattern is None:
+            result.sources[renamed] = Stored(headers[name])
+        else:
+            _, names = fused.setdefault(renamed, (by_pattern[pattern], {}))
+            names.setdefault(pattern, []).append(name)
+    for target, (rule, names) in fused.items():
+        if gaps := _find_gaps(rule, names, len(known[target]) if known[target].ndim else 0):
+            result.missing += gaps
+            continue
+        try:
+            result.sources |= _fuse(rule, target, names, original, headers)
+        except (ValueError, RuntimeError, KeyError, IndexError) as error:
+            stored = next(iter(names.values()))[0]
+            raise CheckpointError(
+                f"{model_dir}: {stored} and the other tensors of {target} do not fit together ({error}). Download the "
+                "model again."
+            ) from None
+    return result
+
+
+def _fuse(
+    rule: Any, target: str, names: Mapping[str, Sequence[str]], original: Any, headers: Mapping[str, TensorHeader]
+) -> dict[str, Source]:
+    """Apply one rule's operations to the tensors that its patterns match; returns the sources of its targets."""
+    rule = rule.copy(rule._original_source_patterns, rule._original_target_patterns, operations=rule.operations)
+    for pattern, matched in names.items():
+        for name in matched:
+            rule.add_tensor(target, name, pattern, LazyTensor(Stored(headers[name])))
+    made = rule.convert(target, model=original, config=original.config)
+    tensors = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+    return {name: tensor.source for name, tensor in tensors.items()}
+
+
+def _find_gaps(rule: Any, names: Mapping[str, Sequence[str]], num_experts: int) -> list[str]:
+    """Return the names of the tensors that are missing of a stack over experts."""
+    if not any(isinstance(operation, MergeModulelist) and operation.dim == 0 for operation in rule.operations):
+        return []
+    gaps: list[str] = []
+    for pattern, matched in names.items():
+        number = re.compile(pattern.replace("*", r"(\d+)"))
+        found = {int(match[1]): match for name in matched if (match := number.search(name))}
+        if "*" in pattern and len(found) == len(matched):
+            example = next(iter(found.values()))
+            gaps += [
+                f"{example.string[: example.start(1)]}{i}{example.string[example.end(1) :]}"
+                for i in range(num_experts)
+                if i not in found
+            ]
+    return gaps
+
+
+def _find_ignored(original: Any) -> re.Pattern[str] | None:
+    """Return the pattern of stored tensors that transformers leaves out: prediction heads, computed tables."""
+    patterns = {r"rotary_emb\.inv_freq", *(original._keys_to_ignore_on_load_unexpected or ())}
+    if any(name.endswith("position_ids") for name, _ in original.named_buffers()):
+        patterns.add(r"(^|\.)position_ids$")
+    return re.compile("|".join(f"({pattern})" for pattern in sorted(patterns)))
