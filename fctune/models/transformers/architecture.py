@@ -194,7 +194,7 @@ def parse_architecture(where: str, raw: dict[str, Any]) -> TransformersArchitect
     Raises:
         ConfigError: transformers cannot read the file.
     """
-    from fctune.models.transformers.modules import read_text_config
+    from fctune.models.transformers.modules import read_full_config, read_text_config
 
     config_json = json.dumps(raw, sort_keys=True)
     config = read_text_config(where, config_json)
@@ -216,7 +216,8 @@ def parse_architecture(where: str, raw: dict[str, Any]) -> TransformersArchitect
         embed_dim=sizes["hidden_size"],
         head_dim=_find_head_dim(config, sizes["hidden_size"] // num_heads),
         max_position_embeddings=getattr(config, "max_position_embeddings", None) or _UNLIMITED,
-        is_tied=bool(config.tie_word_embeddings),
+        # Of a vision-language model, its own value counts, not that of its text model.
+        is_tied=bool(read_full_config(where, config_json).tie_word_embeddings),
     )
 
 

@@ -28,7 +28,7 @@ def _defer(operation: ConversionOps) -> ConversionOps:
     return _DeferredMxfp4() if isinstance(operation, Mxfp4Dequantize) else operation
 
 
-class _DeferredMxfp4(ConversionOps):
+class _DeferredMxfp4(ConversionOps):  # type: ignore[misc]
     """Experts in blocks of 32 four-bit numbers, ``[e, out, groups, 16]``, with a scale each; made ``[e, in, out]``."""
 
     def convert(self, input_dict: dict[str, Any], full_layer_name: str, **_: Any) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def _unpack_mxfp4(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return unpacked
 
 
-class _DeferredFp8(ConversionOps):
+class _DeferredFp8(ConversionOps):  # type: ignore[misc]
     """Weights in float8 (or packed in four bits) with a scale per block, or one for all."""
 
     def __init__(self, operation: Any):

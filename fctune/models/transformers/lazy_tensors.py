@@ -40,7 +40,7 @@ class LazyTensor(Tensor):
         return _reindex(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse an operation that was not recorded."""
         raise NotImplementedError(f"{func} on a tensor that is not read yet")
 

@@ -40,19 +40,24 @@ class Layout:
     head: str
 
 
-@functools.lru_cache(maxsize=8)
 def read_text_config(where: str, config_json: str) -> Any:
     """Return transformers' config of a text model, from the content of a config.json. Callers must not change it.
 
     Raises:
         ConfigError: transformers cannot read it; ``where`` names the file.
     """
+    return read_full_config(where, config_json).get_text_config()
+
+
+@functools.lru_cache(maxsize=8)
+def read_full_config(where: str, config_json: str) -> Any:
+    """Return transformers' config of a model, with those of its vision tower and the like; see ``read_text_config``."""
     from transformers import CONFIG_MAPPING
 
     raw: dict[str, Any] = json.loads(config_json)
     raw.pop("quantization_config", None)
     try:
-        return CONFIG_MAPPING[raw["model_type"]].from_dict(raw).get_text_config()
+        return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
     except Exception as error:  # the library's validation raises all kinds
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{where}: transformers cannot read it ({type(error).__name__}: {reason}).") from None
@@ -72,6 +77,7 @@ def build_decoder(architecture: TransformersArchitecture, dtype: torch.dtype) ->
         read_text_config(architecture.where, architecture.config_json).to_dict()
     )
     config.vocab_size = architecture.vocab_size
+    config.tie_word_embeddings = architecture.is_tied
     config.use_cache = False
     for name in config.to_dict():
         if name.endswith(_NOISE):

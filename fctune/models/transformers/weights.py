@@ -33,7 +33,7 @@ from fctune.models.tensor_files import TensorHeader
 from fctune.models.transformers.architecture import TransformersArchitecture
 from fctune.models.transformers.lazy_dequantization import defer_dequantization_
 from fctune.models.transformers.lazy_tensors import LazyTensor
-from fctune.models.transformers.modules import build_decoder, build_empty
+from fctune.models.transformers.modules import build_decoder, build_empty, read_full_config
 from fctune.models.weight_plan import WeightPlan
 from fctune.models.weight_sources import Dequantized, Leaf, Source, Stored
 
@@ -111,7 +111,7 @@ def to_loaded_name(architecture: TransformersArchitecture, path: str) -> str:
 @lru_cache(maxsize=4)
 def _find_loaded_prefixes(architecture: TransformersArchitecture) -> tuple[tuple[str, str], ...]:
     decoder = build_decoder(architecture, torch.bfloat16)
-    config = _read_config(architecture)
+    config = read_full_config(architecture.where, architecture.config_json)
     loaded = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) or _find_class(architecture)
     if loaded is None or loaded is type(decoder):
         return ()
@@ -131,7 +131,7 @@ def find_text_model(architecture: TransformersArchitecture) -> TextModel:
     saved = _find_class(architecture)
     if saved is None or saved is type(decoder):
         return TextModel(decoder, {name: name for name in text_names}, tied)
-    original = build_empty(saved, _read_config(architecture), architecture.where)
+    original = build_empty(saved, read_full_config(architecture.where, architecture.config_json), architecture.where)
     prefixes = _find_prefixes(decoder, original)
     names = {name: _replace_prefix(name, prefixes) for name in text_names}
     stored = original.state_dict()
@@ -148,12 +148,6 @@ def _find_class(architecture: TransformersArchitecture) -> Any:
     names = json.loads(architecture.config_json).get("architectures") or [None]
     found = getattr(transformers, str(names[0]), None)
     return found if hasattr(found, "config_class") and hasattr(found, "_from_config") else None
-
-
-def _read_config(architecture: TransformersArchitecture) -> Any:
-    raw: dict[str, Any] = json.loads(architecture.config_json)
-    raw.pop("quantization_config", None)
-    return transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
 
 
 def _find_prefixes(decoder: Any, original: Any) -> list[tuple[str, str]]:
@@ -185,9 +179,7 @@ def _make_quantizer(architecture: TransformersArchitecture, headers: Mapping[str
     return AutoHfQuantizer.from_config({**config, "dequantize": True}, pre_quantized=True)
 
 
-def _convert(
-    original: Any, quantizer: Any, model_dir: Path, headers: Mapping[str, TensorHeader]
-) -> _Conversion:
+def _convert(original: Any, quantizer: Any, model_dir: Path, headers: Mapping[str, TensorHeader]) -> _Conversion:
     """Apply transformers' rules to stored tensors, as its own loading does."""
     rules = get_model_conversion_mapping(original, hf_quantizer=quantizer)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
