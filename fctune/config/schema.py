@@ -101,8 +101,9 @@ class AdapterConfig:
     dropout: Annotated[float, Range(ge=0, lt=1)] = 0.0
     """Probability of dropping an input of an adapter."""
     modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Linears that get an adapter, by their names in Hugging Face checkpoints, such as `q_proj`. `all-linear`: every
-    linear of the blocks, without the output head."""
+    """Linears that get an adapter, by their names in Hugging Face checkpoints, such as `q_proj`; of a mixture of
+    experts also `experts.gate_up_proj` and `experts.down_proj`, with an adapter for each expert, and its router, such
+    as `gate`. `all-linear`: every linear and expert of the blocks, without routers and the output head."""
     scaling: Literal["standard", "rslora"] = "standard"
     """Factor on the low-rank product: alpha / rank, or alpha / sqrt(rank) (rsLoRA,
     https://arxiv.org/abs/2312.03732)."""

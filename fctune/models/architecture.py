@@ -56,10 +56,34 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """A weight of all experts of a block: its name, as in ``adapter.modules``, and its sizes."""
+
+    name: str
+    num_experts: int
+    in_dim: int
+    out_dim: int
+    is_transposed: bool  # stored as ``[experts, in, out]``, not ``[experts, out, in]``
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of all experts."""
+        return self.num_experts * self.in_dim * self.out_dim
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
-    """The linears of a transformer block, by residual branch."""
+    """The linears of a transformer block, by residual branch, and its experts.
+
+    Attributes:
+        branches: the linears, without those of experts.
+        experts: weights of the experts, in the order of computation; none in a dense block.
+        routers: names, as in ``adapter.modules``, of what chooses the experts and is no linear.
+    """
 
     branches: tuple[Branch, ...]
+    experts: tuple[ExpertShape, ...] = ()
+    routers: tuple[str, ...] = ()
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
@@ -68,8 +92,9 @@ class Block:
 
     @property
     def num_weights(self) -> int:
-        """Weights of all linears."""
-        return sum(linear.in_dim * linear.out_dim for linear in self.linears)
+        """Weights of all linears and experts."""
+        linears = sum(linear.in_dim * linear.out_dim for linear in self.linears)
+        return linears + sum(expert.num_weights for expert in self.experts)
 
 
 def find_module_problems(modules: Sequence[str] | str, known: Sequence[str]) -> list[str]:
@@ -117,7 +142,7 @@ class Architecture(ABC):
 
     @property
     def largest_block(self) -> Block:
-        """The block with the most weights in its linears."""
+        """The block with the most weights in its linears and experts."""
         return max(self.blocks, key=lambda block: block.num_weights)
 
     @property
@@ -126,13 +151,23 @@ class Architecture(ABC):
         return tuple(dict.fromkeys(linear.name for block in dict.fromkeys(self.blocks) for linear in block.linears))
 
     @property
+    def expert_names(self) -> tuple[str, ...]:
+        """Names of the experts' weights of all blocks; none in a dense model."""
+        return tuple(dict.fromkeys(expert.name for block in dict.fromkeys(self.blocks) for expert in block.experts))
+
+    @property
+    def router_names(self) -> tuple[str, ...]:
+        """Names of the routers of all blocks; none in a dense model."""
+        return tuple(dict.fromkeys(name for block in dict.fromkeys(self.blocks) for name in block.routers))
+
+    @property
     def adapter_modules(self) -> tuple[str, ...]:
-        """Names of the linears that can take a LoRA adapter."""
-        return (*self.linear_names, self.head)
+        """Names of what can take a LoRA adapter."""
+        return (*self.linear_names, *self.expert_names, *self.router_names, self.head)
 
     def resolve_adapter_modules(self, modules: Sequence[str] | str) -> tuple[str, ...]:
-        """Return the linears that ``adapter.modules`` selects; ``all-linear`` selects every linear of the blocks."""
-        return self.linear_names if modules == ALL_LINEAR else tuple(modules)
+        """Return the names that ``adapter.modules`` selects; ``all-linear`` selects every linear and expert."""
+        return (*self.linear_names, *self.expert_names) if modules == ALL_LINEAR else tuple(modules)
 
     def find_adapter_problems(self, modules: Sequence[str] | str) -> list[str]:
         """Check the value of ``adapter.modules``; one line per problem, with the nearest known name."""

@@ -25,6 +25,23 @@ class Linear(NamedTuple):
     path: str  # argument of ``nn.Module.get_submodule`` and ``set_submodule``
 
 
+class ExpertWeight(NamedTuple):
+    """A weight of all experts of a block, ``[experts, ...]``, that can take an adapter."""
+
+    module: str  # name in ``adapter.modules``
+    key: str  # unique within the model; seeds the dropout of its adapter
+    path: str  # of the module that holds the experts' parameters
+    name: str  # of the parameter in that module
+    is_transposed: bool  # stored as ``[experts, in, out]``, not ``[experts, out, in]``
+
+
+class Router(NamedTuple):
+    """A module that chooses experts by its ``weight [experts, in]``, which can take an adapter."""
+
+    module: str  # name in ``adapter.modules``
+    path: str
+
+
 class CausalLM(nn.Module, ABC):
     """A causal language model as training needs it: blocks, hidden states and an output head.
 
@@ -68,6 +85,14 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def linears(self) -> Iterator[Linear]:
         """Iterate over the linears of the blocks, block by block, and then the head."""
+
+    def expert_weights(self) -> Iterator[ExpertWeight]:
+        """Iterate over the weights of the experts, block by block; a dense model has none."""
+        return iter(())
+
+    def routers(self) -> Iterator[Router]:
+        """Iterate over the routers of the experts, block by block; a dense model has none."""
+        return iter(())
 
     @abstractmethod
     def hidden_states(

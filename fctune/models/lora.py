@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from fctune.config.schema import AdapterConfig, BaseDtype
 from fctune.errors import ConfigError
 from fctune.models.causal_lm import CausalLM
 from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout
+from fctune.models.expert_lora import ExpertLoRA, RouterLoRA, adapt_router_
 from fctune.models.frozen_linear import FrozenLinear
 
 _ADAPTER_LEAVES = (".lora_a", ".lora_b", ".magnitude", ".token_rows")
@@ -109,6 +112,7 @@ def apply_lora_(model: CausalLM, config: AdapterConfig) -> None:
     if problems := model.architecture.find_adapter_problems(config.modules):
         raise ConfigError("\n".join(problems))
     modules = model.architecture.resolve_adapter_modules(config.modules)
+    _check_experts(model, config, modules)
     model.requires_grad_(False)
     for module, key, path in list(model.linears()):
         # The loss is most sensitive to the head, so it is never quantised.
@@ -119,6 +123,72 @@ def apply_lora_(model: CausalLM, config: AdapterConfig) -> None:
         elif base_dtype != "bf16":
             base = model.get_submodule(path)
             model.set_submodule(path, FrozenLinear(base, base_dtype))
+    _adapt_experts_(model, config, modules)
+
+
+def _check_experts(model: CausalLM, config: AdapterConfig, modules: Sequence[str]) -> None:
+    """Check that a mixture of experts has the options of its adapters.
+
+    Raises:
+        ConfigError: an option that experts do not have.
+    """
+    architecture = model.architecture
+    if config.base != "bf16" and architecture.expert_names:
+        raise ConfigError(
+            f"adapter.base={config.base}: this model is a mixture of experts, and the weights of experts are not "
+            f"stored in {4 if config.base == 'nf4' else 8} bits; set adapter.base=bf16."
+        )
+    chosen = [name for name in (*architecture.expert_names, *architecture.router_names) if name in modules]
+    if config.dora and chosen:
+        raise ConfigError(
+            f"adapter.dora: experts and routers have no DoRA, and adapter.modules selects {', '.join(chosen)}; select "
+            "other modules, or set adapter.dora=false."
+        )
+
+
+def _adapt_experts_(model: CausalLM, config: AdapterConfig, modules: Sequence[str]) -> None:
+    """Add an adapter to each selected weight of experts and to each selected router, in place."""
+    scaling = adapter_scaling(config)
+    chosen = [weight for weight in model.expert_weights() if weight.module in modules]
+    routers = [router for router in model.routers() if router.module in modules]
+    for weight in chosen:
+        owner: Any = model.get_submodule(weight.path)
+        parameter = owner.get_parameter(weight.name)
+        dtype = wide_dtype(parameter.dtype)
+        if not hasattr(owner, "adapters"):
+            owner.adapters = nn.ModuleDict()
+        owner.adapters[weight.name] = ExpertLoRA(
+            parameter, weight.is_transposed, config, dtype, scaling, weight.key, model.token_keys
+        )
+    for router in routers:
+        owner = model.get_submodule(router.path)
+        adapt_router_(owner, config, wide_dtype(owner.get_parameter("weight").dtype), scaling)
+
+
+def describe_adapters(model: CausalLM) -> str:
+    """Return how many parameters of a mixture of experts adapters train, by kind of module; empty for a dense model."""
+    if not model.architecture.expert_names:
+        return ""
+    counts: Counter[str] = Counter()
+    for module in model.modules():
+        kind = {LoRALinear: "linears", ExpertLoRA: "experts", RouterLoRA: "routers"}.get(type(module))
+        if kind is not None:
+            counts[kind] += sum(p.numel() for name, p in module.named_parameters() if is_adapter(f".{name}"))
+    parts = ", ".join(f"{count:,} on {kind}" for kind, count in counts.items())
+    return f"{counts.total():,} parameters: {parts}"
+
+
+def find_frozen_experts(model: CausalLM) -> str | None:
+    """Return a warning if the model has experts and none of them has an adapter, else None."""
+    weights = list(model.expert_weights())  # no experts, or those that transformers computes by code of its own
+    if not weights or any(isinstance(module, ExpertLoRA) for module in model.modules()):
+        return None
+    frozen = sum(model.get_submodule(weight.path).get_parameter(weight.name).numel() for weight in weights)
+    total = sum(p.numel() for name, p in model.named_parameters() if not is_adapter(name))
+    return (
+        f"the experts, {frozen / total:.0%} of the model's parameters, stay frozen; to adapt them, add "
+        f"{' and '.join(dict.fromkeys(weight.module for weight in weights))} to adapter.modules"
+    )
 
 
 def init_adapters_(model: CausalLM, seed: int) -> None:
@@ -128,16 +198,16 @@ def init_adapters_(model: CausalLM, seed: int) -> None:
     generator seeded by (seed, name) and then sharded, so that adapters are the same at any world size.
     """
     for name, module in model.named_modules():
-        if isinstance(module, LoRALinear):
+        if isinstance(module, (LoRALinear, ExpertLoRA, RouterLoRA)):
             key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key, "little") % 2**63)
-            bound = 1 / math.sqrt(module.lora_a.shape[1])  # kaiming_uniform_ with a = sqrt(5)
+            bound = 1 / math.sqrt(module.lora_a.shape[-1])  # kaiming_uniform_ with a = sqrt(5)
             full = torch.empty(module.lora_a.shape, dtype=module.lora_a.dtype).uniform_(
                 -bound, bound, generator=generator
             )
             copy_full_(module.lora_a, full)
             nn.init.zeros_(module.lora_b)
-            if module.magnitude is not None:
+            if isinstance(module, LoRALinear) and module.magnitude is not None:
                 _init_magnitude_(module.magnitude, module.dequantized_weight())
 
 

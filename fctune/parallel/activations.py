@@ -15,6 +15,7 @@ from fctune.config.schema import ActivationCheckpointingConfig
 from fctune.errors import ConfigError
 from fctune.models.attention import attention_operators
 from fctune.models.causal_lm import CausalLM
+from fctune.models.grouped_products import product_operators
 
 _PRODUCTS = {
     torch.ops.aten.mm.default,
@@ -55,12 +56,12 @@ def is_checkpointed(index: int, fraction: float) -> bool:
 
 def _save_costly_context() -> Any:
     counts: Counter[bool] = Counter()
-    attention = attention_operators()
+    attention, products = attention_operators(), _PRODUCTS | product_operators()
 
     def decide(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
         if operator in attention:
             return CheckpointPolicy.MUST_SAVE
-        if operator in _PRODUCTS:
+        if operator in products:
             counts[context.is_recompute] += 1
             if counts[context.is_recompute] % 2 == 0:
                 return CheckpointPolicy.MUST_SAVE

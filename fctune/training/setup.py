@@ -24,7 +24,7 @@ from fctune.distributed import World
 from fctune.models.attention import choose_attention_kernel
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
-from fctune.models.lora import apply_lora_
+from fctune.models.lora import apply_lora_, describe_adapters, find_frozen_experts
 from fctune.models.precision import check_device, choose_precision
 from fctune.models.sources import read_architecture
 from fctune.models.token_choice import TokenChoice, choose_tokens, find_candidates
@@ -109,6 +109,10 @@ def select_adapters_(model: CausalLM, config: RunConfig, model_dir: Path, prepar
         return choose_tokens(adapter, model_dir, model.architecture, candidates, config.model.add_tokens)
 
     apply_lora_(model, adapter)
+    if counts := describe_adapters(model):
+        logger.info("adapters: %s", counts)
+    if world.is_main and (warning := find_frozen_experts(model)):
+        logger.warning("adapters: %s", warning)
     choice = distributed.run_on_rank_0(choose)
     train_tokens_(model, choice.ids)
     if choice.note and world.is_main:

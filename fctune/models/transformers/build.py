@@ -15,10 +15,11 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from fctune.errors import ConfigError
 from fctune.models.attention import AttentionKernel, DocumentBounds
-from fctune.models.causal_lm import CausalLM, Linear
+from fctune.models.causal_lm import CausalLM, ExpertWeight, Linear, Router
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.transformers.architecture import TransformersArchitecture
 from fctune.models.transformers.attention import run_block
+from fctune.models.transformers.experts import iter_expert_weights, iter_routers
 from fctune.models.transformers.modules import Layout, build_decoder, iter_linears, read_layout
 
 
@@ -130,6 +131,19 @@ class TransformersCausalLM(CausalLM):
             for name, key, path in iter_linears(block):
                 yield Linear(name, f"{index}.{key}", f"decoder.{self.layout.stack}.{index}.{path}")
         yield Linear(self.layout.head, self.layout.head, f"decoder.{self.layout.head}")
+
+    def expert_weights(self) -> Iterator[ExpertWeight]:
+        """Iterate over the weights of the experts, block by block."""
+        for index, block in enumerate(self.blocks):
+            for weight in iter_expert_weights(block):
+                path = f"decoder.{self.layout.stack}.{index}.{weight.path}"
+                yield weight._replace(key=f"{index}.{weight.key}", path=path)
+
+    def routers(self) -> Iterator[Router]:
+        """Iterate over the routers of the experts, block by block."""
+        for index, block in enumerate(self.blocks):
+            for router in iter_routers(block, self.decoder):
+                yield router._replace(path=f"decoder.{self.layout.stack}.{index}.{router.path}")
 
     def hidden_states(
         self,

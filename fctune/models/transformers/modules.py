@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from fctune.errors import ConfigError
-from fctune.models.architecture import Block, Branch, LinearShape
+from fctune.models.architecture import Block, Branch, ExpertShape, LinearShape
+from fctune.models.causal_lm import ExpertWeight
 from fctune.models.transformers.architecture import TransformersArchitecture
 from fctune.models.transformers.attention import ATTENTION
+from fctune.models.transformers.experts import EXPERTS_IMPLEMENTATION, iter_expert_weights, iter_routers
 
 # Endings of the keys of config.json that set a model's own dropout or noise. Dropout here is the adapters' alone, a
 # function of step, row and position, so that runs do not depend on the number of ranks.
@@ -89,7 +91,7 @@ def build_decoder(architecture: TransformersArchitecture, dtype: torch.dtype) ->
         with init_empty_weights(include_buffers=False), no_init_weights(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             decoder = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=ATTENTION, experts_implementation="eager"
+                config, dtype=dtype, attn_implementation=ATTENTION, experts_implementation=EXPERTS_IMPLEMENTATION
             )
     except Exception as error:  # the library raises all kinds
         reason = " ".join(str(error).split())[:300]
@@ -154,7 +156,7 @@ def read_layout(decoder: Any, architecture: TransformersArchitecture) -> Layout:
             f"{architecture.where}: model_type={architecture.model_type!r} has no list of blocks, token embedding or "
             "output projection that can be found; choose another model."
         )
-    blocks = tuple(_read_block(block, architecture.embed_dim) for block in decoder.get_submodule(stack))
+    blocks = tuple(_read_block(block, decoder, architecture.embed_dim) for block in decoder.get_submodule(stack))
     return Layout(blocks, stack, names[id(embedding)], names[id(head)])
 
 
@@ -167,8 +169,8 @@ def iter_linears(block: nn.Module) -> Iterator[tuple[str, str, str]]:
         yield name, name if counts[name] == 1 else path, path
 
 
-def _read_block(block: nn.Module, embed_dim: int) -> Block:
-    """Return the linears of a block; those within one of its children are one branch."""
+def _read_block(block: nn.Module, decoder: Any, embed_dim: int) -> Block:
+    """Return the linears and experts of a block; the linears within one of its children are one branch."""
     branches: dict[str, list[LinearShape]] = {}
     for path, module in block.named_modules():
         if isinstance(module, nn.Linear):
@@ -178,8 +180,16 @@ def _read_block(block: nn.Module, embed_dim: int) -> Block:
         tuple(
             _make_branch(linears, embed_dim, is_attention="attn" in name or "attention" in name)
             for name, linears in branches.items()
-        )
+        ),
+        tuple(_read_expert_shape(block.get_submodule(weight.path), weight) for weight in iter_expert_weights(block)),
+        tuple(dict.fromkeys(router.module for router in iter_routers(block, decoder))),
     )
+
+
+def _read_expert_shape(experts: nn.Module, weight: ExpertWeight) -> ExpertShape:
+    num_experts, *sizes = experts.get_parameter(weight.name).shape
+    in_dim, out_dim = sizes if weight.is_transposed else reversed(sizes)
+    return ExpertShape(weight.module, num_experts, in_dim, out_dim, weight.is_transposed)
 
 
 def _make_branch(linears: list[LinearShape], embed_dim: int, is_attention: bool) -> Branch:

@@ -1,0 +1,120 @@
+"""LoRA adapters on the experts of a mixture, one for each expert, and on their router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fctune.config.schema import AdapterConfig
+from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout
+from fctune.models.grouped_products import multiply_groups
+
+
+class ExpertLoRA(nn.Module):
+    """``scaling * dropout(x) A[e]' B[e]'`` for rows x of expert e, added to what the expert's frozen weight returns.
+
+    Shapes: ``lora_a [experts, rank, in]``, ``lora_b [experts, out, rank]``, whichever way the weight is stored.
+
+    Args:
+        weight: the experts' weight, ``[experts, out, in]``, or ``[experts, in, out]`` if it is stored transposed.
+        is_transposed: how the weight is stored.
+        config: the ``adapter`` section of the run's config.
+        dtype: of the adapter.
+        scaling: factor on the product.
+        key: name of the weight within the model; seeds its dropout.
+        token_keys: keys of the tokens in the current forward, shared by all adapters of the model.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        is_transposed: bool,
+        config: AdapterConfig,
+        dtype: torch.dtype,
+        scaling: float,
+        key: str,
+        token_keys: TokenKeys,
+    ):
+        super().__init__()
+        num_experts, *sizes = weight.shape
+        in_dim, out_dim = sizes if is_transposed else reversed(sizes)
+        options: dict[str, Any] = {"dtype": dtype, "device": weight.device}
+        self.lora_a = nn.Parameter(torch.empty(num_experts, config.rank, in_dim, **options))
+        self.lora_b = nn.Parameter(torch.empty(num_experts, out_dim, config.rank, **options))
+        self.is_transposed, self.scaling, self.dropout = is_transposed, scaling, config.dropout
+        self.channel_keys: Tensor
+        self.expert_keys: Tensor
+        for name, size in (("channel_keys", in_dim), ("expert_keys", num_experts)):
+            empty = torch.empty(size, dtype=torch.int64, device=weight.device)
+            self.register_buffer(name, empty, persistent=False)
+        self._key, self._token_keys = key, token_keys
+
+    def init_buffers_(self) -> None:
+        """Compute the dropout keys of the input channels and of the experts."""
+        self.channel_keys.copy_(channel_keys(self._key, len(self.channel_keys)))
+        self.expert_keys.copy_(channel_keys(f"{self._key}.experts", len(self.expert_keys)))
+
+    def forward(self, x: Tensor, tokens: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+        """Return the change of each row's output, ``[n, out]``.
+
+        Args:
+            x: inputs of the experts, ``[n, in]``, sorted by expert.
+            tokens: the token that each row is of, as its index in the flattened batch, int64 ``[n]``.
+            experts: expert of each row, int64 ``[n]``.
+            ends: row after the last one of each expert, int32 ``[experts]``.
+        """
+        if self.dropout and self.training:
+            assert self._token_keys.value is not None, "an adapter with dropout was called without token keys"
+            # Each expert drops independently, as adapters on separate linears would.
+            keys = self._token_keys.value.flatten()[tokens] ^ self.expert_keys[experts]
+            x = keyed_dropout(x, self.dropout, keys, self.channel_keys)
+        inner = multiply_groups(x, self.lora_a.to(x.dtype).transpose(1, 2), ends)
+        return multiply_groups(self.scaling * inner, self.lora_b.to(x.dtype).transpose(1, 2), ends)
+
+    def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return the merged weight of all experts, stored as ``weight`` is, in the adapter's dtype."""
+        change = torch.bmm(b, a)
+        return weight.to(a.dtype) + self.scaling * (change.transpose(1, 2) if self.is_transposed else change)
+
+
+class RouterLoRA(nn.Module):
+    """``scaling * B A``, added to the weight of a router, ``[experts, in]``, which is small; without dropout.
+
+    Args:
+        weight: the router's weight.
+        config: the ``adapter`` section of the run's config.
+        dtype: of the adapter.
+        scaling: factor on the product.
+    """
+
+    def __init__(self, weight: Tensor, config: AdapterConfig, dtype: torch.dtype, scaling: float):
+        super().__init__()
+        out_dim, in_dim = weight.shape
+        options: dict[str, Any] = {"dtype": dtype, "device": weight.device}
+        self.lora_a = nn.Parameter(torch.empty(config.rank, in_dim, **options))
+        self.lora_b = nn.Parameter(torch.empty(out_dim, config.rank, **options))
+        self.scaling = scaling
+
+    def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return the merged weight, ``[experts, in]``, in the adapter's dtype."""
+        return weight.to(a.dtype) + self.scaling * (b @ a)
+
+
+def adapt_router_(router: nn.Module, config: AdapterConfig, dtype: torch.dtype, scaling: float) -> None:
+    """Add an adapter to a router, in place; its ``forward`` then reads the merged weight."""
+    adapter = RouterLoRA(router.get_parameter("weight"), config, dtype, scaling)
+    router.add_module("adapter", adapter)
+    forward = router.forward
+
+    def forward_merged(*inputs: Any) -> Any:
+        weight: Any = router._parameters["weight"]
+        merged = adapter.merge(weight, adapter.lora_a, adapter.lora_b).to(weight.dtype)
+        router._parameters["weight"] = merged  # type: ignore[assignment]
+        try:
+            return forward(*inputs)
+        finally:
+            router._parameters["weight"] = weight
+
+    router.forward = forward_merged

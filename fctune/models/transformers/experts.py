@@ -1,0 +1,154 @@
+"""Experts of transformers' models, computed by grouped products through its interface for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from fctune.models.causal_lm import ExpertWeight, Router
+from fctune.models.expert_lora import ExpertLoRA
+from fctune.models.grouped_products import multiply_groups
+
+# Name of this implementation in ``config._experts_implementation``.
+EXPERTS_IMPLEMENTATION = "fctune"
+
+
+class Routing(NamedTuple):
+    """The rows that experts compute, sorted by expert; a row is a token for one of the experts it has chosen."""
+
+    inverse: Tensor  # int64 [n]: row of each choice, the choices of a token one after the other
+    tokens: Tensor  # int64 [n]: token of each row
+    experts: Tensor  # int64 [n]: expert of each row
+    ends: Tensor  # int32 [experts]: row after the last one of each expert
+
+
+def sort_by_expert(choices: Tensor, num_experts: int) -> tuple[Tensor, Routing]:
+    """Return the index of each row's choice, int64 ``[n]``, and the routing.
+
+    Args:
+        choices: experts that each token has chosen, int64 ``[tokens, top_k]``.
+        num_experts: number of experts.
+    """
+    experts, order = torch.sort(choices.flatten(), stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    every = torch.arange(num_experts, device=order.device)
+    ends = torch.searchsorted(experts, every, right=True, out_int32=True)
+    return order, Routing(inverse, order // choices.shape[1], experts, ends)
+
+
+class Dispatch(torch.autograd.Function):
+    """Copies tokens ``[tokens, d]`` to the rows of a routing, ``[n, d]``; the adjoint of ``Combine``.
+
+    Backward adds the gradients of a token in a fixed order, unlike that of an index, which is random on CUDA.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, inverse: Tensor) -> Tensor:
+        """Return the rows."""
+        ctx.save_for_backward(inverse)
+        ctx.num_tokens = len(x)
+        return x.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of the tokens."""
+        (inverse,) = ctx.saved_tensors
+        return _add_choices(grad, inverse, ctx.num_tokens), None, None
+
+
+class Combine(torch.autograd.Function):
+    """Adds the rows ``[n, d]`` of each token, ``[tokens, d]``; the adjoint of ``Dispatch``."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, tokens: Tensor, inverse: Tensor, num_tokens: int) -> Tensor:
+        """Return the sums."""
+        ctx.save_for_backward(tokens)
+        return _add_choices(rows, inverse, num_tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the gradient of the rows."""
+        (tokens,) = ctx.saved_tensors
+        return grad.index_select(0, tokens), None, None, None
+
+
+def _add_choices(rows: Tensor, inverse: Tensor, num_tokens: int) -> Tensor:
+    return rows.index_select(0, inverse).view(num_tokens, -1, rows.shape[1]).sum(1)
+
+
+def compute_experts(experts: Any, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of each token's experts, ``[tokens, d]``; the signature is transformers'.
+
+    Args:
+        experts: module with the experts' parameters, and adapters of them in ``adapters``.
+        hidden: inputs, ``[tokens, d]``.
+        choices: experts of each token, int64 ``[tokens, top_k]``.
+        weights: weight of each, ``[tokens, top_k]``.
+    """
+    order, routing = sort_by_expert(choices, experts.num_experts)
+    rows: Tensor = Dispatch.apply(hidden, routing.tokens, routing.inverse)  # type: ignore[no-untyped-call]
+    rows = _run_experts(experts, rows, routing) * weights.flatten()[order][:, None]
+    summed: Tensor = Combine.apply(rows, routing.tokens, routing.inverse, len(hidden))  # type: ignore[no-untyped-call]
+    return summed.to(hidden.dtype)
+
+
+def _run_experts(experts: Any, rows: Tensor, routing: Routing) -> Tensor:
+    """Return the unweighted output of each row's expert, ``[n, d]``."""
+    if experts.has_gate:
+        inner = experts._apply_gate(_project(experts, "gate_up_proj", rows, routing))
+    else:
+        inner = experts.act_fn(_project(experts, "up_proj", rows, routing))
+    out = _project(experts, "down_proj", inner, routing)
+    return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
+
+
+def _project(experts: Any, name: str, x: Tensor, routing: Routing) -> Tensor:
+    """Return ``x W[e]' + b[e]`` for the expert e of each row, and add what an adapter adds."""
+    weight: Tensor = getattr(experts, name)
+    out = multiply_groups(x, weight if experts.is_transposed else weight.transpose(1, 2), routing.ends)
+    if experts.has_bias:
+        out = out + getattr(experts, f"{name}_bias")[routing.experts]
+    adapter = find_adapter(experts, name)
+    return out if adapter is None else out + adapter(x, routing.tokens, routing.experts, routing.ends)
+
+
+def find_adapter(experts: nn.Module, name: str) -> ExpertLoRA | None:
+    """Return the adapter of an experts' parameter; None if it has none."""
+    adapter: ExpertLoRA | None = getattr(getattr(experts, "adapters", None), name, None)
+    return adapter
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module holds the parameters of experts, which ``compute_experts`` can compute."""
+    return all(hasattr(module, name) for name in ("num_experts", "has_gate", "is_transposed", "down_proj"))
+
+
+def iter_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Iterate over the modules that hold experts, by path."""
+    return ((path, module) for path, module in model.named_modules() if is_experts(module))
+
+
+def iter_expert_weights(block: nn.Module) -> Iterator[ExpertWeight]:
+    """Iterate over the weights of a block's experts, in the order of computation; keys and paths are in the block."""
+    for path, experts in iter_experts(block):
+        for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+            module = f"{path.rpartition('.')[2]}.{name}"
+            yield ExpertWeight(module, f"{path}.{name}", path, name, experts.is_transposed)
+
+
+def iter_routers(block: nn.Module, decoder: Any) -> Iterator[Router]:
+    """Iterate over the routers of a block that are no linears, by path in the block."""
+    recorder = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
+    kind = getattr(recorder, "target_class", None)
+    for path, module in block.named_modules():
+        if kind is not None and isinstance(module, kind) and not isinstance(module, nn.Linear):
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, Tensor) and weight.ndim == 2:
+                yield Router(path.rpartition(".")[2], path)
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, compute_experts)

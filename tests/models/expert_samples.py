@@ -1,0 +1,125 @@
+"""Tiny mixtures of experts of transformers, with random weights, for the tests of several modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fctune.config.schema import AdapterConfig
+from fctune.models.causal_lm import CausalLM, materialize_
+from fctune.models.lora import apply_lora_, copy_full_, init_adapters_
+from fctune.models.precision import PrecisionPolicy
+from fctune.models.transformers.architecture import parse_architecture
+from fctune.models.transformers.attention import ATTENTION
+
+VOCAB_SIZE = 128
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 5,
+    "num_local_experts": 5,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+}
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+
+# Every way that transformers stores, gates and routes experts.
+MODEL_TYPES = (
+    *("qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "olmoe", "glm4_moe", "deepseek_v3", "ernie4_5_moe"),
+    *("minimax_m2", "nemotron_h"),
+)
+
+
+def make_config(model_type: str, **changes: Any) -> Any:
+    """Return a tiny config of a model type."""
+    from transformers import AutoConfig
+
+    latent = _LATENT | {"head_dim": 16, "num_key_value_heads": 4} if model_type == "deepseek_v3" else {}
+    if model_type == "nemotron_h":
+        changes = {"layer_types": ["attention", "moe"]} | changes
+    return AutoConfig.for_model(model_type, **(_SIZES | _EXPERTS | latent | changes))
+
+
+def make_reference(model_type: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """Return transformers' model of a tiny config, in evaluation mode; its experts are computed by its own code.
+
+    Attention is ours, because transformers' own rounds to float32 even in float64.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = make_config(model_type, **changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, experts_implementation="eager")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+        else:  # of a bias, which is initialised to zero, an error would not show
+            parameter.data += torch.empty_like(parameter).normal_(std=0.1, generator=generator)
+    return model.to(dtype).eval()
+
+
+def draw_ids(*shape: int) -> Tensor:
+    """Return random token ids, other than special ones."""
+    return torch.randint(3, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(1))
+
+
+def make_model(reference: Any, adapter: AdapterConfig | None = None, seed: int = 0) -> CausalLM:
+    """Return our model with the weights of a reference and adapters with nonzero B, so that errors in them show."""
+    raw = reference.config.to_dict()
+    dtype = next(reference.parameters()).dtype
+    model = parse_architecture("config.json", raw).build_model(256, PrecisionPolicy.uniform(dtype))
+    if adapter is not None:
+        apply_lora_(model, adapter)
+    materialize_(model, torch.device("cpu"))
+    copy_reference_(model, reference)
+    if adapter is not None:
+        init_adapters_(model, seed)
+        draw_b_(model)
+    return model.eval()
+
+
+@torch.no_grad()
+def copy_reference_(model: CausalLM, reference: Any) -> None:
+    """Copy the parameters of a reference into our model, whose shards are in place."""
+    parameters = dict(model.named_parameters())
+    for name, parameter in reference.named_parameters():
+        copy_full_(parameters[f"decoder.{name}"], parameter)
+
+
+@torch.no_grad()
+def draw_b_(model: CausalLM) -> None:
+    """Draw the B of every adapter, equally on any number of ranks."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_b"):
+            copy_full_(
+                parameter, torch.empty(parameter.shape, dtype=parameter.dtype).normal_(std=0.1, generator=generator)
+            )

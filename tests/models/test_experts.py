@@ -1,0 +1,46 @@
+"""Experts by grouped products, against transformers' own loop over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fctune.models.transformers.experts import EXPERTS_IMPLEMENTATION, iter_experts
+from tests.models.expert_samples import MODEL_TYPES, draw_ids, make_reference
+
+
+def use_implementation(model: Any, name: str) -> None:
+    for _, experts in iter_experts(model):
+        experts.config._experts_implementation = name
+
+
+def run(model: Any, implementation: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return logits and the gradient of every parameter."""
+    use_implementation(model, implementation)
+    model.zero_grad()
+    logits = model(input_ids=draw_ids(2, 20), use_cache=False).logits
+    logits.pow(2).mean().backward()
+    return logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_grouped_experts_equal_transformers(model_type: str) -> None:
+    model = make_reference(model_type)
+    assert list(iter_experts(model))
+    expected, expected_grads = run(model, "eager")
+    found, grads = run(model, EXPERTS_IMPLEMENTATION)
+    # transformers adds the experts of Nemotron-H in the dtype of their weights, float32.
+    tolerance = 1e-6 if model_type == "nemotron_h" else 1e-9
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, expected_grads[name], rtol=0, atol=tolerance, msg=name)
+
+
+def test_bfloat16_experts_are_as_close_to_float64_as_transformers_own() -> None:
+    model = make_reference("gpt_oss", torch.bfloat16)
+    exact, _ = run(make_reference("gpt_oss", torch.bfloat16).double(), "eager")
+    errors = {name: float((run(model, name)[0].double() - exact).abs().mean()) for name in ("eager", "fctune")}
+    assert errors["fctune"] <= 1.1 * errors["eager"]
