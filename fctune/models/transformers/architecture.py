@@ -212,17 +212,21 @@ def parse_architecture(where: str, raw: dict[str, Any]) -> TransformersArchitect
         vocab_size=sizes["vocab_size"],
         num_layers=sizes["num_hidden_layers"],
         num_heads=num_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        num_kv_heads=max(_values(config, "num_key_value_heads"), default=num_heads),
         embed_dim=sizes["hidden_size"],
-        head_dim=_find_head_dim(config, sizes["hidden_size"] // num_heads),
-        max_position_embeddings=getattr(config, "max_position_embeddings", None) or _UNLIMITED,
+        head_dim=min(
+            _values(config, "qk_head_dim") or _values(config, "head_dim"), default=sizes["hidden_size"] // num_heads
+        ),
+        max_position_embeddings=max(_values(config, "max_position_embeddings"), default=_UNLIMITED),
         # Of a vision-language model, its own value counts, not that of its text model.
         is_tied=bool(read_full_config(where, config_json).tie_word_embeddings),
     )
 
 
-def _find_head_dim(config: Any, default: int) -> int:
-    """Return the largest size of a head of queries, whose name depends on the family."""
-    sizes = [getattr(config, name, None) for name in ("head_dim", "qk_head_dim", "global_head_dim")]
-    known = [size for size in sizes if isinstance(size, int) and size > 0]
-    return max(known, default=default)
+def _values(config: Any, key: str) -> list[int]:
+    """Return the positive values of a key of transformers' config: none, one, or those of its layers if they differ."""
+    try:
+        found = [getattr(config, key, None)]
+    except Exception:  # transformers raises one of its own for keys that depend on the layer
+        found = [getattr(layer, key, None) for layer in config.per_layer_config]
+    return [value for value in found if isinstance(value, int) and value > 0]
