@@ -178,10 +178,10 @@ class HFAdapterWeights(HFWeights):
         return [self._to_part(name, tensor) for name, tensor in tensors.items()]
 
     def _to_part(self, name: str, tensor: Tensor) -> FilePart:
-        peft_name = self.architecture.to_peft_name(name)
+        peft_name = self.architecture.to_peft_name(name, self.config.modules)
 
         def convert(full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {peft_name: self.architecture.to_hf_layout(name, full[name])}
+            return {peft_name: self.architecture.to_peft_layout(name, full[name])}
 
         return FilePart((name,), {peft_name: _num_bytes(tensor)}, convert)
 
@@ -189,15 +189,16 @@ class HFAdapterWeights(HFWeights):
         """Read each weight in full; see ``HFWeights.read_``."""
         files = locate_tensors(folder, self.stem)
         for name, parameter in named_trainable(model).items():
-            external = self.architecture.to_peft_name(name)
+            external = self.architecture.to_peft_name(name, self.config.modules)
             if external not in files:
                 raise CheckpointError(f"{folder}: tensor {external} is missing.")
-            full = read_tensor(files[external], external)
-            if full.shape != parameter.shape:
+            stored = read_tensor(files[external], external)
+            expected = self.architecture.to_peft_layout(name, torch.empty(parameter.shape, device="meta")).shape
+            if stored.shape != expected:
                 raise CheckpointError(
-                    f"{files[external]}: {external} has shape {list(full.shape)}; this run has {list(parameter.shape)}."
+                    f"{files[external]}: {external} has shape {list(stored.shape)}; this run has {list(expected)}."
                 )
-            copy_full_(parameter, self.architecture.from_hf_layout(name, full))
+            copy_full_(parameter, self.architecture.from_peft_layout(name, stored, parameter.shape))
 
     def write_config(self, folder: Path, dtype: torch.dtype) -> None:
         """Write ``adapter_config.json``, which does not record a dtype."""

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 # Value of ``adapter.modules`` that selects every linear of the blocks.
 ALL_LINEAR = "all-linear"
 
+# Names of the submodules that hold the adapters of experts, by weight, and that of a router.
+EXPERT_ADAPTERS = "adapters"
+ROUTER_ADAPTER = "adapter"
+
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
@@ -184,8 +188,16 @@ class Architecture(ABC):
         """Convert the name of one of our parameters to Hugging Face's; adapter parameters keep their last component."""
 
     @abstractmethod
-    def to_peft_name(self, name: str) -> str:
-        """Convert the name of one of our adapter parameters to PEFT's."""
+    def to_peft_name(self, name: str, modules: Sequence[str] | str = ALL_LINEAR) -> str:
+        """Convert the name of one of our adapter parameters to PEFT's, which may depend on ``adapter.modules``."""
+
+    def to_peft_layout(self, name: str, tensor: Tensor) -> Tensor:
+        """Reorder an adapter parameter as PEFT stores it."""
+        return self.to_hf_layout(name, tensor)
+
+    def from_peft_layout(self, name: str, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        """Reorder an adapter parameter of this shape from PEFT's order to ours; the inverse of ``to_peft_layout``."""
+        return self.from_hf_layout(name, tensor)
 
     @abstractmethod
     def to_hf_layout(self, name: str, tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fctune.config.schema import AdapterConfig
+from fctune.models.architecture import ROUTER_ADAPTER
 from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout
 from fctune.models.grouped_products import multiply_groups
 
@@ -105,7 +106,7 @@ class RouterLoRA(nn.Module):
 def adapt_router_(router: nn.Module, config: AdapterConfig, dtype: torch.dtype, scaling: float) -> None:
     """Add an adapter to a router, in place; its ``forward`` then reads the merged weight."""
     adapter = RouterLoRA(router.get_parameter("weight"), config, dtype, scaling)
-    router.add_module("adapter", adapter)
+    router.add_module(ROUTER_ADAPTER, adapter)
     forward = router.forward
 
     def forward_merged(*inputs: Any) -> Any:

@@ -32,7 +32,7 @@ from fctune.models.architecture import Architecture
 from fctune.models.base_weights import plan_base
 from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import FrozenLinear, is_scale
-from fctune.models.lora import LoRALinear, is_adapter, merge
+from fctune.models.lora import LoRALinear, is_adapter, iter_adapted, merge
 from fctune.models.token_rows import TokenRows, trained_token_ids
 
 # Files of the base, other than config.json, that a model trained from it needs.
@@ -126,9 +126,9 @@ def export_adapter(
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if is_adapter(name):
-            full = model.architecture.to_hf_layout(name, _gather(parameter)).contiguous()
+            full = model.architecture.to_peft_layout(name, _gather(parameter)).contiguous()
             if is_writer:
-                tensors[model.architecture.to_peft_name(name)] = full.cpu()
+                tensors[model.architecture.to_peft_name(name, config.modules)] = full.cpu()
     if not is_writer:
         return
     with _new_directory(out) as staging:
@@ -147,6 +147,7 @@ def iter_merged(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
     """
     frozen = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
     ends = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, TokenRows)}
+    adapted = dict(iter_adapted(model))
     for name, parameter in model.named_parameters():
         if is_adapter(name) or is_scale(name):
             continue
@@ -156,6 +157,8 @@ def iter_merged(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
             a, b = _gather(module.lora_a), _gather(module.lora_b)
             magnitude = None if module.magnitude is None else _gather(module.magnitude)
             full = merge(full, a, b, module.scaling, magnitude)
+        elif (adapter := adapted.get(name)) is not None:
+            full = adapter.merge(full, _gather(adapter.lora_a), _gather(adapter.lora_b))
         full = full.to(model.precision.compute_dtype)  # only training needs float32
         if (end := ends.get(name)) is not None:
             index = torch.tensor(end.ids, device=full.device)
@@ -223,11 +226,15 @@ def write_adapter_config(
     tokens: list[int] | dict[str, list[int]] | None = list(token_ids) or None
     if token_ids and not architecture.is_tied:  # PEFT trains the rows of a tied head with those of the embedding
         tokens = {name.rpartition(".")[2]: list(token_ids) for name in (architecture.embedding, architecture.head)}
+    modules = architecture.resolve_adapter_modules(config.modules)
+    parameters = [name for name in modules if name in architecture.expert_names]
+    parameters += [f"{name}.weight" for name in modules if name in architecture.router_names]
     LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
-        lora_dropout=config.dropout,
-        target_modules=sorted(architecture.resolve_adapter_modules(config.modules)),
+        lora_dropout=0.0 if parameters else config.dropout,  # PEFT refuses any where it adds to parameters
+        target_modules=sorted({*architecture.linear_names, architecture.head}.intersection(modules)),
+        target_parameters=parameters or None,
         use_rslora=config.scaling == "rslora",
         use_dora=config.dora,
         trainable_token_indices=tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 
 from fctune.config.schema import AdapterConfig, BaseDtype
 from fctune.errors import ConfigError
+from fctune.models.architecture import EXPERT_ADAPTERS, ROUTER_ADAPTER
 from fctune.models.causal_lm import CausalLM
 from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout
 from fctune.models.expert_lora import ExpertLoRA, RouterLoRA, adapt_router_
@@ -155,14 +156,24 @@ def _adapt_experts_(model: CausalLM, config: AdapterConfig, modules: Sequence[st
         owner: Any = model.get_submodule(weight.path)
         parameter = owner.get_parameter(weight.name)
         dtype = wide_dtype(parameter.dtype)
-        if not hasattr(owner, "adapters"):
-            owner.adapters = nn.ModuleDict()
-        owner.adapters[weight.name] = ExpertLoRA(
+        if not hasattr(owner, EXPERT_ADAPTERS):
+            owner.add_module(EXPERT_ADAPTERS, nn.ModuleDict())
+        owner.get_submodule(EXPERT_ADAPTERS)[weight.name] = ExpertLoRA(
             parameter, weight.is_transposed, config, dtype, scaling, weight.key, model.token_keys
         )
     for router in routers:
         owner = model.get_submodule(router.path)
         adapt_router_(owner, config, wide_dtype(owner.get_parameter("weight").dtype), scaling)
+
+
+def iter_adapted(model: CausalLM) -> Iterator[tuple[str, ExpertLoRA | RouterLoRA]]:
+    """Iterate over the names of the experts' and routers' weights that have an adapter, with the adapter."""
+    for path, module in model.named_modules():
+        if isinstance(module, ExpertLoRA):
+            owner, _, name = path.rpartition(f".{EXPERT_ADAPTERS}.")
+            yield f"{owner}.{name}", module
+        elif isinstance(module, RouterLoRA):
+            yield f"{path.removesuffix(f'.{ROUTER_ADAPTER}')}.weight", module
 
 
 def describe_adapters(model: CausalLM) -> str:

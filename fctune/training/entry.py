@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -283,17 +283,24 @@ def _log_next_steps(directory: RunDirectory) -> None:
     for name, content in (("merged", "merged model"), ("adapter", "adapter")):
         if (directory.export / name).is_dir():
             logger.info("%s: %s", content, directory.export / name)
-    if _has_token_rows(directory.export / "adapter"):
+    adapter = _read_adapter_config(directory.export / "adapter")
+    if adapter.get("trainable_token_indices"):
         logger.info("the adapter has trained token rows, which PEFT loads and vLLM does not: serve the merged model")
+    if adapter.get("target_parameters"):
+        logger.info(
+            "the adapter changes experts, in the form of PEFT 0.18, which servers ignore: serve the merged model"
+        )
     run = shlex.quote(str(directory.path))
     logger.info("evaluate it: fctune eval --model %s --suite smoke", run)
     logger.info("report on it: fctune report %s --out %s", run, shlex.quote(str(directory.path / "report.html")))
     logger.info("serve it: fctune serve %s", run)
 
 
-def _has_token_rows(adapter: Path) -> bool:
+def _read_adapter_config(adapter: Path) -> dict[str, Any]:
+    """Read PEFT's config of an exported adapter; empty if there is none."""
     file = adapter / "adapter_config.json"
-    return file.is_file() and bool(json.loads(file.read_text(encoding="utf-8")).get("trainable_token_indices"))
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return content
 
 
 def _check_shared(path: Path, world: World) -> None:

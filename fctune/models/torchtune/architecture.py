@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fctune.errors import ConfigError
-from fctune.models.architecture import Architecture, Block, Branch, LinearShape
+from fctune.models.architecture import ALL_LINEAR, Architecture, Block, Branch, LinearShape
 from fctune.models.torchtune import names
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class TorchtuneArchitecture(Architecture):
         """Convert the name of one of our parameters to Hugging Face's; adapter parameters keep their last component."""
         return names.to_hf_name(name)
 
-    def to_peft_name(self, name: str) -> str:
+    def to_peft_name(self, name: str, modules: Sequence[str] | str = ALL_LINEAR) -> str:
         """Convert the name of one of our adapter parameters to PEFT's."""
         return names.to_peft_name(name)
 
@@ -128,7 +128,13 @@ def parse_architecture(source: str, raw: dict[str, Any]) -> TorchtuneArchitectur
     Raises:
         ConfigError: a missing or invalid size, or a feature that torchtune's builders would ignore.
     """
-    family: str = raw["model_type"]
+    family = raw.get("model_type")
+    if family not in FAMILIES:
+        known = " and ".join(f"{name} ({facts.models})" for name, facts in FAMILIES.items())
+        raise ConfigError(
+            f"{source}: model_type={family!r} is not built by torchtune, which builds {known}; set "
+            "model.source=transformers."
+        )
     sizes: dict[str, int] = {}
     for key in ("vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size"):
         value = raw.get(key)

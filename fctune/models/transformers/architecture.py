@@ -9,14 +9,15 @@ import ast
 import functools
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fctune.config.parsing import suggest
 from fctune.errors import ConfigError
-from fctune.models.architecture import Architecture, Block
+from fctune.models.architecture import ALL_LINEAR, EXPERT_ADAPTERS, ROUTER_ADAPTER, Architecture, Block, ExpertShape
+from fctune.models.transformers import peft_experts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,12 +80,33 @@ class TransformersArchitecture(Architecture):
         """Convert the name of one of our parameters to Hugging Face's; adapter parameters keep their last component."""
         return name.removeprefix("decoder.")
 
-    def to_peft_name(self, name: str) -> str:
-        """Convert the name of one of our adapter parameters to PEFT's."""
+    def to_peft_name(self, name: str, modules: Sequence[str] | str = ALL_LINEAR) -> str:
+        """Convert the name of one of our adapter parameters to PEFT's, which for experts depends on the other ones."""
         from fctune.models.transformers.weights import to_loaded_name  # imports torch and transformers
 
         stem, _, leaf = self.to_hf_name(name).rpartition(".")
+        if (expert := self._find_expert(name)) is not None:
+            chosen = [other for other in self.expert_names if other in self.resolve_adapter_modules(modules)]
+            owner, leaf = peft_experts.name_module(stem, expert, chosen), peft_experts.swap_leaf(leaf, expert)
+            return f"base_model.model.{to_loaded_name(self, owner)}.{_PEFT_LEAVES[leaf]}"
+        stem = stem.removesuffix(f".{ROUTER_ADAPTER}")
         return f"base_model.model.{to_loaded_name(self, stem)}.{_PEFT_LEAVES[leaf]}"
+
+    def to_peft_layout(self, name: str, tensor: Tensor) -> Tensor:
+        """Join the adapters of all experts to two matrices, as PEFT does; other adapters are stored as they are."""
+        expert = self._find_expert(name)
+        return tensor if expert is None else peft_experts.join(name.rpartition(".")[2], tensor, expert)
+
+    def from_peft_layout(self, name: str, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        """Split the adapters of the experts again; the inverse of ``to_peft_layout``."""
+        expert = self._find_expert(name)
+        return tensor if expert is None else peft_experts.split(name.rpartition(".")[2], tensor, expert, shape[0])
+
+    def _find_expert(self, name: str) -> ExpertShape | None:
+        """Return the weight that an adapter parameter of experts belongs to; None for other names."""
+        owner, _, rest = name.rpartition(f".{EXPERT_ADAPTERS}.")
+        known = f"{owner.rpartition('.')[2]}.{rest.rpartition('.')[0]}"
+        return next((expert for block in self.blocks for expert in block.experts if expert.name == known), None)
 
     def to_hf_layout(self, name: str, tensor: Tensor) -> Tensor:
         """Return the tensor as it is: both layouts are transformers'."""
@@ -212,21 +234,17 @@ def parse_architecture(where: str, raw: dict[str, Any]) -> TransformersArchitect
         vocab_size=sizes["vocab_size"],
         num_layers=sizes["num_hidden_layers"],
         num_heads=num_heads,
-        num_kv_heads=max(_values(config, "num_key_value_heads"), default=num_heads),
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
         embed_dim=sizes["hidden_size"],
-        head_dim=min(
-            _values(config, "qk_head_dim") or _values(config, "head_dim"), default=sizes["hidden_size"] // num_heads
-        ),
-        max_position_embeddings=max(_values(config, "max_position_embeddings"), default=_UNLIMITED),
+        head_dim=_find_head_dim(config, sizes["hidden_size"] // num_heads),
+        max_position_embeddings=getattr(config, "max_position_embeddings", None) or _UNLIMITED,
         # Of a vision-language model, its own value counts, not that of its text model.
         is_tied=bool(read_full_config(where, config_json).tie_word_embeddings),
     )
 
 
-def _values(config: Any, key: str) -> list[int]:
-    """Return the positive values of a key of transformers' config: none, one, or those of its layers if they differ."""
-    try:
-        found = [getattr(config, key, None)]
-    except Exception:  # transformers raises one of its own for keys that depend on the layer
-        found = [getattr(layer, key, None) for layer in config.per_layer_config]
-    return [value for value in found if isinstance(value, int) and value > 0]
+def _find_head_dim(config: Any, default: int) -> int:
+    """Return the largest size of a head of queries, whose name depends on the family."""
+    sizes = [getattr(config, name, None) for name in ("head_dim", "qk_head_dim", "global_head_dim")]
+    known = [size for size in sizes if isinstance(size, int) and size > 0]
+    return max(known, default=default)

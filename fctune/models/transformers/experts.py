@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from fctune.models.architecture import EXPERT_ADAPTERS
 from fctune.models.causal_lm import ExpertWeight, Router
 from fctune.models.expert_lora import ExpertLoRA
 from fctune.models.grouped_products import multiply_groups
@@ -84,7 +85,7 @@ def compute_experts(experts: Any, hidden: Tensor, choices: Tensor, weights: Tens
     """Return the weighted sum of each token's experts, ``[tokens, d]``; the signature is transformers'.
 
     Args:
-        experts: module with the experts' parameters, and adapters of them in ``adapters``.
+        experts: module with the experts' parameters, and their adapters.
         hidden: inputs, ``[tokens, d]``.
         choices: experts of each token, int64 ``[tokens, top_k]``.
         weights: weight of each, ``[tokens, top_k]``.
@@ -118,7 +119,7 @@ def _project(experts: Any, name: str, x: Tensor, routing: Routing) -> Tensor:
 
 def find_adapter(experts: nn.Module, name: str) -> ExpertLoRA | None:
     """Return the adapter of an experts' parameter; None if it has none."""
-    adapter: ExpertLoRA | None = getattr(getattr(experts, "adapters", None), name, None)
+    adapter: ExpertLoRA | None = getattr(getattr(experts, EXPERT_ADAPTERS, None), name, None)
     return adapter
 
 
