@@ -45,6 +45,11 @@ class ReasoningFormat(TemplateFormat):
     opening: ClassVar[str] = ""
     first_call: ClassVar[str] = ""
 
+    @property
+    @abstractmethod
+    def marks(self) -> tuple[str, ...]:
+        """Marks of which any text contains one in which ``split`` finds reasoning that the prompt has not opened."""
+
     @abstractmethod
     def split(self, text: str, is_open: bool | None = None) -> Reasoning | None:
         """Find the reasoning in a model's text; None if there is none. Takes linear time and never raises.
@@ -69,6 +74,11 @@ class TaggedReasoning(ReasoningFormat):
     _close: ClassVar[str]
     _label: ClassVar[str] = ""
     """Follows the opening tag and is no part of the reasoning."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Both tags, and the label, which tells where the opening tag was lost."""
+        return tuple(filter(None, (self.opening, self._close, self._label)))
 
     def split(self, text: str, is_open: bool | None = None) -> Reasoning | None:
         """Find the reasoning in the text; see ``ReasoningFormat.split``.

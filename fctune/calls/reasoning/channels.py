@@ -20,6 +20,11 @@ class ChannelReasoning(ReasoningFormat):
     _end: ClassVar[re.Pattern[str]]
     """The mark that ends a message, or the header of the next one, in group ``next``."""
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The mark that ends every header."""
+        return (_MESSAGE,)
+
     def split(self, text: str, is_open: bool | None = None) -> Reasoning | None:
         """Find all messages of reasoning; see ``ReasoningFormat.split``."""
         end = len(text)

@@ -7,7 +7,8 @@ import re
 from fctune.calls.formats.base import TemplateSignature
 from fctune.calls.reasoning.base import Reasoning, ReasoningFormat
 
-_OPEN = re.compile(r"Here(?:'s| is) my thought process:")
+_OPEN_END = "my thought process:"
+_OPEN = re.compile(rf"Here(?:'s| is) {_OPEN_END}")
 _CLOSE = re.compile(r"Here(?:'s| is) my response:")
 
 
@@ -17,6 +18,11 @@ class Granite32(ReasoningFormat):
     name = "granite32"
     template_signatures = (TemplateSignature(("Here is my thought process:",), priority=1),)
     vllm_parser = "granite"
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The end of the announcement."""
+        return (_OPEN_END,)
 
     def split(self, text: str, is_open: bool | None = None) -> Reasoning | None:
         """Find the reasoning; prose that is never followed by a response is an answer."""

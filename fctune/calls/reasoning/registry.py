@@ -20,6 +20,11 @@ def detect_reasoning(chat_template: str) -> ReasoningFormat | None:
 
 def find_reasoning(text: str) -> Reasoning | None:
     """Find the reasoning at the start of a text whose model, and so its format, is unknown; None if there is none."""
+    for mark in _MARKS:
+        if mark in text:
+            break
+    else:  # most texts have none, and splitting them in every format takes longer than reading their calls
+        return None
     for found in _DISTINCT:
         reasoning = found.split(text)
         if reasoning is not None and not text[: reasoning.spans[0][0]].strip():
@@ -34,3 +39,4 @@ _DISTINCT = tuple(
         for found in sorted(REASONING_FORMATS.values(), key=lambda found: not found.first_call)
     }.values()
 )
+_MARKS = tuple({mark: None for found in _DISTINCT for mark in found.marks})
