@@ -3,10 +3,12 @@
 #   PYTHON=python3.12   Python 3.11 or 3.12 to create .venv with
 #   TORCH=cpu|cuda      tested set of versions to install (constraints-$(TORCH).txt)
 #   PIP_ARGS=...        further arguments for pip, such as an index of CPU-only torch wheels
+#   WORKERS=2           processes that run tests side by side, each with up to four ranks of its own
 
 PYTHON ?= python3
 TORCH ?= cpu
 PIP_ARGS ?=
+WORKERS ?= 2
 SEED ?= 42
 CASES ?= 300
 DEMO ?= runs/demo
@@ -87,7 +89,7 @@ demo-reasoning: setup
 	@$(BIN)/fctune compare $(DEMO)-reasoning/thinking_false.jsonl $(DEMO)-reasoning/thinking_true.jsonl
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
