@@ -47,7 +47,7 @@ def add_commands(commands: Any) -> None:
     check.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     check.add_argument("--html", type=Path, metavar="FILE", help="write the report as one self-contained page")
     check.set_defaults(run=_check_data)
-    show = data.add_parser("show", help="print a row as the model sees it, supervised tokens in colour")
+    show = data.add_parser("show", help="print a row as the model sees it, supervised tokens in colour or in brackets")
     show.add_argument("path", metavar="PATH", help="file, directory or hf:NAME, as for data check")
     show.add_argument("--row", type=int, default=1, metavar="N", help="number of the row, from 1; default: %(default)s")
     show.add_argument("--tokenizer", metavar="DIR", help="model directory; without it, the conversation is printed")
@@ -66,6 +66,14 @@ def add_commands(commands: Any) -> None:
     )
     convert.add_argument("--format", default="auto", metavar="NAME", help=_FORMAT_HELP)
     convert.add_argument("--max-samples", type=int, metavar="N", help="read at most N rows")
+    convert.add_argument(
+        "--tools",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="tools of the rows that have none, in any form that rows may have; several files may be pages of one list",
+    )
     convert.add_argument("--strict", action="store_true", help="write nothing if a row cannot be converted")
     convert.add_argument("--force", action="store_true", help="replace OUT if it exists")
     convert.add_argument("--json", type=Path, metavar="FILE", help="write what changed, and the rows skipped, as JSON")
@@ -179,6 +187,7 @@ def _show_row(arguments: argparse.Namespace) -> int:
     chosen = _read_template(arguments)
     from fctune.data.show import show_conversation, show_row
 
+    console = Terminal(soft_wrap=True, highlight=False)
     if arguments.tokenizer is None:
         renderables = show_conversation(arguments.path, arguments.row, arguments.format)
     else:
@@ -192,8 +201,8 @@ def _show_row(arguments: argparse.Namespace) -> int:
             supervision=_read_supervision(arguments),
             template_args=arguments.template_args,
             chat_template=chosen,
+            has_colour=console.color_system is not None and not console.no_color,
         )
-    console = Terminal(soft_wrap=True, highlight=False)
     for renderable in renderables:
         console.print(renderable)
     return 0
@@ -224,8 +233,10 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
 
 def _convert_data(arguments: argparse.Namespace) -> int:
     from fctune.data.conversion import RowsSkippedError, convert_source
+    from fctune.data.sources.tool_file import read_tool_files
 
     _check_out(arguments)
+    tools = read_tool_files(arguments.tools)
     console = Terminal()
     try:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -237,6 +248,7 @@ def _convert_data(arguments: argparse.Namespace) -> int:
                 arguments.max_samples,
                 arguments.strict,
                 lambda counts: status.update(f"{counts.rows:,} rows read, {counts.num_skipped:,} skipped"),
+                tools,
             )
         is_written = True
     except RowsSkippedError as error:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fctune.data.call_ids import find_answered
-from fctune.data.conversation import Call, Conversation, Message
+from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.sources import NOTE_KINDS, Defect, ParsedRow, RowReader, UnreadRow, scan_source
 from fctune.data.sources.row_reasoning import REASONING_KEYS
 from fctune.errors import DataError
@@ -30,6 +30,7 @@ CHANGE_KINDS: dict[str, str] = {
     "columns_dropped": "values in columns that rows of conversations do not have",
     "reasoning_moved": "messages whose reasoning was elsewhere than in reasoning_content",
     "result_ids_added": "results that got the id of their call",
+    "tools_added": "rows without tools that got those given",
     "tools_normalised": "rows whose tools are spelled differently",
 }
 """What a conversion changes in rows, beyond what reading them does (``NOTE_KINDS``)."""
@@ -106,6 +107,7 @@ def convert_source(
     max_samples: int | None = None,
     is_strict: bool = False,
     on_progress: Callable[[ConversionReport], None] | None = None,
+    tools: tuple[Tool, ...] = (),
 ) -> ConversionReport:
     """Write the rows of a source as JSON lines in OpenAI's format, in order; ``out`` is replaced when all are written.
 
@@ -116,6 +118,7 @@ def convert_source(
         max_samples: Maximum number of rows read.
         is_strict: Write nothing if a row cannot be converted.
         on_progress: Called every 500 rows with the counts so far.
+        tools: Tools of the rows that have none.
 
     Raises:
         DataError: The source cannot be read, or not to its end.
@@ -126,7 +129,7 @@ def convert_source(
     with open_atomically(out) as file:
         for row in islice(scan_source(path, row_format), max_samples):
             report.rows += 1
-            line = _convert(row, reader, report)
+            line = _convert(row, reader, report, tools)
             if line is not None:
                 file.write(line)
             if on_progress is not None and report.rows % _PROGRESS_ROWS == 0:
@@ -144,11 +147,13 @@ class RowsSkippedError(DataError):
         self.report = report
 
 
-def _convert(row: UnreadRow, reader: RowReader, report: ConversionReport) -> str | None:
+def _convert(row: UnreadRow, reader: RowReader, report: ConversionReport, tools: tuple[Tool, ...]) -> str | None:
     """Return the line of a converted row, with its end, or None if it is skipped; adds to the report in place."""
     parsed = reader.read(row)
     if isinstance(parsed, ParsedRow):
-        converted = to_openai_row(parsed.conversation)
+        gets_tools = bool(tools) and not parsed.conversation.tools
+        conversation = replace(parsed.conversation, tools=tools) if gets_tools else parsed.conversation
+        converted = to_openai_row(conversation)
         if isinstance(parsed.raw.get("parallel_tool_calls"), bool):
             converted["parallel_tool_calls"] = parsed.raw["parallel_tool_calls"]
         if is_deeper_than(converted, MAX_DEPTH):
@@ -167,6 +172,7 @@ def _convert(row: UnreadRow, reader: RowReader, report: ConversionReport) -> str
     else:
         report.notes.update(parsed.notes)
         report.changes.update(count_changes(parsed, converted))
+        report.changes.update({"tools_added": 1} if gets_tools else {})
         report.columns.update(_find_dropped_columns(parsed))
     return line + "\n"
 

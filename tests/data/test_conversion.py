@@ -372,3 +372,58 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < peaks[0] + 2**20
+
+
+def write_pages(folder: Path) -> list[str]:
+    """Write MCP's ``tools/list`` in two pages, and return the files."""
+    tools = [{"name": tool["name"], "inputSchema": tool["parameters"]} for tool in TOOLS]
+    pages = [{"tools": tools[:1], "nextCursor": "p2"}, {"tools": tools[1:]}]
+    for number, page in enumerate(pages, 1):
+        (folder / f"page{number}.json").write_text(json.dumps(page))
+    return [str(folder / f"page{number}.json") for number in (1, 2)]
+
+
+def test_rows_without_tools_get_those_of_files_and_others_keep_theirs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [("Where?", [("get_weather", {"q": "Oslo"})], "There.")]
+    own = {"name": "get_weather", "description": "Mine.", "parameters": {"type": "object", "properties": {}}}
+    rows = [write_openai(turns), write_openai(turns) | {"tools": [own]}]
+    del rows[0]["tools"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out.jsonl"
+    assert main(["data", "convert", str(tmp_path / "rows.jsonl"), str(out), "--tools", *write_pages(tmp_path)]) == 0
+    first, second = (json.loads(line) for line in out.read_text().splitlines())
+    assert [tool["function"]["name"] for tool in first["tools"]] == list(NAMES)
+    assert first["tools"][0]["function"]["parameters"] == TOOLS[0]["parameters"]
+    assert second["tools"] == [{"type": "function", "function": own}]
+    assert "1  rows without tools that got those given" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        (["page1.json"], "page1.json: nextCursor: the page of tools after string 'p2' is missing"),
+        (["page2.json", "page1.json"], "page1.json: nextCursor: the page of tools after"),
+        (["none.json"], "none.json: cannot be read as tools (No such file or directory)"),
+        (["blank.json"], "blank.json: empty; expected tools as JSON"),
+        (["empty.json"], "empty.json: no tools in it"),
+        (["page2.json", "broken.json"], "broken.json: not JSON"),
+        (["page1.json", "page2.json", "page2.json", "other.json"], "other.json: get_weather is declared twice"),
+    ],
+)
+def test_a_file_without_tools_stops_a_conversion_before_it_starts(
+    tmp_path: Path, files: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_pages(tmp_path)
+    for name, text in (
+        ("blank", " \n"),
+        ("empty", "[]"),
+        ("broken", '[{"name": '),
+        ("other", '{"name": "get_weather"}'),
+    ):
+        (tmp_path / f"{name}.json").write_text(text)
+    out, paths = tmp_path / "out.jsonl", [str(tmp_path / file) for file in files]
+    assert main(["data", "convert", "synthetic:train:3:1", str(out), "--tools", *paths]) == 2
+    assert reason in " ".join(capsys.readouterr().err.split())
+    assert not out.exists()

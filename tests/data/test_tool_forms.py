@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ def test_rows_of_a_file_may_have_tools_in_different_forms(tmp_path: Path) -> Non
         ("[{'name': 'f', 'x': open('/etc/passwd')}]", "tools", "nor a literal of Python"),
         (3, "tools", "expected a list of tools, got number 3"),
         ([3], "tools[0]", "expected a list of tools, got number 3"),
-        ([[[[[[]]]]]], "tools[0][0][0][0]", "inside one another"),
+        ([[[[[[[]]]]]]], "tools[0][0][0][0][0]", "inside one another"),
+        ({"tools": [MCP], "nextCursor": "p2"}, "tools.nextCursor", "the page of tools after string 'p2' is missing"),
         ([{"google_search": {}}], "tools[0].name", "expected a name"),
         ({"jsonrpc": "2.0", "error": {"code": -32601}}, "tools.error", "an MCP server's error"),
         ({"jsonrpc": "2.0", "result": 3}, "tools.result", "expected a list of tools"),
@@ -136,6 +138,23 @@ def test_a_value_that_is_no_tool_is_refused_with_its_place(value: Any, pointer: 
         read(value)
     assert caught.value.pointer == pointer
     assert reason in caught.value.reason
+
+
+OTHER_MCP = {**MCP, "name": "get_time"}
+PAGES = ({"tools": [MCP], "nextCursor": "p2"}, {"tools": [OTHER_MCP]})
+
+
+@pytest.mark.parametrize("write", [dict, json.dumps])
+@pytest.mark.parametrize("has_envelope", [False, True])
+def test_pages_of_tools_are_joined_and_the_last_must_be_there(
+    write: Callable[[dict[str, Any]], Any], has_envelope: bool
+) -> None:
+    pages = [write({"jsonrpc": "2.0", "id": 1, "result": page} if has_envelope else page) for page in PAGES]
+    assert [function["name"] for function in read(pages)[0]] == ["get_weather", "get_time"]
+    with pytest.raises(RowError) as caught:
+        read([*pages, pages[0]])
+    result = ".result" if has_envelope else ""
+    assert (caught.value.kind, caught.value.pointer) == ("tools_incomplete", f"tools[2]{result}.nextCursor")
 
 
 def test_geminis_nullable_and_counts_become_json_schema() -> None:

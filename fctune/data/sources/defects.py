@@ -36,6 +36,7 @@ DEFECT_KINDS: dict[str, str] = {
     "too_deep": "JSON nested deeper than the limit",
     "tool_shape": "a tool is not a function with a name and an object of parameters",
     "tools_disagree": "the tools column and the prompt disagree on the tools",
+    "tools_incomplete": "a page of an MCP server's tools without the page that follows",
     "type_unknown": "a parameter type that JSON Schema cannot express",
     "unclosed_think": "reasoning that begins with a tag, such as <think>, and does not end",
     "unknown_role": "an unknown role or speaker",

@@ -2,7 +2,8 @@
 
 Read are lists, single objects, and strings that hold either as JSON or as a Python literal, of: OpenAI's tools with and
 without their wrapper, bare functions, Anthropic's tools (``input_schema``), Gemini's ``function_declarations``, the
-result of MCP's ``tools/list`` (``inputSchema``), with or without its JSON-RPC envelope, and OpenAPI 3 documents.
+result of MCP's ``tools/list`` (``inputSchema``), with or without its JSON-RPC envelope, and OpenAPI 3 documents. A list
+may hold several of these, such as the pages of ``tools/list``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.openapi import allow_null, read_operations
@@ -18,7 +19,7 @@ from fctune.data.sources.row_json import RowJsonReader
 from fctune.parsing.json_reader import ParseError
 from fctune.parsing.python_reader import PythonReader
 
-_MAX_NESTING = 3  # lists, envelopes and strings around a tool
+_MAX_NESTING = 4  # lists, envelopes and strings around a tool
 _GEMINI_TYPES = frozenset({"STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL"})
 _GEMINI_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
@@ -43,9 +44,14 @@ def decode_tools(text: str, pointer: str, reader: RowJsonReader, notes: Counter[
     return value
 
 
-def iter_tools(
-    value: Any, pointer: str, decode: Decode, notes: Counter[str], depth: int = 0
-) -> Iterator[tuple[Any, str]]:
+class _Page(NamedTuple):
+    """A result of ``tools/list``: its location and the cursor of the page after it, if there is one."""
+
+    pointer: str
+    next_cursor: Any
+
+
+def iter_tools(value: Any, pointer: str, decode: Decode, notes: Counter[str]) -> Iterator[tuple[Any, str]]:
     """Yield the tools of a value and their locations, each a function or OpenAI's wrapper of one; neither is checked.
 
     Args:
@@ -53,32 +59,47 @@ def iter_tools(
         pointer: Location of the value in its row.
         decode: Decodes a string at a location.
         notes: Counts the conversions; changed in place.
-        depth: Number of lists, envelopes and strings around the value.
 
     Raises:
-        RowError: ``tool_shape``, or what ``decode`` raises.
+        RowError: ``tool_shape``; ``tools_incomplete`` if the last page of tools names a next one; or what ``decode``
+            raises.
     """
+    pages: list[_Page] = []
+    yield from _iter_tools(value, pointer, decode, notes, pages, 0)
+    if pages and pages[-1].next_cursor:
+        raise RowError(
+            f"{pages[-1].pointer}.nextCursor",
+            "tools_incomplete",
+            f"the page of tools after {describe_value(pages[-1].next_cursor)} is missing; give all pages of tools/list "
+            "as a list, or remove nextCursor if the model is to have these tools only",
+        )
+
+
+def _iter_tools(
+    value: Any, pointer: str, decode: Decode, notes: Counter[str], pages: list[_Page], depth: int
+) -> Iterator[tuple[Any, str]]:
+    """Do what ``iter_tools`` does, and add each page; ``depth`` counts the lists and strings around the value."""
     if depth > _MAX_NESTING:
         raise RowError(pointer, "tool_shape", "lists or strings of tools inside one another")
     if isinstance(value, str):
-        yield from iter_tools(decode(value, pointer), pointer, decode, notes, depth + 1)
+        yield from _iter_tools(decode(value, pointer), pointer, decode, notes, pages, depth + 1)
     elif isinstance(value, list):
         for i, item in enumerate(value):
             at = f"{pointer}[{i}]"
             if isinstance(item, dict) and "function" in item and "name" not in item:
                 yield item, at  # as most rows have them
             elif isinstance(item, dict):
-                yield from _iter_object(item, at, decode, notes, depth)
+                yield from _iter_object(item, at, decode, notes, pages, depth)
             else:
-                yield from iter_tools(item, at, decode, notes, depth + 1)
+                yield from _iter_tools(item, at, decode, notes, pages, depth + 1)
     elif isinstance(value, dict):
-        yield from _iter_object(value, pointer, decode, notes, depth)
+        yield from _iter_object(value, pointer, decode, notes, pages, depth)
     else:
         raise RowError(pointer, "tool_shape", f"expected a list of tools, got {describe_value(value)}")
 
 
 def _iter_object(
-    value: dict[str, Any], pointer: str, decode: Decode, notes: Counter[str], depth: int
+    value: dict[str, Any], pointer: str, decode: Decode, notes: Counter[str], pages: list[_Page], depth: int
 ) -> Iterator[tuple[Any, str]]:
     if "name" in value:
         yield _read_named(value, pointer, notes), pointer
@@ -91,9 +112,10 @@ def _iter_object(
     elif "jsonrpc" in value:
         if "error" in value:
             raise RowError(f"{pointer}.error", "tool_shape", f"an MCP server's error: {describe_value(value['error'])}")
-        yield from iter_tools(value.get("result"), f"{pointer}.result", decode, notes, depth + 1)
+        yield from _iter_tools(value.get("result"), f"{pointer}.result", decode, notes, pages, depth + 1)
     elif "tools" in value:
-        yield from iter_tools(value["tools"], f"{pointer}.tools", decode, notes, depth + 1)
+        pages.append(_Page(pointer, value.get("nextCursor")))
+        yield from _iter_tools(value["tools"], f"{pointer}.tools", decode, notes, pages, depth + 1)
     elif (key := next((k for k in ("function_declarations", "functionDeclarations") if k in value), None)) is not None:
         declared = value[key]
         if not isinstance(declared, list):

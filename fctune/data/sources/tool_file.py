@@ -1,0 +1,45 @@
+"""Files of tools, for rows that have none."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from fctune.data.conversation import Tool
+from fctune.data.sources.defects import RowError
+from fctune.data.sources.row_builder import ReadContext
+from fctune.errors import ConfigError
+
+_PLACE = re.compile(r"\[(\d+)\]\.?(.*)", re.DOTALL)
+
+
+def read_tool_files(paths: Sequence[Path]) -> tuple[Tool, ...]:
+    """Return the tools of files in any form that a row's tools may have; the files may be pages of one list.
+
+    Raises:
+        ConfigError: A file cannot be read, or holds no tools; or the page after the last is missing.
+    """
+    if not paths:
+        return ()
+    texts = []
+    for path in paths:
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{path}: cannot be read as tools ({getattr(error, 'strerror', None) or error})."
+            ) from None
+        if not texts[-1].strip():
+            raise ConfigError(f"{path}: empty; expected tools as JSON.")
+    try:
+        tools, _ = ReadContext().read_tools(texts, "", Counter())
+    except RowError as error:
+        place = _PLACE.fullmatch(error.pointer)
+        assert place is not None
+        where = f"{paths[int(place[1])]}: {place[2]}: " if place[2] else f"{paths[int(place[1])]}: "
+        raise ConfigError(f"{where}{error.reason}.") from None
+    if not tools:
+        raise ConfigError(f"{', '.join(map(str, paths))}: no tools in it; expected a list of tools as JSON.")
+    return tools
