@@ -1,4 +1,4 @@
-"""A dataset row as a conversation, or as the model sees it: the rendered text with supervised tokens in colour."""
+"""A dataset row as a conversation, or as the model sees it: the rendered text with its supervised tokens marked."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from fctune.data.sources import Defect, has_reasoning_rows, read_source
 from fctune.data.supervision import SupervisionConfig
 from fctune.errors import DataError
 
+_OPEN, _CLOSE = "⟦", "⟧"
+
 
 def show_row(
     path: str,
@@ -25,8 +27,9 @@ def show_row(
     supervision: SupervisionConfig | None = None,
     template_args: dict[str, Any] | None = None,
     chat_template: ChosenTemplate | None = None,
+    has_colour: bool = True,
 ) -> Iterator[Text]:
-    """Yield the row's source and token counts, then its text with supervised tokens in green.
+    """Yield the row's source and token counts, then its text with supervised tokens in green or in brackets.
 
     Args:
         path: Source of rows.
@@ -36,6 +39,7 @@ def show_row(
         supervision: Selects the supervised tokens.
         template_args: Switches of the chat template.
         chat_template: Template in place of the model's own, if any.
+        has_colour: The output shows colours; without, brackets surround each run of supervised tokens.
 
     Raises:
         DataError: The row does not exist, has a defect, or is rejected by the template.
@@ -43,7 +47,7 @@ def show_row(
     conversation = _read_row(path, row, row_format)
     template = ChatTemplate(model_dir, supervision, template_args, chat_template)
     template.resolve_thinking(lambda: has_reasoning_rows([(path, row_format)]))
-    yield from _render(conversation, template)
+    yield from _render(conversation, template, has_colour)
 
 
 def show_conversation(path: str, row: int, row_format: str = "auto") -> Iterator[Text]:
@@ -75,7 +79,7 @@ def _read_row(path: str, row: int, row_format: str) -> Conversation:
     return item
 
 
-def _render(conversation: Conversation, template: ChatTemplate) -> Iterator[Text]:
+def _render(conversation: Conversation, template: ChatTemplate, has_colour: bool) -> Iterator[Text]:
     try:
         samples = template.encode(conversation)
     except DataError as error:
@@ -83,11 +87,15 @@ def _render(conversation: Conversation, template: ChatTemplate) -> Iterator[Text
     for number, sample in enumerate(samples, 1):
         num_tokens, num_supervised = len(sample.tokens), sample.num_supervised
         counts = f"{num_tokens:,} tokens, {num_supervised:,} of them supervised ({num_supervised / num_tokens:.0%})"
+        counts += "" if has_colour else f", between {_OPEN} and {_CLOSE}"
         of = f"sample {number} of {len(samples)}, " if len(samples) > 1 else ""
         yield Text(f"{conversation.source}: {of}{counts}", style="bold")
         text = Text()
         for is_supervised, run in itertools.groupby(
             zip(sample.tokens, sample.weights, strict=True), key=lambda pair: pair[1] > 0
         ):
-            text.append(template.decode([token for token, _ in run]), style="green" if is_supervised else "")
+            words = template.decode([token for token, _ in run])
+            if is_supervised and not has_colour:
+                words = f"{_OPEN}{words}{_CLOSE}"
+            text.append(words, style="green" if is_supervised else "")
         yield text

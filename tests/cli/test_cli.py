@@ -84,6 +84,31 @@ def test_show_prints_the_row_and_its_supervised_share(
     assert "of them supervised" in shown
 
 
+@pytest.mark.parametrize(("environment", "has_colour"), [({"FORCE_COLOR": "1"}, True), ({"NO_COLOR": "1"}, False)])
+def test_show_tells_supervised_text_apart_with_and_without_colour(
+    environment: dict[str, str],
+    has_colour: bool,
+    write_rows: Callable[..., Path],
+    tiny_base: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["data", "show", str(write_rows([GOOD])), "--tokenizer", str(tiny_base)]) == 0
+    shown = capsys.readouterr().out
+    prompt = "assistant<|end_header_id|>\n\n"
+    if has_colour:
+        assert f"{prompt}\x1b[32mHello.<|eot_id|>\x1b[0m" in shown
+        assert "⟦" not in shown
+    else:
+        assert "between ⟦ and ⟧\n" in shown
+        assert f"{prompt}⟦Hello.<|eot_id|>⟧" in shown
+        assert "\x1b" not in shown
+
+
 def test_prepare_writes_the_set_that_training_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["data", "prepare", "--config", str(ROOT / "configs" / "tiny_lora.yaml")]
     overrides = [f"output_dir={tmp_path / 'run'}", "data.sources.0.path=synthetic:train:30:1"]
