@@ -25,6 +25,8 @@ class Tool:
     """
 
     function: dict[str, Any]
+    # Rows share tools, so the text that enters their digests is kept.
+    _json: str | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -40,6 +42,13 @@ class Tool:
     def to_openai(self) -> dict[str, Any]:
         """Return the tool as OpenAI writes it, which chat templates expect."""
         return {"type": "function", "function": self.function}
+
+    def to_json(self) -> str:
+        """Return the tool as OpenAI writes it, as JSON without spaces."""
+        if self._json is None:
+            object.__setattr__(self, "_json", _COMPACT.encode(self.to_openai()))
+        assert self._json is not None
+        return self._json
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +120,13 @@ class Conversation:
 
     def to_json(self) -> str:
         """Return the row as JSON without spaces."""
-        return _COMPACT.encode(self.to_openai())
+        messages = _COMPACT.encode([message.to_openai() for message in self.messages])
+        tools = f',"tools":[{",".join([tool.to_json() for tool in self.tools])}]' if self.tools else ""
+        template_args = f',"chat_template_kwargs":{_COMPACT.encode(self.template_args)}' if self.template_args else ""
+        return f'{{"messages":{messages}{tools}{template_args}}}'
 
     def digest(self) -> str:
         """Return a digest of the content, 16 hex digits, which does not depend on the source."""
-        weights = [message.weight for message in self.messages]
-        text = _COMPACT.encode([self.to_openai(), weights])
+        weights = _COMPACT.encode([message.weight for message in self.messages])
+        text = f"[{self.to_json()},{weights}]"
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import multiprocessing
 import os
@@ -206,6 +208,18 @@ def encode_sources(
     Raises:
         DataError: Rows are invalid and ``on_invalid`` is fail, or no row is left. Raised at the end, with all defects.
     """
+    with _exempt_from_collection():
+        yield from _encode_sources(config, model_dir, counts, num_processes, template_args, chat_template)
+
+
+def _encode_sources(
+    config: DataConfig,
+    model_dir: Path,
+    counts: Counts,
+    num_processes: int | None,
+    template_args: dict[str, Any] | None,
+    chat_template: ChosenTemplate | None,
+) -> Iterator[EncodedChunk]:
     chunks = _scan_chunks(config)
     if num_processes is None:
         first = list(itertools.islice(chunks, _MIN_PARALLEL))
@@ -228,6 +242,16 @@ def encode_sources(
         yield part
     if defects and (config.on_invalid == "fail" or not counts.conversations):
         raise DataError(describe_defects(defects, counts.rows))
+
+
+@contextlib.contextmanager
+def _exempt_from_collection() -> Iterator[None]:
+    """Exempt all objects from garbage collection meanwhile: once torch is imported, going through them takes 0.2 s."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def make_supervision(config: DataConfig) -> SupervisionConfig:
@@ -275,6 +299,7 @@ _worker_encoder: ChunkEncoder  # set in worker processes only
 def _init_worker(encoder: ChunkEncoder) -> None:
     global _worker_encoder
     _worker_encoder = encoder
+    gc.freeze()  # see _exempt_from_collection
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -21,7 +21,7 @@ import jinja2
 from jinja2 import meta, nodes
 
 from fctune.data.call_ids import write_names_into_ids
-from fctune.data.conversation import Conversation
+from fctune.data.conversation import Conversation, Tool
 from fctune.errors import DataError
 
 _MAX_NUMBER = 10**7  # of a template's arithmetic and constants, which could be a width or a count
@@ -29,6 +29,7 @@ _MAX_LENGTH = 10**8
 _FREE_S = 0.1  # wall time of a rendering without checks
 _MAX_CPU_S = 2.0
 _MAX_GROWTH_BYTES = 2**29
+_MAX_TOOLS = 2_000  # of which the printed JSON is kept
 
 
 IN_CONTENT = "content"  # reasoning key of templates that expect reasoning inside the content
@@ -54,6 +55,46 @@ class _IndexedMessage(dict[str, Any]):
     def __init__(self, message: dict[str, Any], index: int):
         super().__init__(message)
         self._index = index  # the sandbox hides names that begin with an underscore
+
+
+class _ToolJson:
+    """The ``tojson`` filter, which keeps the JSON of tools, since rows share them.
+
+    A tool that is read twice is one object (``fctune.data.sources.row_builder.ReadContext``), and nothing changes it.
+
+    Args:
+        dump: The filter of transformers' environment.
+    """
+
+    def __init__(self, dump: Callable[..., str]):
+        self._dump = dump
+        self._tools: dict[int, tuple[Tool, dict[str, Any]]] = {}  # by id; holds the objects, so no id is used again
+        self._texts: dict[int, dict[Any, str]] = {}  # by id of a tool, its function or its parameters; then by options
+
+    def to_openai(self, tool: Tool) -> dict[str, Any]:
+        """Return the tool as templates read it; the same object for the same tool."""
+        known = self._tools.get(id(tool))
+        if known is None:
+            if len(self._tools) >= _MAX_TOOLS:
+                self._tools.clear()
+                self._texts.clear()
+            value = tool.to_openai()
+            known = self._tools[id(tool)] = tool, value
+            for part in (value, tool.function, tool.function.get("parameters")):
+                if isinstance(part, dict):
+                    self._texts[id(part)] = {}
+        return known[1]
+
+    def __call__(self, value: Any, *args: Any, **options: Any) -> str:
+        """Return the JSON of a value."""
+        texts = self._texts.get(id(value))
+        if texts is None:
+            return self._dump(value, *args, **options)
+        key = (args, *sorted(options.items())) if args or options else None
+        text = texts.get(key)
+        if text is None:
+            text = texts[key] = self._dump(value, *args, **options)
+        return text
 
 
 class TracedTemplate:
@@ -123,7 +164,7 @@ class TracedTemplate:
             DataError: The template rejects the conversation; the error quotes the template's message.
         """
         messages = [_IndexedMessage(message, i) for i, message in enumerate(self.to_messages(conversation))]
-        tools = [tool.to_openai() for tool in conversation.tools] or None
+        tools = [self._tool_json.to_openai(tool) for tool in conversation.tools] or None
         self._budget.start()
         try:
             marked = self._template.render(
@@ -159,6 +200,7 @@ class TracedTemplate:
             environment.getattr = partial(_get_attribute, environment, environment.getattr)  # type: ignore[method-assign]
             environment.filters = environment.filters | {"fctune_turn": self._mark_turn, "fctune_end": self._mark_end}
             environment.filters["fctune_tick"] = self._budget.tick
+            environment.filters["tojson"] = self._tool_json = _ToolJson(environment.filters["tojson"])
             tree = environment.parse(source)
             self.variables = find_variables(tree)
             self.literals = find_literals(tree)

@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fctune.data.conversation import Conversation
-from fctune.data.sources import Defect, has_reasoning_rows, parse_source, read_source
+from fctune.data.sources import Defect, RowReader, UnreadRow, has_reasoning_rows, parse_source, read_source
+from fctune.data.sources.arrow import holds_text
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.row_builder import ReadContext
 from fctune.data.sources.row_formats.registry import read_row
@@ -256,3 +259,54 @@ def test_rows_with_reasoning_are_found_without_reading_the_others(name: str, tmp
     assert has_reasoning_rows([(str(rows), "auto")])
     assert not has_reasoning_rows([(str(rows), "auto")], max_samples=2)
     assert sum(isinstance(row, Conversation) for row in read_source(str(rows))) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "has_json"),
+    [
+        (name, has_json)
+        for name in (*TEXT_ROWS, *CALL_ROWS)
+        for has_json in (True, False)
+        if has_json or "thinking part" not in name  # Arrow has no structs with content of several types
+    ],
+)
+def test_reasoning_in_tables_is_found_without_reading_the_other_batches(
+    name: str, has_json: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {**TEXT_ROWS, **CALL_ROWS}[name]
+    plain = [openai(said("I think so, by that reasoning."))] * 300  # more than a batch
+    without, table = tmp_path / "without.parquet", tmp_path / "table.parquet"
+    pq.write_table(pa.Table.from_pylist(plain), without)
+    json_columns = {key: pa.array([json.dumps(value)], pa.json_()) for key, value in row.items()}
+    pq.write_table(pa.table(json_columns) if has_json else pa.Table.from_pylist([row]), table)
+    assert has_reasoning_rows([(str(without), "auto"), (str(table), "auto")])
+    assert not has_reasoning_rows([(str(without), "auto"), (str(without), "auto")], max_samples=2)
+
+    def refuse(self: RowReader, row: UnreadRow) -> None:
+        raise AssertionError(f"{row.file}:{row.line} was read")
+
+    monkeypatch.setattr(RowReader, "read", refuse)
+    assert not has_reasoning_rows([(str(without), "auto")])
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "found"),
+    [
+        (["a </think> b"], pa.string(), True),
+        (["thinking about it"], pa.string(), True),
+        (["I think", None], pa.large_string(), False),
+        ([{"Reasoning": None}], pa.struct([("Reasoning", pa.string())]), True),
+        ([{"x": [{"y": "[/THINK]"}]}], pa.struct([("x", pa.list_(pa.struct([("y", pa.string())])))]), True),
+        ([{"x": [{"y": "think"}, {"y": "a"}]}], pa.struct([("x", pa.list_(pa.struct([("y", pa.string())])))]), True),
+        ([[("thought", "x")]], pa.map_(pa.string(), pa.string()), True),
+        ([[("x", "y")]], pa.map_(pa.string(), pa.string()), False),
+        (["</thought>", "x"], pa.dictionary(pa.int32(), pa.string()), True),
+        ([1, None], pa.int64(), False),
+        ([None], pa.null(), False),
+        ([b"x"], pa.binary(), True),  # unknown, so the rows are read
+    ],
+)
+def test_text_is_found_in_columns_of_any_type(values: list[Any], kind: pa.DataType, found: bool) -> None:
+    batch = pa.record_batch({"column": pa.array(values, kind)})
+    assert holds_text(batch, "reasoning|think|thought", r"(?:think|thought)[\]>]") is found
+    assert holds_text(pa.table({"column": pa.array(values, kind)}), "column", "-")

@@ -6,10 +6,12 @@ Arrow gives every struct of a column the keys of all rows, with nulls for missin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fctune.data.sources.defects import RowError
@@ -20,21 +22,27 @@ from fctune.errors import DataError
 _BATCH_ROWS = 256
 
 Convert = Callable[[Any], Any]
+IsWanted = Callable[[pa.RecordBatch], bool]
 
 
-def iter_parquet(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
+def iter_parquet(path: str, json: RowJsonReader, is_wanted: IsWanted | None = None) -> Iterator[tuple[int, Any]]:
     """Yield the number (from 1) and value of each row; the value is a ``RowError`` if a JSON column is not JSON.
+
+    Args:
+        path: Path of the file.
+        json: Reader of JSON columns.
+        is_wanted: Selects the batches of rows to decode; the value of a row of another is None.
 
     Raises:
         DataError: The file is not Parquet, or truncated.
     """
     try:
-        yield from _iter_batches(pq.ParquetFile(path, memory_map=True).iter_batches(_BATCH_ROWS), json)
+        yield from _iter_batches(pq.ParquetFile(path, memory_map=True).iter_batches(_BATCH_ROWS), json, is_wanted)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable Parquet file ({error}). Download it again.") from None
 
 
-def iter_arrow(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
+def iter_arrow(path: str, json: RowJsonReader, is_wanted: IsWanted | None = None) -> Iterator[tuple[int, Any]]:
     """Yield rows as ``iter_parquet`` does from an Arrow stream, which ``save_to_disk`` of ``datasets`` writes.
 
     Raises:
@@ -42,12 +50,12 @@ def iter_arrow(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
     """
     try:
         with pa.memory_map(path) as source:
-            yield from _iter_batches(pa.ipc.open_stream(source), json)
+            yield from _iter_batches(pa.ipc.open_stream(source), json, is_wanted)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable Arrow stream ({error}). Save the dataset again.") from None
 
 
-def iter_hub(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
+def iter_hub(path: str, json: RowJsonReader, is_wanted: IsWanted | None = None) -> Iterator[tuple[int, Any]]:
     """Stream the number (from 1) and value of each row of ``hf:NAME[:config][:split][@revision]``.
 
     NAME is a dataset of the hub, or a local directory that ``datasets`` can load. The default split is train.
@@ -63,7 +71,7 @@ def iter_hub(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path}: not a dataset of the hub. Expected hf:NAME[:config][:split][@revision].")
     try:
         rows = load_dataset(name, config or None, split=split or "train", revision=revision or None, streaming=True)
-        yield from _iter_batches(rows.with_format("arrow").iter(_BATCH_ROWS), json)
+        yield from _iter_batches(rows.with_format("arrow").iter(_BATCH_ROWS), json, is_wanted)
     except DataError:
         raise
     except Exception as error:  # datasets and its loaders raise exceptions of many types
@@ -74,7 +82,39 @@ def iter_hub(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
         ) from None
 
 
-def _iter_batches(batches: Any, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
+def holds_text(batch: Any, start: str, anywhere: str) -> bool:
+    """Return True if a field's name, or a text in a batch or table, matches a pattern; case does not matter.
+
+    Args:
+        batch: Record batch or table.
+        start: Pattern in RE2's syntax of the beginning of a name or text.
+        anywhere: Pattern of any part of a text.
+    """
+    pattern = f"^(?:{start})|(?:{anywhere})"
+    is_named = re.compile(start, re.IGNORECASE).match
+    columns = [part for column in batch.columns for part in getattr(column, "chunks", [column])]
+    return any(map(is_named, batch.schema.names)) or any(_holds_text(column, pattern, is_named) for column in columns)
+
+
+def _holds_text(values: pa.Array, pattern: str, is_named: Callable[[str], Any]) -> bool:
+    kind = values.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return _holds_text(values.storage, pattern, is_named)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return bool(pc.any(pc.match_substring_regex(values, pattern, ignore_case=True)).as_py())
+    if pa.types.is_struct(kind):
+        inner = values.flatten()
+        return any(is_named(field.name) for field in kind) or any(_holds_text(v, pattern, is_named) for v in inner)
+    if pa.types.is_map(kind):
+        return any(_holds_text(part, pattern, is_named) for part in (values.keys, values.items))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _holds_text(values.flatten(), pattern, is_named)
+    if pa.types.is_dictionary(kind):
+        return _holds_text(values.dictionary, pattern, is_named)
+    return not (pa.types.is_primitive(kind) or pa.types.is_null(kind))  # any other type may hold text
+
+
+def _iter_batches(batches: Any, json: RowJsonReader, is_wanted: IsWanted | None) -> Iterator[tuple[int, Any]]:
     number = 0
     converters: list[tuple[str, Convert | None]] = []
     schema = None
@@ -82,6 +122,11 @@ def _iter_batches(batches: Any, json: RowJsonReader) -> Iterator[tuple[int, Any]
         if batch.schema != schema:
             schema = batch.schema
             converters = [(field.name, _make_converter(field.type, json)) for field in schema]
+        if is_wanted is not None and not is_wanted(batch):
+            for _ in range(batch.num_rows):
+                number += 1
+                yield number, None
+            continue
         for row in batch.to_pylist():
             number += 1
             try:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from fctune.data.conversation import Conversation
 from fctune.data.sources.defects import Defect, RowError
@@ -18,13 +18,17 @@ from fctune.data.sources.row_builder import ParsedRow, ReadContext
 from fctune.data.sources.row_formats.registry import ROW_FORMATS, describe_row_formats, detect_row_format, read_row
 from fctune.errors import DataError
 
+if TYPE_CHECKING:
+    from fctune.data.sources.arrow import IsWanted
+
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".ndjson", ".parquet", ".csv")
 _SYNTHETIC_SPLITS = ("pretrain", "train", "reasoned", "shuffled")
 _NUM_SHOWN = 10
-# Every spelling of a row's reasoning has one of these; JSON may escape the brackets of tags, but not their letters.
-_REASONING = re.compile(
-    rb'(?i)"(?:reasoning|think|thought|analysis)|(?:think|thinking|thought)(?:[]>]|\\u003e)|scratch_pad'
-)
+# Every spelling of a row's reasoning has a key or a text that starts with one of these words, or a part of these in a
+# text. JSON may escape the brackets of tags, but not their letters.
+_REASONING_WORDS = "reasoning|think|thought|analysis"
+_REASONING_PARTS = rf'"(?:{_REASONING_WORDS})|(?:think|thinking|thought)(?:[\]>]|\\u003e)|scratch_pad'
+_REASONING = re.compile(_REASONING_PARTS.encode(), re.IGNORECASE)
 # A null other than the content of a turn that only calls.
 _NULL = re.compile(rb'null(?<!"content": null)(?<!"content":null)')
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -73,9 +77,14 @@ def scan_source(path: str, row_format: str = "auto") -> Iterator[UnreadRow]:
     Raises:
         DataError: For the same reasons as ``read_source``.
     """
+    return _scan(path, row_format, None)
+
+
+def _scan(path: str, row_format: str, is_wanted: IsWanted | None) -> Iterator[UnreadRow]:
+    """Yield rows as ``scan_source`` does; the value is None in batches of a table that are not wanted."""
     if row_format != "auto" and row_format not in ROW_FORMATS:
         raise DataError(f"{path}: format={row_format}: unknown row format. Expected auto, {', '.join(ROW_FORMATS)}.")
-    rows = _scan_synthetic(path) if path.startswith("synthetic:") else _scan_files(path, row_format)
+    rows = _scan_synthetic(path) if path.startswith("synthetic:") else _scan_files(path, row_format, is_wanted)
     is_empty = True
     for row in rows:
         is_empty = False
@@ -93,9 +102,10 @@ def has_reasoning_rows(sources: Sequence[tuple[str, str]], max_samples: int | No
     """
     for path, row_format in sources:
         reader = RowReader(row_format)
-        for row in islice(scan_source(path, row_format), max_samples):
-            if isinstance(row.value, bytes) and _REASONING.search(row.value) is None:
-                continue  # spares decoding nearly all rows without reasoning
+        for row in islice(_scan(path, row_format, _may_hold_reasoning), max_samples):
+            # Nearly all rows without reasoning need no decoding.
+            if row.value is None or (isinstance(row.value, bytes) and _REASONING.search(row.value) is None):
+                continue
             parsed = reader.read(row)
             if isinstance(parsed, ParsedRow) and any(message.reasoning for message in parsed.conversation.messages):
                 return True
@@ -171,11 +181,11 @@ def _read_saved_json(path: str, name: str) -> Any:
         raise DataError(f"{os.path.join(path, name)}: cannot be read ({error}). Save the dataset again.") from None
 
 
-def _scan_files(path: str, row_format: str) -> Iterator[UnreadRow]:
+def _scan_files(path: str, row_format: str, is_wanted: IsWanted | None) -> Iterator[UnreadRow]:
     context = ReadContext()
     for file in [path] if path.startswith("hf:") else list_files(path):
         is_known = row_format != "auto"
-        for line, value in _scan_file(file, context):
+        for line, value in _scan_file(file, context, is_wanted):
             if not is_known:
                 is_known = _has_known_format(file, line, value, context)
             if isinstance(value, RowError):
@@ -183,7 +193,13 @@ def _scan_files(path: str, row_format: str) -> Iterator[UnreadRow]:
             yield UnreadRow(file, line, value)
 
 
-def _scan_file(file: str, context: ReadContext) -> Iterator[tuple[int, Any]]:
+def _may_hold_reasoning(batch: Any) -> bool:
+    from fctune.data.sources.arrow import holds_text
+
+    return holds_text(batch, _REASONING_WORDS, _REASONING_PARTS)
+
+
+def _scan_file(file: str, context: ReadContext, is_wanted: IsWanted | None) -> Iterator[tuple[int, Any]]:
     """Yield the line and value of each row; the value is a ``RowError`` for a row without one."""
     if file.endswith(".csv"):
         from fctune.data.sources.csv_rows import iter_csv
@@ -193,12 +209,12 @@ def _scan_file(file: str, context: ReadContext) -> Iterator[tuple[int, Any]]:
     if file.endswith(".arrow"):
         from fctune.data.sources.arrow import iter_arrow
 
-        yield from iter_arrow(file, context.json)
+        yield from iter_arrow(file, context.json, is_wanted)
         return
     if file.startswith("hf:") or _is_parquet(file):
         from fctune.data.sources.arrow import iter_hub, iter_parquet
 
-        yield from (iter_hub if file.startswith("hf:") else iter_parquet)(file, context.json)
+        yield from (iter_hub if file.startswith("hf:") else iter_parquet)(file, context.json, is_wanted)
         return
     for raw in open_rows(file):
         if raw.data is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import marshal
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -267,17 +268,18 @@ class ReadContext:
         self.may_have_null = True
         self.json = RowJsonReader()
         self._tools: dict[str, tuple[tuple[Tool, ...], list[str], Counter[str]]] = {}
+        self._tools_by_bytes: dict[bytes, Tool] = {}
 
     def read_tools(self, value: Any, pointer: str, notes: Counter[str]) -> tuple[tuple[Tool, ...], list[str]]:
         """Return the tools, and the names of tools that are declared twice identically."""
         if not isinstance(value, str):
-            return _list_tools(self.decode_tools(value, pointer, notes))
+            return self._list_tools(self.decode_tools(value, pointer, notes))
         cached = self._tools.get(value)
         if cached is None:
             if len(self._tools) >= _MAX_CACHED_TOOLS:
                 self._tools.clear()
             made: Counter[str] = Counter()
-            cached = self._tools[value] = (*_list_tools(self.decode_tools(value, pointer, made)), made)
+            cached = self._tools[value] = (*self._list_tools(self.decode_tools(value, pointer, made)), made)
         notes.update(cached[2])
         return cached[:2]
 
@@ -299,19 +301,33 @@ class ReadContext:
             value = remove_tool_filling(value, notes)
         return [] if value is None else list(iter_tools(value, pointer, decode, notes))
 
+    def _list_tools(self, listed: list[tuple[Any, str]]) -> tuple[tuple[Tool, ...], list[str]]:
+        tools = tuple([self._read_tool(item, where) for item, where in listed])
+        first: dict[str, Tool] = {}
+        repeated: list[str] = []
+        for tool, (_, where) in zip(tools, listed, strict=True):
+            earlier = first.get(tool.name)
+            if earlier is None:
+                first[tool.name] = tool
+                continue
+            if earlier != tool:
+                raise RowError(where, "duplicate_tool", f"{tool.name} is declared twice, with different definitions")
+            repeated.append(tool.name)
+        return tools, repeated
 
-def _list_tools(listed: list[tuple[Any, str]]) -> tuple[tuple[Tool, ...], list[str]]:
-    tools = tuple(_read_tool(item, where) for item, where in listed)
-    first: dict[str, Tool] = {}
-    repeated: list[str] = []
-    for tool, (_, where) in zip(tools, listed, strict=True):
-        earlier = first.setdefault(tool.name, tool)
-        if earlier is tool:
-            continue
-        if earlier != tool:
-            raise RowError(where, "duplicate_tool", f"{tool.name} is declared twice, with different definitions")
-        repeated.append(tool.name)
-    return tools, repeated
+    def _read_tool(self, value: Any, pointer: str) -> Tool:
+        """Return the tool of an object; rows with equal objects share it."""
+        try:
+            key = marshal.dumps(value, 2)
+        except ValueError:  # it takes no subclasses, such as the structs of Arrow
+            return _read_tool(value, pointer)
+        tool = self._tools_by_bytes.get(key)
+        if tool is None:
+            tool = _read_tool(value, pointer)
+            if len(self._tools_by_bytes) >= _MAX_CACHED_TOOLS:
+                self._tools_by_bytes.clear()
+            self._tools_by_bytes[key] = tool
+        return tool
 
 
 def _read_tool(value: Any, pointer: str) -> Tool:
