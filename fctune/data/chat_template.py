@@ -14,9 +14,10 @@ from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.completeness import CompletenessCheck
 from fctune.data.control_tokens import ControlTokens
 from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.data.conversation_encoder import ConversationEncoder, Encoded
 from fctune.data.reasoning import ReasoningSupport, find_reasoning_support
 from fctune.data.stop_tokens import find_turn_ends, read_eos_ids
-from fctune.data.supervision import ConversationEncoder, Encoded, SupervisionConfig
+from fctune.data.supervision import SupervisionConfig
 from fctune.data.template_args import merge_template_args, read_template_args
 from fctune.data.token_offsets import OffsetTokenizer
 from fctune.data.tracing import IN_CONTENT, IN_LAST_CONTENT, TracedTemplate

@@ -25,8 +25,9 @@ from fctune.config.schema import DataConfig
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation
+from fctune.data.conversation_encoder import ConversationEncoder, Encoded, get_defect_kind
 from fctune.data.sources import Defect, RowReader, UnreadRow, describe_defects, has_reasoning_rows, scan_source
-from fctune.data.supervision import ConversationEncoder, Encoded, SupervisionConfig, get_defect_kind
+from fctune.data.supervision import SupervisionConfig
 from fctune.errors import DataError
 
 _CHUNK_ROWS = 64  # rows sent to a process at a time

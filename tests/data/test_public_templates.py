@@ -21,7 +21,8 @@ from benchmarks.templates import PublicTemplate, find_templates, stops_of, write
 from fctune.calls.formats.registry import detect_format
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from fctune.data.supervision import Encoded, SupervisionConfig
+from fctune.data.conversation_encoder import Encoded
+from fctune.data.supervision import SupervisionConfig
 from fctune.errors import DataError
 
 TEMPLATES = find_templates()

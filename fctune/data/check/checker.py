@@ -26,8 +26,8 @@ from fctune.data.check.report import (
 from fctune.data.check.similarity import Location, SimilarityIndex, WordHasher
 from fctune.data.check.warnings import CLASSES, classify, iter_warnings
 from fctune.data.conversation import Conversation
+from fctune.data.conversation_encoder import get_defect_kind
 from fctune.data.sources import Defect, ParsedRow, parse_source
-from fctune.data.supervision import get_defect_kind
 from fctune.errors import DataError
 
 Encode = Callable[[Conversation], tuple[int, int]]

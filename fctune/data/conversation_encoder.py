@@ -1,0 +1,174 @@
+"""Encoding of conversations to token ids and the loss weight of each token."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, replace
+
+from fctune.data.completeness import CompletenessCheck
+from fctune.data.control_tokens import ControlTokens, restore_hidden
+from fctune.data.conversation import Conversation
+from fctune.data.reasoning import ReasoningSupport
+from fctune.data.supervision import Rendering, SampleRenderer, SupervisionConfig, Turn, split_parallel_calls
+from fctune.data.token_offsets import OffsetTokenizer, TokenOffsets
+from fctune.data.tracing import TracedTemplate
+from fctune.data.turns import TurnPlanner
+from fctune.errors import DataError
+
+
+class SpecialTokenError(DataError):
+    """A row spells a special token of the tokenizer."""
+
+
+def get_defect_kind(error: DataError) -> str:
+    """Return the kind of defect (a key of ``DEFECT_KINDS``) of a row that cannot be encoded."""
+    return "special_token_in_content" if isinstance(error, SpecialTokenError) else "not_renderable"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Token ids of a conversation and the loss weight of each token as a target; 0.0 for context."""
+
+    tokens: list[int]
+    weights: list[float]
+
+    @property
+    def num_supervised(self) -> int:
+        """The number of tokens with a nonzero loss weight."""
+        return sum(weight > 0 for weight in self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationEncoder:
+    """Encodes conversations with a chat template and tokenizer; small and quick to send to another process.
+
+    Args:
+        template: Traced chat template.
+        tokenizer: Tokenizer with offsets.
+        control_tokens: The tokenizer's special tokens, as rows may spell them.
+        completeness: Finds the parts of a row that the template does not print.
+        planner: Divides conversations into samples.
+        supervision: Selects the supervised tokens.
+        reasoning: The template's use of reasoning and switches.
+    """
+
+    template: TracedTemplate
+    tokenizer: OffsetTokenizer
+    control_tokens: ControlTokens
+    completeness: CompletenessCheck
+    planner: TurnPlanner
+    supervision: SupervisionConfig
+    reasoning: ReasoningSupport
+
+    def encode(self, conversation: Conversation) -> list[Encoded]:
+        """Return the training samples of a conversation; each supervised turn has weights in exactly one.
+
+        A turn's weights start where the generation prompt ends and include the stop token. Token ids are those of
+        transformers' ``apply_chat_template`` for the first messages of the conversation, with two exceptions: a stop
+        token that the template never prints is appended, and a token is split where it would cross the end of the
+        generation prompt, as it is at inference.
+
+        Raises:
+            DataError: The template rejects the conversation, does not print a part of it, or prints a call that cannot
+                be read; or a turn does not continue its generation prompt.
+            SpecialTokenError: The conversation spells a special token, and ``special_tokens_in_content`` is fail.
+        """
+        conversation = self.reasoning.fit(conversation, self.supervision.reasoning, self.supervision.thinking)
+        if self.supervision.parallel_calls == "split":
+            conversation = split_parallel_calls(conversation)
+        original = conversation
+        if self.supervision.special_tokens_in_content != "keep":
+            conversation = self._hide_special_tokens(conversation)
+        is_hidden = conversation is not original
+        renderer = SampleRenderer(self.template, self.completeness, self.planner, self.supervision)
+        samples = []
+        for rendering in renderer.render(conversation):
+            samples += self._encode_rendering(rendering, is_hidden)
+        return samples
+
+    def encode_prompt(self, conversation: Conversation) -> list[int]:
+        """Return the token ids of a conversation up to the start of the model's answer.
+
+        Special tokens in its content are plain text unless ``special_tokens_in_content`` is keep.
+        """
+        prompt = conversation
+        if self.supervision.special_tokens_in_content != "keep":
+            prompt = self.control_tokens.hide(conversation)
+        text = self.template.render(prompt, add_generation_prompt=True)[0]
+        return self.tokenizer.ids(text) if prompt is conversation else self.tokenizer.encode_hidden(text).ids
+
+    def _hide_special_tokens(self, conversation: Conversation) -> Conversation:
+        if self.supervision.special_tokens_in_content == "escape":
+            return self.control_tokens.hide(conversation)
+        found = self.control_tokens.find(conversation)
+        if found is not None:
+            raise SpecialTokenError(
+                f"{found}, a control token of the tokenizer; set data.special_tokens_in_content=escape to encode it as "
+                "plain text, or keep to encode it as the control token"
+            )
+        return conversation
+
+    def _encode_rendering(self, rendering: Rendering, is_hidden: bool) -> list[Encoded]:
+        """Encode a rendering; a turn whose prompt ends within a token gets a sample of its own."""
+        text, turns = rendering.text, rendering.turns
+        encoded = self.tokenizer.encode_hidden(text) if is_hidden else self.tokenizer.encode(text)
+        to_offset = _OffsetConverter(text, encoded.text, is_hidden)
+        tokens, weights, samples = encoded.ids, [0.0] * len(encoded.ids), []
+        for index, turn in turns.items():
+            start = to_offset(turn.start)
+            first = bisect_right(encoded.ends, start)
+            if first < len(encoded.starts) and encoded.starts[first] < start:
+                samples.append(self._encode_alone(rendering, index, is_hidden))
+            else:
+                _weigh_turn(turn, to_offset, encoded, weights)
+                if turn.appended is not None:
+                    tokens, weights = [*tokens, turn.appended], [*weights, turn.call_weight]
+        return [*samples, Encoded(tokens, weights)] if len(samples) < len(turns) or not turns else samples
+
+    def _encode_alone(self, rendering: Rendering, index: int, is_hidden: bool) -> Encoded:
+        """Encode the text up to a turn with the prompt and the turn as separate texts, as at inference."""
+        turn, text = rendering.turns[index], rendering.text
+        prompt, rest = text[: turn.start], text[turn.start : turn.end]
+        encode = self.tokenizer.encode_hidden if is_hidden else self.tokenizer.encode
+        prompt_ids, encoded = encode(prompt).ids, encode(rest)
+        weights = [0.0] * len(encoded.ids)
+        moved = replace(
+            turn,
+            start=0,
+            reasoning_end=turn.reasoning_end - turn.start,
+            prose_end=turn.prose_end - turn.start,
+            end=len(rest),
+        )
+        _weigh_turn(moved, _OffsetConverter(rest, encoded.text, is_hidden), encoded, weights)
+        appended = [] if turn.appended is None else [turn.appended]
+        return Encoded(
+            [*prompt_ids, *encoded.ids, *appended],
+            [*[0.0] * len(prompt_ids), *weights, *[turn.call_weight for _ in appended]],
+        )
+
+
+class _OffsetConverter:
+    """Converts indices of a text to offsets of its encoding, which are in bytes or characters."""
+
+    def __init__(self, text: str, encoded: bytes | str, is_hidden: bool):
+        self._plain = None
+        if len(encoded) != len(text):  # the offsets count bytes, and some characters have several
+            self._plain = restore_hidden(text) if is_hidden else text
+
+    def __call__(self, index: int) -> int:
+        return index if self._plain is None else len(self._plain[:index].encode())
+
+
+def _weigh_turn(
+    turn: Turn, to_offset: _OffsetConverter, encoded: TokenOffsets[bytes] | TokenOffsets[str], weights: list[float]
+) -> None:
+    """Set the weights of a turn's tokens, whose first token starts at the turn's start."""
+    ends = encoded.ends
+    first = bisect_right(ends, to_offset(turn.start))
+    end = bisect_left(encoded.starts, to_offset(turn.end), lo=first)
+    if turn.reasoning_end > turn.start:
+        first = bisect_left(ends, to_offset(turn.reasoning_end), lo=first, hi=end) + 1
+    weights[first:end] = [turn.weight] * (end - first)
+    if turn.call_weight != turn.weight:
+        call = bisect_right(ends, to_offset(turn.prose_end), lo=first, hi=end)
+        weights[call:end] = [turn.call_weight] * (end - call)
