@@ -222,9 +222,9 @@ def parse_architecture(where: str, raw: dict[str, Any]) -> TransformersArchitect
     config = read_text_config(where, config_json)
     sizes: dict[str, int] = {}
     for key in ("vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size"):
-        value = getattr(config, key, None)
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{where}: {key}={value!r}; expected a positive integer. Download the model again.")
+        value = _find_largest(config, key)
+        if value is None:
+            raise ConfigError(f"{where}: {key} is no positive integer. Download the model again.")
         sizes[key] = value
     num_heads = sizes["num_attention_heads"]
     return TransformersArchitecture(
@@ -234,7 +234,7 @@ def parse_architecture(where: str, raw: dict[str, Any]) -> TransformersArchitect
         vocab_size=sizes["vocab_size"],
         num_layers=sizes["num_hidden_layers"],
         num_heads=num_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        num_kv_heads=_find_largest(config, "num_key_value_heads") or num_heads,
         embed_dim=sizes["hidden_size"],
         head_dim=_find_head_dim(config, sizes["hidden_size"] // num_heads),
         max_position_embeddings=getattr(config, "max_position_embeddings", None) or _UNLIMITED,
@@ -245,6 +245,12 @@ def parse_architecture(where: str, raw: dict[str, Any]) -> TransformersArchitect
 
 def _find_head_dim(config: Any, default: int) -> int:
     """Return the largest size of a head of queries, whose name depends on the family."""
-    sizes = [getattr(config, name, None) for name in ("head_dim", "qk_head_dim", "global_head_dim")]
-    known = [size for size in sizes if isinstance(size, int) and size > 0]
-    return max(known, default=default)
+    sizes = [_find_largest(config, name) for name in ("head_dim", "qk_head_dim", "global_head_dim")]
+    return max((size for size in sizes if size is not None), default=default)
+
+
+def _find_largest(config: Any, name: str) -> int | None:
+    """Return a positive number of a config, the largest one where layers differ in it; None if it has none."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    sizes = [getattr(layer, name, None) for layer in layers]
+    return max((size for size in sizes if isinstance(size, int) and size > 0), default=None)
