@@ -199,6 +199,10 @@ class Architecture(ABC):
         """Reorder an adapter parameter of this shape from PEFT's order to ours; the inverse of ``to_peft_layout``."""
         return self.from_hf_layout(name, tensor)
 
+    def peft_targets(self, modules: Sequence[str] | str) -> list[str] | str:
+        """Return the linears that ``adapter.modules`` selects as PEFT's ``target_modules``: names, or a pattern."""
+        return sorted({*self.linear_names, self.head}.intersection(self.resolve_adapter_modules(modules)))
+
     @abstractmethod
     def to_hf_layout(self, name: str, tensor: Tensor) -> Tensor:
         """Reorder the rows of a parameter as Hugging Face stores them; any multiple of ``row_group(name)`` rows."""

@@ -233,7 +233,7 @@ def write_adapter_config(
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=0.0 if parameters else config.dropout,  # PEFT refuses any where it adds to parameters
-        target_modules=sorted({*architecture.linear_names, architecture.head}.intersection(modules)),
+        target_modules=architecture.peft_targets(modules),
         target_parameters=parameters or None,
         use_rslora=config.scaling == "rslora",
         use_dora=config.dora,

@@ -24,6 +24,11 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if (path.parent / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"{path.parent}: holds an adapter, not a model. Name its base, base_model_name_or_path in "
+                "adapter_config.json, or merge the adapter into the base first."
+            ) from None
         raise ConfigError(f"{path}: no such file; a Hugging Face model directory holds one.") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON ({error}). Download the model again.") from None

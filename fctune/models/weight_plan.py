@@ -40,14 +40,14 @@ class WeightPlan:
             more than once, all are listed: the first is read, the others must equal it, and exports write every one.
         copied: Tensors of other parts of the checkpoint, such as a vision tower, which exports copy.
         unknown: Names of stored tensors that the model has no place for.
-        missing: Names of tensors that a fused parameter lacks, such as those of one expert.
+        incomplete: Fused parameters that lack stored tensors, such as those of one expert, with the names of these.
     """
 
     model_dir: Path
     sources: Mapping[str, Sequence[Source]]
     copied: Sequence[Leaf] = ()
     unknown: Sequence[str] = ()
-    missing: Sequence[str] = ()
+    incomplete: Mapping[str, Sequence[str]] = field(default_factory=dict)
     is_dequantized: bool = field(init=False)  # exports are in the run's dtype, though the base is quantised
 
     def __post_init__(self) -> None:
@@ -64,7 +64,8 @@ class WeightPlan:
         Raises:
             CheckpointError: tensors are missing, have no place in the model, or differ in shape.
         """
-        missing = sorted({*self.missing, *(set(shapes) - set(self.sources))})
+        missing = sorted(set(shapes) - set(self.sources) - set(self.incomplete))
+        missing += [name for names in self.incomplete.values() for name in names]
         unplaced = [self.sources[name] for name in set(self.sources) - set(shapes)]
         extra = sorted({*self.unknown, *(leaf.name for sources in unplaced for s in sources for leaf in s.leaves())})
         problems = [

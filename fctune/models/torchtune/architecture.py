@@ -119,7 +119,7 @@ class TorchtuneArchitecture(Architecture):
 
 
 def parse_architecture(source: str, raw: dict[str, Any]) -> TorchtuneArchitecture:
-    """Read the architecture from the content of a ``config.json`` whose ``model_type`` is in ``FAMILIES``.
+    """Read the architecture from the content of a ``config.json``.
 
     Args:
         source: path or name of the file, for messages.
@@ -174,6 +174,8 @@ def _reject_unsupported(source: str, raw: dict[str, Any], family: str) -> None:
     for key, value in FAMILIES[family].unsupported.items():
         if raw.get(key) == value:
             raise ConfigError(f"{source}: {key}={raw[key]} is not supported for model_type={family}.")
+    if raw.get("quantization_config"):
+        raise ConfigError(f"{source}: torchtune's models cannot be loaded from quantised weights.")
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{source}: hidden_act={raw['hidden_act']!r} is not supported; expected silu.")
 

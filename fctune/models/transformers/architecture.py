@@ -9,6 +9,7 @@ import ast
 import functools
 import importlib.util
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from fctune.models.tensor_files import TensorHeader
     from fctune.models.transformers.modules import Layout
     from fctune.models.weight_plan import WeightPlan
+
+# Quantisation of checkpoints that loading undoes, by quant_method of config.json.
+DEQUANTIZED = ("mxfp4", "fp8")
 
 # Positions of a model whose config.json gives no limit, such as one without positional embeddings.
 _UNLIMITED = 2**31
@@ -108,6 +112,19 @@ class TransformersArchitecture(Architecture):
         known = f"{owner.rpartition('.')[2]}.{rest.rpartition('.')[0]}"
         return next((expert for block in self.blocks for expert in block.experts if expert.name == known), None)
 
+    def peft_targets(self, modules: Sequence[str] | str) -> list[str] | str:
+        """Return PEFT's ``target_modules``, a pattern where PEFT loads a vision tower, too; see ``Architecture``."""
+        from fctune.models.transformers.weights import to_loaded_name  # imports torch and transformers
+
+        names = Architecture.peft_targets(self, modules)
+        stack = self.layout.stack
+        if not names or to_loaded_name(self, stack) == stack:
+            return names
+        blocks = re.escape(f"{to_loaded_name(self, stack)}.")
+        linears = "|".join(re.escape(name) for name in names if name != self.head)
+        head = f"|{re.escape(to_loaded_name(self, self.head))}" if self.head in names else ""
+        return rf"{blocks}\d+\.(.*\.)?({linears}){head}"
+
     def to_hf_layout(self, name: str, tensor: Tensor) -> Tensor:
         """Return the tensor as it is: both layouts are transformers'."""
         return tensor
@@ -143,7 +160,8 @@ def check_config(where: str, raw: dict[str, Any]) -> None:
         raw: content of the file.
 
     Raises:
-        ConfigError: an encoder-decoder, or a model that transformers does not have, such as one of remote code.
+        ConfigError: an encoder-decoder, a model that transformers does not have, such as one of remote code, or one
+            whose quantisation cannot be undone.
     """
     known = read_model_types()
     text = find_text_config(raw)
@@ -165,6 +183,17 @@ def check_config(where: str, raw: dict[str, Any]) -> None:
         raise ConfigError(
             f"{where}: model_type={family!r} is no causal language model of transformers {version}{hint}. Install a "
             "version that has it, or choose another model."
+        )
+    _check_quantization(where, raw)
+
+
+def _check_quantization(where: str, raw: dict[str, Any]) -> None:
+    config = raw.get("quantization_config") or find_text_config(raw).get("quantization_config")
+    method = config.get("quant_method") if isinstance(config, dict) else None
+    if config and method not in DEQUANTIZED:
+        raise ConfigError(
+            f"{where}: its weights are quantised (quant_method={method!r}), and only {' and '.join(DEQUANTIZED)} are "
+            "undone while loading. Use the unquantised model; adapter.base=nf4 quantises it for training."
         )
 
 

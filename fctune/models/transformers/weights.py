@@ -62,7 +62,7 @@ class _Conversion:
     sources: dict[str, Source] = field(default_factory=dict)
     ignored: list[Leaf] = field(default_factory=list)  # without a place in the model, and known to be
     unknown: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
+    incomplete: dict[str, list[str]] = field(default_factory=dict)
 
 
 def plan_weights(
@@ -94,7 +94,9 @@ def plan_weights(
     if not any(isinstance(leaf, Dequantized) for leaf in taken):
         # An export of a quantised base is not quantised, and only the model's own tensors can be dequantised.
         leaves += converted.ignored
-    return WeightPlan(model_dir, sources, leaves, converted.unknown, converted.missing)
+    ours = {original: name for name, original in text.names.items()}
+    incomplete = {ours.get(name, name): gaps for name, gaps in converted.incomplete.items()}
+    return WeightPlan(model_dir, sources, leaves, converted.unknown, incomplete)
 
 
 def to_loaded_name(architecture: TransformersArchitecture, path: str) -> str:
@@ -206,7 +208,7 @@ def _convert(original: Any, quantizer: Any, model_dir: Path, headers: Mapping[st
             names.setdefault(pattern, []).append(name)
     for target, (rule, names) in fused.items():
         if gaps := _find_gaps(rule, names, len(known[target]) if known[target].ndim else 0):
-            result.missing += gaps
+            result.incomplete[target] = gaps
             continue
         try:
             result.sources |= _fuse(rule, target, names, original, headers)
