@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from fctune.models.document_attention import attend_per_document, pad_to_tile
 
 AttentionKernel = Literal["varlen", "flex", "per_document"]
 
-# Lengths are padded to multiples of this where a kernel is kept for each, in positions.
-CPU_TILE = 64
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Largest head of flash attention.
+_MAX_FLASH_HEAD = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,35 +38,47 @@ class DocumentBounds:
             for ``per_document``, else on the device of the queries.
         max_length: upper bound of the conversations' lengths, in tokens.
         shape: rows of the batch, and tokens per row.
-        block_mask: for ``flex`` only.
+        windows: sliding windows of the layers that use flex attention; None is a layer without one.
+        block_masks: masks of flex attention by window, on the device.
     """
 
     kernel: AttentionKernel
     ends: Tensor
     max_length: int
     shape: tuple[int, int]
-    block_mask: Any = None
+    windows: tuple[int | None, ...] = ()
+    block_masks: dict[int | None, Any] = field(default_factory=dict)
 
     def pin(self) -> DocumentBounds:
         """Return a copy in pinned memory, from which copies to a CUDA device are asynchronous."""
         return self if self.kernel == "per_document" else replace(self, ends=self.ends.pin_memory())
 
     def to(self, device: torch.device) -> DocumentBounds:
-        """Return a copy on the device of the queries, with the block mask for ``flex``."""
+        """Return a copy on the device of the queries, with the masks of flex attention."""
         if self.kernel == "per_document":
             return self
         ends = self.ends.to(device, non_blocking=True)
-        return replace(self, ends=ends, block_mask=_block_mask(ends, self.shape) if self.kernel == "flex" else None)
+        return replace(self, ends=ends, block_masks={w: _block_mask(ends, self.shape, w) for w in self.windows})
 
 
-def make_bounds(lengths: Sequence[Sequence[int]], kernel: AttentionKernel) -> DocumentBounds:
-    """Return the bounds of rows whose conversations have these lengths; all rows have the same total."""
+def make_bounds(
+    lengths: Sequence[Sequence[int]], kernel: AttentionKernel, windows: Sequence[int | None] | None = None
+) -> DocumentBounds:
+    """Return the bounds of rows whose conversations have these lengths.
+
+    Args:
+        lengths: by row; all rows have the same total.
+        kernel: kernel that the bounds are for.
+        windows: sliding windows of the layers that use flex attention; None: one layer kind without a window for
+            ``flex``, and no layer for the other kernels.
+    """
+    if windows is None:
+        windows = (None,) if kernel == "flex" else ()
     flat = torch.tensor([0, *(length for row in lengths for length in row)], dtype=torch.int32)
     longest = int(flat.max())
     # A power of two, so that compiled blocks are specialised for few values.
-    return DocumentBounds(
-        kernel, flat.cumsum(0, dtype=torch.int32), 1 << (longest - 1).bit_length(), (len(lengths), sum(lengths[0]))
-    )
+    ends, shape = flat.cumsum(0, dtype=torch.int32), (len(lengths), sum(lengths[0]))
+    return DocumentBounds(kernel, ends, 1 << (longest - 1).bit_length(), shape, tuple(windows))
 
 
 def choose_attention_kernel(
@@ -83,7 +94,7 @@ def choose_attention_kernel(
     """
     if device_type != "cuda" or capability is None:
         return "per_document", "flash attention, one call per conversation"
-    if dtype in (torch.bfloat16, torch.float16) and capability >= (8, 0) and head_dim <= 256:
+    if dtype in (torch.bfloat16, torch.float16) and capability >= (8, 0) and head_dim <= _MAX_FLASH_HEAD:
         return "varlen", "flash attention over variable-length rows (varlen_attn)"
     if dtype is not torch.float64 and capability >= (7, 5) and head_dim >= 16:
         return "flex", "flex attention with a block mask"
@@ -95,148 +106,139 @@ def attend(
     k: Tensor,
     v: Tensor,
     bounds: DocumentBounds | None,
-    implementation: Callable[..., Tensor] | None = None,
+    implementation: Callable[..., Any] | None = None,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal attention for ``q [b, s, h, d]`` and ``k, v [b, s, kv_h, d]``; returns ``[b, s, h, d]``.
+    """Compute causal attention within the conversations of packed rows.
 
-    Without bounds, each row is one conversation; its padding is at the end, where no real token attends to it.
-    ``implementation`` replaces torch's function for ``varlen`` and ``flex``.
+    ``varlen`` has no soft caps, sinks or heads over 256, which go to flex attention.
+
+    Args:
+        q: queries, ``[b, s, h, d]``.
+        k: keys, ``[b, s, kv_h, d]``.
+        v: values, ``[b, s, kv_h, v_d]``.
+        bounds: ends of the conversations; without them, each row is one conversation, whose padding is at the end,
+            where no real token attends to it.
+        implementation: replaces torch's function for ``varlen`` and ``flex``.
+        scale: factor on the scores; None is ``d ** -0.5``.
+        window: tokens that a token sees, itself included; None is all before it.
+        softcap: scores become ``softcap * tanh(scores / softcap)``.
+        sinks: score of a key of each head that every token sees and whose value is zero, ``[h]``.
+
+    Returns:
+        ``[b, s, h, v_d]``.
     """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if bounds is None:
-        length = q.shape[1]
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if q.device.type == "cpu":
-            q, k, v = (_repeat_heads(_pad_to_tile(t), q.shape[1]) for t in (q, k, v))
-        attended = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
-        return attended[:, :, :length].transpose(1, 2)
-    if bounds.kernel == "varlen":
-        flat = [t.flatten(0, 1) for t in (q, k, v)]
-        out: Tensor = (implementation or _varlen())(
-            *flat, bounds.ends, bounds.ends, bounds.max_length, bounds.max_length
-        )
-        return out.view_as(q)
+        return _attend_unpacked(q, k, v, scale, window, softcap, sinks)
+    if bounds.kernel == "varlen" and not needs_flex(q, v, softcap, sinks):
+        return _attend_by_varlen(q, k, v, bounds, implementation or _varlen(), scale, window)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    if bounds.kernel == "flex":
-        out = (implementation or _flex())(q, k, v, block_mask=bounds.block_mask, enable_gqa=k.shape[1] < q.shape[1])
-    elif q.device.type == "cpu":
-        out, _ = attend_per_document(q, k, v, bounds.ends)
+    if bounds.kernel == "per_document":
+        out, _ = attend_per_document(q, k, v, bounds.ends, scale, window or 0, softcap or 0.0, sinks)
     else:
-        out = _attend_each_by_sdpa(q, k, v, bounds.ends)
-    return out.transpose(1, 2)
+        out = _attend_by_flex(q, k, v, bounds, implementation or _flex(), scale, window, softcap, sinks)
+    packed: Tensor = out.transpose(1, 2)
+    return packed
 
 
-@torch.library.custom_op("fctune::attend_per_document", mutates_args=())
-def attend_per_document(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Attend within each conversation on CPU; returns the output ``[b, h, s, d]`` and log-sum-exp ``[b, h, s]``.
-
-    ``q`` is ``[b, h, s, d]``, ``k`` and ``v`` are ``[b, kv_h, s, d]``. It is a custom operator, so that compilation and
-    activation checkpointing treat all the calls as one.
-    """
-    out = torch.empty_like(q)
-    lse = _empty_lse(q)
-    for index in _document_slices(ends, q.shape[2]):
-        queries, keys, values = (_repeat_heads(_pad_to_tile(t[index]), q.shape[1]) for t in (q, k, v))
-        found, sums = _FLASH(queries, keys, values, 0.0, True)
-        length = index[2].stop - index[2].start
-        out[index], lse[index] = found[:, :, :length], sums[:, :, :length]
-    return out, lse
+def needs_flex(q: Tensor, v: Tensor, softcap: float | None, sinks: Tensor | None) -> bool:
+    """Return whether a layer with these heads and scores is beyond flash attention over variable-length rows."""
+    return bool(softcap) or sinks is not None or max(q.shape[-1], v.shape[-1]) > _MAX_FLASH_HEAD
 
 
-@attend_per_document.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), _empty_lse(q)
+def _attend_unpacked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend within each row, ``[b, s, h, d]``."""
+    length = q.shape[1]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    is_plain = not softcap and sinks is None and (window is None or length <= window)
+    if not is_plain or q.shape[-1] != v.shape[-1]:
+        ends = torch.arange(0, (len(q) + 1) * length, length, dtype=torch.int32)
+        out, _ = attend_per_document(q, k, v, ends, scale, window or 0, softcap or 0.0, sinks)
+        unpacked: Tensor = out.transpose(1, 2)
+        return unpacked
+    if q.device.type == "cpu":
+        q, k, v = (pad_to_tile(t) for t in (q, k, v))
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    enable_gqa = k.shape[1] < q.shape[1]
+    attended: Tensor = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa, scale=scale)
+    return attended[:, :, :length].transpose(1, 2)
 
 
-@torch.library.custom_op("fctune::attend_per_document_backward", mutates_args=())
-def attend_per_document_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
-    grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-    heads, kv_heads = q.shape[1], k.shape[1]
-    for index in _document_slices(ends, q.shape[2]):
-        length = index[2].stop - index[2].start
-        padded = [_repeat_heads(_pad_to_tile(t[index]), heads) for t in (grad, q, k, v, out)]
-        sums = torch.nn.functional.pad(lse[index], (0, padded[0].shape[2] - length))
-        for target, full in zip(grads, _FLASH_BACKWARD(*padded, sums, 0.0, True), strict=True):
-            part = full[:, :, :length]
-            shared = part if target.shape[1] == heads else part.unflatten(1, (kv_heads, -1)).sum(2)
-            target[index] = shared
-    return grads
+def _attend_by_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: DocumentBounds,
+    implementation: Callable[..., Any],
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Attend by flash attention over variable-length rows; heads are padded to one size, a multiple of 8."""
+    width, length = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    length += -length % 8
+    flat = [pad(t, (0, length - t.shape[-1])) if t.shape[-1] < length else t for t in (q, k, v)]
+    out: Tensor = implementation(
+        *(t.flatten(0, 1) for t in flat),
+        bounds.ends,
+        bounds.ends,
+        bounds.max_length,
+        bounds.max_length,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+    )
+    return out[..., :width].view(*q.shape[:3], width)
 
 
-@attend_per_document_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+def _attend_by_flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: DocumentBounds,
+    implementation: Callable[..., Any],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend by flex attention, ``[b, h, s, d]``; sinks take their share from the log-sum-exp of the other scores."""
+    from torch.nn.attention.flex_attention import AuxRequest
 
+    def cap(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return torch.tanh(score / softcap) * softcap  # type: ignore[operator]
 
-def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
-
-
-def _backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, ends, out, lse = ctx.saved_tensors
-    return *attend_per_document_backward(grad, q, k, v, out, lse, ends), None
-
-
-attend_per_document.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend_each_by_sdpa(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
-    k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-    rows: list[list[Tensor]] = [[] for _ in range(q.shape[0])]
-    for index in _document_slices(ends, q.shape[2]):
-        rows[index[0].start].append(scaled_dot_product_attention(q[index], k[index], v[index], is_causal=True))
-    return torch.cat([torch.cat(row, dim=2) for row in rows])
-
-
-def _document_slices(ends: Tensor, row_length: int) -> list[tuple[slice, slice, slice]]:
-    """Return the index of each conversation in ``[b, h, s, ...]``."""
-    flat: list[int] = ends.tolist()
-    slices = []
-    for start, stop in itertools.pairwise(flat):
-        row, first = divmod(start, row_length)
-        slices.append((slice(row, row + 1), slice(None), slice(first, first + stop - start)))
-    return slices
-
-
-def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Repeat each head of keys or values ``[b, kv_h, s, d]`` for the query heads that share it."""
-    b, kv_heads, s, d = x.shape
-    if kv_heads == num_heads:
-        return x
-    return x.unsqueeze(2).expand(b, kv_heads, num_heads // kv_heads, s, d).flatten(1, 2)
-
-
-def _pad_to_tile(x: Tensor) -> Tensor:
-    """Append zeros to the sequences of ``[b, h, s, d]``, up to a multiple of ``CPU_TILE``, where a kernel is kept.
-
-    Causal attention shows no real query what comes after it, and the gradients of the padding are zero.
-    """
-    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % CPU_TILE)) if keeps_kernels(x) else x
-
-
-def keeps_kernels(x: Tensor) -> bool:
-    """Return True if torch compiles a kernel for each new shape of such a product, and keeps it as long as it runs.
-
-    On CPU, 16-bit products use oneDNN's compiled kernels. Those of attention take 3 MiB for each length and are never
-    freed, so a run whose conversations have a thousand different lengths would grow by gigabytes.
-    """
-    return x.device.type == "cpu" and x.dtype.itemsize == 2
-
-
-def _empty_lse(q: Tensor) -> Tensor:
-    return q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
+    mask = bounds.block_masks.get(window)
+    if mask is None:
+        mask = _block_mask(bounds.ends, bounds.shape, window)
+        bounds.block_masks[window] = mask
+    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": k.shape[1] < q.shape[1]}
+    options |= {"score_mod": cap} if softcap else {}
+    if sinks is None:
+        out: Tensor = implementation(q, k, v, **options)
+        return out
+    found, aux = implementation(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    shares = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[None, :, None])
+    taken: Tensor = found * shares[..., None].to(found.dtype)
+    return taken
 
 
 @functools.cache
 def _varlen() -> Callable[..., Tensor]:
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
+    options: dict[str, Any] = {}
     # Since torch 2.12; 2.11 always allows fewer key heads.
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
@@ -252,8 +254,8 @@ def _flex() -> Callable[..., Tensor]:
     return compiled
 
 
-def _block_mask(ends: Tensor, shape: tuple[int, int]) -> Any:
-    """Return the flex attention mask for conversations that end at ``ends``."""
+def _block_mask(ends: Tensor, shape: tuple[int, int], window: int | None = None) -> Any:
+    """Return the flex attention mask for conversations that end at ``ends``, and a sliding window."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     num_rows, length = shape
@@ -261,7 +263,8 @@ def _block_mask(ends: Tensor, shape: tuple[int, int]) -> Any:
     document = torch.searchsorted(ends, positions, right=True).view(shape)
 
     def may_see(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (document[b, query] == document[b, key])
+        seen = (query >= key) & (document[b, query] == document[b, key])
+        return seen if window is None else seen & (query - key < window)
 
     return create_block_mask(may_see, num_rows, None, length, length, device=ends.device)
 

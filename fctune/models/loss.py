@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
-from fctune.models.attention import CPU_TILE, keeps_kernels
+from fctune.models.document_attention import CPU_TILE, keeps_kernels
 
 Projection = Callable[[Tensor, Tensor | None], Tensor]
 

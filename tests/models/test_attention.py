@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fctune.models.attention import attend, attend_per_document, choose_attention_kernel, make_bounds
+from fctune.models.attention import attend, choose_attention_kernel, make_bounds
+from fctune.models.document_attention import attend_per_document
 
 LENGTHS = [[5, 40, 19], [33, 31]]
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
@@ -40,6 +41,43 @@ def dense(q: Tensor, k: Tensor, v: Tensor, lengths: list[list[int]]) -> Tensor:
     return scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
+FEATURES: dict[str, dict[str, Any]] = {
+    "scale": {"scale": 0.7},
+    "window": {"window": 7},
+    "window of one": {"window": 1},
+    "softcap": {"softcap": 0.8},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)},
+    "all": {"scale": 0.9, "window": 11, "softcap": 1.5, "sinks": torch.linspace(-1, 1, 4, dtype=torch.float64)},
+}
+
+
+def by_definition(q: Tensor, k: Tensor, v: Tensor, lengths: list[list[int]], options: dict[str, Any]) -> Tensor:
+    """Attention with every feature, conversation by conversation, written down from the definition."""
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
+    rows = []
+    for row, of_row in enumerate(lengths):
+        parts, start = [], 0
+        for length in of_row:
+            mine = [t[row, start : start + length].transpose(0, 1) for t in (q, k, v)]
+            scores = mine[0] @ mine[1].mT * options.get("scale", q.shape[-1] ** -0.5)
+            if cap := options.get("softcap"):
+                scores = cap * torch.tanh(scores / cap)
+            at = torch.arange(length)
+            distance = at[:, None] - at[None]
+            seen = (distance >= 0) & (distance < options.get("window", length))
+            scores = scores.masked_fill(~seen, float("-inf"))
+            if (sinks := options.get("sinks")) is not None:
+                scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(-1, length, 1)], dim=-1)
+            parts.append((scores.softmax(-1)[..., :length] @ mine[2]).transpose(0, 1))
+            start += length
+        rows.append(torch.cat(parts))
+    return torch.stack(rows)
+
+
+def with_sinks_that_train(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone().requires_grad_() if name == "sinks" else value for name, value in options.items()}
+
+
 def gradients(out: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return torch.autograd.grad(out, inputs, seed.to(out.device, out.dtype))
@@ -51,6 +89,58 @@ def test_attention_per_document_equals_a_dense_mask_in_float64() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
     for mine, their in zip(gradients(ours, inputs), gradients(theirs, inputs), strict=True):
         torch.testing.assert_close(mine, their, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("lengths", [[[64], [64]], LENGTHS, [[300, 212]], None], ids=str)
+def test_windows_soft_caps_and_sinks_equal_their_definition_in_float64(
+    options: dict[str, Any], lengths: list[list[int]] | None
+) -> None:
+    q, k, v = tensors(scale=8 if lengths == [[300, 212]] else 1)
+    q, k, v = (t[: len(lengths or [0, 0])] for t in (q, k, v))
+    v = v[..., :12]  # as in multi-head latent attention
+    mine, theirs = with_sinks_that_train(options), with_sinks_that_train(options)
+    bounds = None if lengths is None else make_bounds(lengths, "per_document")
+    ours = attend(q, k, v, bounds, **mine)
+    exact = by_definition(q, k, v, lengths or [[64], [64]], theirs)
+    torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-12)
+    inputs = (q, k, v, *((mine["sinks"],) if "sinks" in mine else ()))
+    others = (q, k, v, *((theirs["sinks"],) if "sinks" in theirs else ()))
+    for one, other in zip(gradients(ours, inputs), gradients(exact, others), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
+def test_flex_attention_has_every_feature(options: dict[str, Any]) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = (t.detach() for t in tensors(torch.float32))
+    bounds = make_bounds(LENGTHS, "flex", (options.get("window"),)).to(torch.device("cpu"))
+    ours = attend(q, k, v, bounds, flex_attention, **options)
+    torch.testing.assert_close(ours, by_definition(q, k, v, LENGTHS, options), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_varlen_attention_has_windows_and_scales_and_leaves_the_rest_to_flex(name: str) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = (t.detach().float() for t in tensors())
+    q, k, v = q[..., :13], k[..., :13], v[..., :12]
+    bounds = make_bounds(LENGTHS, "varlen", (FEATURES[name].get("window"),)).to(torch.device("cpu"))
+    kernel = varlen if name in ("scale", "window", "window of one") else flex_attention
+    ours = attend(q, k, v, bounds, kernel, **FEATURES[name])
+    torch.testing.assert_close(ours, by_definition(q, k, v, LENGTHS, FEATURES[name]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
+def test_16_bit_attention_with_features_equals_float64(options: dict[str, Any]) -> None:
+    inputs = tensors(torch.bfloat16)
+    wide = tuple(t.detach().double().requires_grad_() for t in inputs)
+    ours = attend(*inputs, make_bounds(LENGTHS, "per_document"), **options)
+    exact = by_definition(*wide, LENGTHS, options)
+    torch.testing.assert_close(ours.double(), exact, rtol=0.02, atol=0.02)
+    for mine, their in zip(gradients(ours, inputs), gradients(exact, wide), strict=True):
+        torch.testing.assert_close(mine.double(), their, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, None])
@@ -69,13 +159,13 @@ _MANY_LENGTHS = """
 import os, random, sys
 import torch
 from torch import nn
-from fctune.models import attention, loss
+from fctune.models import attention, document_attention, loss
 
 def resident_mib():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 if sys.argv[1] == "unpadded":
-    attention.CPU_TILE = loss.CPU_TILE = 1
+    document_attention.CPU_TILE = loss.CPU_TILE = 1
 head = nn.Linear(64, 4096, dtype=torch.bfloat16)
 def step(length):
     q, k, v = (torch.randn(1, 512, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -110,7 +200,7 @@ def test_a_row_without_bounds_is_one_conversation() -> None:
 
 def test_the_custom_operator_passes_opcheck() -> None:
     inputs = [t.transpose(1, 2) for t in tensors(torch.float32)]
-    torch.library.opcheck(attend_per_document, (*inputs, make_bounds(LENGTHS, "per_document").ends))
+    torch.library.opcheck(attend_per_document, (*inputs, make_bounds(LENGTHS, "per_document").ends, 0.25))
 
 
 def test_flex_masks_separate_the_conversations() -> None:
@@ -122,15 +212,33 @@ def test_flex_masks_separate_the_conversations() -> None:
     torch.testing.assert_close(ours, dense(q, k, v, LENGTHS), rtol=1e-4, atol=1e-5)
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, max_q: int, max_k: int) -> Tensor:
-    """Reference for torch's ``varlen_attn``: causal attention within each document, ``[tokens, heads, dim]``."""
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_ends: Tensor,
+    k_ends: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """Reference for torch's ``varlen_attn``: attention within each document, ``[tokens, heads, dim]``."""
     assert q_ends.dtype == k_ends.dtype == torch.int32
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert q.shape[-1] % 8 == 0
     ends = q_ends.tolist()
     assert max(b - a for a, b in itertools.pairwise(ends)) <= max_q == max_k
+    left, right = window_size
     parts = []
     for start, stop in itertools.pairwise(ends):
         rows = [t[start:stop].transpose(0, 1)[None] for t in (q, k, v)]
-        parts.append(scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+        at = torch.arange(stop - start)
+        seen = at[:, None] - at[None] >= -right
+        seen = seen if left < 0 else seen & (at[:, None] - at[None] <= left)
+        found = scaled_dot_product_attention(*rows, attn_mask=seen, enable_gqa=True, scale=scale)
+        parts.append(found[0].transpose(0, 1))
     return torch.cat(parts)
 
 

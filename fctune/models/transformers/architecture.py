@@ -251,10 +251,10 @@ def parse_architecture(where: str, raw: dict[str, Any]) -> TransformersArchitect
     config = read_text_config(where, config_json)
     sizes: dict[str, int] = {}
     for key in ("vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size"):
-        value = _find_largest(config, key)
-        if value is None:
+        values = _values(config, key)
+        if not values:
             raise ConfigError(f"{where}: {key} is no positive integer. Download the model again.")
-        sizes[key] = value
+        sizes[key] = max(values)
     num_heads = sizes["num_attention_heads"]
     return TransformersArchitecture(
         model_type=config.model_type,
@@ -263,23 +263,21 @@ def parse_architecture(where: str, raw: dict[str, Any]) -> TransformersArchitect
         vocab_size=sizes["vocab_size"],
         num_layers=sizes["num_hidden_layers"],
         num_heads=num_heads,
-        num_kv_heads=_find_largest(config, "num_key_value_heads") or num_heads,
+        num_kv_heads=max(_values(config, "num_key_value_heads"), default=num_heads),
         embed_dim=sizes["hidden_size"],
-        head_dim=_find_head_dim(config, sizes["hidden_size"] // num_heads),
-        max_position_embeddings=getattr(config, "max_position_embeddings", None) or _UNLIMITED,
+        head_dim=min(
+            _values(config, "qk_head_dim") or _values(config, "head_dim"), default=sizes["hidden_size"] // num_heads
+        ),
+        max_position_embeddings=max(_values(config, "max_position_embeddings"), default=_UNLIMITED),
         # Of a vision-language model, its own value counts, not that of its text model.
         is_tied=bool(read_full_config(where, config_json).tie_word_embeddings),
     )
 
 
-def _find_head_dim(config: Any, default: int) -> int:
-    """Return the largest size of a head of queries, whose name depends on the family."""
-    sizes = [_find_largest(config, name) for name in ("head_dim", "qk_head_dim", "global_head_dim")]
-    return max((size for size in sizes if size is not None), default=default)
-
-
-def _find_largest(config: Any, name: str) -> int | None:
-    """Return a positive number of a config, the largest one where layers differ in it; None if it has none."""
-    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
-    sizes = [getattr(layer, name, None) for layer in layers]
-    return max((size for size in sizes if isinstance(size, int) and size > 0), default=None)
+def _values(config: Any, key: str) -> list[int]:
+    """Return the positive values of a key of transformers' config: none, one, or those of its layers if they differ."""
+    try:
+        found = [getattr(config, key, None)]
+    except Exception:  # transformers raises one of its own for keys that depend on the layer
+        found = [getattr(layer, key, None) for layer in config.per_layer_config]
+    return [value for value in found if isinstance(value, int) and value > 0]

@@ -7,22 +7,48 @@ while the block runs, in forward and in recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from fctune.models.attention import DocumentBounds, attend
+from fctune.errors import ConfigError
+from fctune.models.attention import DocumentBounds, attend, needs_flex
 
 # Name of our attention among transformers' implementations.
 ATTENTION = "fctune"
 
 
+# Arguments that layers pass on although they describe no attention of ours: bounds of conversations in transformers'
+# form, and what concerns their caches and outputs.
+_UNUSED = frozenset(
+    {
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "num_items_in_batch"),
+        *("position_ids", "cache_position", "use_cache", "return_dict", "labels", "logits_to_keep", "deterministic"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "past_key_values", "layer_idx"),
+    }
+)
+
+
+class AttentionUse(NamedTuple):
+    """How a layer attends.
+
+    Attributes:
+        window: tokens that a token sees, itself included; None is all before it.
+        needs_flex: the layer is beyond flash attention over variable-length rows.
+    """
+
+    window: int | None
+    needs_flex: bool
+
+
 class _Running:
-    """The bounds of the batch whose block is running."""
+    """State of the block that is running: the bounds of its batch, and a record of how layers attend, if kept."""
 
     bounds: DocumentBounds | None = None
+    record: dict[int, AttentionUse] | None = None
 
 
 _RUNNING = _Running()
@@ -38,6 +64,16 @@ def run_block(forward: Callable[..., Any], *arguments: Any, bounds: DocumentBoun
         _RUNNING.bounds = before
 
 
+@contextmanager
+def recorded_attention() -> Iterator[dict[int, AttentionUse]]:
+    """Record how each layer attends, by the identity of its module, while the context is open."""
+    _RUNNING.record = {}
+    try:
+        yield _RUNNING.record
+    finally:
+        _RUNNING.record = None
+
+
 def attend_packed(
     module: nn.Module,
     query: Tensor,
@@ -46,13 +82,53 @@ def attend_packed(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend for a layer of transformers: ``[b, h, s, d]`` to ``[b, s, h, d]``."""
+    """Attend for a layer of transformers, ``[b, h, s, d]`` to ``[b, s, h, v_d]``.
+
+    Raises:
+        ConfigError: attention that is not causal or not to the row itself, or an argument that is not known.
+    """
+    if _RUNNING.record is not None:
+        _check_layer(module, query, key, attention_mask, is_causal, options)
+        is_flex = needs_flex(query, value, softcap, s_aux)
+        _RUNNING.record[id(module)] = AttentionUse(sliding_window or None, is_flex)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    if scaling is not None and scaling != q.shape[-1] ** -0.5:
-        q = q * (scaling * q.shape[-1] ** 0.5)
-    return attend(q, k, v, _RUNNING.bounds), None
+    window, cap = sliding_window or None, softcap or None
+    out = attend(q, k, v, _RUNNING.bounds, scale=scaling, window=window, softcap=cap, sinks=s_aux)
+    return out.contiguous(), None  # some layers take a view of it
+
+
+def _check_layer(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    is_causal: bool | None,
+    options: dict[str, Any],
+) -> None:
+    """Check that a layer asks for nothing that would be ignored.
+
+    Raises:
+        ConfigError: names the layer and what it asks for.
+    """
+    layer = type(module).__name__
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if not causal or key.shape[2] != query.shape[2]:
+        raise ConfigError(
+            f"model.path: {layer} attends to later tokens or to another sequence, which fctune does not train; choose "
+            "another model."
+        )
+    unknown = sorted(name for name, value in options.items() if value is not None and name not in _UNUSED)
+    if attention_mask is not None or unknown:
+        what = "a mask of its own" if attention_mask is not None else ", ".join(unknown)
+        raise ConfigError(
+            f"model.path: {layer} attends with {what}, which fctune's attention does not have; choose another model."
+        )
 
 
 AttentionInterface.register(ATTENTION, attend_packed)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from fctune.errors import ConfigError
 from fctune.models.attention import AttentionKernel, DocumentBounds
@@ -47,11 +46,24 @@ class TiedHead(nn.Module):
         return linear(x, weight, self.bias)
 
 
+class _Hidden:
+    """The output of a base model that has hidden states only."""
+
+    def __init__(self, hidden: Tensor):
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 class _Projecting:
     """A decoder whose base model returns given hidden states, so that its forward computes their logits alone."""
 
     def __init__(self, decoder: Any, base: str, head: str, hidden: Tensor, project: Callable[[Tensor], Tensor]):
-        output = MoeModelOutputWithPast(last_hidden_state=hidden)
+        output = _Hidden(hidden)
         self.__dict__ |= {"_decoder": decoder, base: lambda *arguments, **options: output, head: project}
 
     def __getattr__(self, name: str) -> Any:
@@ -98,6 +110,11 @@ class TransformersCausalLM(CausalLM):
         """Copy the values of the decoder's buffers to the device."""
         for name, value in self._buffers_of_decoder.items():
             self.decoder.get_buffer(name).copy_(value)
+
+    @property
+    def _base(self) -> str:
+        """Name of the model without its head, in the decoder."""
+        return self.layout.stack.partition(".")[0]
 
     @property
     def blocks(self) -> Iterable[nn.Module]:
@@ -156,7 +173,7 @@ class TransformersCausalLM(CausalLM):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         self._bounds = bounds
-        base = getattr(self.decoder, self.decoder.base_model_prefix)
+        base = getattr(self.decoder, self._base)
         with block_context:
             output = base(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True)
         hidden: Tensor = output.last_hidden_state
@@ -165,7 +182,7 @@ class TransformersCausalLM(CausalLM):
     def project(self, hidden: Tensor, token_keys: Tensor | None = None) -> Tensor:
         """Return the logits with the scale and soft cap of the family, by the decoder's own code."""
         project = functools.partial(super().project, token_keys=token_keys)
-        stub = _Projecting(self.decoder, self.decoder.base_model_prefix, self.layout.head, hidden[None], project)
+        stub = _Projecting(self.decoder, self._base, self.layout.head, hidden[None], project)
         logits: Tensor = type(self.decoder).forward(stub, inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 
