@@ -55,6 +55,17 @@ class Plan:
         return self.request.nodes * self.request.gpus_per_node
 
     @property
+    def num_packs(self) -> int:
+        """Packs of a step, over all GPUs."""
+        batch = self.config.global_batch_size
+        return batch if self.rows is None else min(batch, self.rows.packs)
+
+    @property
+    def num_idle(self) -> int:
+        """GPUs that have no data in any step: a run warns of them, and they wait for the others."""
+        return max(0, self.world_size - self.num_packs)
+
+    @property
     def margin_bytes(self) -> int:
         """Memory of a GPU that is free at the peak; negative if the run does not fit."""
         return self.request.gpu.memory_bytes - self.peak.footprint.total
@@ -97,6 +108,7 @@ class Plan:
             "gpu": asdict(request.gpu),
             "nodes": request.nodes,
             "gpus_per_node": request.gpus_per_node,
+            "idle_gpus": self.num_idle,
             "price": request.price,
             "disk_gb_s": request.disk_gb_s,
             "failures_per_gpu_day": request.failures_per_gpu_day,
@@ -145,12 +157,6 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
     problems = ConfigProblems()
     found = problems.collect(lambda: find_architecture(config.model.path, request.model, config.model.source))
     problems.collect(lambda: check_run(config, request.gpu))
-    if config.global_batch_size < world_size:
-        problems.add(
-            f"global_batch_size={config.global_batch_size}: smaller than the {world_size} GPUs of --nodes "
-            f"{request.nodes} --gpus-per-node {request.gpus_per_node}, so some would idle; use fewer GPUs or a larger "
-            "batch."
-        )
     problems.raise_all()
     assert found is not None
     architecture, model_dir, shape_source = found

@@ -26,6 +26,10 @@ def print_plan(console: Console, plan: Plan) -> None:
         _say(console, f"  {plan.tokens_note}")
     _say(console, f"{gpus} ({request.gpu.source}; {request.gpu.machine})")
     _say(console, f"  {_describe_layout(setting.mode, setting.replicate, setting.shard)} ({plan.layout_reason})")
+    if plan.num_idle:
+        of, packs = f"{plan.num_idle} of {plan.world_size} GPUs", "pack" if plan.num_packs == 1 else "packs"
+        remedy = "use fewer GPUs, or a larger global_batch_size"
+        _say(console, f"  {of} have no data: a step has {plan.num_packs} {packs}; {remedy}", "yellow")
     console.print()
     _print_memory(console, plan)
     console.print()
