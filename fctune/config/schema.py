@@ -474,6 +474,11 @@ class RunConfig:
                 f"precision={self.precision}: is for training all weights; with adapters use bf16, which keeps them in "
                 "float32, and adapter.base for the storage of the frozen base"
             )
+        if self.precision in ("float8", "float8_mixed") and self.data.seq_len % 16:
+            problems.append(
+                f"data.seq_len={self.data.seq_len}: float8 products need a multiple of 16 tokens, and "
+                f"precision={self.precision}; use {self.data.seq_len // 16 * 16 or 16}"
+            )
         output = Path(self.output_dir)
         if output.exists() and not output.is_dir():
             problems.append(f"output_dir={output}: is a file; name a directory")

@@ -16,6 +16,9 @@ from fctune.errors import DataError
 
 IGNORE = -100  # label of an unsupervised position
 
+# Lengths of unpacked rows are multiples of this: float8 products over the tokens of a micro-batch need them.
+ROW_MULTIPLE = 16
+
 
 def _name_input(key: str) -> str:
     """Return the config key of an input of a prepared set."""
@@ -50,9 +53,9 @@ class Batch:
     """One micro-batch of a rank.
 
     Tokens, labels and positions are int64 ``[b, s]``, loss weights float32 ``[b, s]``. ``lengths`` are those of each
-    row's conversations, padding last; positions and lengths are None if each row is one conversation. ``rows`` are the
-    indices of the rows in the global step, or -1 for a row of padding. Labels are already shifted: ``labels[t]`` is the
-    token after ``tokens[t]``.
+    row's conversations, then the padding's, then zeros if all batches have as many; positions and lengths are None if
+    each row is one conversation. ``rows`` are the indices of the rows in the global step, or -1 for a row of padding.
+    Labels are already shifted: ``labels[t]`` is the token after ``tokens[t]``.
     """
 
     tokens: Tensor
@@ -75,6 +78,16 @@ class GlobalLoader:
     """Batches the packs of a split, shuffled by (seed, epoch), with ``global_batch_size`` packs per step.
 
     The last step of an epoch has the remaining packs. The only state is the step number, which callers pass.
+
+    Args:
+        prepared: prepared set.
+        split: split of the set.
+        global_batch_size: packs per step.
+        seed: of the shuffle.
+        is_shuffled: shuffle the packs of each epoch.
+        pad_to: length of unpacked rows.
+        has_full_batches: pad every micro-batch to as many rows, and packed rows to as many conversations, so that all
+            micro-batches of a run, of both splits, have one shape.
     """
 
     def __init__(
@@ -85,13 +98,17 @@ class GlobalLoader:
         seed: int,
         is_shuffled: bool = True,
         pad_to: Literal["longest", "seq_len"] = "longest",
+        has_full_batches: bool = False,
     ):
         self.prepared = prepared
         self.split: Split = split
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.is_shuffled = is_shuffled
-        self.has_constant_shape = prepared.is_packed or pad_to == "seq_len"
+        self.has_constant_length = prepared.is_packed or pad_to == "seq_len"
+        self.has_full_batches = has_full_batches
+        # The conversations of the fullest pack, and the padding.
+        self._num_lengths = prepared.max_pack_size + 1 if has_full_batches else 0
         self.steps_per_epoch = math.ceil(prepared.num_packs(split) / global_batch_size)
         self._order: tuple[int, np.ndarray] | None = None  # of the last requested epoch
 
@@ -164,29 +181,33 @@ class GlobalLoader:
         batches: list[Batch] = []
         for start in range(0, len(rows), per_round):
             mine = rows[start : start + per_round][rank::world_size]
-            batches.append(self.collate({row: step.packs[row] for row in mine}))
+            batches.append(self.collate({row: step.packs[row] for row in mine}, micro_batch_size))
         self.prepared.release_pages()
         return batches
 
-    def collate(self, packs: dict[int, int]) -> Batch:
+    def collate(self, packs: dict[int, int], micro_batch_size: int) -> Batch:
         """Return the tensors of packs, keyed by their row in the global step; without packs, one row of padding.
 
-        Packed rows have seq_len tokens; others as many as the longest of them, or seq_len with ``pad_to="seq_len"``.
+        Packed rows have seq_len tokens; others about as many as the longest of them, or seq_len with
+        ``pad_to="seq_len"``. With ``has_full_batches``, rows of padding make up for missing packs.
         """
-        is_packed = self.prepared.is_packed
-        longest = max([2, *(self._pack_length(p) for p in packs.values())])
-        length = self.prepared.seq_len if self.has_constant_shape else longest
-        shape = (max(1, len(packs)), length if packs else 2)
+        num_rows = micro_batch_size if self.has_full_batches else max(1, len(packs))
+        is_real = bool(packs) or self.has_full_batches
+        longest = max([1, *(self._pack_length(p) for p in packs.values())])
+        length = min(self.prepared.seq_len, math.ceil(longest / ROW_MULTIPLE) * ROW_MULTIPLE)
+        if self.has_constant_length and is_real:
+            length = self.prepared.seq_len
+        shape = (num_rows, length)
         tokens = np.zeros(shape, dtype=np.int64)
         labels = np.full(shape, IGNORE, dtype=np.int64)
         loss_weights = np.zeros(shape, dtype=np.float32)
         positions = np.zeros(shape, dtype=np.int64)
         all_lengths: list[tuple[int, ...]] = []
         num_tokens = 0
-        for i, pack in enumerate(packs.values()):
+        for i, pack in enumerate([*packs.values(), *[None] * (num_rows - len(packs))]):
             at = 0
             lengths: list[int] = []
-            for member in self.prepared.members(self.split, pack):
+            for member in [] if pack is None else self.prepared.members(self.split, pack):
                 span = slice(*self.prepared.offsets[member : member + 2])
                 ids = self.prepared.tokens[span].astype(np.int64)
                 weights = self.prepared.weights[self.prepared.codes[span]]
@@ -202,15 +223,15 @@ class GlobalLoader:
             if at < shape[1]:
                 lengths.append(shape[1] - at)
                 positions[i, at:] = np.arange(shape[1] - at)
-            all_lengths.append(tuple(lengths))
-        has_bounds = is_packed and bool(packs)
+            all_lengths.append((*lengths, *[0] * (self._num_lengths - len(lengths))))
+        has_bounds = self.prepared.is_packed and is_real
         return Batch(
             tokens=torch.from_numpy(tokens),
             labels=torch.from_numpy(labels),
             loss_weights=torch.from_numpy(loss_weights),
             positions=torch.from_numpy(positions) if has_bounds else None,
             lengths=tuple(all_lengths) if has_bounds else None,
-            rows=tuple(packs) or (-1,),
+            rows=(*packs, *[-1] * (num_rows - len(packs))),
             num_tokens=num_tokens,
             num_supervised=int((labels != IGNORE).sum()),
             weight_sum=float(loss_weights.sum(dtype=np.float64)),

@@ -65,6 +65,11 @@ class PreparedSet:
         """Return the number of packs of a split; unpacked, a pack is one conversation."""
         return len(self.packs[split][1]) - 1
 
+    @property
+    def max_pack_size(self) -> int:
+        """Number of conversations in the fullest pack of all splits."""
+        return max(int(np.diff(ends).max(initial=0)) for _, ends in self.packs.values())
+
     def release_pages(self) -> None:
         """Drop the pages that were read from this process's resident memory; they stay in the page cache.
 

@@ -36,7 +36,7 @@ class DocumentBounds:
         kernel: kernel that the bounds are for.
         ends: cumulative lengths over the flattened batch, starting with 0: int32 ``[conversations + 1]``; on the CPU
             for ``per_document``, else on the device of the queries.
-        max_length: upper bound of the conversations' lengths, in tokens.
+        max_length: upper bound of the conversations' lengths: the tokens of a row.
         shape: rows of the batch, and tokens per row.
         windows: sliding windows of the layers that use flex attention; None is a layer without one.
         block_masks: masks of flex attention by window, on the device.
@@ -67,7 +67,8 @@ def make_bounds(
     """Return the bounds of rows whose conversations have these lengths.
 
     Args:
-        lengths: by row; all rows have the same total.
+        lengths: by row; all rows have the same total. They may be zero: with as many lengths in every batch, the
+            bounds of all batches have one shape.
         kernel: kernel that the bounds are for.
         windows: sliding windows of the layers that use flex attention; None: one layer kind without a window for
             ``flex``, and no layer for the other kernels.
@@ -75,10 +76,9 @@ def make_bounds(
     if windows is None:
         windows = (None,) if kernel == "flex" else ()
     flat = torch.tensor([0, *(length for row in lengths for length in row)], dtype=torch.int32)
-    longest = int(flat.max())
-    # A power of two, so that compiled blocks are specialised for few values.
     ends, shape = flat.cumsum(0, dtype=torch.int32), (len(lengths), sum(lengths[0]))
-    return DocumentBounds(kernel, ends, 1 << (longest - 1).bit_length(), shape, tuple(windows))
+    # Not the longest conversation of these rows, for each of which blocks would be compiled again.
+    return DocumentBounds(kernel, ends, shape[1], shape, tuple(windows))
 
 
 def choose_attention_kernel(

@@ -36,7 +36,8 @@ class FrozenLinear(nn.Module):
         base_dtype: storage of the weight; ``bf16`` keeps the dtype of ``base``.
 
     Raises:
-        ConfigError: NF4 for a weight that is not a multiple of its scale blocks.
+        ConfigError: NF4 for a weight that is not a multiple of its scale blocks, or float8 for one whose sizes are not
+            multiples of 16.
     """
 
     def __init__(self, base: nn.Linear, base_dtype: BaseDtype = "bf16"):
@@ -46,6 +47,11 @@ class FrozenLinear(nn.Module):
         if base_dtype == "nf4":
             self.weight = nn.Parameter(_quantize_to_nf4(base), requires_grad=False)
         elif base_dtype == "float8":
+            if any(size % 16 for size in base.weight.shape):
+                raise ConfigError(
+                    f"adapter.base=float8: the size of a linear, {list(base.weight.shape)}, is not a multiple of 16, "
+                    "which float8 products need; use bf16 or nf4."
+                )
             self.weight = nn.Parameter(torch.empty_like(base.weight, dtype=FLOAT8), requires_grad=False)
             scale = torch.empty(len(base.weight), dtype=torch.float32, device=base.weight.device)
             self.weight_scale = nn.Parameter(scale, requires_grad=False)

@@ -17,6 +17,8 @@ from fctune.models.attention import attention_operators
 from fctune.models.causal_lm import CausalLM
 from fctune.models.grouped_products import product_operators
 
+# Compilations of a block: unpacked rows of changing lengths take two for each of the six kinds of graph.
+_MAX_GRAPHS = 16
 _PRODUCTS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -72,7 +74,17 @@ def _save_costly_context() -> Any:
 
 
 def compile_blocks_(model: CausalLM) -> None:
-    """Compile each block, in place; equal blocks share one compilation."""
+    """Compile each block, in place; equal blocks share one compilation.
+
+    Batches of a run have one shape, so the graphs of a block are few: without gradients, with an input that needs none,
+    and others, each recomputed or not. A block that is compiled again and again fails the run, because torch would run
+    it uncompiled without a word.
+    """
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = _MAX_GRAPHS
+    dynamo.fail_on_recompile_limit_hit = True
+    # DDP's buckets would split blocks into several graphs; their gradients are reduced as they are computed anyway.
+    dynamo.optimize_ddp = False
     for block in model.blocks:
         compiled: Callable[..., Any] = torch.compile(block.forward)
         block.forward = compiled

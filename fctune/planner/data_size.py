@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fctune.config.schema import RunConfig
 from fctune.data.chosen_template import read_chosen_template
 from fctune.data.fingerprint import FileDigests, fingerprint_inputs
-from fctune.data.loader import shuffled
+from fctune.data.loader import ROW_MULTIPLE, shuffled
 from fctune.data.prepared_set import PreparedSet, open_prepared, prepared_root
 from fctune.errors import ConfigError
 
@@ -133,7 +133,7 @@ def _count_prepared(config: RunConfig, prepared: PreparedSet, how: str, world_si
 
 
 def _count_unpacked(lengths: NDArray[np.int64], config: RunConfig, world_size: int) -> int:
-    """Count the positions of the first epoch, with each row padded to the longest of its micro-batch.
+    """Count the positions of the first epoch, with each row padded to about the longest of its micro-batch.
 
     The rows of a step are distributed in order of length (``fctune.data.loader``), so those of a micro-batch are
     similar.
@@ -144,7 +144,8 @@ def _count_unpacked(lengths: NDArray[np.int64], config: RunConfig, world_size: i
     steps = -np.sort(-steps, axis=1)
     steps = np.pad(steps, ((0, 0), (0, -batch % round_size)))
     rounds = steps.reshape(-1, config.micro_batch_size, world_size)  # one column per rank
-    return int((rounds[:, 0] * (rounds > 0).sum(axis=1)).sum())
+    longest = np.minimum(np.ceil(rounds[:, 0] / ROW_MULTIPLE) * ROW_MULTIPLE, config.data.seq_len)
+    return int((longest * (rounds > 0).sum(axis=1)).sum())
 
 
 def _estimate(config: RunConfig, rows: int, mean_tokens: float) -> DataSize:

@@ -6,11 +6,13 @@ import logging
 import time
 from collections.abc import Sequence
 
+import torch
+
 from fctune.checkpoint.fault_hooks import fire
 from fctune.checkpoint.state import TrainState
 from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalLoader
-from fctune.data.prepared_set import PreparedSet
+from fctune.data.prepared_set import PreparedSet, Split
 from fctune.distributed import World
 from fctune.errors import DataError
 from fctune.models.causal_lm import CausalLM
@@ -27,9 +29,20 @@ class NonFiniteError(RuntimeError):
     """A step's loss or gradient norm is NaN or infinite; every rank keeps the weights from before the step."""
 
 
-def build_loader(config: RunConfig, prepared: PreparedSet) -> GlobalLoader:
-    """Build the loader of the training split."""
-    return GlobalLoader(prepared, "train", config.global_batch_size, config.seed, pad_to=config.data.pad_to)
+def build_loader(config: RunConfig, prepared: PreparedSet, split: Split = "train") -> GlobalLoader:
+    """Build the loader of the training split, or of the validation split, all of which is one step.
+
+    If kernels are compiled for a shape, or the device keeps memory for it, all batches have the same one.
+    """
+    return GlobalLoader(
+        prepared,
+        split,
+        config.global_batch_size if split == "train" else prepared.num_packs(split),
+        config.seed,
+        is_shuffled=split == "train",
+        pad_to=config.data.pad_to,
+        has_full_batches=config.compile or torch.cuda.is_available(),
+    )
 
 
 def count_steps(config: RunConfig, loader: GlobalLoader, world: World) -> int:
@@ -134,8 +147,7 @@ def train(
 
 def validation_loss(config: RunConfig, model: CausalLM, prepared: PreparedSet, world: World) -> float:
     """Return the weighted mean loss over the validation split; independent of the world size."""
-    num_packs = prepared.num_packs("validation")
-    loader = GlobalLoader(prepared, "validation", num_packs, config.seed, is_shuffled=False)
+    loader = build_loader(config, prepared, "validation")
     batches = loader.micro_batches(loader.step_at(1), world.rank, world.world_size, config.micro_batch_size)
     return mean_loss(model, batches, world)
 

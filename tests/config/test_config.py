@@ -114,6 +114,10 @@ def test_all_problems_come_in_one_report(tmp_path: Path) -> None:
         ({"parallel": {"mode": "ddp", "cpu_offload": True}}, "parallel.cpu_offload: offloads shards"),
         ({"adapter": {}, "precision": "bf16_mixed"}, "precision=bf16_mixed: is for training all weights"),
         ({"activation_checkpointing": {"offload": True}}, "activation_checkpointing.offload"),
+        (
+            {"precision": "float8", "data": {"sources": [{"path": "synthetic:train:9"}], "seq_len": 1000}},
+            "data.seq_len=1000: float8 products need a multiple of 16 tokens, and precision=float8; use 992",
+        ),
         ({"profile": {"ranks": []}}, "profile.ranks=[]: empty; write e.g. [0]"),
         ({"profile": {"steps": 3}}, "profile.steps: unknown key"),
         ({"price_per_gpu_hour": -2}, "price_per_gpu_hour=-2.0: expected 0 or more, or null (cost is not reported)"),

@@ -279,6 +279,43 @@ def test_unpacked_rows_can_have_a_constant_shape(tiny_base: Path, tmp_path: Path
     assert min(shapes) < 512
 
 
+@pytest.mark.parametrize("is_packed", [False, True], ids=["unpacked", "packed"])
+def test_full_batches_have_one_shape_in_both_splits_and_the_same_tokens(
+    is_packed: bool, tiny_base: Path, tmp_path: Path
+) -> None:
+    config = data_config("synthetic:train:90:3", packed=is_packed, validation_share=0.2)
+    prepared = prepare(config, tiny_base, tmp_path)
+    shapes, lengths, contents = set(), set(), []
+    for has_full_batches in (True, False):
+        tokens: Counter[int] = Counter()
+        for split in ("train", "validation"):
+            options: dict[str, Any] = {"pad_to": "seq_len", "has_full_batches": has_full_batches}
+            loader = GlobalLoader(prepared, split, 7, 1, **options)  # type: ignore[arg-type]
+            for step in range(1, loader.steps_per_epoch + 1):
+                for rank in range(3):
+                    for batch in loader.micro_batches(loader.step_at(step), rank, 3, 2):
+                        tokens.update(batch.tokens.flatten().tolist())
+                        assert batch.tokens.shape[0] == len(batch.rows)
+                        assert batch.num_supervised == (batch.labels != IGNORE).sum()
+                        if has_full_batches:
+                            shapes.add((batch.tokens.shape, batch.positions is None))
+                            lengths.add(tuple(len(row) for row in batch.lengths or ()))
+                            assert all(sum(row) == 512 for row in batch.lengths or ())
+        del tokens[0]
+        contents.append(tokens)
+    assert shapes == {((2, 512), not is_packed)}
+    assert len(lengths) == 1
+    assert contents[0] == contents[1]
+
+
+def test_lengths_of_unpacked_rows_are_multiples_of_16(tiny_base: Path, tmp_path: Path) -> None:
+    prepared = prepare(data_config(), tiny_base, tmp_path)
+    loader = GlobalLoader(prepared, "train", 8, 1)
+    batches = [b for k in range(1, 5) for rank in (0, 1) for b in loader.micro_batches(loader.step_at(k), rank, 9, 1)]
+    assert len({batch.tokens.shape[1] for batch in batches}) > 3
+    assert all(batch.tokens.shape[1] % 16 == 0 for batch in batches)
+
+
 def test_a_full_disk_leaves_no_set(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(descriptor: int) -> None:
         raise OSError(28, "No space left on device")

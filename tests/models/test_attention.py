@@ -275,13 +275,31 @@ def test_the_fastest_available_kernel_is_chosen(
     assert name
 
 
-def test_max_lengths_are_rounded_to_few_values() -> None:
-    longest = {n: make_bounds([[n]], "varlen").max_length for n in range(1, 4097)}
-    assert all(n <= bound < 2 * n for n, bound in longest.items())
-    assert len(set(longest.values())) == 13
+def test_bounds_of_rows_of_one_length_have_one_shape_and_limit() -> None:
     bounds = make_bounds(LENGTHS, "varlen")
     assert bounds.ends.tolist() == [0, 5, 45, 64, 97, 128]
     assert (bounds.max_length, bounds.shape) == (64, (2, 64))
+    padded = make_bounds([[*row, 0, 0] for row in LENGTHS], "varlen")
+    assert padded.ends.tolist() == [0, 5, 45, 64, 64, 64, 97, 128, 128, 128]
+    assert (padded.max_length, padded.shape) == (bounds.max_length, bounds.shape)
+
+
+@pytest.mark.parametrize("kernel", ["per_document", "flex", "varlen"])
+def test_conversations_of_no_tokens_change_nothing(kernel: Any) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    inputs = tensors() if kernel == "per_document" else tensors(torch.float32)
+    implementation = {"flex": flex_attention, "varlen": varlen, "per_document": None}[kernel]
+    if kernel == "flex":
+        inputs = tuple(t.detach() for t in inputs)  # type: ignore[assignment]
+    plain, padded = (
+        attend(*inputs, make_bounds(lengths, kernel).to(torch.device("cpu")), implementation)
+        for lengths in (LENGTHS, [[5, 0, 40, 19, 0], [33, 31, 0, 0, 0]])
+    )
+    torch.testing.assert_close(padded, plain, rtol=0, atol=0)
+    if kernel != "flex":  # which has no backward on CPU
+        for mine, their in zip(gradients(padded, inputs), gradients(plain, inputs), strict=True):
+            torch.testing.assert_close(mine, their, rtol=0, atol=0)
 
 
 @pytest.mark.gpu

@@ -147,3 +147,8 @@ def test_linears_too_small_for_4_bits_are_rejected(make_model: Callable[..., Pat
     model = read_architecture(make_model("llama")).build_model(256, PrecisionPolicy.uniform(torch.bfloat16))
     with pytest.raises(ConfigError, match=r"adapter\.base=nf4: the size of a linear, \[64, 64\]"):
         apply_lora_(model, AdapterConfig(base="nf4"))
+
+
+def test_a_float8_base_of_odd_sizes_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"adapter\.base=float8: the size of a linear, \[24, 32\], is not a multiple"):
+        FrozenLinear(torch.nn.Linear(32, 24), "float8")
