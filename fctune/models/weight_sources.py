@@ -18,6 +18,9 @@ from torch import Tensor
 
 from fctune.models.tensor_files import TensorHeader, TensorReader
 
+# Numbers to dequantise at a time, which takes several times their memory.
+_CHUNK_ELEMENTS = 1 << 24
+
 Offsets = Sequence[int]  # index of a region's first element along each dim
 
 
@@ -265,10 +268,15 @@ class Dequantized(Leaf):
     def read_(self, out: Tensor, offsets: Offsets, reader: TensorReader) -> None:
         """Dequantise the groups that the region is in; see ``Source.read_``."""
         size = self.shape[0] // self.num_groups
-        first, last = offsets[0] // size, math.ceil((offsets[0] + len(out)) / size)
-        parts = [self._read_groups(header, first, last, reader) for header in self.inputs]
-        groups = self.function(parts, out.dtype)
-        out.copy_(_region(groups, (offsets[0] - first * size, *offsets[1:]), out.shape))
+        step = size * max(1, _CHUNK_ELEMENTS // (size * math.prod(self.shape[1:])))
+        start, end = offsets[0], offsets[0] + len(out)
+        while start < end:
+            stop = min(end, start - start % size + step)
+            first, last = start // size, math.ceil(stop / size)
+            parts = [self._read_groups(header, first, last, reader) for header in self.inputs]
+            region = out.narrow(0, start - offsets[0], stop - start)
+            region.copy_(_region(self.function(parts, out.dtype), (start - first * size, *offsets[1:]), region.shape))
+            start = stop
 
     def headers(self) -> Sequence[TensorHeader]:
         """The quantised tensor and its scales."""

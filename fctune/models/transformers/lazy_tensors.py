@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from fctune.models.weight_sources import Concatenation, Narrowed, Reindexed, Source, Stack, Transposed
 
@@ -37,6 +36,8 @@ class LazyTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _SHAPE_ONLY or getattr(func, "__name__", "") == "__get__":
                 return func(*args, **kwargs)
+        if getattr(func, "__name__", "") not in _REINDEXED:
+            raise NotImplementedError(f"{func} on a tensor that is not read yet")
         return _reindex(func, args, kwargs)
 
     @classmethod
@@ -89,17 +90,14 @@ def _same(tensor: Any, *_: Any, **__: Any) -> LazyTensor:
 
 
 def _reindex(func: Any, args: Any, kwargs: Any) -> LazyTensor:
-    """Record an operation on one tensor that permutes its elements, such as a reshape."""
-    lazy = [argument for argument in args if isinstance(argument, LazyTensor)]
-    if len(lazy) != 1:
-        raise NotImplementedError(f"{func} on tensors that are not read yet")
+    """Record an operation on a tensor that permutes its elements, such as a reshape."""
+    source = args[0].source
 
     def run(tensor: Tensor) -> Tensor:
-        changed = tree_map_only(LazyTensor, lambda _: tensor, args)
-        result: Tensor = func(*changed, **kwargs)
+        result: Tensor = func(tensor, *args[1:], **kwargs)
         return result
 
-    return LazyTensor(Reindexed(lazy[0].source, run))
+    return LazyTensor(Reindexed(source, run))
 
 
 _RECORDED: dict[str, Callable[..., Any]] = {
@@ -112,4 +110,5 @@ _RECORDED: dict[str, Callable[..., Any]] = {
     "contiguous": _same,
     "to": _same,
 }
+_REINDEXED = {"reshape", "view", "permute", "squeeze", "unsqueeze", "flatten", "unflatten", "movedim", "t", "swapaxes"}
 _SHAPE_ONLY = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.element_size, Tensor.__len__}

@@ -54,12 +54,13 @@ def read_text_config(where: str, config_json: str) -> Any:
 @functools.lru_cache(maxsize=8)
 def read_full_config(where: str, config_json: str) -> Any:
     """Return transformers' config of a model, with those of its vision tower and the like; see ``read_text_config``."""
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     raw: dict[str, Any] = json.loads(config_json)
     raw.pop("quantization_config", None)
     try:
-        return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+        # Infinity is stored as an object, since JSON has none.
+        return CONFIG_MAPPING[raw["model_type"]].from_dict(PreTrainedConfig._decode_special_floats(raw))
     except Exception as error:  # the library's validation raises all kinds
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{where}: transformers cannot read it ({type(error).__name__}: {reason}).") from None
