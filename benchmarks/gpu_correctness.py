@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.workload import Shape, write_model
-from fctune.models.attention import AttentionKernel, choose_attention_kernel, make_bounds
+from fctune.models.attention import AttentionKernel, choose_attention_kernel
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.precision import PrecisionPolicy
@@ -57,7 +57,7 @@ def losses_and_gradients(model: CausalLM, device: torch.device, is_packed: bool 
     batch = {name: tensor.to(device) for name, tensor in draw_batch().items()}
     total = 0.0
     if is_packed:
-        loss = model(**batch, bounds=make_bounds(LENGTHS, model.attention_kernel).to(device))
+        loss = model(**batch, bounds=model.make_bounds(LENGTHS).to(device))
         loss.backward()
         total = float(loss)
     else:

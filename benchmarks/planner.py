@@ -35,7 +35,6 @@ from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalStep, StepTotals
 from fctune.distributed import World
 from fctune.models.architecture import Architecture
-from fctune.models.attention import make_bounds
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.frozen_linear import copy_rows_, is_nf4
 from fctune.models.torchtune import layers
@@ -155,7 +154,7 @@ def _make_step(config: RunConfig, model: CausalLM, setting: Setting) -> StepData
         supervised=torch.arange(rows * length),
         row_keys=torch.arange(rows),
         positions=torch.arange(length).expand(rows, -1).contiguous(),
-        bounds=make_bounds(((length,),) * rows, model.attention_kernel),
+        bounds=model.make_bounds(((length,),) * rows),
     )
     tokens = rows * length
     totals = StepTotals(tokens, tokens, float(tokens), tokens * (length + 1) // 2)

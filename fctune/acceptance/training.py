@@ -199,5 +199,5 @@ def _make_step(run: RunConfig, model: CausalLM, world: World) -> StepData:
     n = world.world_size
     pairs = n * rows * length * (length + 1) // 2
     totals = StepTotals(n * batch.num_tokens, n * batch.num_supervised, n * batch.weight_sum, pairs)
-    inputs = make_inputs(batch, model.attention_kernel, seed=run.seed, step=1, is_pinned=world.device.type == "cuda")
+    inputs = make_inputs(batch, model.make_bounds, seed=run.seed, step=1, is_pinned=world.device.type == "cuda")
     return StepData(GlobalStep(1, 0, tuple(range(n * rows)), "random"), totals, [inputs])

@@ -23,6 +23,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from fctune.models.document_attention import attend_per_document, pad_to_tile
 
 AttentionKernel = Literal["varlen", "flex", "per_document"]
+MakeBounds = Callable[[Sequence[Sequence[int]]], "DocumentBounds"]
 
 # Largest head of flash attention.
 _MAX_FLASH_HEAD = 256

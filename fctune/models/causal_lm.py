@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fctune.models.architecture import Architecture
-from fctune.models.attention import AttentionKernel, DocumentBounds
+from fctune.models.attention import AttentionKernel, DocumentBounds, make_bounds
 from fctune.models.dropout import TokenKeys
 from fctune.models.loss import sum_supervised_loss
 from fctune.models.precision import PrecisionPolicy
@@ -52,6 +52,8 @@ class CausalLM(nn.Module, ABC):
         architecture: sizes, names and weight layout.
         precision: dtypes of the weights and of the computation.
         attention_kernel: implementation of attention within packed rows; batches carry bounds made for it.
+        windows: sliding windows of the layers that use flex attention; None: see ``attention.make_bounds``.
+        needs_packing_proof: a run checks with its weights that the conversations of a packed row stay apart.
         token_keys: keys of the tokens in the current forward, which adapters read for their dropout.
     """
 
@@ -60,6 +62,8 @@ class CausalLM(nn.Module, ABC):
         self.architecture = architecture
         self.precision = precision
         self.attention_kernel = attention_kernel
+        self.windows: tuple[int | None, ...] | None = None
+        self.needs_packing_proof = False
         self.token_keys = TokenKeys()
         self._block_context: AbstractContextManager[Any] = nullcontext()
 
@@ -113,6 +117,10 @@ class CausalLM(nn.Module, ABC):
         Returns:
             Hidden states in the compute dtype, ``[b, s, d]``.
         """
+
+    def make_bounds(self, lengths: Sequence[Sequence[int]]) -> DocumentBounds:
+        """Return the bounds of packed rows whose conversations have these lengths, for the model's attention."""
+        return make_bounds(lengths, self.attention_kernel, self.windows)
 
     def project(self, hidden: Tensor, token_keys: Tensor | None = None) -> Tensor:
         """Return the logits ``[n, vocab]`` of hidden states ``[n, d]``.

@@ -95,7 +95,7 @@ def train(
     """
     state.model.train()
     num_nonfinite = 0  # in a row
-    prefetcher = Prefetcher(loader, world, config.micro_batch_size, state.model.attention_kernel, num_steps)
+    prefetcher = Prefetcher(loader, world, config.micro_batch_size, state.model.make_bounds, num_steps)
     with prefetcher, Meter(config, state.model, world, gpu_hours) as meter:
         while state.step < num_steps:
             started = time.perf_counter()

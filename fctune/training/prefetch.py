@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fctune.data.loader import IGNORE, Batch, GlobalLoader, GlobalStep, StepTotals
 from fctune.distributed import World
-from fctune.models.attention import AttentionKernel, DocumentBounds, make_bounds
+from fctune.models.attention import DocumentBounds, MakeBounds
 from fctune.models.dropout import row_key
 
 
@@ -53,14 +53,14 @@ class Prefetcher:
         loader: assigns packs to steps and ranks.
         world: this rank.
         micro_batch_size: packs per forward pass.
-        kernel: attention kernel, which decides how document boundaries are passed.
+        make_bounds: makes the boundaries of the documents of a batch's rows.
         num_steps: last step of the run.
     """
 
     def __init__(
-        self, loader: GlobalLoader, world: World, micro_batch_size: int, kernel: AttentionKernel, num_steps: int
+        self, loader: GlobalLoader, world: World, micro_batch_size: int, make_bounds: MakeBounds, num_steps: int
     ):
-        self._loader, self._world, self._kernel = loader, world, kernel
+        self._loader, self._world, self._make_bounds = loader, world, make_bounds
         self._micro_batch_size, self._num_steps = micro_batch_size, num_steps
         # Pinned memory belongs to the thread's current device, and a new thread starts with device 0 on every rank.
         initializer: dict[str, Any] = {}
@@ -92,24 +92,24 @@ class Prefetcher:
         batches = self._loader.micro_batches(step, world.rank, world.world_size, self._micro_batch_size)
         is_pinned = world.device.type == "cuda"
         inputs = [
-            make_inputs(b, self._kernel, seed=self._loader.seed, step=number, is_pinned=is_pinned) for b in batches
+            make_inputs(b, self._make_bounds, seed=self._loader.seed, step=number, is_pinned=is_pinned) for b in batches
         ]
         return StepData(step, totals, inputs)
 
 
 def make_inputs(
-    batch: Batch, kernel: AttentionKernel, *, seed: int = 0, step: int = 0, is_pinned: bool = False
+    batch: Batch, make_bounds: MakeBounds, *, seed: int = 0, step: int = 0, is_pinned: bool = False
 ) -> Inputs:
     """Build the model inputs of a batch on the CPU; dropout is a function of (seed, step, row).
 
     Args:
         batch: from the loader.
-        kernel: attention kernel.
+        make_bounds: makes the boundaries of the documents of its rows, such as ``CausalLM.make_bounds``.
         seed: of the run.
         step: global step.
         is_pinned: use pinned memory, from which copies to a CUDA device are asynchronous.
     """
-    bounds = None if batch.lengths is None else make_bounds(batch.lengths, kernel)
+    bounds = None if batch.lengths is None else make_bounds(batch.lengths)
     tensors: dict[str, Tensor | None] = {
         "tokens": batch.tokens,
         "labels": batch.labels,

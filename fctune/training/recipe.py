@@ -36,7 +36,15 @@ from fctune.training.entry import Run
 from fctune.training.loop import build_loader, count_steps, train
 from fctune.training.out_of_memory import MemorySnapshot, suggest_less_memory
 from fctune.training.run_directory import installed_versions
-from fctune.training.setup import build_base, open_sinks, plan_parallelism, prepare_data, shard_and_load_, start_state
+from fctune.training.setup import (
+    build_base,
+    check_packing,
+    open_sinks,
+    plan_parallelism,
+    prepare_data,
+    shard_and_load_,
+    start_state,
+)
 
 logger = logging.getLogger("fctune")
 
@@ -118,6 +126,7 @@ class FineTuning(ABC):
         """Load the base's weights into shards and initialize the other trainable parameters."""
         gradient_sync = shard_and_load_(self.model, self.config, self.model_dir, self.world, self.layout)
         self.init_trainable_()
+        check_packing(self.model, self.config, self.world)
         return gradient_sync
 
     def start_callbacks(self, state: TrainState) -> None:

@@ -25,6 +25,7 @@ from fctune.models.attention import choose_attention_kernel
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.lora import apply_lora_, describe_adapters, find_frozen_experts
+from fctune.models.packing_proof import prove_packing
 from fctune.models.precision import check_device, choose_precision
 from fctune.models.sources import read_architecture
 from fctune.models.token_choice import TokenChoice, choose_tokens, find_candidates
@@ -32,7 +33,7 @@ from fctune.models.token_rows import train_tokens_
 from fctune.models.untrained_tokens import Candidates
 from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_, use_float8_matmuls_
 from fctune.parallel.layout import Hardware, ParallelLayout, check_layout, check_memory, choose_parallel_layout
-from fctune.parallel.sharding import GradientSync, shard_
+from fctune.parallel.sharding import GradientSync, reshard_, shard_
 from fctune.planner.memory import MemoryModel
 from fctune.telemetry.alert_monitor import AlertMonitor
 from fctune.telemetry.background import BackgroundSink
@@ -181,6 +182,18 @@ def shard_and_load_(
         world.world_size,
     )
     return gradient_sync
+
+
+def check_packing(model: CausalLM, config: RunConfig, world: World) -> None:
+    """Check, for models that need it, that the conversations of packed rows stay apart in the model of this run.
+
+    Raises:
+        ConfigError: they do not; see ``prove_packing``.
+    """
+    if config.data.packed and model.needs_packing_proof:
+        distributed.run_on_all_ranks(lambda: prove_packing(model, world.device))
+        reshard_(model)
+        logger.info("packing: two conversations in a row have the logits of each alone")
 
 
 def _describe_hardware(world: World) -> Hardware:

@@ -111,7 +111,7 @@ def mean_loss(model: CausalLM, batches: Iterable[Batch], world: World) -> float:
     model.eval()
     loss_sum, weight_sum = torch.zeros((), dtype=torch.float64, device=world.device), 0.0
     for batch in batches:
-        loss_sum += model(**make_inputs(batch, model.attention_kernel).arguments(world.device))
+        loss_sum += model(**make_inputs(batch, model.make_bounds).arguments(world.device))
         weight_sum += batch.weight_sum
     model.train(was_training)
     reshard_(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import open_prepared, prepare
 from fctune.distributed import World
+from fctune.models.attention import DocumentBounds, make_bounds
 from fctune.parallel.sharding import GradientSync
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
@@ -160,6 +161,10 @@ def test_the_totals_of_a_step_match_its_batches(make_model: Callable[..., Path],
             assert totals.num_pairs == sum(int(n) * (int(n) + 1) // 2 for n in lengths)
 
 
+def bounds_of(lengths: Sequence[Sequence[int]]) -> DocumentBounds:
+    return make_bounds(lengths, "per_document")
+
+
 def _members(prepared: Any, pack: int) -> list[int]:
     members: list[int] = prepared.members("train", pack)
     return members
@@ -172,7 +177,7 @@ def test_prefetched_inputs_equal_inputs_built_on_demand(make_model: Callable[...
 
     def feed(steps: list[int]) -> list[dict[str, Tensor]]:
         loader = GlobalLoader(prepared, "train", 2, 1)
-        with Prefetcher(loader, world, 1, "each", num_steps=9) as prefetcher:
+        with Prefetcher(loader, world, 1, bounds_of, num_steps=9) as prefetcher:
             return [inputs.arguments(world.device) for step in steps for inputs in prefetcher.take(step).inputs]
 
     in_order, jumping = feed([3, 4, 5]), [inputs for step in (3, 4, 5) for inputs in feed([step])]
@@ -188,5 +193,8 @@ def test_an_error_while_prefetching_reaches_the_loop(make_model: Callable[..., P
     prepared = prepare(config.data, Path(config.model.path), tmp_path / "prepared")
     loader = GlobalLoader(prepared, "train", 2, 1)
     loader.collate = None  # type: ignore[assignment]
-    with Prefetcher(loader, World(0, 1, 0, torch.device("cpu")), 1, "each", 9) as prefetcher, pytest.raises(TypeError):
+    with (
+        Prefetcher(loader, World(0, 1, 0, torch.device("cpu")), 1, bounds_of, 9) as prefetcher,
+        pytest.raises(TypeError),
+    ):
         prefetcher.take(1)

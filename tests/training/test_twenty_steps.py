@@ -164,7 +164,7 @@ def test_mixed_precision_matches_float32_weights_computed_in_bfloat16(
             wide.grad = torch.zeros_like(wide)
         total = 0.0
         for batch in loader.micro_batches(step, 0, 1, 1):
-            loss = rounded(**make_inputs(batch, "per_document").arguments(world.device))
+            loss = rounded(**make_inputs(batch, rounded.make_bounds).arguments(world.device))
             (loss / loader.totals(step).weight_sum).backward()
             total += float(loss.detach()) / loader.totals(step).weight_sum
             for narrow, wide in zip(rounded.parameters(), kept.parameters(), strict=True):

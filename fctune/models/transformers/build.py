@@ -18,7 +18,9 @@ from fctune.models.causal_lm import CausalLM, ExpertWeight, Linear, Router
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.transformers.architecture import TransformersArchitecture
 from fctune.models.transformers.attention import run_block
+from fctune.models.transformers.attention_check import check_attention
 from fctune.models.transformers.experts import iter_expert_weights, iter_routers
+from fctune.models.transformers.float64 import keep_float64
 from fctune.models.transformers.modules import Layout, build_decoder, iter_linears, read_layout
 
 
@@ -40,10 +42,15 @@ class TiedHead(nn.Module):
         """The embedding."""
         return self._shared[0]
 
+    @property
+    def weight(self) -> Tensor:
+        """Weight of the embedding, ``[vocab, d]``."""
+        weight: Any = self.tied_module.weight
+        return weight  # type: ignore[no-any-return]
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits ``[..., vocab]`` of hidden states ``[..., d]``."""
-        weight: Any = self.tied_module.weight
-        return linear(x, weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class _Hidden:
@@ -59,15 +66,22 @@ class _Hidden:
         return None
 
 
-class _Projecting:
-    """A decoder whose base model returns given hidden states, so that its forward computes their logits alone."""
+class _StandIn:
+    """An object with some attributes of its own, and those of another one otherwise."""
 
-    def __init__(self, decoder: Any, base: str, head: str, hidden: Tensor, project: Callable[[Tensor], Tensor]):
-        output = _Hidden(hidden)
-        self.__dict__ |= {"_decoder": decoder, base: lambda *arguments, **options: output, head: project}
+    def __init__(self, original: Any, **own: Any):
+        self.__dict__ |= {"_original": original, **own}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_decoder"], name)
+        return getattr(self.__dict__["_original"], name)
+
+
+class _StandInHead(_StandIn):
+    """An output head that projects by another function."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        projected: Tensor = self.project(hidden)
+        return projected
 
 
 class TransformersCausalLM(CausalLM):
@@ -89,6 +103,7 @@ class TransformersCausalLM(CausalLM):
         attention_kernel: AttentionKernel,
     ):
         super().__init__(architecture, precision, attention_kernel)
+        self.needs_packing_proof = True
         self.decoder = decoder
         self.layout = layout
         self._bounds: DocumentBounds | None = None
@@ -97,9 +112,21 @@ class TransformersCausalLM(CausalLM):
         if architecture.is_tied:
             embedding, head = self.embedding, decoder.get_submodule(layout.head)
             decoder.set_submodule(layout.head, TiedHead(embedding, getattr(head, "bias", None)))
+        if precision.compute_dtype is torch.float64:
+            self._keep_float64()
         for block in self.blocks:
             block.forward = functools.partial(run_block, block.forward)
             block.register_forward_pre_hook(self._pass_bounds, with_kwargs=True)
+
+    def _keep_float64(self) -> None:
+        """Make the modules with weights compute in float64. The angles of RoPE stay in float32, as everywhere."""
+        base = self.decoder.get_submodule(self._base)
+        for module in base.children():
+            if isinstance(module, nn.ModuleList):
+                for child in module:
+                    child.forward = keep_float64(child.forward)
+            elif next(module.parameters(), None) is not None:
+                module.forward = keep_float64(module.forward)
 
     def _pass_bounds(
         self, block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
@@ -172,18 +199,28 @@ class TransformersCausalLM(CausalLM):
         """Compute the normed output of the last block, ``[b, s, d]``; see ``CausalLM.hidden_states``."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        self._bounds = bounds
+        self._bounds = self._rows_as_bounds(tokens) if bounds is None else bounds
         base = getattr(self.decoder, self._base)
         with block_context:
             output = base(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True)
         hidden: Tensor = output.last_hidden_state
         return hidden
 
+    def _rows_as_bounds(self, tokens: Tensor) -> DocumentBounds | None:
+        """Return bounds of one conversation a row, for kernels that need the bounds of any; else None."""
+        if self.attention_kernel == "per_document":
+            return None
+        rows, length = tokens.shape
+        ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=tokens.device)
+        return DocumentBounds(self.attention_kernel, ends, length, (rows, length))
+
     def project(self, hidden: Tensor, token_keys: Tensor | None = None) -> Tensor:
         """Return the logits with the scale and soft cap of the family, by the decoder's own code."""
-        project = functools.partial(super().project, token_keys=token_keys)
-        stub = _Projecting(self.decoder, self._base, self.layout.head, hidden[None], project)
-        logits: Tensor = type(self.decoder).forward(stub, inputs_embeds=hidden[None], use_cache=False).logits[0]
+        head = _StandInHead(self.head, project=functools.partial(super().project, token_keys=token_keys))
+        # Its forward computes the logits of these hidden states alone.
+        ends = {self._base: lambda *arguments, **options: _Hidden(hidden[None]), self.layout.head: head}
+        stand_in = _StandIn(self.decoder, **ends)
+        logits: Tensor = type(self.decoder).forward(stand_in, inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 
 
@@ -203,5 +240,16 @@ def build_model(
             f"data.seq_len={max_seq_len}: exceeds the model's {architecture.max_position_embeddings} positions; "
             "lower it."
         )
-    decoder = build_decoder(architecture, precision.weight_dtype)
-    return TransformersCausalLM(decoder, read_layout(decoder, architecture), architecture, precision, attention_kernel)
+
+    def build() -> TransformersCausalLM:
+        decoder = build_decoder(architecture, precision.weight_dtype)
+        layout = read_layout(decoder, architecture)
+        return TransformersCausalLM(decoder, layout, architecture, precision, attention_kernel)
+
+    checked = build()  # keeps what its forward on the meta device caches
+    uses = check_attention(checked, checked.decoder, architecture, max_seq_len)
+    model = build()
+    if attention_kernel != "per_document":
+        is_flex = attention_kernel == "flex"
+        model.windows = tuple(dict.fromkeys(use.window for use in uses if is_flex or use.needs_flex))
+    return model

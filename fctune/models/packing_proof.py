@@ -1,0 +1,73 @@
+"""Proof that the conversations of a packed row do not see each other, on the model that is about to train.
+
+A row of two conversations is computed twice, with another first one of the same length: the logits of the second must
+not change. They must also be those of the second conversation alone, up to the rounding of products of another shape.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fctune.errors import ConfigError
+from fctune.models.causal_lm import CausalLM
+
+_LENGTHS = (11, 13)
+# Largest differences that rounding explains, as a share of the logits' size.
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+
+
+@torch.no_grad()
+def prove_packing(model: CausalLM, device: torch.device) -> None:
+    """Check that a model with its weights keeps the conversations of a packed row apart. Every rank must call this.
+
+    Raises:
+        ConfigError: a conversation sees its neighbour, or has other positions than alone; gives the remedy.
+    """
+    was_training = model.training
+    model.eval()
+    tolerance = _TOLERANCES[model.precision.compute_dtype]
+    try:
+        # Shapes that never occur again are not worth a compilation.
+        with torch.compiler.set_stance("force_eager"):
+            leak, shift = _compare(model, device, 0)
+            if not (leak <= tolerance and shift <= tolerance):
+                # In a mixture of experts, rounding may send a token to another expert, but hardly twice.
+                leak, shift = (min(pair) for pair in zip((leak, shift), _compare(model, device, 1), strict=True))
+    finally:
+        model.train(was_training)
+    if not leak <= tolerance:
+        raise ConfigError(
+            f"data.packed: conversations of a packed row see each other in this model (replacing the first changes the "
+            f"second's logits by {leak:.1%}). Set data.packed=false."
+        )
+    if not shift <= tolerance:
+        raise ConfigError(
+            f"data.packed: a conversation in a packed row has other logits than alone in this model (by {shift:.1%}). "
+            "Set data.packed=false."
+        )
+
+
+def _compare(model: CausalLM, device: torch.device, seed: int) -> tuple[float, float]:
+    """Return how much the logits of a conversation differ behind another one, and alone, as shares of their size.
+
+    The first is that of the token that differs most, the second that of the median token.
+    """
+    packed, other, alone = _compute(model, device, seed)
+    size = alone.norm(dim=-1).clamp(min=torch.finfo(alone.dtype).tiny)
+    return float(((packed - other).norm(dim=-1) / size).max()), float(((packed - alone).norm(dim=-1) / size).median())
+
+
+def _compute(model: CausalLM, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the logits of a conversation behind another, behind a third, and alone, ``[tokens, vocab]``."""
+    generator = torch.Generator().manual_seed(seed)
+    first, length = _LENGTHS
+    drawn = torch.randint(0, model.architecture.vocab_size, (2, first + length), generator=generator)
+    drawn[1, first:] = drawn[0, first:]
+    positions = torch.cat([torch.arange(n) for n in _LENGTHS])[None].to(device)
+    bounds = model.make_bounds([_LENGTHS]).to(device)
+    tokens = drawn.to(device)
+    packed, other = (model(row[None], positions, bounds)[0, first:] for row in tokens)
+    alone = model(tokens[:1, first:], positions[:, first:], model.make_bounds([[length]]).to(device))[0]
+    wide = torch.float64 if alone.dtype is torch.float64 else torch.float32
+    return packed.to(wide), other.to(wide), alone.to(wide)

@@ -1,0 +1,122 @@
+"""Checks that a decoder's layers attend as its masks say, by one forward in which transformers describes its masks.
+
+Our attention takes windows from the arguments of a layer. A family that puts its window, or a pattern of its own, into
+the mask alone would be trained with another attention than its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from transformers import AttentionMaskInterface, masking_utils
+
+from fctune.errors import ConfigError
+from fctune.models.attention import make_bounds
+from fctune.models.causal_lm import CausalLM
+from fctune.models.transformers.architecture import TransformersArchitecture
+from fctune.models.transformers.attention import ATTENTION, AttentionUse, recorded_attention
+
+logger = logging.getLogger("fctune")
+
+_NUM_TOKENS = 8
+
+# Function of a batch index, a head index, positions of queries and positions of keys: may the query see the key?
+_Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def check_attention(
+    model: CausalLM, decoder: Any, architecture: TransformersArchitecture, max_seq_len: int
+) -> tuple[AttentionUse, ...]:
+    """Run a meta model's layers without weights, and return how they attend; nothing if they need values to run.
+
+    Raises:
+        ConfigError: a layer attends in a way that our attention does not have, up to ``max_seq_len`` tokens.
+    """
+    tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
+    buffers = {f"decoder.{name}": buffer.to("meta") for name, buffer in decoder.named_buffers()}
+    call = {"positions": tokens, "bounds": make_bounds([[_NUM_TOKENS]], model.attention_kernel)}
+    try:
+        with torch.no_grad(), recorded_attention() as uses, _described_masks() as masks:
+            functional_call(model, buffers, (tokens,), call)
+    except ConfigError:
+        raise
+    except Exception as error:  # layers whose path depends on values cannot run on the meta device
+        logger.debug("attention cannot be checked without weights: %s", error)
+        return ()
+    where, family = architecture.where, architecture.model_type
+    windows = {_shorten(use.window, max_seq_len) for use in uses.values()}
+    chunk = getattr(decoder.config, "attention_chunk_size", None)
+    if chunk is not None and max_seq_len > chunk:
+        raise ConfigError(
+            f"data.seq_len={max_seq_len}: layers of model_type={family!r} attend within chunks of {chunk} tokens, of "
+            f"which fctune trains the first; lower it to {chunk}, or choose another model."
+        )
+    meant = {None if chunk else _find_window(mask, max_seq_len, where) for mask in masks}
+    if masks and not uses:
+        raise ConfigError(
+            f"{where}: model_type={family!r} computes attention by code of its own, so its conversations cannot be "
+            "kept apart; choose another model."
+        )
+    kinds = getattr(decoder.config, "layer_types", None)
+    is_missing = kinds is not None and "sliding_attention" in kinds and meant != {None} and windows == {None}
+    if meant and (not windows <= meant or is_missing):
+        shortest = min(window for window in meant | windows if window is not None)
+        raise ConfigError(
+            f"{where}: layers of model_type={family!r} see {_describe(windows)} tokens, but their masks show them "
+            f"{_describe(meant)}; lower data.seq_len to {shortest}, or choose another model."
+        )
+    return tuple(dict.fromkeys(uses.values()))
+
+
+@contextmanager
+def _described_masks() -> Iterator[list[_Mask]]:
+    """Collect the masks that transformers would make for our attention, while the context is open."""
+    masks: list[_Mask] = []
+
+    def describe(*arguments: Any, mask_function: _Mask, **options: Any) -> None:
+        masks.append(mask_function)
+
+    AttentionMaskInterface.register(ATTENTION, describe)
+    find_conversations = masking_utils.find_packed_sequence_indices
+    # It reads values of the positions, which meta tensors do not have.
+    masking_utils.find_packed_sequence_indices = lambda positions: None
+    try:
+        yield masks
+    finally:
+        masking_utils.find_packed_sequence_indices = find_conversations
+        # Without a function for masks, transformers makes none and does not look for conversations in positions.
+        del AttentionMaskInterface._global_mapping[ATTENTION]
+
+
+def _find_window(mask: _Mask, length: int, where: str) -> int | None:
+    """Return the window of a mask, or None if its last queries in ``length`` tokens see all before them.
+
+    Raises:
+        ConfigError: the mask is not a window of the same size for each query.
+    """
+    zero, keys = torch.zeros((), dtype=torch.int64), torch.arange(length)
+    found: list[int | None] = []
+    for last in (length - 1, length - 2, length // 2):
+        seen = mask(zero, zero, torch.tensor(last), keys).expand(length)
+        count = max(1, int(seen.sum()))  # a window of 0 belongs to no layer
+        if seen.any() and not torch.equal(seen, (keys <= last) & (keys > last - count)):
+            raise ConfigError(f"{where}: a mask of this model is no sliding window; choose another model.")
+        if last == length - 1 or count <= last:
+            found.append(count if count <= last else None)
+    if len(set(found)) > 1:
+        raise ConfigError(f"{where}: a mask of this model is no sliding window; choose another model.")
+    return found[0]
+
+
+def _shorten(window: int | None, length: int) -> int | None:
+    return window if window is not None and window < length else None
+
+
+def _describe(windows: set[int | None]) -> str:
+    return " or ".join(str(window or "all") for window in sorted(windows, key=lambda window: window or 0))

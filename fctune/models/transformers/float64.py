@@ -1,0 +1,39 @@
+"""Float64 models of transformers, whose layers cast to float32 in norms, rotations and softmax."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class KeepFloat64(TorchFunctionMode):
+    """Turns every request for float32 into one for float64, so that a float64 model computes in float64 throughout."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch with float64 in place of float32."""
+        if func is Tensor.float:
+            func = Tensor.double
+        widened = {name: _widen(value) for name, value in (kwargs or {}).items()}
+        return func(*(_widen(value) for value in args), **widened)
+
+
+def _widen(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def keep_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a module's forward that computes in float64; it does so again when backward recomputes it."""
+
+    @functools.wraps(forward)
+    def in_float64(*arguments: Any, **options: Any) -> Any:
+        with KeepFloat64():
+            return forward(*arguments, **options)
+
+    return in_float64
