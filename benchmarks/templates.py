@@ -21,6 +21,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+from fctune.assets.tokenizer import train_tokenizer
 from fctune.calls.formats.registry import detect_format
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, Tool
@@ -97,20 +98,10 @@ def stops_of(name: str) -> tuple[str, ...]:
 
 def write_tokenizer(path: Path, texts: Iterable[str]) -> None:
     """Write a tokenizer with the special tokens of all templates, trained on texts."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([*texts, *["a:\n\nb>\n\nc.\n\n"] * 3], trainer)
+    tokenizer = train_tokenizer([*texts, *["a:\n\nb>\n\nc.\n\n"] * 3], PIECES, vocab_size=700)
     spelled = {token for template in find_templates() for token in SPECIAL.findall(template.source)}
     spelled |= {token for stops in STOPS.values() for token in stops}
     tokenizer.add_special_tokens(sorted({"<bos_>", "<eos_>", *spelled}))

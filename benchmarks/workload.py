@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fctune.assets.tokenizer import train_tokenizer
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
 from fctune.data.synthetic import iter_conversations
@@ -129,25 +130,12 @@ def write_model(folder: Path, shape: Shape, *, has_weights: bool, num_texts: int
 
 def _write_tokenizer(folder: Path, vocab: int, num_texts: int) -> int:
     """Write the tokenizer in both forms; return its number of tokens."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(_SPLIT), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
     texts = (
         json.dumps(conversation.to_openai(), ensure_ascii=False) + "\n\n"
         for kind in ("pretrain", "train")
         for conversation in iter_conversations(kind, num_texts // 2, 0)  # type: ignore[arg-type]
     )
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab - len(SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer = train_tokenizer(texts, _SPLIT, vocab - len(SPECIAL), ignore_merges=True)
     ranks = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     to_byte = _bytes_by_letter()
     lines = [f"{base64.b64encode(bytes(to_byte[c] for c in token)).decode()} {rank}" for token, rank in ranks]

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fctune import distributed
+from fctune.assets.tokenizer import train_tokenizer
 from fctune.config.loading import format_problems, parse_config
 from fctune.data.conversation import Conversation, Message
 from fctune.data.synthetic import iter_conversations
@@ -76,21 +77,7 @@ def iter_texts(conversations: Iterable[Conversation]) -> Iterator[str]:
 
 def write_tokenizer(out: Path, corpus: Iterable[str]) -> None:
     """Train a tokenizer on ``corpus`` and write its files, with the chat template."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS) - len(TAG_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-        max_token_length=None,
-    )
-    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer = train_tokenizer(corpus, _PIECES, VOCAB_SIZE - len(SPECIAL_TOKENS) - len(TAG_TOKENS))
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in TAG_TOKENS])
     out.mkdir(parents=True, exist_ok=True)
