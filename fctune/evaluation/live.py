@@ -101,28 +101,44 @@ class LiveEvaluation:
         return _to_metrics(summary["scores"]) | {"eval_time_s": self._last_s}
 
     def _engine(self, model: CausalLM) -> InProcessEngine:
-        from accelerate import init_empty_weights
-        from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+        from transformers import GenerationConfig
 
-        config = AutoConfig.from_pretrained(str(self.model_dir), local_files_only=True)
-        with init_empty_weights(include_buffers=False):
-            answering = AutoModelForCausalLM.from_config(config, dtype=model.precision.compute_dtype)
         device = self.world.device
-        weights = {name: tensor.to(device) for name, tensor in iter_merged(model)}
-        answering.load_state_dict(weights, strict=False, assign=True)
-        answering.tie_weights()
-        missing = [name for name, parameter in answering.named_parameters() if parameter.is_meta]
-        assert not missing, f"weights missing from the model in training: {missing[:3]}"
+        answering = build_answering(model, self.model_dir, device)
         if (self.model_dir / "generation_config.json").is_file():
             answering.generation_config = GenerationConfig.from_pretrained(str(self.model_dir), local_files_only=True)
         return InProcessEngine(
             self.model_dir,
             batch_size=self.config.batch_size,
             device=device,
-            model=answering.eval(),
+            model=answering,
             template_args=self.template_args,
             chat_template=self.chat_template,
         )
+
+
+@torch.no_grad()
+def build_answering(model: CausalLM, model_dir: Path, device: torch.device) -> Any:
+    """Build transformers' text model with the merged weights of a model in training. Every rank calls it.
+
+    Args:
+        model: the model in training; not changed.
+        model_dir: the base model's directory, for its config.
+        device: where to put the weights.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True).get_text_config()
+    config.tie_word_embeddings = model.architecture.is_tied
+    with init_empty_weights(include_buffers=False):
+        answering = AutoModelForCausalLM.from_config(config, dtype=model.precision.compute_dtype)
+    weights = {name: tensor.to(device) for name, tensor in iter_merged(model)}
+    answering.load_state_dict(weights, strict=False, assign=True)
+    answering.tie_weights()
+    missing = [name for name, parameter in answering.named_parameters() if parameter.is_meta]
+    assert not missing, f"weights missing from the model in training: {missing[:3]}"
+    return answering.eval()
 
 
 @contextmanager

@@ -17,9 +17,14 @@ from fctune.config.schema import EvalConfig
 from fctune.data.synthetic import iter_cases
 from fctune.distributed import World
 from fctune.errors import ConfigError
-from fctune.evaluation.live import LiveEvaluation
+from fctune.evaluation.live import LiveEvaluation, build_answering
 from fctune.generation.in_process import InProcessEngine
+from fctune.models.base_weights import load_base_
+from fctune.models.causal_lm import materialize_
+from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import read_architecture
 from tests.conftest import ROOT, TINY_BASE
+from tests.models.tiny_models import load_hf, save_tiny_model
 from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import CONFIGS, Kind, run_kind_on_rank, run_on_rank
 
@@ -137,3 +142,17 @@ def test_evaluation_without_cases_is_refused() -> None:
         load_config(CONFIGS["lora"], ["eval.every_n_steps=5"])
     with pytest.raises(ConfigError, match=r"eval\.cases=nowhere"):
         load_config(CONFIGS["lora"], ["eval.every_n_steps=5", "eval.cases=nowhere.jsonl"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_moe", "deepseek_v3"])
+def test_models_of_transformers_answer_with_their_own_weights(family: str, tmp_path: Path) -> None:
+    base = save_tiny_model(family, tmp_path / "base")
+    model = read_architecture(base, "transformers").build_model(64, PrecisionPolicy.uniform(torch.float32))
+    materialize_(model, torch.device("cpu"))
+    load_base_(model, base)
+    tokens = torch.arange(3, 20)[None]
+    expected = load_hf(base)(input_ids=tokens).logits
+    assert torch.allclose(
+        build_answering(model, base, torch.device("cpu"))(input_ids=tokens).logits, expected, atol=1e-5, rtol=1e-5
+    )
