@@ -131,6 +131,15 @@ def all_gather_rows(row: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor over all ranks; the tensor itself without a process group."""
+    if not dist.is_initialized():
+        return tensor
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
+
+
 def barrier() -> None:
     """Block until every rank has called this."""
     dist.barrier()

@@ -192,6 +192,7 @@ def _make_step(run: RunConfig, model: CausalLM, world: World) -> StepData:
         positions=torch.arange(length).expand(rows, -1).contiguous() if is_packed else None,
         lengths=((length,),) * rows if is_packed else None,
         rows=tuple(range(world.rank * rows, (world.rank + 1) * rows)),
+        row_lengths=(length,) * rows,
         num_tokens=rows * length,
         num_supervised=int(weights.sum()),
         weight_sum=float(weights.sum()),

@@ -47,6 +47,11 @@ class ModelConfig:
     add_tokens: list[str] = field(default_factory=list)
     """Tokens to add to the tokenizer, such as markers that it lacks. Their rows start as the mean of their text's,
     train with adapters too, and are part of the exports."""
+    router_aux_loss: Annotated[
+        float | None, _AT_LEAST_0, Null("`router_aux_loss_coef` of config.json if its `output_router_logits` is set")
+    ] = None
+    """Coefficient of the load-balancing loss of a mixture of experts, over all tokens of a global batch but padding;
+    0: none. With several micro-batches a step, it takes a second forward pass."""
     template_args: dict[str, Any] = field(default_factory=dict)
     """Switches of the chat template by name, such as `{enable_thinking: true}` or `{reasoning_effort: low}`; used alike
     for training, evaluation and serving. A row's own are merged over them."""

@@ -54,8 +54,9 @@ class Batch:
 
     Tokens, labels and positions are int64 ``[b, s]``, loss weights float32 ``[b, s]``. ``lengths`` are those of each
     row's conversations, then the padding's, then zeros if all batches have as many; positions and lengths are None if
-    each row is one conversation. ``rows`` are the indices of the rows in the global step, or -1 for a row of padding.
-    Labels are already shifted: ``labels[t]`` is the token after ``tokens[t]``.
+    each row is one conversation. ``rows`` are the indices of the rows in the global step, or -1 for a row of padding;
+    ``row_lengths`` are their numbers of tokens before padding. Labels are already shifted: ``labels[t]`` is the token
+    after ``tokens[t]``.
     """
 
     tokens: Tensor
@@ -64,6 +65,7 @@ class Batch:
     positions: Tensor | None
     lengths: tuple[tuple[int, ...], ...] | None
     rows: tuple[int, ...]
+    row_lengths: tuple[int, ...]
     num_tokens: int
     num_supervised: int
     weight_sum: float
@@ -203,7 +205,7 @@ class GlobalLoader:
         loss_weights = np.zeros(shape, dtype=np.float32)
         positions = np.zeros(shape, dtype=np.int64)
         all_lengths: list[tuple[int, ...]] = []
-        num_tokens = 0
+        row_lengths: list[int] = []
         for i, pack in enumerate([*packs.values(), *[None] * (num_rows - len(packs))]):
             at = 0
             lengths: list[int] = []
@@ -219,7 +221,7 @@ class GlobalLoader:
                 labels[i, at : stop - 1] = np.where(weights[1:] > 0, ids[1:], IGNORE)
                 lengths.append(len(ids))
                 at = stop
-            num_tokens += at
+            row_lengths.append(at)
             if at < shape[1]:
                 lengths.append(shape[1] - at)
                 positions[i, at:] = np.arange(shape[1] - at)
@@ -232,7 +234,8 @@ class GlobalLoader:
             positions=torch.from_numpy(positions) if has_bounds else None,
             lengths=tuple(all_lengths) if has_bounds else None,
             rows=(*packs, *[-1] * (num_rows - len(packs))),
-            num_tokens=num_tokens,
+            row_lengths=tuple(row_lengths),
+            num_tokens=sum(row_lengths),
             num_supervised=int((labels != IGNORE).sum()),
             weight_sum=float(loss_weights.sum(dtype=np.float64)),
         )

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fctune.errors import ConfigError
 from fctune.models.architecture import Architecture
 from fctune.models.attention import AttentionKernel, DocumentBounds, make_bounds
 from fctune.models.dropout import TokenKeys
 from fctune.models.loss import sum_supervised_loss
 from fctune.models.precision import PrecisionPolicy
+from fctune.models.router_balance import RouterBalance
 
 
 class Linear(NamedTuple):
@@ -55,6 +57,7 @@ class CausalLM(nn.Module, ABC):
         windows: sliding windows of the layers that use flex attention; None: see ``attention.make_bounds``.
         needs_packing_proof: a run checks with its weights that the conversations of a packed row stay apart.
         token_keys: keys of the tokens in the current forward, which adapters read for their dropout.
+        router_balance: load-balancing loss of the routers; None if the run has none.
     """
 
     def __init__(self, architecture: Architecture, precision: PrecisionPolicy, attention_kernel: AttentionKernel):
@@ -65,6 +68,7 @@ class CausalLM(nn.Module, ABC):
         self.windows: tuple[int | None, ...] | None = None
         self.needs_packing_proof = False
         self.token_keys = TokenKeys()
+        self.router_balance: RouterBalance | None = None
         self._block_context: AbstractContextManager[Any] = nullcontext()
 
     @property
@@ -97,6 +101,20 @@ class CausalLM(nn.Module, ABC):
     def routers(self) -> Iterator[Router]:
         """Iterate over the routers of the experts, block by block; a dense model has none."""
         return iter(())
+
+    def balance_routers_(self, coefficient: float | None) -> None:
+        """Set up the load-balancing loss of the routers, in place.
+
+        Args:
+            coefficient: factor on the loss; None takes what the model's config.json says, 0 has no such loss.
+
+        Raises:
+            ConfigError: the model has no such loss.
+        """
+        if coefficient:
+            raise ConfigError(
+                f"model.router_aux_loss={coefficient:g}: this model has no experts to balance; leave it out."
+            )
 
     @abstractmethod
     def hidden_states(
@@ -153,8 +171,11 @@ class CausalLM(nn.Module, ABC):
         loss_weights: Tensor | None = None,
         row_keys: Tensor | None = None,
         supervised: Tensor | None = None,
+        row_lengths: Tensor | None = None,
     ) -> Tensor:
         """Return the summed, weighted loss of the supervised tokens; without labels, the logits.
+
+        A load-balancing loss of routers is not part of it: see ``router_balance``.
 
         Args:
             tokens: token ids, int64 ``[b, s]``.
@@ -165,13 +186,19 @@ class CausalLM(nn.Module, ABC):
             row_keys: int64 keys that dropout is a function of, ``[b]``; needed only by adapters with dropout.
             supervised: indices of the supervised positions in the flattened batch, int64 ``[n]``; None finds them in
                 the labels, for which the host waits on a CUDA device.
+            row_lengths: tokens of each row before its padding, int64 ``[b]``; None: no row has padding. Used only by
+                the load-balancing loss.
 
         Returns:
             A scalar in float32 (float64 for a float64 model), or logits ``[b, s, vocab]``.
         """
         if row_keys is not None:
             self.token_keys.set_rows(row_keys, tokens.shape[1])
+        if self.router_balance is not None:
+            self.router_balance.start_forward(tokens, row_lengths, is_observed=self.training and labels is not None)
         hidden = self.hidden_states(tokens, positions, bounds, self._block_context)
+        if self.router_balance is not None:
+            self.router_balance.end_forward()
         keys = self.token_keys.value
         if labels is None:
             logits = self.project(hidden.flatten(0, 1), None if keys is None else keys.flatten())

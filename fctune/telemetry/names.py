@@ -33,6 +33,12 @@ METRICS = (
     Metric("step", "steps", "optimizer steps taken", "from 1, counted across restarts"),
     Metric("epoch", "epochs", "epoch of the step's last pack", "as the loader counts, from 0"),
     Metric("loss", "nats/token", "weighted mean cross entropy of supervised tokens", _EACH + ", before the update"),
+    Metric(
+        "router_aux_loss",
+        "",
+        "load-balancing loss of a mixture's routers, without its coefficient",
+        _EACH + ", not part of loss; top_k when balanced",
+    ),
     Metric("lr", "", "learning rate of the step", "first parameter group"),
     Metric("grad_norm", "", "2-norm of the gradient of all trained parameters", "before clipping"),
     Metric("tokens_total", "tokens", "tokens of conversations", _EACH + ", without padding"),

@@ -120,6 +120,8 @@ class Meter:
             "data_time_s": wait_s,
             **costs,
         }
+        if result.router_aux_loss is not None:
+            metrics["router_aux_loss"] = result.router_aux_loss
         if not result.is_applied:
             metrics["is_skipped"] = True
         elif (limit := self._spikes.check(result.loss)) is not None:

@@ -25,6 +25,7 @@ class Inputs:
     loss_weights: Tensor
     supervised: Tensor
     row_keys: Tensor
+    row_lengths: Tensor
     positions: Tensor | None
     bounds: DocumentBounds | None
 
@@ -32,7 +33,7 @@ class Inputs:
         """Return the model's keyword arguments on its device; the host does not wait for the copies."""
         moved = {
             name: None if (value := getattr(self, name)) is None else value.to(device, non_blocking=True)
-            for name in ("tokens", "labels", "loss_weights", "supervised", "row_keys", "positions")
+            for name in ("tokens", "labels", "loss_weights", "supervised", "row_keys", "row_lengths", "positions")
         }
         return moved | {"bounds": None if self.bounds is None else self.bounds.to(device)}
 
@@ -116,6 +117,7 @@ def make_inputs(
         "loss_weights": batch.loss_weights,
         "supervised": (batch.labels.flatten() != IGNORE).nonzero().squeeze(1),
         "row_keys": torch.tensor([row_key(seed, step, row) for row in batch.rows]),
+        "row_lengths": torch.tensor(batch.row_lengths),
         "positions": batch.positions,
     }
     if is_pinned:

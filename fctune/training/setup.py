@@ -83,7 +83,9 @@ def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:
         kernel, description = choose_attention_kernel(
             device.type, precision.compute_dtype, architecture.head_dim, capability
         )
-        return architecture.build_model(config.data.seq_len, precision, kernel), description
+        model = architecture.build_model(config.data.seq_len, precision, kernel)
+        model.balance_routers_(config.model.router_aux_loss)
+        return model, description
 
     model, attention = distributed.run_on_all_ranks(build)
     if precision.has_float8_matmuls:

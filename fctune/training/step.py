@@ -15,6 +15,7 @@ from fctune import distributed
 from fctune.data.loader import Batch
 from fctune.distributed import World
 from fctune.models.causal_lm import CausalLM
+from fctune.models.router_balance import RouterBalance
 from fctune.parallel.sharding import GradientSync, reshard_
 from fctune.telemetry.metrics import SpanTimer
 from fctune.training.prefetch import StepData, make_inputs
@@ -32,6 +33,7 @@ class StepResult:
         num_slots: positions computed, including padding.
         compute_s: seconds of forward and backward on each rank in the previous step; this step's are not known yet
             when the ranks exchange their results.
+        router_aux_loss: load-balancing loss of the routers, without its coefficient; None if the run has none.
         is_applied: False if the loss or norm was not finite, so that no weight changed.
     """
 
@@ -41,6 +43,7 @@ class StepResult:
     num_supervised: int
     num_slots: int
     compute_s: tuple[float, ...]
+    router_aux_loss: float | None
     is_applied: bool
 
 
@@ -59,7 +62,8 @@ def train_step(
 
     The loss is one weighted mean over all supervised tokens of the global step: the sum over micro-batches and ranks of
     weight x cross-entropy, divided by the sum of weights. The divisor is known before the first backward pass, so
-    gradients need no rescaling. Gradients are averaged over ranks, hence the factor ``world_size``.
+    gradients need no rescaling. Gradients are averaged over ranks, hence the factor ``world_size``. A mixture of
+    experts may add the load-balancing loss of the global batch, which is not part of the loss that is returned.
 
     The host waits for the device once, for the numbers that are logged and that decide whether the update is applied.
 
@@ -77,19 +81,26 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     clock.start()
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    balance = model.router_balance
+    if balance is not None:
+        _count_choices(model, balance, data, world)
     for num_left, inputs in zip(reversed(range(len(data.inputs))), data.inputs, strict=True):
         gradient_sync.defer(num_left > 0)
         loss: Tensor = model(**inputs.arguments(world.device))
-        (loss * (world.world_size / totals.weight_sum)).backward()  # type: ignore[no-untyped-call]
+        objective = loss * (world.world_size / totals.weight_sum)
+        if balance is not None:
+            objective = objective + world.world_size * balance.loss()
+        objective.backward()  # type: ignore[no-untyped-call]
         loss_sum += loss.detach()
     clock.stop()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = _clip_(parameters, clip_grad_norm)
     num_slots = sum(inputs.tokens.numel() for inputs in data.inputs)
-    rows = _exchange(torch.stack([loss_sum, norm.to(loss_sum)]), [num_slots, clock.last_s], world)
+    aux_sum = loss_sum.new_zeros(()) if balance is None or balance.value is None else balance.value
+    rows = _exchange(torch.stack([loss_sum, norm.to(loss_sum), aux_sum]), [num_slots, clock.last_s], world)
     clock.settle()
     loss_value, grad_norm = sum(row[0] for row in rows) / totals.weight_sum, rows[0][1]
-    is_finite = all(math.isfinite(value) for row in rows for value in row[:2])
+    is_finite = all(math.isfinite(value) for row in rows for value in row[:3])
     before_update()
     if is_finite:
         optimizer.step()
@@ -98,10 +109,24 @@ def train_step(
         grad_norm=grad_norm,
         num_tokens=totals.num_tokens,
         num_supervised=totals.num_supervised,
-        num_slots=int(sum(row[2] for row in rows)),
-        compute_s=tuple(row[3] for row in rows),
+        num_slots=int(sum(row[3] for row in rows)),
+        compute_s=tuple(row[4] for row in rows),
+        router_aux_loss=None if balance is None else sum(row[2] for row in rows),
         is_applied=is_finite,
     )
+
+
+def _count_choices(model: CausalLM, balance: RouterBalance, data: StepData, world: World) -> None:
+    """Count the choices of the routers over the global batch, in a forward pass of its own if it takes several."""
+    balance.start_step()
+    if len(data.inputs) == 1:
+        return  # counted in the only forward pass
+    nothing = torch.empty(0, dtype=torch.int64, device=world.device)
+    with torch.no_grad():
+        for inputs in data.inputs:
+            model(**inputs.arguments(world.device) | {"supervised": nothing})  # no logits
+            balance.add_counts()
+    balance.finish_counts()
 
 
 @torch.no_grad()

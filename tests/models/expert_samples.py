@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,8 @@ from fctune.models.lora import apply_lora_, copy_full_, init_adapters_
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.transformers.architecture import parse_architecture
 from fctune.models.transformers.attention import ATTENTION
+from fctune.models.transformers.float64 import keep_float64
+from tests.conftest import TINY_BASE
 
 VOCAB_SIZE = 128
 
@@ -71,7 +76,7 @@ def make_config(model_type: str, **changes: Any) -> Any:
 def make_reference(model_type: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     """Return transformers' model of a tiny config, in evaluation mode; its experts are computed by its own code.
 
-    Attention is ours, because transformers' own rounds to float32 even in float64.
+    Attention is ours, and float64 is kept throughout, so that experts are all that differs.
     """
     from transformers import AutoModelForCausalLM
 
@@ -83,7 +88,28 @@ def make_reference(model_type: str, dtype: torch.dtype = torch.float64, **change
             torch.nn.init.normal_(parameter, std=0.1, generator=generator)
         else:  # of a bias, which is initialised to zero, an error would not show
             parameter.data += torch.empty_like(parameter).normal_(std=0.1, generator=generator)
-    return model.to(dtype).eval()
+    model = model.to(dtype)
+    if dtype is torch.float64:
+        for part in getattr(model, model.base_model_prefix).children():
+            for module in part if isinstance(part, torch.nn.ModuleList) else [part]:
+                if next(module.parameters(), None) is not None:  # the angles of RoPE stay in float32, as everywhere
+                    module.forward = keep_float64(module.forward)
+    return model.eval()
+
+
+def save_base(model_type: str, folder: Path, with_tokenizer: bool = False, **changes: Any) -> Path:
+    """Save a float32 reference as a model directory; with the tiny base's tokenizer, data can be prepared for it."""
+    if with_tokenizer:
+        changes["vocab_size"] = json.loads((TINY_BASE / "config.json").read_text())["vocab_size"]
+        changes["max_position_embeddings"] = 2048
+    reference = make_reference(model_type, torch.float32, **changes)
+    reference.config._experts_implementation = None
+    reference.save_pretrained(folder)
+    if with_tokenizer:
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (TINY_BASE / file).is_file():
+                shutil.copyfile(TINY_BASE / file, folder / file)
+    return folder
 
 
 def draw_ids(*shape: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fctune.config.schema import AdapterConfig
 from fctune.models.export import export_adapter, export_merged
 from fctune.models.lora import is_adapter
-from tests.models.expert_samples import draw_ids, make_reference
+from tests.models.expert_samples import draw_ids, save_base
 from tests.models.model_samples import load_model
 
 UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
@@ -24,16 +24,11 @@ CASES = [
     ("qwen3_moe", [UP, DOWN, "q_proj", "o_proj"]),
     ("qwen3_moe", [UP]),
     ("qwen3_moe", [DOWN, "gate"]),
+    ("gpt_oss", [UP, DOWN, "q_proj"]),
+    ("gpt_oss", [DOWN, "router", "v_proj"]),
     ("glm4_moe", [UP, DOWN, "down_proj", "gate_proj"]),
     ("granitemoe", [DOWN, UP]),
 ]
-
-
-def save_base(model_type: str, folder: Path) -> Path:
-    reference = make_reference(model_type, torch.float32)
-    reference.config._experts_implementation = None
-    reference.save_pretrained(folder)
-    return folder
 
 
 def compute_logits(model: Any) -> Tensor:

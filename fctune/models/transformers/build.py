@@ -19,6 +19,7 @@ from fctune.models.precision import PrecisionPolicy
 from fctune.models.transformers.architecture import TransformersArchitecture
 from fctune.models.transformers.attention import run_block
 from fctune.models.transformers.attention_check import check_attention
+from fctune.models.transformers.balance import make_router_balance
 from fctune.models.transformers.experts import iter_expert_weights, iter_routers
 from fctune.models.transformers.float64 import keep_float64
 from fctune.models.transformers.modules import Layout, build_decoder, iter_linears, read_layout
@@ -188,6 +189,10 @@ class TransformersCausalLM(CausalLM):
         for index, block in enumerate(self.blocks):
             for router in iter_routers(block, self.decoder):
                 yield router._replace(path=f"decoder.{self.layout.stack}.{index}.{router.path}")
+
+    def balance_routers_(self, coefficient: float | None) -> None:
+        """Set up the load-balancing loss of the routers, in place; see ``CausalLM.balance_routers_``."""
+        self.router_balance = make_router_balance(self.decoder, self.architecture, coefficient)
 
     def hidden_states(
         self,

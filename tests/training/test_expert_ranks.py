@@ -1,0 +1,65 @@
+"""Training of mixtures of experts does not depend on the number of ranks or on micro-batches."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.data.prepared_set import prepare
+from tests.models.expert_samples import save_base
+from tests.ranks import run_ranks
+from tests.training.training_runs import compare, make_config, run_training
+
+ADAPTER = {
+    "rank": 3,
+    "alpha": 6,
+    "dropout": 0.1,
+    "modules": ["q_proj", "experts.gate_up_proj", "experts.down_proj", "gate"],
+}
+SMALL = {"sources": [{"path": "synthetic:train:24:3"}], "seq_len": 384}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base("qwen3_moe", tmp_path_factory.mktemp("base"), with_tokenizer=True)
+
+
+def train_all(base: Path, folder: Path, runs: list[tuple[int, dict[str, Any]]], **common: Any) -> list[dict[str, Any]]:
+    """Return the results of runs that balance their routers, each given by its ranks and changes to the config."""
+    results = []
+    for world_size, changes in runs:
+        keys = {"max_steps": 3, "validation": {"every_n_steps": 0}, "data": SMALL} | common | changes
+        config = make_config(base, folder, **keys)
+        config.model.router_aux_loss = 0.05
+        prepared = prepare(config.data, base, folder / "prepared")
+        results.append(run_ranks(run_training, world_size, config, prepared.path)[0])
+    return results
+
+
+def check_equal(results: list[dict[str, Any]]) -> None:
+    first, *others = results
+    for other in others:
+        compare(first, other, rtol=1e-9, atol=1e-9)
+        for a, b in zip(first["metrics"], other["metrics"], strict=True):
+            assert math.isclose(a["router_aux_loss"], b["router_aux_loss"], rel_tol=1e-9)
+    # Every token chooses two of five experts, so a balanced loss is two.
+    assert all(2.0 <= metrics["router_aux_loss"] < 5.0 for metrics in first["metrics"])
+
+
+def test_adapters_on_experts_train_alike_on_any_number_of_ranks(base: Path, tmp_path: Path) -> None:
+    fsdp = {"parallel": {"mode": "fsdp"}, "activation_checkpointing": {"fraction": 1.0}}
+    runs = [
+        (1, {"micro_batch_size": 7}),
+        (2, fsdp),
+        (4, {"parallel": {"mode": "ddp"}, "micro_batch_size": 1}),
+    ]
+    check_equal(train_all(base, tmp_path, runs, adapter=ADAPTER))
+
+
+def test_all_weights_train_alike_on_any_number_of_ranks(base: Path, tmp_path: Path) -> None:
+    # Five experts do not divide over the ranks, so shards are uneven.
+    runs = [(1, {}), (2, {"parallel": {"mode": "fsdp"}}), (4, {"parallel": {"mode": "hsdp", "replicate": 2}})]
+    check_equal(train_all(base, tmp_path, runs, adapter=None))
