@@ -249,10 +249,15 @@ class ActivationCheckpointingConfig:
     policy: Literal["block", "op"] = "block"
     """Tensors to keep: a block's input only, or also its attention output and every second matrix product."""
     offload: bool = False
-    """Move kept tensors to host memory until the backward pass (CUDA only)."""
+    """Move the inputs of checkpointed blocks to host memory until the backward pass (CUDA only)."""
 
     def check(self, where: str, problems: list[str]) -> None:
-        """Check that offloading has something to offload."""
+        """Check that offloading has something to offload, and offloads all of it."""
+        if self.offload and self.policy == "op":
+            problems.append(
+                f"{where}.offload: moves the inputs of blocks, and {where}.policy=op keeps products on the device too; "
+                f"set {where}.policy=block"
+            )
         if self.offload and not self.fraction:
             problems.append(
                 f"{where}.offload: moves what checkpointed blocks keep, and no block is checkpointed; set "

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +68,6 @@ class CausalLM(nn.Module, ABC):
         self.needs_packing_proof = False
         self.token_keys = TokenKeys()
         self.router_balance: RouterBalance | None = None
-        self._block_context: AbstractContextManager[Any] = nullcontext()
 
     @property
     @abstractmethod
@@ -122,7 +120,6 @@ class CausalLM(nn.Module, ABC):
         tokens: Tensor,
         positions: Tensor | None,
         bounds: DocumentBounds | None,
-        block_context: AbstractContextManager[Any],
     ) -> Tensor:
         """Compute the normed output of the last block.
 
@@ -130,7 +127,6 @@ class CausalLM(nn.Module, ABC):
             tokens: token ids, int64 ``[b, s]``.
             positions: position of each token in its conversation, ``[b, s]``; None counts along the row.
             bounds: ends of the conversations in each row; None is one conversation per row.
-            block_context: context to run the blocks in.
 
         Returns:
             Hidden states in the compute dtype, ``[b, s, d]``.
@@ -155,12 +151,6 @@ class CausalLM(nn.Module, ABC):
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
                     yield (f"{path}.{name}" if path else name), buffer
-
-    def offload_activations_(self) -> None:
-        """Keep the blocks' activations in the host's memory between forward and backward. CUDA only."""
-        from fctune.models.torchtune.offloading import OffloadActivations  # needs a CUDA device on import
-
-        self._block_context = OffloadActivations()
 
     def forward(
         self,
@@ -196,7 +186,7 @@ class CausalLM(nn.Module, ABC):
             self.token_keys.set_rows(row_keys, tokens.shape[1])
         if self.router_balance is not None:
             self.router_balance.start_forward(tokens, row_lengths, is_observed=self.training and labels is not None)
-        hidden = self.hidden_states(tokens, positions, bounds, self._block_context)
+        hidden = self.hidden_states(tokens, positions, bounds)
         if self.router_balance is not None:
             self.router_balance.end_forward()
         keys = self.token_keys.value

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fctune.config.schema import ActivationCheckpointingConfig
@@ -30,18 +33,17 @@ def apply_activation_checkpointing_(model: CausalLM, config: ActivationCheckpoin
     """Make an evenly spread fraction of the blocks recompute their activations in backward, in place.
 
     A block saves only its input (policy ``block``), or also the outputs of attention and of every second matrix product
-    (policy ``op``), which are cheaper to store than to recompute. Offloading keeps what is saved in the host's memory.
+    (policy ``op``), which are cheaper to store than to recompute. Offloading keeps the inputs in the host's memory.
 
     Raises:
         ConfigError: offloading on CPU.
     """
-    if config.offload:
-        if device_type == "cpu":
-            raise ConfigError(
-                "activation_checkpointing.offload: moves activations between a CUDA device and the host, and this run "
-                "is on CPU; set activation_checkpointing.offload=false."
-            )
-        model.offload_activations_()
+    if config.offload and device_type == "cpu":
+        raise ConfigError(
+            "activation_checkpointing.offload: moves activations between a CUDA device and the host, and this run is "
+            "on CPU; set activation_checkpointing.offload=false."
+        )
+    offloading = _Offloading() if config.offload else None
     contexts: dict[str, Any] = {"context_fn": _save_costly_context} if config.policy == "op" else {}
     for index, block in enumerate(model.blocks):
         if is_checkpointed(index, config.fraction):
@@ -49,6 +51,40 @@ def apply_activation_checkpointing_(model: CausalLM, config: ActivationCheckpoin
             block.forward = functools.partial(
                 checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **contexts
             )
+            if offloading is not None:
+                block.register_forward_pre_hook(offloading.enter)
+                block.register_forward_hook(offloading.exit, always_call=True)
+
+
+class _Offloading:
+    """Moves what blocks save for backward to the host, but not their weights, of which products save views."""
+
+    def __init__(self) -> None:
+        from fctune.models.torchtune.offloading import OffloadActivations  # needs a CUDA device on import
+
+        self._inner = OffloadActivations()
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._resident: set[int] = set()  # storages of the block's weights and buffers
+
+    def enter(self, block: nn.Module, arguments: Any) -> None:
+        """Offload from here on; sharding has gathered the block's weights."""
+        tensors = itertools.chain(block.parameters(), block.buffers())
+        self._resident = {t.untyped_storage().data_ptr() for t in tensors if not is_traceable_wrapper_subclass(t)}
+        self._hooks.__enter__()
+
+    def exit(self, block: nn.Module, arguments: Any, output: Any) -> None:
+        """Stop offloading."""
+        self._hooks.__exit__()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        is_resident = not is_traceable_wrapper_subclass(tensor) and (
+            tensor.untyped_storage().data_ptr() in self._resident
+        )
+        return tensor if is_resident else self._inner.pack_hook(tensor)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        tensor: Tensor = packed if isinstance(packed, Tensor) else self._inner.unpack_hook(packed)
+        return tensor
 
 
 def is_checkpointed(index: int, fraction: float) -> bool:

@@ -164,10 +164,13 @@ class MemoryModel:
 
     def kept_per_token(self, fraction: float) -> int:
         """Return the bytes per token that all blocks keep if a fraction of them is checkpointed."""
-        work, count = self.block_activations, len(self.blocks)
+        work, num_checkpointed = self.block_activations, self.count_checkpointed(fraction)
         kept = work.kept_policy_op if self.config.activation_checkpointing.policy == "op" else work.kept_policy_block
-        num_checkpointed = sum(is_checkpointed(index, fraction) for index in range(count))
-        return num_checkpointed * kept + (count - num_checkpointed) * work.kept
+        return num_checkpointed * kept + (len(self.blocks) - num_checkpointed) * work.kept
+
+    def count_checkpointed(self, fraction: float) -> int:
+        """Return the number of checkpointed blocks."""
+        return sum(is_checkpointed(index, fraction) for index in range(len(self.blocks)))
 
     def local_gradients(self, tensors: ParameterGroup, num_shards: int) -> int:
         """Return the bytes of one rank's shard of a group's gradients."""

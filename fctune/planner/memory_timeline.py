@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from fctune.planner.memory import MemoryModel
 
 
+# Inputs of blocks that are on their way to the host at a time (torchtune.training.OffloadActivations).
+_BLOCKS_IN_TRANSFER = 5
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Parallel layout and batch shape of a run: what a plan varies to make the run fit or faster."""
@@ -59,8 +63,9 @@ class Timeline:
         self.is_checkpointed = chosen
         self.kept = [kept * self.tokens if again else work.total(self.tokens) for again in chosen]
         if config.activation_checkpointing.offload:
-            # Two blocks' activations are in transfer; the others are on the host.
-            self.kept = [size * 2 // self.num_blocks for size in self.kept]
+            # The inputs of a few checkpointed blocks are in transfer; the others are on the host.
+            share = min(1.0, _BLOCKS_IN_TRANSFER / max(1, sum(chosen)))
+            self.kept = [int(size * share) if again else size for size, again in zip(self.kept, chosen, strict=True)]
         self.token_bytes = memory.architecture.embed_dim * memory.precision.compute_dtype.itemsize
         self.block, self.root = max(memory.blocks, key=lambda block: block.numel), memory.root
         self.block_weights = memory.unsharded_bytes(self.block) if self.is_unit else 0

@@ -240,8 +240,8 @@ def offloaded_bytes(memory: MemoryModel, setting: Setting, tokens: float, micro_
     """Return the bytes that a rank exchanges with the host in a step.
 
     With ``parallel.cpu_offload``, shards are copied to the GPU for each gather and gradients to the host
-    (torch.distributed.fsdp, CPUOffloadPolicy); with ``activation_checkpointing.offload``, kept activations are copied
-    in both directions.
+    (torch.distributed.fsdp, CPUOffloadPolicy); with ``activation_checkpointing.offload``, the inputs of checkpointed
+    blocks are copied in both directions.
     """
     config, total = memory.config, 0.0
     if config.parallel.cpu_offload:
@@ -250,7 +250,7 @@ def offloaded_bytes(memory: MemoryModel, setting: Setting, tokens: float, micro_
         passes = 2 if config.parallel.reshard_after_forward else 1
         total += micro_batches * passes * (state.parameters + state.adapters) + times * state.gradients
     if config.activation_checkpointing.offload:
-        total += 2 * memory.kept_per_token(setting.fraction) * tokens
+        total += 2 * memory.count_checkpointed(setting.fraction) * memory.block_activations.kept_policy_block * tokens
     return total
 
 

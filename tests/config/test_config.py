@@ -115,6 +115,10 @@ def test_all_problems_come_in_one_report(tmp_path: Path) -> None:
         ({"adapter": {}, "precision": "bf16_mixed"}, "precision=bf16_mixed: is for training all weights"),
         ({"activation_checkpointing": {"offload": True}}, "activation_checkpointing.offload"),
         (
+            {"activation_checkpointing": {"offload": True, "fraction": 1.0, "policy": "op"}},
+            "activation_checkpointing.offload: moves the inputs of blocks, and activation_checkpointing.policy=op",
+        ),
+        (
             {"precision": "float8", "data": {"sources": [{"path": "synthetic:train:9"}], "seq_len": 1000}},
             "data.seq_len=1000: float8 products need a multiple of 16 tokens, and precision=float8; use 992",
         ),

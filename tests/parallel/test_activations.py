@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fctune.config.schema import ActivationCheckpointingConfig, AdapterConfig
@@ -110,6 +114,44 @@ def test_offloading_on_cpu_is_rejected(make_model: Callable[..., Path]) -> None:
     config = ActivationCheckpointingConfig(fraction=1.0, offload=True)
     with pytest.raises(ConfigError, match=r"activation_checkpointing\.offload: .* this run is on CPU"):
         apply_activation_checkpointing_(load_model(make_model("llama")), config, "cpu")
+
+
+class RecordedOffloading(saved_tensors_hooks):
+    """Stands in for torchtune's offloading, which needs a CUDA device: keeps what it would move to the host."""
+
+    moved: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self) -> None:
+        def pack(tensor: torch.Tensor) -> int:
+            self.moved.append(tensor)
+            return len(self.moved) - 1
+
+        super().__init__(pack, self.moved.__getitem__)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_offloading_moves_the_inputs_of_checkpointed_blocks_and_no_weights(
+    fraction: float, is_compiled: bool, make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_model("llama", num_hidden_layers=4)
+    plain, offloaded = (load_model(path, LORA, torch.float64) for _ in range(2))
+    stand_in = SimpleNamespace(OffloadActivations=RecordedOffloading)
+    monkeypatch.setitem(sys.modules, "fctune.models.torchtune.offloading", stand_in)
+    RecordedOffloading.moved.clear()
+    apply_activation_checkpointing_(offloaded, ActivationCheckpointingConfig(fraction=fraction, offload=True), "cuda")
+    if is_compiled:
+        torch._dynamo.reset()
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        compile_blocks_(offloaded)
+    assert_same(run(offloaded), run(plain), rtol=1e-9, atol=1e-12)
+    weights = {p.untyped_storage().data_ptr() for p in offloaded.parameters()}
+    assert not [t.shape for t in RecordedOffloading.moved if t.untyped_storage().data_ptr() in weights]
+    inputs = [t for t in RecordedOffloading.moved if t.shape == (2, 80, 64)]
+    assert len(inputs) == 4 * fraction
+    # Positions and dropout keys are 16 bytes a token, of the 512 bytes of an input in float64.
+    num_bytes = sum(t.numel() * t.element_size() for t in RecordedOffloading.moved)
+    assert num_bytes <= 1.05 * 4 * fraction * 2 * 80 * 64 * 8
 
 
 @pytest.mark.slow

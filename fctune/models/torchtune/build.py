@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -70,13 +69,11 @@ class TorchtuneCausalLM(CausalLM):
         tokens: Tensor,
         positions: Tensor | None,
         bounds: DocumentBounds | None,
-        block_context: AbstractContextManager[Any],
     ) -> Tensor:
         """Compute the normed output of the last block, ``[b, s, d]``; see ``CausalLM.hidden_states``."""
         hidden = self.decoder.tok_embeddings(tokens)
-        with block_context:
-            for block in self.decoder.layers:
-                hidden = block(hidden, mask=bounds, input_pos=positions)
+        for block in self.decoder.layers:
+            hidden = block(hidden, mask=bounds, input_pos=positions)
         normed: Tensor = self.decoder.norm(hidden)
         return normed
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -199,15 +198,13 @@ class TransformersCausalLM(CausalLM):
         tokens: Tensor,
         positions: Tensor | None,
         bounds: DocumentBounds | None,
-        block_context: AbstractContextManager[Any],
     ) -> Tensor:
         """Compute the normed output of the last block, ``[b, s, d]``; see ``CausalLM.hidden_states``."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         self._bounds = self._rows_as_bounds(tokens) if bounds is None else bounds
         base = getattr(self.decoder, self._base)
-        with block_context:
-            output = base(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True)
+        output = base(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True)
         hidden: Tensor = output.last_hidden_state
         return hidden
 
