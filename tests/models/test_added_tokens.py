@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from transformers import AutoTokenizer
 from fctune.config.loading import parse_config
 from fctune.errors import ConfigError
 from fctune.models.added_tokens import count_vocabulary, extend_base
+from fctune.models.export import export_merged
 from fctune.models.sources import read_architecture
 from tests.models.model_samples import load_model
+from tests.models.tiny_models import load_hf, save_tiny_model
 
 NEW = ["<call>", "</call>"]
 TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -105,3 +108,21 @@ def test_an_index_chooses_between_versions_of_a_tensor(make_model: Callable[...,
     assert located["model.norm.weight"].name == "base-model.safetensors"
     index = json.loads((extended / "model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == located.keys()
+
+
+@pytest.mark.parametrize("family", ["smollm3", "gemma3"])
+def test_bases_of_transformers_grow_too(family: str, make_model: Callable[..., Path], tmp_path: Path) -> None:
+    tokenizer = make_model()
+    vocab_size = read_architecture(tokenizer).vocab_size
+    base = save_tiny_model(family, tmp_path / "base", vocab_size=vocab_size)
+    for file in tokenizer.glob("tokenizer*"):
+        shutil.copy(file, base)
+    extended = extend_base(base, NEW, tmp_path)
+    model, before = load_model(extended), load_model(base)
+    assert model.architecture.vocab_size == vocab_size + 2
+    rows = [dict(m.named_parameters())["decoder.model.embed_tokens.weight"].detach() for m in (model, before)]
+    assert rows[0].shape[0] == vocab_size + 2
+    assert torch.equal(rows[0][:vocab_size], rows[1])
+    assert rows[0][vocab_size:].abs().sum(1).all()
+    export_merged(model, extended, tmp_path / "out", is_writer=True)
+    assert load_hf(tmp_path / "out").get_input_embeddings().weight.shape[0] == vocab_size + 2

@@ -15,7 +15,7 @@ _SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 512,
     "sliding_window": 8,
     "pad_token_id": 0,
     "bos_token_id": 1,
