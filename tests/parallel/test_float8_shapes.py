@@ -25,7 +25,7 @@ def run_epoch(model: Any, prepared: Any, has_full_batches: bool) -> CudaShapeRul
     with CudaShapeRules() as rules:
         for rank in range(2):
             for batch in loader.micro_batches(step, rank, 2, 1):
-                model(**make_inputs(batch, "per_document").arguments(device)).backward()
+                model(**make_inputs(batch, model.make_bounds).arguments(device)).backward()
     return rules
 
 
