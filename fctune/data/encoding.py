@@ -127,7 +127,8 @@ class ChunkEncoder:
                 continue
             if samples is None:
                 continue
-            samples = [sample for sample in samples if any(sample.weights)]
+            # Supervised turns are near the end.
+            samples = [sample for sample in samples if any(reversed(sample.weights))]
             if not samples:
                 counts.unsupervised += 1
                 continue

@@ -111,16 +111,12 @@ class SampleRenderer:
         turns = [i for i in range(len(conversation.messages)) if self.supervision.weigh_message(conversation, i) > 0]
         renderings = self._render_samples(conversation, turns)
         missing = self._find_missing(conversation, renderings)
-        messages = list(conversation.messages)
-        for index, part in missing:
-            if part is None and messages[index].calls and self.supervision.content_with_calls == "drop":
-                messages[index] = replace(messages[index], content=None)
-            elif part == REASONING and self.supervision.reasoning == "keep_printed":
-                messages[index] = replace(messages[index], reasoning=None)
-        if any(new is not old for new, old in zip(messages, conversation.messages, strict=True)):
-            conversation = replace(conversation, messages=tuple(messages))
-            renderings = self._render_samples(conversation, turns)
-            missing = self._find_missing(conversation, renderings)
+        if missing:
+            shorter = self._drop_parts(conversation, missing)
+            if shorter is not conversation:
+                conversation = shorter
+                renderings = self._render_samples(conversation, turns)
+                missing = self._find_missing(conversation, renderings)
         if missing:
             raise DataError(describe_missing(missing, conversation))
         for rendering in renderings:
@@ -134,6 +130,18 @@ class SampleRenderer:
                         "argument, use another template, or skip the row"
                     )
         return renderings
+
+    def _drop_parts(self, conversation: Conversation, missing: list[Missing]) -> Conversation:
+        """Return the conversation without those of the missing parts that the config drops; itself if there is none."""
+        messages = list(conversation.messages)
+        for index, part in missing:
+            if part is None and messages[index].calls and self.supervision.content_with_calls == "drop":
+                messages[index] = replace(messages[index], content=None)
+            elif part == REASONING and self.supervision.reasoning == "keep_printed":
+                messages[index] = replace(messages[index], reasoning=None)
+        if all(new is old for new, old in zip(messages, conversation.messages, strict=True)):
+            return conversation
+        return replace(conversation, messages=tuple(messages))
 
     def _find_missing(self, conversation: Conversation, renderings: list[Rendering]) -> list[Missing]:
         """Return the parts that the samples lack, in order.

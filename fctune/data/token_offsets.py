@@ -55,7 +55,8 @@ class OffsetTokenizer:
         splitter = _make_splitter(tokenizer)
         self._is_splitting = splitter is not None
         self._split = splitter or (lambda text: [text])
-        self._cache: dict[str, tuple[array[int], array[int]]] = {}  # ids and byte lengths of a part's tokens
+        # The ids of a part's tokens and their lengths in bytes, as bytes of C integers: joined at once for a text.
+        self._cache: dict[str, tuple[bytes, bytes]] = {}
         self._num_cached = 0  # characters
 
     def __reduce__(self) -> tuple[type[OffsetTokenizer], tuple[tokenizers.Tokenizer]]:
@@ -69,17 +70,15 @@ class OffsetTokenizer:
     def encode(self, text: str) -> TokenOffsets[bytes] | TokenOffsets[str]:
         """Return token ids with offsets, without added special tokens."""
         parts = list(filter(None, self._split(text)))
-        cache = self._cache
-        if new := [part for part in parts if part not in cache]:
-            self._add(new, parts)
-        if all(cache[part][0] for part in parts):
-            ids, sizes = array("i"), array("i")
-            for part in parts:
-                part_ids, part_sizes = cache[part]
-                ids += part_ids
-                sizes += part_sizes
+        found = list(map(self._cache.get, parts))
+        if None in found:
+            self._add([part for part in parts if part not in self._cache], parts)
+            found = list(map(self._cache.get, parts))
+        known = [tokens for tokens in found if tokens is not None and tokens[0]]
+        if len(known) == len(parts):
+            ids, sizes = (array("i", b"".join(column)) for column in zip(*known, strict=True)) if known else ([], [])
             ends = list(accumulate(sizes))
-            return TokenOffsets(ids.tolist(), [0, *ends][:-1], ends, text.encode())
+            return TokenOffsets(list(ids), [0, *ends][:-1], ends, text.encode())
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         offsets: list[tuple[int, int]] = encoding.offsets
         return TokenOffsets(encoding.ids, [start for start, _ in offsets], [end for _, end in offsets], text)
@@ -121,7 +120,8 @@ class OffsetTokenizer:
             ids = self.ids(part)
             pieces = list(map(self._pieces.__getitem__, ids))
             is_exact = b"".join(pieces) == part.encode()
-            self._cache[part] = (array("i", ids if is_exact else ()), array("i", map(len, pieces) if is_exact else ()))
+            columns = (ids, map(len, pieces)) if is_exact else ((), ())
+            self._cache[part] = array("i", columns[0]).tobytes(), array("i", columns[1]).tobytes()
 
 
 def _make_splitter(tokenizer: tokenizers.Tokenizer) -> Callable[[str], list[str]] | None:

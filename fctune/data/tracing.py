@@ -245,7 +245,8 @@ class TracedTemplate:
 
     def _take_markers(self, marked: str) -> tuple[str, list[Span]]:
         parts = self._marker.split(marked)
-        plain = "".join(parts[::3])
+        texts = parts[::3]
+        plain = "".join(texts)
         spans: list[Span] = []
         length = 0
         # Open loops over messages, outermost first: loop number, current message, start of its text.
@@ -255,7 +256,7 @@ class TracedTemplate:
             if not plain[start:length].isspace() and length > start:
                 spans.append(Span(message, start, length))
 
-        for text, number, index in itertools.zip_longest(parts[::3], parts[1::3], parts[2::3]):
+        for text, number, index in itertools.zip_longest(texts, parts[1::3], parts[2::3]):
             length += len(text)
             if number is None:
                 break

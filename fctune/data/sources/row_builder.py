@@ -183,7 +183,7 @@ class RowBuilder:
             self.tools_pointer,
             self.tools_suffix,
             warnings=self.warnings,
-            notes=+self.notes,
+            notes=+self.notes if self.notes else self.notes,
         )
 
     def read_call(self, value: Any, pointer: str, call_id: str | None = None) -> Call:
@@ -297,7 +297,8 @@ class ReadContext:
         if isinstance(value, str):
             value = decode(value, pointer)
         elif self.may_have_null:
-            notes["arrow_struct"] += isinstance(value, list) and any(isinstance(item, ArrowStruct) for item in value)
+            if isinstance(value, list) and any(isinstance(item, ArrowStruct) for item in value):
+                notes["arrow_struct"] += 1
             value = remove_tool_filling(value, notes)
         return [] if value is None else list(iter_tools(value, pointer, decode, notes))
 

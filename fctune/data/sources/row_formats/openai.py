@@ -61,7 +61,8 @@ def _add_message(message: Any, pointer: str, builder: RowBuilder) -> None:
             builder.notes["ignored_field"] += 1
     match role:
         case "system" | "developer" | "user":
-            builder.notes["developer_as_system"] += role == "developer"
+            if role == "developer":
+                builder.notes["developer_as_system"] += 1
             if content is None:
                 raise RowError(f"{pointer}.content", "content_not_text", f"expected the {role}'s text, got null")
             builder.add("user" if role == "user" else "system", content, pointer)
@@ -78,7 +79,8 @@ def _add_message(message: Any, pointer: str, builder: RowBuilder) -> None:
                 raise RowError(f"{pointer}.content", "content_not_text", reason)
             builder.add("assistant", content, pointer, calls, _read_weight(message.get("weight"), pointer), reasoning)
         case "tool" | "function":
-            builder.notes["legacy_function_call"] += role == "function"
+            if role == "function":
+                builder.notes["legacy_function_call"] += 1
             if content is None:
                 raise RowError(f"{pointer}.content", "content_not_text", "expected the result's text, got null")
             call_id = _read_text(message.get("tool_call_id"), f"{pointer}.tool_call_id")
