@@ -12,6 +12,7 @@ from typing import AnyStr, Generic
 import tokenizers
 
 from fctune.data.control_tokens import has_hidden, restore_hidden
+from fctune.data.line_breaks import BETWEEN_OBJECTS, split_between_objects, splits_between_objects
 from fctune.errors import DataError
 
 # Byte-level vocabularies spell a printable byte as itself and the others with the characters after 255.
@@ -41,7 +42,8 @@ class OffsetTokenizer:
     otherwise.
 
     A text is split at its special tokens first, and the parts are tokenised independently. Conversations share many
-    parts, such as the tools of a system prompt, so the tokens of parts are cached.
+    parts, so the tokens of parts are cached. A list of tools is split further if ``fctune.data.line_breaks`` finds that
+    the tokenizer splits there too: rows share tools more often than lists of tools.
 
     Args:
         tokenizer: Fast tokenizer.
@@ -55,6 +57,7 @@ class OffsetTokenizer:
         splitter = _make_splitter(tokenizer)
         self._is_splitting = splitter is not None
         self._split = splitter or (lambda text: [text])
+        self._is_splitting_lines: bool | None = None if self._is_splitting else False  # None: not known yet
         # The ids of a part's tokens and their lengths in bytes, as bytes of C integers: joined at once for a text.
         self._cache: dict[str, tuple[bytes, bytes]] = {}
         self._num_cached = 0  # characters
@@ -70,6 +73,11 @@ class OffsetTokenizer:
     def encode(self, text: str) -> TokenOffsets[bytes] | TokenOffsets[str]:
         """Return token ids with offsets, without added special tokens."""
         parts = list(filter(None, self._split(text)))
+        if self._is_splitting_lines is not False and BETWEEN_OBJECTS in text:
+            if self._is_splitting_lines is None:
+                self._is_splitting_lines = splits_between_objects(self.tokenizer)
+            if self._is_splitting_lines:
+                parts = [line for part in parts for line in split_between_objects(part)]
         found = list(map(self._cache.get, parts))
         if None in found:
             self._add([part for part in parts if part not in self._cache], parts)
