@@ -13,7 +13,7 @@ from fctune.data.sources.defects import RowError, describe_value
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 # Roles and speakers of a turn that is the reasoning of the assistant's next one.
-REASONING_ROLES = frozenset({"reasoning", "thinking", "thought"})
+REASONING_ROLES = ("reasoning", "thinking", "thought")
 
 # Template switches that rows have as keys of their own, and the type of their values.
 _ROW_SWITCHES: dict[str, type] = {"enable_thinking": bool, "thinking": bool, "reasoning_effort": str}
