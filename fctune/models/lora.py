@@ -20,6 +20,7 @@ from fctune.models.causal_lm import CausalLM
 from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout
 from fctune.models.expert_lora import ExpertLoRA, RouterLoRA, adapt_router_
 from fctune.models.frozen_linear import FrozenLinear
+from fctune.models.torchtune.names import to_own_path
 
 _ADAPTER_LEAVES = (".lora_a", ".lora_b", ".magnitude", ".token_rows")
 
@@ -58,11 +59,11 @@ class LoRALinear(FrozenLinear):
         self.channel_keys: Tensor
         empty = torch.empty(in_dim, dtype=torch.int64, device=base.weight.device)
         self.register_buffer("channel_keys", empty, persistent=False)
-        self._key, self._token_keys = key, token_keys
+        self.key, self._token_keys = key, token_keys
 
     def init_buffers_(self) -> None:
         """Compute the dropout keys of the input channels."""
-        self.channel_keys.copy_(channel_keys(self._key, len(self.channel_keys)))
+        self.channel_keys.copy_(channel_keys(self.key, len(self.channel_keys)))
 
     def forward(self, x: Tensor, token_keys: Tensor | None = None) -> Tensor:
         """Project ``[..., in]`` to ``[..., out]``; ``token_keys [...]`` are needed if x is not the complete batch."""
@@ -208,8 +209,10 @@ def init_adapters_(model: CausalLM, seed: int) -> None:
     DoRA's magnitudes start as the row norms of the base's weights, which must be loaded. Each A is drawn in full from a
     generator seeded by (seed, name) and then sharded, so that adapters are the same at any world size.
     """
-    for name, module in model.named_modules():
+    for path, module in model.named_modules():
         if isinstance(module, (LoRALinear, ExpertLoRA, RouterLoRA)):
+            # The name is that of torchtune's module, so that a model of either source starts with the same adapters.
+            name = (to_own_path(module.key) if isinstance(module, LoRALinear) else None) or path
             key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key, "little") % 2**63)
             bound = 1 / math.sqrt(module.lora_a.shape[-1])  # kaiming_uniform_ with a = sqrt(5)

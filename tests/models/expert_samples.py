@@ -16,7 +16,7 @@ from fctune.models.lora import apply_lora_, copy_full_, init_adapters_
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.transformers.architecture import parse_architecture
 from fctune.models.transformers.attention import ATTENTION
-from fctune.models.transformers.float64 import keep_float64
+from fctune.models.transformers.float64 import keep_float64_
 from tests.conftest import TINY_BASE
 
 VOCAB_SIZE = 128
@@ -88,13 +88,9 @@ def make_reference(model_type: str, dtype: torch.dtype = torch.float64, **change
             torch.nn.init.normal_(parameter, std=0.1, generator=generator)
         else:  # of a bias, which is initialised to zero, an error would not show
             parameter.data += torch.empty_like(parameter).normal_(std=0.1, generator=generator)
-    model = model.to(dtype)
     if dtype is torch.float64:
-        for part in getattr(model, model.base_model_prefix).children():
-            for module in part if isinstance(part, torch.nn.ModuleList) else [part]:
-                if next(module.parameters(), None) is not None:  # the angles of RoPE stay in float32, as everywhere
-                    module.forward = keep_float64(module.forward)
-    return model.eval()
+        keep_float64_(getattr(model, model.base_model_prefix))
+    return model.to(dtype).eval()
 
 
 def save_base(model_type: str, folder: Path, with_tokenizer: bool = False, **changes: Any) -> Path:

@@ -72,7 +72,7 @@ TEXT_MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe": _EXPERTS,
     "deepseek_v3": _EXPERTS | _LATENT,
     "granitemoe": _EXPERTS,
-    "olmoe": _EXPERTS,
+    "olmoe": _EXPERTS | {"sliding_window": None},  # its masks have none
 }
 # By model_type: the text model's model_type, and what to set in its config and in that of the vision tower.
 VISION_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

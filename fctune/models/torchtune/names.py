@@ -55,6 +55,14 @@ def to_hf_name(name: str) -> str:
     return f"{stem}.{'weight' if leaf == 'scale' else leaf}"
 
 
+def to_own_path(key: str) -> str | None:
+    """Return the path of a linear in our model by its key, such as ``0.q_proj``; None for a key of no such linear."""
+    index, _, name = key.partition(".")
+    if key == HEAD:
+        return "decoder.output"
+    return f"decoder.layers.{index}.{LINEAR_PATHS[name]}" if name in LINEAR_PATHS else None
+
+
 def to_peft_name(name: str) -> str:
     """Convert the name of one of our adapter parameters to PEFT's."""
     stem, _, leaf = to_hf_name(name).rpartition(".")

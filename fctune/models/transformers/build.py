@@ -20,7 +20,7 @@ from fctune.models.transformers.attention import run_block
 from fctune.models.transformers.attention_check import check_attention
 from fctune.models.transformers.balance import make_router_balance
 from fctune.models.transformers.experts import iter_expert_weights, iter_routers
-from fctune.models.transformers.float64 import keep_float64
+from fctune.models.transformers.float64 import keep_float64_
 from fctune.models.transformers.modules import Layout, build_decoder, iter_linears, read_layout
 
 
@@ -113,20 +113,10 @@ class TransformersCausalLM(CausalLM):
             embedding, head = self.embedding, decoder.get_submodule(layout.head)
             decoder.set_submodule(layout.head, TiedHead(embedding, getattr(head, "bias", None)))
         if precision.compute_dtype is torch.float64:
-            self._keep_float64()
+            keep_float64_(decoder.get_submodule(self._base))
         for block in self.blocks:
             block.forward = functools.partial(run_block, block.forward)
             block.register_forward_pre_hook(self._pass_bounds, with_kwargs=True)
-
-    def _keep_float64(self) -> None:
-        """Make the modules with weights compute in float64. The angles of RoPE stay in float32, as everywhere."""
-        base = self.decoder.get_submodule(self._base)
-        for module in base.children():
-            if isinstance(module, nn.ModuleList):
-                for child in module:
-                    child.forward = keep_float64(child.forward)
-            elif next(module.parameters(), None) is not None:
-                module.forward = keep_float64(module.forward)
 
     def _pass_bounds(
         self, block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
@@ -28,12 +28,21 @@ def _widen(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-def keep_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a module's forward that computes in float64; it does so again when backward recomputes it."""
+def keep_float64_(base: nn.Module) -> None:
+    """Make the modules with weights of a model without its head compute in float64, in place.
 
+    They do so again when backward recomputes them. The angles of RoPE stay in float32, as everywhere.
+    """
+    for child in base.children():
+        for module in child if isinstance(child, nn.ModuleList) else [child]:
+            if next(module.parameters(), None) is not None:
+                module.forward = _in_float64(module.forward)
+
+
+def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
-    def in_float64(*arguments: Any, **options: Any) -> Any:
+    def keeping(*arguments: Any, **options: Any) -> Any:
         with KeepFloat64():
             return forward(*arguments, **options)
 
-    return in_float64
+    return keeping
