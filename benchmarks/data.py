@@ -39,7 +39,7 @@ def run_ours(folder: Path) -> dict[str, float]:
     """Prepare the rows with fctune.data.prepared_set."""
     from transformers import AutoTokenizer
 
-    from fctune.config.schema import DataConfig, SourceConfig
+    from fctune.config.sections.data import DataConfig, SourceConfig
     from fctune.data.prepared_set import prepare
 
     AutoTokenizer.from_pretrained(TINY_BASE)
@@ -150,7 +150,7 @@ def _resident_mib() -> float:
 
 def measure_memory(num_rows: int) -> dict[str, Any]:
     """Write a large set, then read it in another process as a rank does."""
-    from fctune.config.schema import DataConfig, SourceConfig
+    from fctune.config.sections.data import DataConfig, SourceConfig
     from fctune.data.prepared_set import prepare
 
     config = DataConfig(

@@ -98,7 +98,7 @@ def check(model_dir: Path, device: torch.device) -> dict[str, Any]:
         if dtype is torch.bfloat16 and device.type == "cuda":
             compare(f"{kind} packed by flex", build(model_dir, dtype, device, "flex"), dtype)
         model = build(model_dir, dtype, device, kernel)
-        from fctune.config.schema import ActivationCheckpointingConfig
+        from fctune.config.sections.parallel import ActivationCheckpointingConfig
 
         apply_activation_checkpointing_(model, ActivationCheckpointingConfig(fraction=1.0, policy="op"), device.type)
         compile_blocks_(model)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import yaml
 
 from fctune.config.parsing import apply_override, parse_yaml, suggest
-from fctune.config.schema import find_template_args_problems
+from fctune.config.sections.model import find_template_args_problems
 
 INTERRUPTED = 128 + signal.SIGINT
 

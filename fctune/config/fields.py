@@ -55,6 +55,11 @@ class Range:
         return {name: bound for name, bound in names.items() if bound is not None}
 
 
+AT_LEAST_0 = Range(ge=0)
+AT_LEAST_1 = Range(ge=1)
+SHARE = Range(ge=0, le=1)
+
+
 @dataclass(frozen=True, slots=True)
 class Null:
     """Meaning of null in an optional field, such as "no limit"."""

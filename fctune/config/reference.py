@@ -24,7 +24,7 @@ def render_config_reference() -> str:
         "`data.sources.0.path=rows.jsonl`), and `~key` drops one. `fctune config check CONFIG` checks a config, and",
         "`fctune config schema` prints its JSON Schema.",
         "",
-        "Generated from `fctune/config/schema.py` by `make reference`.",
+        "Generated from `fctune/config/schema.py` and `fctune/config/sections/` by `make reference`.",
     ]
     for key, section in _sections(RunConfig, ""):
         lines += ["", f"## {f'`{key}`' if key else 'Top level'}", "", _summarise(section), ""]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fctune.config.chat_templates import read_chat_template
-from fctune.config.schema import ModelConfig
+from fctune.config.sections.model import ModelConfig
 from fctune.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from fctune.config.schema import DataConfig
+from fctune.config.sections.data import DataConfig
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.sources.reader import list_files
 from fctune.data.template_args import TEMPLATE_ARGS_FILE

@@ -18,7 +18,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fctune.config.schema import DataConfig, RunConfig
+from fctune.config.schema import RunConfig
+from fctune.config.sections.data import DataConfig
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.encoding import Counts, encode_sources
 from fctune.data.fingerprint import FileDigests, fingerprint_inputs

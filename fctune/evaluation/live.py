@@ -20,7 +20,7 @@ import torch
 
 from fctune import distributed
 from fctune.calls.formats.registry import detect_format
-from fctune.config.schema import EvalConfig
+from fctune.config.sections.evaluation import EvalConfig
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.distributed import World
 from fctune.evaluation.cases import read_cases

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fctune.config.schema import AdapterConfig
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.architecture import ROUTER_ADAPTER
 from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout
 from fctune.models.grouped_products import multiply_groups

@@ -12,7 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.functional import linear
 from torchao.dtypes.nf4tensor import NF4Tensor, linear_nf4, to_nf4
 
-from fctune.config.schema import BaseDtype
+from fctune.config.sections.adapter import BaseDtype
 from fctune.errors import ConfigError
 
 FLOAT8 = torch.float8_e4m3fn

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import linear
 
-from fctune.config.schema import AdapterConfig, BaseDtype
+from fctune.config.sections.adapter import AdapterConfig, BaseDtype
 from fctune.errors import ConfigError
 from fctune.models.architecture import EXPERT_ADAPTERS, ROUTER_ADAPTER
 from fctune.models.causal_lm import CausalLM

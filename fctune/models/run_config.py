@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fctune.config.loading import load_config
-from fctune.config.schema import ModelSource, RunConfig
+from fctune.config.schema import RunConfig
+from fctune.config.sections.model import ModelSource
 from fctune.models.architecture import ALL_LINEAR
 from fctune.models.hub import resolve_model_dir
 from fctune.models.sources import find_model_problems

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fctune.config.schema import AdapterConfig
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.data.prepared_set import PreparedSet, list_tokens
 from fctune.errors import ConfigError
 from fctune.models.architecture import Architecture

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fctune.config.schema import ActivationCheckpointingConfig
+from fctune.config.sections.parallel import ActivationCheckpointingConfig
 from fctune.errors import ConfigError
 from fctune.models.attention import attention_operators
 from fctune.models.causal_lm import CausalLM

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from fctune.config.schema import ParallelConfig, RunConfig
+from fctune.config.schema import RunConfig
+from fctune.config.sections.parallel import ParallelConfig
 from fctune.errors import ConfigError
 from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import check_nf4_shards

@@ -10,7 +10,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from fctune.config.schema import ParallelConfig
+from fctune.config.sections.parallel import ParallelConfig
 from fctune.models.causal_lm import CausalLM
 from fctune.parallel.footprint import can_hold_gradients
 from fctune.parallel.layout import Hardware, ParallelLayout

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fctune.config.schema import AdapterConfig, RunConfig
+from fctune.config.schema import RunConfig
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.architecture import Architecture, Block, LinearShape
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fctune.config.schema import ModelSource, RunConfig
+from fctune.config.schema import RunConfig
+from fctune.config.sections.model import ModelSource
 from fctune.data.prepared_set import prepared_root
 from fctune.errors import ConfigError
 from fctune.gpus import GPUS, Gpu

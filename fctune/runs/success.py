@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from fctune.config.schema import SuccessConfig
+from fctune.config.sections.success import SuccessConfig
 from fctune.runs.figures import FINAL_STEPS, describe_run, flatten_config
 from fctune.runs.record import RunRecord
 from fctune.runs.results import Accuracy, find_throughput

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from fctune.config.schema import ProfileConfig
+from fctune.config.sections.telemetry import ProfileConfig
 
 logger = logging.getLogger("fctune")
 

@@ -9,7 +9,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from fctune.config.schema import PrometheusConfig, WandbConfig
+from fctune.config.sections.telemetry import PrometheusConfig, WandbConfig
 from fctune.telemetry.alerts import ALERTS, Alert
 from fctune.telemetry.names import METRICS, find_metric
 

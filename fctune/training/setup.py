@@ -16,7 +16,8 @@ from torch._functorch import config as functorch
 from fctune import distributed
 from fctune.checkpoint.state import TrainState
 from fctune.config.components import resolve_component
-from fctune.config.schema import RunConfig, TelemetryConfig
+from fctune.config.schema import RunConfig
+from fctune.config.sections.telemetry import TelemetryConfig
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.encoding import Counts
 from fctune.data.prepared_set import PreparedSet, describe_counts, open_prepared, prepare, prepared_root

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fctune.cli import main
-from fctune.config.schema import SuccessConfig
+from fctune.config.sections.success import SuccessConfig
 from tests.conftest import ROOT
 from tests.runs.sample_runs import make_run, write_steps
 

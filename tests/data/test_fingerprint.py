@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fctune.config.schema import DataConfig, SourceConfig
+from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data.fingerprint import IGNORED_KEYS, FileDigests, fingerprint_inputs, fingerprint_source
 
 

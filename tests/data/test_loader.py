@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fctune.config.schema import DataConfig, SourceConfig
+from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data.encoding import Counts, encode_sources
 from fctune.data.loader import IGNORE, GlobalLoader
 from fctune.data.packing import pack_best_fit

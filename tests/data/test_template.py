@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from fctune.config.schema import DataConfig, SourceConfig
+from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data.chat_template import ChatTemplate, load_tokenizer
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.prepared_set import SPLITS, describe_counts, prepare

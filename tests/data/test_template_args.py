@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fctune.cli.parser import Parser, add_template_args_argument
-from fctune.config.schema import DataConfig, ModelConfig, SourceConfig
+from fctune.config.sections.data import DataConfig, SourceConfig
+from fctune.config.sections.model import ModelConfig
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation, Message

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from fctune.config.loading import load_config
-from fctune.config.schema import EvalConfig
+from fctune.config.sections.evaluation import EvalConfig
 from fctune.data.synthetic import iter_cases
 from fctune.distributed import World
 from fctune.errors import ConfigError

@@ -13,7 +13,7 @@ import pytest
 
 from fctune.calls.formats.base import CallFormat
 from fctune.calls.formats.registry import FORMATS
-from fctune.config.schema import EvalConfig
+from fctune.config.sections.evaluation import EvalConfig
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation
 from fctune.data.synthetic import iter_cases

@@ -21,7 +21,9 @@ WEIGHTS = os.urandom(3_000_000)
 PRELUDE = """
 import json, os, sys
 from pathlib import Path
-from fctune.config.schema import DataConfig, ModelConfig, RunConfig, SourceConfig
+from fctune.config.schema import RunConfig
+from fctune.config.sections.data import DataConfig, SourceConfig
+from fctune.config.sections.model import ModelConfig
 from fctune.launch import hub
 model, *sources = json.loads(sys.argv[1])
 data = DataConfig(sources=[SourceConfig(path=path) for path in sources])

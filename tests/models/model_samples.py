@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fctune.config.schema import AdapterConfig
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.lora import apply_lora_, init_adapters_

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fctune.config.schema import AdapterConfig
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.export import export_adapter, export_merged
 from fctune.models.lora import is_adapter
 from tests.models.expert_samples import draw_ids, save_base

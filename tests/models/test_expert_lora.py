@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fctune.config.schema import AdapterConfig
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.errors import ConfigError
 from fctune.models.causal_lm import CausalLM
 from fctune.models.expert_lora import ExpertLoRA, RouterLoRA

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fctune.config.schema import AdapterConfig
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.errors import ConfigError
 from fctune.models import export
 from fctune.models.frozen_linear import FrozenLinear, copy_rows_, is_nf4

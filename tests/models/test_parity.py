@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fctune.config.schema import AdapterConfig
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.models import export
 from tests.models.model_samples import ALL_MODULES, draw_tokens, load_model, load_reference
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fctune.config.schema import ActivationCheckpointingConfig
+from fctune.config.sections.parallel import ActivationCheckpointingConfig
 from fctune.errors import ConfigError
 from fctune.models.causal_lm import CausalLM
 from fctune.parallel.activations import apply_activation_checkpointing_

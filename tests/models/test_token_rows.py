@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fctune.config.schema import AdapterConfig
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.errors import ConfigError
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import export_adapter, export_merged

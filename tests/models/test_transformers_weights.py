@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fctune.checkpoint.hf_checkpoint import HFModelWeights
 from fctune.checkpoint.tensors import named_trainable
-from fctune.config.schema import AdapterConfig, ParallelConfig
+from fctune.config.sections.adapter import AdapterConfig
+from fctune.config.sections.parallel import ParallelConfig
 from fctune.distributed import World
 from fctune.errors import CheckpointError, ConfigError
 from fctune.models.base_weights import find_targets, load_base_, plan_base

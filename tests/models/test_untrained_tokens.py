@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fctune.config.schema import AdapterConfig
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.errors import ConfigError
 from fctune.models.sources import read_architecture
 from fctune.models.token_choice import TokenChoice, choose_tokens

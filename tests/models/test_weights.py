@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fctune.config.schema import ParallelConfig
+from fctune.config.sections.parallel import ParallelConfig
 from fctune.distributed import World
 from fctune.errors import CheckpointError
 from fctune.models.base_weights import load_base_

@@ -15,7 +15,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fctune.config.schema import ActivationCheckpointingConfig, AdapterConfig
+from fctune.config.sections.adapter import AdapterConfig
+from fctune.config.sections.parallel import ActivationCheckpointingConfig
 from fctune.errors import ConfigError
 from fctune.models.attention import make_bounds
 from fctune.models.causal_lm import CausalLM

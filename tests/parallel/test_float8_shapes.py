@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fctune.config.schema import AdapterConfig, DataConfig, SourceConfig
+from fctune.config.sections.adapter import AdapterConfig
+from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import prepare
 from fctune.parallel.activations import use_float8_matmuls_

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fctune.config.schema import ParallelConfig
+from fctune.config.sections.parallel import ParallelConfig
 from fctune.errors import ConfigError
 from fctune.models.precision import PrecisionPolicy, check_device, choose_precision
 from fctune.parallel.footprint import GIB, Footprint

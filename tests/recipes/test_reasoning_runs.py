@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fctune.config.schema import DataConfig, SourceConfig
+from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation, Message
 from fctune.data.encoding import Counts, encode_sources

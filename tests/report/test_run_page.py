@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from fctune.calls.formats.registry import FORMATS
-from fctune.config.schema import AdapterConfig, SuccessConfig
+from fctune.config.sections.adapter import AdapterConfig
+from fctune.config.sections.success import SuccessConfig
 from fctune.evaluation.judging import judge_answer
 from fctune.evaluation.paired import compare_rows
 from fctune.evaluation.results import ResultsFile

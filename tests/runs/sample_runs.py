@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fctune.config.schema import AdapterConfig, DataConfig, ModelConfig, RunConfig, SourceConfig
+from fctune.config.schema import RunConfig
+from fctune.config.sections.adapter import AdapterConfig
+from fctune.config.sections.data import DataConfig, SourceConfig
+from fctune.config.sections.model import ModelConfig
 from fctune.telemetry.sinks import JsonlSink
 from fctune.training.run_directory import RunDirectory
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fctune.config.schema import SuccessConfig
+from fctune.config.sections.success import SuccessConfig
 from fctune.runs.figures import describe_run
 from fctune.runs.metrics_file import MetricsFile
 from fctune.runs.record import RunRecord, read_run

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fctune.config.schema import AdapterConfig, SuccessConfig
+from fctune.config.sections.adapter import AdapterConfig
+from fctune.config.sections.success import SuccessConfig
 from fctune.report.page import Page
 from fctune.report.run_sections import add_success
 from fctune.runs.record import read_run

@@ -12,7 +12,7 @@ import pytest
 
 from fctune.cli import main
 from fctune.config.loading import load_config
-from fctune.config.schema import SuccessConfig
+from fctune.config.sections.success import SuccessConfig
 from fctune.errors import ConfigError
 from fctune.report.run_page import make_run_page
 from fctune.runs.record import read_run

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from fctune.config.schema import ProfileConfig, RunConfig
+from fctune.config.schema import RunConfig
+from fctune.config.sections.telemetry import ProfileConfig
 from fctune.data.prepared_set import open_prepared, prepare
 from fctune.distributed import World
 from fctune.telemetry.profiler import StepProfiler

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fctune.config.schema import PrometheusConfig
+from fctune.config.sections.telemetry import PrometheusConfig
 from fctune.telemetry.alerts import Alert
 from fctune.telemetry.background import BackgroundSink
 from fctune.telemetry.services import PrometheusSink

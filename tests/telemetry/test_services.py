@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from fctune.config.schema import PrometheusConfig, WandbConfig
+from fctune.config.sections.telemetry import PrometheusConfig, WandbConfig
 from fctune.distributed import World
 from fctune.telemetry.alert_monitor import AlertMonitor
 from fctune.telemetry.alerts import Alert
@@ -190,7 +190,7 @@ def test_a_run_that_restarts_online_continues_in_the_same_wandb_run(
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from fctune.config.schema import WandbConfig
+from fctune.config.sections.telemetry import WandbConfig
 from fctune.telemetry.background import BackgroundSink
 from fctune.telemetry.services import TensorBoardSink, WandbSink
 from fctune.telemetry.sinks import SinkGroup

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from fctune.config.schema import find_template_args_problems
+from fctune.config.sections.model import find_template_args_problems
 from fctune.data.sources.defects import RowError, describe_value
 
 # Keys of a message's reasoning: of vLLM and Qwen, of OpenRouter and newer vLLM, and of gpt-oss.

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from fctune.checkpoint.state import TrainState
-from fctune.config.schema import EvalConfig
+from fctune.config.sections.evaluation import EvalConfig
 from fctune.evaluation.live import LiveEvaluation
 from fctune.training.callbacks.base import Callback
 

@@ -1,0 +1,1 @@
+"""The sections of a run's config; ``fctune.config.schema`` puts them together."""

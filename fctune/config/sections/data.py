@@ -1,0 +1,81 @@
+"""Training rows: sources, rendering, supervision and packing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from fctune.config.fields import AT_LEAST_1, NotEmpty, Null, Range, join_key
+
+
+@dataclass(kw_only=True, slots=True)
+class SourceConfig:
+    """A source of training rows."""
+
+    path: str
+    """JSON, JSONL, JSONL.gz, Parquet or CSV file, a directory of them or from `save_to_disk`,
+    `hf:NAME[:CONFIG][:SPLIT][@REVISION]`, or `synthetic:SPLIT:ROWS[:SEED]`."""
+    format: str = "auto"
+    """Row format by the name of its reader; `auto` detects it from the rows."""
+    weight: Annotated[float, Range(gt=0)] = 1.0
+    """Times each row appears per epoch: 2.0 is twice, 0.5 every second row (chosen by hash)."""
+
+    def check(self, where: str, problems: list[str]) -> None:
+        """Check that a local source exists."""
+        if not self.path.startswith(("hf:", "synthetic:")) and not Path(self.path).exists():
+            problems.append(
+                f"{join_key(where, 'path')}={self.path}: no such file or directory "
+                f"(relative paths start at {Path.cwd()})"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """Training rows: sources, rendering, supervision and packing."""
+
+    sources: Annotated[list[SourceConfig], NotEmpty("[{path: train.jsonl}]")]
+    """Sources, read in this order."""
+    validation_share: Annotated[float, Range(ge=0, lt=1)] = 0.02
+    """Share of conversations held out for validation; chosen by hash, so a conversation keeps its split when rows are
+    added. At least one is held out of 20 or more; 0: none."""
+    max_samples: Annotated[int | None, AT_LEAST_1, Null("all rows")] = None
+    """Rows to read from each source."""
+    seq_len: Annotated[int, Range(ge=8)] = 4096
+    """Length of a training row in tokens; no conversation may be longer (see `overlong`)."""
+    packed: bool = True
+    """Pack several complete conversations into each row; attention never crosses them. Off: one conversation per
+    row."""
+    pad_to: Literal["longest", "seq_len"] = "longest"
+    """Length to pad unpacked rows to: the longest of the micro-batch, or `seq_len`."""
+    train_on: Literal["assistant", "last_assistant", "calls"] = "assistant"
+    """Supervised turns: all of the assistant's, its last one, or those that call a function."""
+    train_reasoning: Literal["all", "last", "none"] = "all"
+    """Supervised reasoning: that of every supervised turn, only that of turns after the last user message, or none.
+    Reasoning that is not supervised stays in the context of what follows. The empty block of a turn without reasoning
+    is always supervised, unless the generation prompt holds it."""
+    call_weight: Annotated[float, Range(gt=0)] = 1.0
+    """Loss weight of a token in a turn that calls a function, relative to 1.0 for other supervised tokens."""
+    on_invalid: Literal["fail", "skip"] = "fail"
+    """Rows that cannot be used: stop with a report, or skip and count them."""
+    overlong: Literal["fail", "drop", "cut"] = "fail"
+    """Conversations longer than `seq_len`: stop, drop them, or cut them at the end of a turn."""
+    parallel_calls: Literal["error", "split"] = "error"
+    """Turns with several calls where the chat template renders only one per turn: report the row as invalid, or split
+    the turn."""
+    content_with_calls: Literal["error", "drop"] = "error"
+    """Text next to a call where the chat template prints only the call: report the row as invalid, or drop the text."""
+    reasoning: Literal["keep", "keep_printed", "in_content", "drop"] = "keep"
+    """Reasoning of rows: `keep` passes it to the chat template under the template's own name for it, and reports rows
+    whose reasoning the template does not print; `keep_printed` leaves such reasoning out; `in_content` writes it before
+    the content of a turn as `<think>...</think>` where that turn is trained, for templates that read none; `drop`
+    trains without any."""
+    thinking: Literal["auto", "rows", "config"] = "auto"
+    """Thinking switch of the chat template, such as `enable_thinking`. `auto`: if any row has reasoning, on for rows
+    with reasoning and off for the others, so that a hybrid model stays one; a row's own switches come first. `rows`:
+    only the rows' own switches; `config`: only `model.template_args`, for all rows."""
+    special_tokens_in_content: Literal["fail", "escape", "keep"] = "fail"
+    """Rows that spell a special token of the tokenizer, such as `<|im_end|>`, in a message, tool or argument: report
+    them as invalid, encode the token as plain text, or keep it as the control token."""
+    prepared_dir: Annotated[str | None, Null("`prepared` next to `output_dir`")] = None
+    """Directory of prepared (tokenised and packed) sets."""

@@ -1,0 +1,60 @@
+"""Distribution of parameters over ranks, and recomputation of activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fctune.config.fields import AT_LEAST_1, SHARE, Null
+
+
+@dataclass(kw_only=True, slots=True)
+class ParallelConfig:
+    """Distribution of parameters over ranks."""
+
+    mode: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
+    """`ddp`: a replica per rank; `fsdp`: one replica sharded over all ranks; `hsdp`: several replicas, each sharded
+    over a group of ranks; `auto`: no distribution on one rank, otherwise the mode with the least network traffic that
+    fits in memory."""
+    replicate: Annotated[int | None, AT_LEAST_1, Null("one replica per node")] = None
+    """Number of replicas with `hsdp`."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered weights after its forward pass. Off: keep them for the backward pass, which takes more
+    memory and less traffic."""
+    cpu_offload: bool = False
+    """Keep shards and optimizer state in host memory (CUDA only)."""
+
+    def check(self, where: str, problems: list[str]) -> None:
+        """Check keys that only some modes have."""
+        if self.replicate is not None and self.mode != "hsdp":
+            problems.append(
+                f"{where}.replicate={self.replicate}: only hsdp counts replicas, and {where}.mode is {self.mode}; "
+                f"set {where}.mode=hsdp, or leave replicate out"
+            )
+        if self.cpu_offload and self.mode == "ddp":
+            problems.append(f"{where}.cpu_offload: offloads shards, and ddp has none; set {where}.mode=fsdp or hsdp")
+
+
+@dataclass(kw_only=True, slots=True)
+class ActivationCheckpointingConfig:
+    """Activations to recompute in the backward pass, which trades time for memory."""
+
+    fraction: Annotated[float, SHARE] = 0.0
+    """Share of the blocks to checkpoint, spread evenly."""
+    policy: Literal["block", "op"] = "block"
+    """Tensors to keep: a block's input only, or also its attention output and every second matrix product."""
+    offload: bool = False
+    """Move the inputs of checkpointed blocks to host memory until the backward pass (CUDA only)."""
+
+    def check(self, where: str, problems: list[str]) -> None:
+        """Check that offloading has something to offload, and offloads all of it."""
+        if self.offload and self.policy == "op":
+            problems.append(
+                f"{where}.offload: moves the inputs of blocks, and {where}.policy=op keeps products on the device too; "
+                f"set {where}.policy=block"
+            )
+        if self.offload and not self.fraction:
+            problems.append(
+                f"{where}.offload: moves what checkpointed blocks keep, and no block is checkpointed; set "
+                f"{where}.fraction over 0"
+            )

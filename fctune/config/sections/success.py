@@ -1,0 +1,34 @@
+"""Criteria by which a run is judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fctune.config.fields import SHARE, Null
+
+_NO_CRITERION = Null("no criterion")
+
+
+@dataclass(kw_only=True, slots=True)
+class SuccessConfig:
+    """Criteria that are judged at the end of a run as PASS, FAIL or not measured; `success: {}` uses these defaults."""
+
+    min_accuracy: Annotated[float | None, SHARE, _NO_CRITERION] = 0.85
+    """Tool-call accuracy on held-out cases."""
+    max_final_loss: Annotated[float | None, Null("1.5 with adapters, 0.5 where all weights train")] = None
+    """Final training loss."""
+    min_gpu_utilization: Annotated[float | None, SHARE, _NO_CRITERION] = 0.85
+    """Mean utilisation of the GPUs."""
+    min_memory_share: Annotated[float | None, SHARE, _NO_CRITERION] = 0.7
+    """Least peak memory, as a share of a GPU's memory."""
+    max_memory_share: Annotated[float | None, SHARE, _NO_CRITERION] = 0.8
+    """Greatest peak memory, as a share of a GPU's memory."""
+    min_tokens_per_s_per_gpu: Annotated[float | None, _NO_CRITERION] = 2000.0
+    """Training throughput in tokens/s per GPU."""
+    min_scaling: Annotated[float | None, _NO_CRITERION] = 0.9
+    """Tokens/s per GPU relative to a run on fewer GPUs."""
+    no_out_of_memory: bool = True
+    """No out-of-memory error."""
+    min_inference_tokens_per_s: Annotated[float | None, _NO_CRITERION] = 100.0
+    """Inference speed in tokens/s."""
