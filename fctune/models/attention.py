@@ -39,16 +39,20 @@ class DocumentBounds:
             for ``per_document``, else on the device of the queries.
         max_length: upper bound of the conversations' lengths: the tokens of a row.
         shape: rows of the batch, and tokens per row.
+        host_ends: the same cumulative lengths, always on the CPU, for those that would otherwise wait for the device.
         windows: sliding windows of the layers that use flex attention; None is a layer without one.
         block_masks: masks of flex attention by window, on the device.
+        derived: what layers make of the bounds once for a batch, by a name that includes its device.
     """
 
     kernel: AttentionKernel
     ends: Tensor
     max_length: int
     shape: tuple[int, int]
+    host_ends: Tensor
     windows: tuple[int | None, ...] = ()
     block_masks: dict[int | None, Any] = field(default_factory=dict)
+    derived: dict[str, Any] = field(default_factory=dict)
 
     def pin(self) -> DocumentBounds:
         """Return a copy in pinned memory, from which copies to a CUDA device are asynchronous."""
@@ -79,7 +83,7 @@ def make_bounds(
     flat = torch.tensor([0, *(length for row in lengths for length in row)], dtype=torch.int32)
     ends, shape = flat.cumsum(0, dtype=torch.int32), (len(lengths), sum(lengths[0]))
     # Not the longest conversation of these rows, for each of which blocks would be compiled again.
-    return DocumentBounds(kernel, ends, shape[1], shape, tuple(windows))
+    return DocumentBounds(kernel, ends, shape[1], shape, ends, tuple(windows))
 
 
 def choose_attention_kernel(

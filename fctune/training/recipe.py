@@ -107,7 +107,8 @@ class FineTuning(ABC):
         self.num_steps = count_steps(self.config, self.loader, self.world)
         hosts = distributed.all_gather_objects(platform.node())
         if self.world.is_main:
-            self.run.directory.describe(num_steps=self.num_steps, data=self.prepared.describe(), hosts=hosts)
+            details = {"state_layers": self.model.state_layers} if self.model.state_layers else {}
+            self.run.directory.describe(num_steps=self.num_steps, data=self.prepared.describe(), hosts=hosts, **details)
         gradient_sync = self.load_checkpoint()
         self.state = start_state(self.model, self.config, self.num_steps, gradient_sync)
         self.start_callbacks(self.state)

@@ -64,6 +64,11 @@ def run_block(forward: Callable[..., Any], *arguments: Any, bounds: DocumentBoun
         _RUNNING.bounds = before
 
 
+def running_bounds() -> DocumentBounds | None:
+    """Return the bounds of the batch whose block is running; None: each row is one conversation."""
+    return _RUNNING.bounds
+
+
 @contextmanager
 def recorded_attention() -> Iterator[dict[int, AttentionUse]]:
     """Record how each layer attends, by the identity of its module, while the context is open."""

@@ -22,6 +22,7 @@ from fctune.models.transformers.balance import make_router_balance
 from fctune.models.transformers.experts import iter_expert_weights, iter_routers
 from fctune.models.transformers.float64 import keep_float64_
 from fctune.models.transformers.modules import Layout, build_decoder, iter_linears, read_layout
+from fctune.models.transformers.state_layers import separate_conversations_
 
 
 class TiedHead(nn.Module):
@@ -76,12 +77,11 @@ class _StandIn:
         return getattr(self.__dict__["_original"], name)
 
 
-class _StandInHead(_StandIn):
-    """An output head that projects by another function."""
+class _StandInModule(_StandIn):
+    """A module that computes by another function, ``compute``."""
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        projected: Tensor = self.project(hidden)
-        return projected
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.compute(*arguments, **options)
 
 
 class TransformersCausalLM(CausalLM):
@@ -114,6 +114,7 @@ class TransformersCausalLM(CausalLM):
             decoder.set_submodule(layout.head, TiedHead(embedding, getattr(head, "bias", None)))
         if precision.compute_dtype is torch.float64:
             keep_float64_(decoder.get_submodule(self._base))
+        self.state_layers = separate_conversations_(self.blocks, self.token_keys)
         for block in self.blocks:
             block.forward = functools.partial(run_block, block.forward)
             block.register_forward_pre_hook(self._pass_bounds, with_kwargs=True)
@@ -203,14 +204,16 @@ class TransformersCausalLM(CausalLM):
         if self.attention_kernel == "per_document":
             return None
         rows, length = tokens.shape
-        ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=tokens.device)
-        return DocumentBounds(self.attention_kernel, ends, length, (rows, length))
+        ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32)
+        return DocumentBounds(self.attention_kernel, ends.to(tokens.device), length, (rows, length), ends)
 
     def project(self, hidden: Tensor, token_keys: Tensor | None = None) -> Tensor:
         """Return the logits with the scale and soft cap of the family, by the decoder's own code."""
-        head = _StandInHead(self.head, project=functools.partial(super().project, token_keys=token_keys))
+        head = _StandInModule(self.head, compute=functools.partial(super().project, token_keys=token_keys))
+        base = getattr(self.decoder, self._base)
         # Its forward computes the logits of these hidden states alone.
-        ends = {self._base: lambda *arguments, **options: _Hidden(hidden[None]), self.layout.head: head}
+        base = _StandInModule(base, compute=lambda *arguments, **options: _Hidden(hidden[None]))
+        ends = {self._base: base, self.layout.head: head}
         stand_in = _StandIn(self.decoder, **ends)
         logits: Tensor = type(self.decoder).forward(stand_in, inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits

@@ -1,0 +1,288 @@
+"""Layers that carry state along a row (convolutions, state space models, linear attention), kept within conversations.
+
+Unlike attention, they have no mask. Where the kernels of such a layer take the bounds of conversations, the layer gets
+them. Elsewhere, conversations of similar length are stacked as rows of their own, padded at the end, where no real
+token sees the padding, and each stack is computed at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fctune.models.attention import DocumentBounds
+from fctune.models.document_attention import CPU_TILE, keeps_kernels
+from fctune.models.dropout import TokenKeys
+from fctune.models.frozen_linear import FrozenLinear
+from fctune.models.transformers.attention import running_bounds
+
+# Names of a forward's argument for the state that generation keeps between tokens.
+_CACHE_ARGUMENTS = frozenset({"past_key_values", "past_key_value", "cache_params", "layer_past", "state"})
+# A stack of conversations takes shorter ones until padding is this share of it.
+_MAX_PADDING = 0.2
+_STACKED = "each conversation apart, those of similar length together"
+
+
+def find_state_layers(block: nn.Module) -> Iterator[nn.Module]:
+    """Iterate over the layers of a block that carry state: they keep a cache while generating, and are not attention.
+
+    Only the innermost are returned, such as a convolution within an attention layer.
+    """
+    keepers = {module for module in block.modules() if module is not block and _has_cache(module)}
+    for module in keepers:
+        is_innermost = not any(inner in keepers for inner in module.modules() if inner is not module)
+        if is_innermost and not _is_attention(module):
+            yield module
+
+
+def _has_cache(module: nn.Module) -> bool:
+    return not _CACHE_ARGUMENTS.isdisjoint(inspect.signature(type(module).forward).parameters)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return hasattr(module, "is_causal") or "ALL_ATTENTION_FUNCTIONS" in _forward(type(module)).__code__.co_names
+
+
+def _forward(kind: type[nn.Module]) -> Any:
+    """Return the forward as its class defines it, without decorators."""
+    return inspect.unwrap(kind.forward)
+
+
+def separate_conversations_(blocks: Iterable[nn.Module], token_keys: TokenKeys) -> str:
+    """Make each layer with state compute the conversations of packed rows apart, in place.
+
+    Args:
+        blocks: of the decoder.
+        token_keys: keys of the tokens, which the adapters inside such layers read.
+
+    Returns:
+        Number of such layers by class, and how they do it; empty if there are none.
+    """
+    layers = [layer for block in blocks for layer in find_state_layers(block)]
+    for layer in layers:
+        layer.forward = functools.partial(_run_apart, layer, layer.forward, token_keys)
+    return "; ".join(
+        f"{count} {kind.__name__}, {'by kernels for packed rows on CUDA' if takes_bounds(kind) else _STACKED}"
+        for kind, count in Counter(map(type, layers)).items()
+    )
+
+
+@functools.cache
+def takes_bounds(kind: Any) -> bool:
+    """Return whether all kernels of a class of layers are installed and take the bounds of conversations.
+
+    transformers chooses between a package's kernel and its own code when a model is imported. Its own code takes no
+    bounds, and some of it ignores them silently.
+    """
+    code, scope = _forward(kind).__code__, _forward(kind).__globals__
+    functions = [scope[name] for name in code.co_names if inspect.isfunction(scope.get(name))]
+    found = [parameters for parameters in map(_kernel_parameters, functions) if parameters is not None]
+    # A layer that names its bounds otherwise would drop them on the way to the kernel.
+    needs_lengths = any("cu_seqlens" in parameters for parameters in found)
+    is_passed = not needs_lengths or "cu_seq_lens_q" in code.co_consts
+    return bool(found) and is_passed and all({"cu_seqlens", "seq_idx"} & parameters for parameters in found)
+
+
+def _kernel_parameters(function: Callable[..., Any]) -> set[str] | None:
+    """Return the parameters of the kernel behind a function over sequences; none without kernel, None for others."""
+    parameters = inspect.signature(function).parameters
+    is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    is_step = any(name.endswith("state") and p.default is p.empty for name, p in parameters.items())
+    if not is_open or is_step:  # no function over sequences, or one of a single token, for generation
+        return None
+    free = inspect.getclosurevars(function).nonlocals
+    return set(free.get("applicable_params", ())) if free.get("is_new_implementation") else set()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its shapes are those of each batch's conversations
+def _run_apart(
+    layer: nn.Module, forward: Callable[..., Any], token_keys: TokenKeys, *arguments: Any, **options: Any
+) -> Any:
+    """Call a layer's own forward so that it keeps the conversations of the running batch apart."""
+    bounds = running_bounds()
+    keys, was_training = token_keys.value, layer.training
+    # A fused kernel for training multiplies with the weights of the projections and leaves out their adapters.
+    layer.training = was_training and not any(isinstance(child, FrozenLinear) for child in layer.children())
+    try:
+        if bounds is None or _is_unpacked(bounds):
+            return forward(*arguments, **options)
+        kind: Any = type(layer)
+        if takes_bounds(kind) and _has_kernels(_find_tensor(arguments, options).device):
+            return _run_by_kernels(forward, bounds, token_keys, arguments, options)
+        return _run_in_stacks(forward, bounds, token_keys, arguments, options)
+    finally:
+        token_keys.value, layer.training = keys, was_training
+
+
+def _is_unpacked(bounds: DocumentBounds) -> bool:
+    """Return whether each row is one conversation."""
+    if "is_unpacked" not in bounds.derived:
+        bounds.derived["is_unpacked"] = int((bounds.host_ends.diff() > 0).sum()) == bounds.shape[0]
+    is_unpacked: bool = bounds.derived["is_unpacked"]
+    return is_unpacked
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _find_tensor(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    """Return the first tensor of the arguments, the hidden states."""
+    return next(value for value in (*arguments, *options.values()) if isinstance(value, Tensor))
+
+
+def _run_by_kernels(
+    forward: Callable[..., Any],
+    bounds: DocumentBounds,
+    token_keys: TokenKeys,
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Any:
+    """Pass the bounds of the conversations, with all rows in one."""
+    shape = bounds.shape
+
+    def flatten(x: Tensor) -> Tensor:
+        return x.flatten(0, 1)[None]
+
+    plan = _sequence_plan(bounds)
+    token_keys.value = None if token_keys.value is None else flatten(token_keys.value)
+    out = forward(
+        *_map_tokens(flatten, shape, arguments),
+        **_map_tokens(flatten, shape, options),
+        cu_seq_lens_q=bounds.ends,
+        cu_seqlens_cpu=plan.ends,  # without it, some kernels wait for the device
+        seq_idx=plan.indices,
+    )
+    return _map_tokens(lambda x: x.view(*shape, *x.shape[2:]), (1, shape[0] * shape[1]), out)
+
+
+def _run_in_stacks(
+    forward: Callable[..., Any],
+    bounds: DocumentBounds,
+    token_keys: TokenKeys,
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Any:
+    """Compute conversations as rows of their own, those of similar length together."""
+    shape, keys = bounds.shape, token_keys.value
+    first = _find_tensor(arguments, options)
+    plan = _stack_plan(bounds, first.device, CPU_TILE if keeps_kernels(first) else 1)
+    out, outputs = None, []
+    for index in plan.stacks:
+
+        def stack(x: Tensor, index: Tensor = index) -> Tensor:
+            return x.flatten(0, 1).index_select(0, index.flatten()).view(*index.shape, *x.shape[2:])
+
+        token_keys.value = None if keys is None else stack(keys)
+        out = forward(*_map_tokens(stack, shape, arguments), **_map_tokens(stack, shape, options))
+        outputs.append(out if isinstance(out, tuple) else (out,))
+
+    def join(parts: tuple[Any, ...]) -> Tensor | None:
+        pairs = list(zip(parts, plan.stacks, strict=True))
+        if any(not isinstance(part, Tensor) or part.shape[:2] != index.shape for part, index in pairs):
+            return None  # not by token, such as a last state
+        flat = torch.cat([part.flatten(0, 1) for part in parts])
+        return flat.index_select(0, plan.inverse).view(*shape, *flat.shape[1:])
+
+    joined = tuple(join(parts) for parts in zip(*outputs, strict=True))
+    return joined if isinstance(out, tuple) else joined[0]
+
+
+def _map_tokens(function: Callable[[Tensor], Tensor], shape: tuple[int, ...], value: Any) -> Any:
+    """Apply a function to each tensor of values by token, ``[b, s, ...]``, within tuples and dictionaries."""
+    if isinstance(value, dict):
+        return {name: _map_tokens(function, shape, inner) for name, inner in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_map_tokens(function, shape, inner) for inner in value)
+    if isinstance(value, Tensor) and value.dim() >= 2:
+        if value.shape[:2] == (1, shape[1]):  # the same for all rows
+            value = value.expand(shape[0], *value.shape[1:])
+        if tuple(value.shape[:2]) == tuple(shape):
+            return function(value)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class _StackPlan:
+    """Conversations of packed rows as rows of their own.
+
+    Attributes:
+        stacks: for each stack, the index of each token in the flattened batch, ``[conversations, length]``; a padded
+            conversation repeats its last token.
+        inverse: for each token of the flattened batch, its index in the flattened stacks, ``[b * s]``.
+    """
+
+    stacks: tuple[Tensor, ...]
+    inverse: Tensor
+
+
+def _stack_plan(bounds: DocumentBounds, device: torch.device, multiple: int) -> _StackPlan:
+    """Return the stacks of a batch, which are made once and kept with its bounds."""
+    name = f"stacks of multiples of {multiple} on {device}"
+    if name not in bounds.derived:
+        bounds.derived[name] = _plan_stacks(bounds.host_ends, device, multiple)
+    plan: _StackPlan = bounds.derived[name]
+    return plan
+
+
+def _plan_stacks(ends: Tensor, device: torch.device, multiple: int) -> _StackPlan:
+    spans = [(stop - start, start) for start, stop in itertools.pairwise(ends.tolist()) if stop > start]
+    stacks, inverse, at = [], torch.empty(int(ends[-1]), dtype=torch.int64), 0
+    for group in _group_by_length(sorted(spans, reverse=True)):
+        width = group[0][0] + -group[0][0] % multiple
+        lengths, starts = torch.tensor(group).unbind(1)
+        steps = torch.arange(width).expand(len(group), -1)
+        index = starts[:, None] + torch.minimum(steps, lengths[:, None] - 1)
+        is_real = steps < lengths[:, None]
+        inverse[index[is_real]] = at + torch.arange(index.numel()).view_as(index)[is_real]
+        at += index.numel()
+        stacks.append(index)
+    return _StackPlan(tuple(_copy(index, device) for index in stacks), _copy(inverse, device))
+
+
+def _group_by_length(spans: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Split spans, the longest first, into groups whose padding is a small share."""
+    group: list[tuple[int, int]] = []
+    total = 0
+    for span in spans:
+        if group and total + span[0] < (1 - _MAX_PADDING) * group[0][0] * (len(group) + 1):
+            yield group
+            group, total = [], 0
+        group.append(span)
+        total += span[0]
+    yield group
+
+
+@dataclass(frozen=True, slots=True)
+class _SequencePlan:
+    """Bounds as kernels take them.
+
+    Attributes:
+        ends: cumulative lengths of the conversations, on the CPU.
+        indices: number of each token's conversation, int32 ``[1, b * s]``.
+    """
+
+    ends: Tensor
+    indices: Tensor
+
+
+def _sequence_plan(bounds: DocumentBounds) -> _SequencePlan:
+    if "sequences" not in bounds.derived:
+        ends = bounds.host_ends
+        indices = torch.repeat_interleave(torch.arange(len(ends) - 1, dtype=torch.int32), ends.diff())
+        bounds.derived["sequences"] = _SequencePlan(ends, _copy(indices[None], bounds.ends.device))
+    plan: _SequencePlan = bounds.derived["sequences"]
+    return plan
+
+
+def _copy(index: Tensor, device: torch.device) -> Tensor:
+    """Copy to a device without waiting for it."""
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)

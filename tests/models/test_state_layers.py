@@ -1,0 +1,257 @@
+"""Hybrid models: layers that carry state keep the conversations of packed rows apart, on any kind of batch."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from fctune.config.schema import AdapterConfig
+from fctune.errors import ConfigError
+from fctune.models.base_weights import load_base_
+from fctune.models.causal_lm import CausalLM, materialize_
+from fctune.models.lora import apply_lora_, init_adapters_
+from fctune.models.packing_proof import prove_packing
+from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import read_architecture
+from fctune.models.transformers import state_layers
+from fctune.models.transformers.build import TransformersCausalLM
+from tests.models.hybrid_samples import HYBRIDS, save_hybrid
+
+# Rows of unequal conversations, with lengths of zero, as every batch of a compiled run has as many.
+LENGTHS = [[5, 17, 3, 39, 0], [20, 20, 0, 21, 3]]
+SMALL = ["qwen3_5_text", "lfm2", "bamba"]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory with a tiny model of each family, named by its model_type."""
+    folder = tmp_path_factory.mktemp("hybrids")
+    for model_type in HYBRIDS:
+        save_hybrid(model_type, folder / model_type)
+    return folder
+
+
+def load(path: Path, adapter: AdapterConfig | None = None, dtype: torch.dtype = torch.float64) -> TransformersCausalLM:
+    model = read_architecture(path, "transformers").build_model(128, PrecisionPolicy.uniform(dtype))
+    assert isinstance(model, TransformersCausalLM)
+    if adapter is not None:
+        apply_lora_(model, adapter)
+    materialize_(model, torch.device("cpu"))
+    load_base_(model, path)
+    if adapter is not None:
+        init_adapters_(model, 0)
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_b"):
+                parameter.data.normal_(std=0.1, generator=generator)
+    return model
+
+
+def draw() -> tuple[Tensor, Tensor]:
+    """Return the tokens of packed rows and their positions, ``[2, 64]``."""
+    tokens = torch.randint(3, 96, (2, 64), generator=torch.Generator().manual_seed(1))
+    return tokens, torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+
+
+def conversations() -> list[tuple[int, slice]]:
+    """Return row and place of each conversation."""
+    found = []
+    for row, lengths in enumerate(LENGTHS):
+        at = 0
+        for length in filter(None, lengths):
+            found.append((row, slice(at, at + length)))
+            at += length
+    return found
+
+
+def gradients(model: CausalLM) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_packed_conversations_equal_each_alone(bases: Path, model_type: str) -> None:
+    model = load(bases / model_type)
+    assert HYBRIDS[model_type][0] in model.state_layers
+    tokens, positions = draw()
+    packed = model(tokens, positions, model.make_bounds(LENGTHS))
+    weights = torch.randn(packed.shape, generator=torch.Generator().manual_seed(2), dtype=packed.dtype)
+    (packed * weights).sum().backward()
+    found = gradients(model)
+    for row, place in conversations():
+        alone = model(tokens[row : row + 1, place])
+        torch.testing.assert_close(packed[row, place], alone[0], rtol=0, atol=1e-9)
+        (alone * weights[row : row + 1, place]).sum().backward()
+    # Nemotron-H returns logits in float32, whatever its dtype.
+    tolerance = 1e-4 if model_type == "nemotron_h" else 1e-9
+    for name, expected in gradients(model).items():
+        torch.testing.assert_close(found[name], expected, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_the_proof_at_start_accepts_each_family(bases: Path, model_type: str) -> None:
+    prove_packing(load(bases / model_type, dtype=torch.float32), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_the_proof_names_a_layer_that_sees_the_neighbour(
+    bases: Path, model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_layers, "find_state_layers", lambda block: iter(()))
+    model = load(bases / model_type, dtype=torch.float32)
+    assert model.state_layers == ""
+    with pytest.raises(ConfigError, match=rf"in {HYBRIDS[model_type][0]} \(.*data\.packed=false"):
+        prove_packing(model, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("model_type", SMALL)
+def test_padding_at_the_end_of_a_row_changes_no_real_token(bases: Path, model_type: str) -> None:
+    model = load(bases / model_type)
+    tokens, _ = draw()
+    padded = tokens.clone()
+    padded[1, 20:] = 0
+    expected = torch.cat([model(tokens[:1])[0], model(tokens[1:, :20])[0]])
+    found = model(padded)
+    torch.testing.assert_close(torch.cat([found[0], found[1, :20]]), expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("model_type", SMALL)
+def test_adapters_inside_layers_with_state_drop_the_tokens_of_the_row(bases: Path, model_type: str) -> None:
+    """Dropout is a function of row and position, wherever the layers compute a token."""
+    adapter = AdapterConfig(rank=2, alpha=4.0, dropout=0.5, modules="all-linear")
+    model = load(bases / model_type, adapter).train()
+    layers = [layer for block in model.blocks for layer in state_layers.find_state_layers(block)]
+    assert all(any(name.endswith("lora_a") for name, _ in layer.named_parameters()) for layer in layers)
+    tokens, positions = draw()
+    row_keys = torch.tensor([7, 8])
+    packed = model(tokens, positions, model.make_bounds(LENGTHS), row_keys=row_keys)
+    model.token_keys.set_rows(row_keys, tokens.shape[1])
+    keys = model.token_keys.value
+    assert keys is not None
+    for row, place in conversations():
+        model.token_keys.value = keys[row : row + 1, place]
+        alone = model(tokens[row : row + 1, place])
+        torch.testing.assert_close(packed[row, place], alone[0], rtol=0, atol=1e-9)
+
+
+def test_stacks_hold_every_token_once_and_little_padding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        lengths = torch.randint(0, 200, (12,), generator=generator)
+        ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        plan = state_layers._plan_stacks(ends, torch.device("cpu"), 1)
+        flat = torch.cat([stack.flatten() for stack in plan.stacks])
+        assert torch.equal(flat[plan.inverse], torch.arange(int(ends[-1])))
+        assert len(flat) <= 1.25 * int(ends[-1])
+        for stack in plan.stacks:  # a stack's row never leaves its conversation
+            owner = torch.searchsorted(ends, stack, right=True)
+            assert torch.equal(owner, owner[:, :1].expand_as(owner))
+
+
+def split_at(ends: list[int]) -> list[slice]:
+    return [slice(start, stop) for start, stop in itertools.pairwise(ends) if stop > start]
+
+
+def install_kernels_(
+    monkeypatch: pytest.MonkeyPatch, module: Any, calls: list[str], convolves_apart: bool = True
+) -> None:
+    """Put kernels for packed rows behind the functions of a model's code, as if its packages were installed."""
+    convolve, scan = (inspect.unwrap(getattr(module, n)) for n in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"))
+
+    def causal_conv1d_fn(
+        x: Tensor, weight: Tensor, bias: Any = None, seq_idx: Any = None, activation: Any = None
+    ) -> Any:
+        calls.append("conv")
+        assert len(x) == 1, "a batch of rows"
+        _, counts = seq_idx[0].unique_consecutive(return_counts=True)
+        places = split_at([0, *counts.cumsum(0).tolist()])
+        return torch.cat([convolve(x[..., place], weight, bias, activation) for place in places], -1)
+
+    def chunk_gated_delta_rule(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        cu_seqlens: Any = None,
+        cu_seqlens_cpu: Any = None,
+        use_qk_l2norm_in_kernel: bool = False,
+    ) -> Any:
+        calls.append("scan")
+        assert len(q) == 1, "a batch of rows"
+        assert torch.equal(cu_seqlens, cu_seqlens_cpu)
+        outputs = [
+            scan(*(t[:, place] for t in (q, k, v, g, beta)), use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)[0]
+            for place in split_at(cu_seqlens.tolist())
+        ]
+        return torch.cat(outputs, 1), None
+
+    kernels = {"chunk_gated_delta_rule": "torch_chunk_gated_delta_rule"}
+    kernels |= {"fused_recurrent_gated_delta_rule": "torch_recurrent_gated_delta_rule"}
+    kernels |= {"causal_conv1d_fn": "causal_conv1d_fn"} if convolves_apart else {}
+    package: Any = types.ModuleType("kernels_for_packed_rows")
+    package.causal_conv1d_fn, package.chunk_gated_delta_rule = causal_conv1d_fn, chunk_gated_delta_rule
+    package.fused_recurrent_gated_delta_rule = chunk_gated_delta_rule
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    for kernel, name in kernels.items():
+        own = inspect.unwrap(getattr(module, name))
+        monkeypatch.setattr(module, name, use_kernel_func_from_hub_with_fallback(kernel, package.__name__)(own))
+    monkeypatch.setattr(state_layers, "_has_kernels", lambda device: device.type == "cpu")
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Forget which layers have kernels, before and after a test."""
+    state_layers.takes_bounds.cache_clear()
+    yield
+    state_layers.takes_bounds.cache_clear()
+
+
+def test_installed_kernels_get_the_bounds_of_all_rows_in_one(
+    bases: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
+) -> None:
+    adapter = AdapterConfig(rank=2, alpha=4.0, dropout=0.5, modules="all-linear")
+    tokens, positions = draw()
+    row_keys = torch.tensor([7, 8])
+    calls: list[str] = []
+
+    def run() -> tuple[str, Tensor]:
+        model = load(bases / "qwen3_5_text", adapter, torch.float32).train()
+        calls.clear()  # of the check without weights
+        return model.state_layers, model(tokens, positions, model.make_bounds(LENGTHS), row_keys=row_keys)
+
+    described, expected = run()
+    assert described == "1 Qwen3_5GatedDeltaNet, each conversation apart, those of similar length together"
+    install_kernels_(monkeypatch, modeling_qwen3_5, calls)
+    state_layers.takes_bounds.cache_clear()
+    described, found = run()
+    assert described == "1 Qwen3_5GatedDeltaNet, by kernels for packed rows on CUDA"
+    assert calls == ["conv", "scan"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_layer_of_which_only_one_kernel_is_installed_takes_no_bounds(
+    bases: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
+) -> None:
+    calls: list[str] = []
+    install_kernels_(monkeypatch, modeling_qwen3_5, calls, convolves_apart=False)
+    model = load(bases / "qwen3_5_text")
+    assert "each conversation apart" in model.state_layers
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_no_layer_takes_bounds_without_kernels(bases: Path, model_type: str, fresh: None) -> None:
+    """Some of transformers' own code ignores them silently, such as LFM3's convolution."""
+    assert "each conversation apart" in load(bases / model_type).state_layers
