@@ -70,9 +70,14 @@ def test_weights_equal_those_that_transformers_loads(family: str, bases: Path) -
         assert torch.equal(loaded[name], tensor), name
 
 
-def test_the_bias_of_a_router_is_loaded_though_it_is_no_parameter(bases: Path) -> None:
-    targets = {target.name for target in find_targets(load(bases / "deepseek_v3"))}
-    assert "decoder.model.layers.1.mlp.gate.e_score_correction_bias" in targets
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_the_bias_of_a_router_is_loaded_in_float32_though_it_is_no_parameter(family: str, bases: Path) -> None:
+    model = load(bases / family, torch.bfloat16)
+    expected = read_text_weights(model, bases / family, torch.bfloat16)
+    targets = {target.name: target.tensor for target in find_targets(model)}
+    name = "decoder.model.layers.1.mlp.gate.e_score_correction_bias"
+    assert targets[name].dtype is torch.float32
+    assert torch.equal(targets[name], expected[name])
 
 
 @torch.no_grad()

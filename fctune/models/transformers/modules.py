@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -100,7 +101,17 @@ def build_decoder(architecture: TransformersArchitecture, dtype: torch.dtype) ->
             f"{architecture.where}: transformers cannot build model_type={architecture.model_type!r} "
             f"({type(error).__name__}: {reason})."
         ) from None
+    _widen_buffers_(decoder, dtype)
     return decoder
+
+
+def _widen_buffers_(decoder: Any, dtype: torch.dtype) -> None:
+    """Keep in float32 those stored buffers that transformers keeps so, such as the bias of a router, in place."""
+    for pattern, wide in decoder._get_dtype_plan(dtype).items():
+        for name, buffer in list(decoder.named_buffers()):
+            if re.search(pattern, name):
+                path, _, leaf = name.rpartition(".")
+                decoder.get_submodule(path)._buffers[leaf] = buffer.to(wide)
 
 
 def build_empty(model_class: Any, config: Any, where: str) -> Any:
