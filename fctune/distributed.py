@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from fctune.errors import CheckpointError, ConfigError, DataError
+from fctune.network import set_gloo_interface
 
 T = TypeVar("T")
 
@@ -95,7 +96,10 @@ def init_distributed() -> World:
         DuplicateRankError: a process of another launch has joined as this rank.
     """
     launch = read_launcher_environment()
+    if launch.world_size > launch.ranks_per_node:
+        set_gloo_interface(launch.address)
     if torch.cuda.is_available():
+        use_expandable_segments()
         device = torch.device("cuda", launch.local_rank)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
@@ -115,6 +119,15 @@ def init_distributed() -> World:
             )
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     return World(dist.get_rank(), dist.get_world_size(), launch.local_rank, device, launch.ranks_per_node)
+
+
+def use_expandable_segments() -> None:
+    """Let CUDA memory blocks grow, so that rows of changing lengths leave no gaps, unless the user set the allocator.
+
+    Call it before the first allocation.
+    """
+    if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def shutdown_distributed() -> None:

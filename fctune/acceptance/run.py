@@ -19,7 +19,7 @@ from fctune.acceptance.session import OutOfTime, Session
 from fctune.acceptance.table import ProgressPrinter
 from fctune.acceptance.training import load_run
 from fctune.acceptance.watch import EarlyEnd
-from fctune.distributed import LauncherEnvironment, World
+from fctune.distributed import LauncherEnvironment, World, use_expandable_segments
 from fctune.errors import ConfigError
 
 
@@ -44,6 +44,7 @@ class Acceptance:
         self.write_error = ""  # why the result could not be written; empty if it was
         if config.device == "cuda" and torch.cuda.is_available():
             self._device = torch.device("cuda", launch.local_rank)
+            use_expandable_segments()
             torch.cuda.set_device(self._device)
         else:
             self._device = torch.device("cpu")

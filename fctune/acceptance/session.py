@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from fctune.acceptance.config import LimitsConfig
 from fctune.acceptance.watch import EarlyEnd, Position, ResultWriter, Watch
 from fctune.distributed import LauncherEnvironment, World
+from fctune.network import set_gloo_interface
 
 
 class OutOfTime(Exception):
@@ -138,6 +139,8 @@ class Session:
         self.leave_group()
         self._position.reach(f"joining the group {name}", self.limits.build_s)
         group_rank, size = list(ranks).index(self.launch.rank), len(ranks)
+        if self.launch.world_size > self.launch.ranks_per_node:
+            set_gloo_interface(self.launch.address)
         store = PrefixStore(f"group/{name}/{ranks[0]}", _clone(self._store))
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         timeout = datetime.timedelta(seconds=self.limits.total_s + self.limits.build_s)  # the watch acts earlier

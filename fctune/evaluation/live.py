@@ -23,6 +23,7 @@ from fctune.calls.formats.registry import detect_format
 from fctune.config.sections.evaluation import EvalConfig
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.distributed import World
+from fctune.errors import ConfigError
 from fctune.evaluation.cases import read_cases
 from fctune.evaluation.run import ask_cases
 from fctune.evaluation.suites import Suite
@@ -30,6 +31,7 @@ from fctune.evaluation.summary import tally_judgements
 from fctune.generation.in_process import InProcessEngine
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import iter_merged
+from fctune.models.lora import is_adapter
 
 # Rates that are logged in addition to the accuracy.
 RATES = ("tool_selection", "tool_f1", "argument_f1", "schema_valid", "false_call", "missed_call")
@@ -139,6 +141,27 @@ def build_answering(model: CausalLM, model_dir: Path, device: torch.device) -> A
     missing = [name for name, parameter in answering.named_parameters() if parameter.is_meta]
     assert not missing, f"weights missing from the model in training: {missing[:3]}"
     return answering.eval()
+
+
+def check_answering_memory(model: CausalLM, used_bytes: int, memory_bytes: int) -> None:
+    """Check that the complete model fits on each device next to the training state.
+
+    Args:
+        model: model in training, possibly sharded.
+        used_bytes: memory of the device that is in use.
+        memory_bytes: memory of the device.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    numel = sum(p.numel() for name, p in model.named_parameters() if not is_adapter(name))
+    needed, gib = numel * model.precision.compute_dtype.itemsize, 2**30
+    if used_bytes + needed > memory_bytes:
+        raise ConfigError(
+            f"eval.every_n_steps: answering needs the complete model on each device, {needed / gib:.1f} GiB, and "
+            f"{(memory_bytes - used_bytes) / gib:.1f} of {memory_bytes / gib:.1f} GiB are free. Set "
+            "eval.every_n_steps=0 and evaluate the run's export with fctune eval."
+        )
 
 
 @contextmanager

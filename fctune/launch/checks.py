@@ -18,6 +18,7 @@ from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
 from fctune.launch.hub import check_hub, is_downloaded, list_hub_repositories
 from fctune.launch.problems import Problem
+from fctune.network import find_interface
 from fctune.planner.memory import MemoryModel
 from fctune.planner.models import find_architecture, shape_model
 from fctune.planner.storage import plan_storage
@@ -166,6 +167,14 @@ def check_network(num_nodes: int, num_gpus: int, environment: Mapping[str, str])
     message = "NCCL_IB_HCA is not set and this node has no InfiniBand adapter, so nodes communicate over TCP"
     remedy = "network_tier: best requests one; Kubernetes nodes must carry the cloud's labels for it"
     return [Problem(message, remedy, "note")]
+
+
+def check_interface(num_nodes: int, head: str) -> list[Problem]:
+    """Check that a network interface routes to the head, on which this node's ranks will listen for others."""
+    if num_nodes == 1 or find_interface(head) is not None:
+        return []
+    message = f"no network interface of this node routes to the head, {head}"
+    return [Problem(message, "Check its routes (ip route get), or set GLOO_SOCKET_IFNAME to the interface to use")]
 
 
 def check_tokens(config: RunConfig, environment: Mapping[str, str]) -> list[Problem]:

@@ -97,6 +97,7 @@ def _check_node(node: Node, request: Request) -> tuple[LaunchSpec | None, list[P
         *mount_problems,
         *checks.check_devices(request.num_gpus),
         *checks.check_network(node.count, request.num_gpus, environment),
+        *checks.check_interface(node.count, node.address),
     ]
     try:
         launch = resolve_launch(request.config, environment, request.overrides, mounts.shared)

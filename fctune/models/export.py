@@ -90,9 +90,10 @@ def export_merged(
     tensors = iter_merged(model)
     try:
         if is_writer:
+            on_host = ((name, tensor.cpu()) for name, tensor in tensors)
             plan, dtype = plan_base(model.architecture, base_dir), model.precision.compute_dtype
             with _new_directory(out) as staging:
-                _write_weights(staging, chain(plan.split(tensors), plan.read_copied(dtype)), max_file_bytes)
+                _write_weights(staging, chain(plan.split(on_host), plan.read_copied(dtype)), max_file_bytes)
                 copy_companions(base_dir, staging, prompting)
                 write_model_config(staging, base_dir, dtype, is_dequantized=plan.is_dequantized)
     finally:
@@ -139,7 +140,7 @@ def export_adapter(
 
 @torch.no_grad()
 def iter_merged(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the merged weights by their names in transformers' model, in its layout, on the CPU.
+    """Iterate over the merged weights by their names in transformers' model, in its layout, on their device.
 
     Weights are in the compute dtype, stored buffers in their own.
 
@@ -163,9 +164,9 @@ def iter_merged(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
         if (end := ends.get(name)) is not None:
             index = torch.tensor(end.ids, device=full.device)
             full = full.index_copy(0, index, _gather(end.token_rows).to(full))
-        yield model.architecture.to_hf_name(name), model.architecture.to_hf_layout(name, full).contiguous().cpu()
+        yield model.architecture.to_hf_name(name), model.architecture.to_hf_layout(name, full).contiguous()
     for name, buffer in model.stored_buffers():
-        yield model.architecture.to_hf_name(name), buffer.detach().cpu()
+        yield model.architecture.to_hf_name(name), buffer.detach()
 
 
 def _gather(parameter: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ IGNORE = -100  # label of unsupervised positions
 
 # Largest number of logits in memory; more are computed in chunks, and again in backward.
 MAX_LOGITS = 32 * 1024 * 1024
+_TILE = 128  # rows that matrix kernels compute at once, so that other numbers of rows waste a part of the product
 
 
 def sum_supervised_loss(
@@ -57,12 +58,17 @@ def sum_supervised_loss(
         return zero
     if len(targets) * num_vocab <= max_logits:
         return _chunk_loss(project, rows, targets, weights, keys)
-    chunk = max(256, max_logits // num_vocab)
+    chunk = chunk_rows(num_vocab, max_logits)
     total = torch.zeros((), dtype=_wide(hidden.dtype), device=hidden.device)
     for start in range(0, len(targets), chunk):
         part = [None if t is None else t[start : start + chunk] for t in (rows, targets, weights, keys)]
         total = total + checkpoint(_chunk_loss, project, *part, use_reentrant=False, preserve_rng_state=False)
     return total
+
+
+def chunk_rows(num_vocab: int, max_logits: int = MAX_LOGITS) -> int:
+    """Return the number of positions whose logits are computed at once."""
+    return max(256, max_logits // num_vocab // _TILE * _TILE)
 
 
 def _chunk_loss(

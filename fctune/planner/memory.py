@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from fctune.config.schema import RunConfig
 from fctune.models.causal_lm import CausalLM
-from fctune.models.loss import MAX_LOGITS
+from fctune.models.loss import MAX_LOGITS, chunk_rows
 from fctune.models.precision import PrecisionPolicy
 from fctune.parallel.activations import is_checkpointed
 from fctune.parallel.footprint import GIB, SAFE_SHARE, Footprint, can_hold_gradients
@@ -185,7 +185,7 @@ class MemoryModel:
         vocab = self.architecture.vocab_size
         if num_rows * vocab <= self.max_logits:
             return num_rows * vocab
-        return min(num_rows, max(256, int(self.max_logits) // vocab)) * vocab
+        return min(num_rows, chunk_rows(vocab, int(self.max_logits))) * vocab
 
     def update_bytes(self, state: Footprint) -> int:
         """Return the temporary bytes of the update: ``foreach``, torch's default, keeps a denominator per parameter."""

@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from fctune import distributed
 from fctune.checkpoint.hf_checkpoint import HFWeights
 from fctune.checkpoint.resume import RunFacts
@@ -18,7 +20,7 @@ from fctune.data.chosen_template import ChosenTemplate, read_chosen_template
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet
 from fctune.distributed import World
-from fctune.evaluation.live import LiveEvaluation
+from fctune.evaluation.live import LiveEvaluation, check_answering_memory
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import Prompting
 from fctune.models.hub import WEIGHT_FILES, digest_model
@@ -26,6 +28,7 @@ from fctune.models.run_config import resolve_base
 from fctune.models.token_rows import trained_token_ids
 from fctune.parallel.layout import ParallelLayout
 from fctune.parallel.sharding import GradientSync
+from fctune.telemetry.device import total_memory
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.callbacks.checkpoint import CheckpointCallback
@@ -146,10 +149,13 @@ class FineTuning(ABC):
         if run.resume is not None:
             checkpointer.restore_(run.resume)
 
-        watch = HangWatch(run.directory.path, world.rank, run.record_crash, config.step_timeout_s)
+        watch = HangWatch(run.directory.path, world.rank, run.record_crash, config.step_timeout_s, config.compile)
         evaluation = None
         if config.eval.every_n_steps:
             switches = config.model.template_args
+            if world.device.type == "cuda":
+                used, memory = torch.cuda.memory_allocated(world.device), total_memory(world.device, 1)
+                distributed.run_on_all_ranks(lambda: check_answering_memory(self.model, used, memory))
             evaluation = LiveEvaluation(config.eval, self.model_dir, world, switches, self.chat_template)
         self.checkpoint = CheckpointCallback(config.checkpoint, checkpointer, run.store, world)
         self.callbacks = [watch, StopCallback(run.request, self.checkpoint), self.checkpoint]

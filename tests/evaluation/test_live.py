@@ -17,7 +17,7 @@ from fctune.config.sections.evaluation import EvalConfig
 from fctune.data.synthetic import iter_cases
 from fctune.distributed import World
 from fctune.errors import ConfigError
-from fctune.evaluation.live import LiveEvaluation, build_answering
+from fctune.evaluation.live import LiveEvaluation, build_answering, check_answering_memory
 from fctune.generation.in_process import InProcessEngine
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import materialize_
@@ -156,3 +156,11 @@ def test_models_of_transformers_answer_with_their_own_weights(family: str, tmp_p
     assert torch.allclose(
         build_answering(model, base, torch.device("cpu"))(input_ids=tokens).logits, expected, atol=1e-5, rtol=1e-5
     )
+
+
+def test_evaluation_of_a_model_that_fits_on_no_device_is_refused_at_the_start() -> None:
+    model = read_architecture(TINY_BASE).build_model(64, PrecisionPolicy.uniform(torch.bfloat16))
+    num_bytes = 2 * sum(p.numel() for p in model.parameters())
+    check_answering_memory(model, 10, num_bytes + 10)
+    with pytest.raises(ConfigError, match=r"eval\.every_n_steps: answering needs the complete model on each device"):
+        check_answering_memory(model, 11, num_bytes + 10)

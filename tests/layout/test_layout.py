@@ -16,6 +16,7 @@ LAYERS = (
     "terminal",
     "gpus",
     "launcher_watch",
+    "network",
     "config",
     "distributed",
     "parsing",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from fctune.models.attention import make_bounds
 from fctune.models.causal_lm import CausalLM
-from fctune.models.loss import sum_supervised_loss
+from fctune.models.loss import MAX_LOGITS, chunk_rows, sum_supervised_loss
 from tests.models.model_samples import load_model
 
 
@@ -61,7 +60,7 @@ def test_chunks_give_the_same_loss_and_gradients(model: CausalLM) -> None:
     complete = model(tokens, labels=labels)
     complete.backward()
     expected = gradients(model)
-    hidden = model.hidden_states(tokens, None, None, nullcontext())
+    hidden = model.hidden_states(tokens, None, None)
     chunked = sum_supervised_loss(hidden, model.project, model.architecture.vocab_size, labels, max_logits=1000)
     chunked.backward()
     torch.testing.assert_close(chunked, complete, rtol=1e-9, atol=0)
@@ -111,3 +110,10 @@ def test_weights_scale_the_loss_of_their_tokens(model: CausalLM) -> None:
         rtol=1e-9,
         atol=0,
     )
+
+
+@pytest.mark.parametrize("num_vocab", [32_000, 128_256, 151_936, 262_144])
+def test_chunks_of_positions_fill_the_tiles_of_matrix_kernels(num_vocab: int) -> None:
+    rows = chunk_rows(num_vocab)
+    assert rows % 128 == 0
+    assert rows == 256 or rows * num_vocab <= MAX_LOGITS

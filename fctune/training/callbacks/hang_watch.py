@@ -19,26 +19,36 @@ logger = logging.getLogger("fctune")
 _MIN_SAMPLES = 5  # steps measured before the limit follows their median
 _FACTOR = 20.0
 _MIN_LIMIT_S = 120.0
+_MIN_COMPILED_LIMIT_S = 600.0  # a block that must be compiled again, on a busy host
 _FIRST_LIMIT_S = 1800.0  # compilation and first allocations
 
 
 class HangWatch(Callback):
     """Ends this process when a step takes longer than ``timeout_s``, or far longer than the steps before it.
 
-    Without a time-out the limit is 20 times the median of the last 50 steps, at least two minutes. The stack of every
-    thread is written to ``stacks/rank-N.txt`` first.
+    Without a time-out the limit is 20 times the median of the last 50 steps, at least two minutes, or ten if blocks are
+    compiled. The stack of every thread is written to ``stacks/rank-N.txt`` first.
 
     Args:
         folder: the run's directory.
         rank: of this process.
         on_hang: called with the reason before the process is ended.
         timeout_s: limit of a step; None derives it from earlier steps.
+        is_compiled: steps may compile blocks.
     """
 
-    def __init__(self, folder: Path, rank: int, on_hang: Callable[[str], None], timeout_s: float | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        on_hang: Callable[[str], None],
+        timeout_s: float | None = None,
+        is_compiled: bool = False,
+    ):
         self.file = folder / "stacks" / f"rank-{rank}.txt"
         self._rank, self._on_hang = rank, on_hang
         self._timeout_s = timeout_s
+        self._min_limit_s = _MIN_COMPILED_LIMIT_S if is_compiled else _MIN_LIMIT_S
         self._times: deque[float] = deque(maxlen=50)
         self._deadline: float | None = None
         self._started = 0.0
@@ -53,7 +63,7 @@ class HangWatch(Callback):
             return self._timeout_s
         if len(self._times) < _MIN_SAMPLES:
             return _FIRST_LIMIT_S
-        return max(_MIN_LIMIT_S, _FACTOR * statistics.median(self._times))
+        return max(self._min_limit_s, _FACTOR * statistics.median(self._times))
 
     def on_step_start(self, step: int) -> None:
         """Start the time limit of a step."""
