@@ -152,6 +152,9 @@ def parse_architecture(source: str, raw: dict[str, Any]) -> TorchtuneArchitectur
         )
     _reject_unsupported(source, raw, family)
     rope_base, rope_factor = _read_rope(source, raw, family)
+    is_tied = bool(raw.get("tie_word_embeddings", False))
+    if is_tied and family == "llama" and rope_factor is None:
+        raise ConfigError(f"{source}: torchtune cannot build a Llama with tied embeddings and unscaled RoPE.")
     return TorchtuneArchitecture(
         family=family,
         vocab_size=sizes["vocab_size"],
@@ -165,7 +168,7 @@ def parse_architecture(source: str, raw: dict[str, Any]) -> TorchtuneArchitectur
         rope_base=rope_base,
         rope_factor=rope_factor,
         max_position_embeddings=int(raw.get("max_position_embeddings", 8192)),
-        is_tied=bool(raw.get("tie_word_embeddings", False)),
+        is_tied=is_tied,
     )
 
 
@@ -176,6 +179,8 @@ def _reject_unsupported(source: str, raw: dict[str, Any], family: str) -> None:
             raise ConfigError(f"{source}: {key}={raw[key]} is not supported for model_type={family}.")
     if raw.get("quantization_config"):
         raise ConfigError(f"{source}: torchtune's models cannot be loaded from quantised weights.")
+    if set(raw.get("layer_types") or ()) - {"full_attention"}:
+        raise ConfigError(f"{source}: layer_types other than full_attention are not supported by torchtune.")
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{source}: hidden_act={raw['hidden_act']!r} is not supported; expected silu.")
 

@@ -122,8 +122,6 @@ def _build_decoder(a: TorchtuneArchitecture, max_seq_len: int) -> nn.Module:
         decoder = qwen2(**common, tie_word_embeddings=a.is_tied)
     elif a.rope_factor is not None:
         decoder = llama3_2(**common, scale_factor=a.rope_factor, tie_word_embeddings=a.is_tied)
-    elif a.is_tied:
-        raise ConfigError("model.path: torchtune cannot build a Llama with tied embeddings and unscaled RoPE.")
     else:
         decoder = llama3(**common)
     return decoder

@@ -15,10 +15,12 @@ from fctune.errors import ConfigError
 from fctune.models.attention import AttentionKernel, DocumentBounds
 from fctune.models.causal_lm import CausalLM, ExpertWeight, Linear, Router
 from fctune.models.precision import PrecisionPolicy
+from fctune.models.token_rows import TokenEmbedding
 from fctune.models.transformers.architecture import TransformersArchitecture
 from fctune.models.transformers.attention import run_block
 from fctune.models.transformers.attention_check import check_attention
 from fctune.models.transformers.balance import make_router_balance
+from fctune.models.transformers.embeddings import keep_embedding_
 from fctune.models.transformers.experts import iter_expert_weights, iter_routers
 from fctune.models.transformers.float64 import keep_float64_
 from fctune.models.transformers.modules import Layout, build_decoder, iter_linears, read_layout
@@ -154,6 +156,8 @@ class TransformersCausalLM(CausalLM):
 
     def replace_ends_(self, embedding: nn.Module, head: Callable[[Tensor], Tensor]) -> None:
         """Replace the token embedding and the output head, in place."""
+        if isinstance(embedding, TokenEmbedding):
+            keep_embedding_(embedding, self.embedding)
         self.decoder.set_submodule(self.layout.embedding, embedding)
         path, _, name = self.layout.head.rpartition(".")
         owner = self.decoder.get_submodule(path)

@@ -1,0 +1,90 @@
+"""Packing is proven on the model that trains: leaks and attention that differs from the model's own stop the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fctune.errors import ConfigError
+from fctune.models import packing_proof
+from fctune.models.precision import PrecisionPolicy
+from fctune.models.transformers import attention
+from fctune.models.transformers.architecture import parse_architecture
+from tests.models.dense_samples import make_model, read_raw
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_models_that_keep_conversations_apart_pass_and_keep_their_mode(model_type: str) -> None:
+    model = make_model(model_type).train()
+    packing_proof.prove_packing(model, CPU)
+    assert model.training
+
+
+def test_attention_that_ignores_the_bounds_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("qwen3")
+    attend = attention.attend
+    monkeypatch.setattr(attention, "attend", lambda q, k, v, bounds, **options: attend(q, k, v, None, **options))
+    with pytest.raises(ConfigError, match=r"conversations of a packed row see each other.*Set data.packed=false"):
+        packing_proof.prove_packing(model, CPU)
+
+
+class Neighbour(nn.Module):
+    """A linear whose input is mixed with the token before, as a convolution over the row does."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mixed projection."""
+        mixed: torch.Tensor = self.linear(x + 0.05 * x.roll(1, dims=1))
+        return mixed
+
+
+def test_a_layer_that_reads_one_token_of_the_neighbour_is_caught() -> None:
+    model: Any = make_model("qwen3")
+    mlp = model.decoder.model.layers[1].mlp
+    mlp.up_proj = Neighbour(mlp.up_proj)
+    with pytest.raises(ConfigError, match="see each other"):
+        packing_proof.prove_packing(model, CPU)
+
+
+def test_positions_that_go_on_in_the_next_conversation_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    # RoPE knows distances only; Llama 4 scales queries by their absolute position, too.
+    model: Any = make_model("llama")
+    rotary = model.decoder.model.rotary_emb
+    monkeypatch.setattr(
+        rotary, "forward", lambda x, position_ids, own=rotary.forward: own(x, position_ids * (position_ids.shape[1]))
+    )
+    with pytest.raises(ConfigError, match="has other logits than alone"):
+        packing_proof.prove_packing(model, CPU)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "words"),
+    [
+        ("phimoe", {"sliding_window": 4, "head_dim": None}, "see all tokens, but their masks show them 4"),
+        ("doge", {}, "attends with a mask of its own"),
+        ("bloom", {"head_dim": None, "num_key_value_heads": None}, "computes attention by code of its own"),
+        ("llama4_text", {"attention_chunk_size": 32}, "lower it to 32"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "attends to later tokens"),
+    ],
+)
+def test_attention_other_than_the_models_own_is_refused_before_weights_are_read(
+    model_type: str, changes: dict[str, Any], words: str
+) -> None:
+    architecture = parse_architecture("config.json", read_raw(model_type, **changes))
+    with pytest.raises(ConfigError) as caught:
+        architecture.build_model(64, PrecisionPolicy.uniform(torch.float32))
+    assert words in str(caught.value)
+
+
+def test_chunks_and_windows_beyond_the_rows_are_no_obstacle() -> None:
+    for model_type, changes in (("llama4_text", {"attention_chunk_size": 64}), ("phimoe", {"sliding_window": 64})):
+        raw = read_raw(model_type, **changes, head_dim=None)
+        parse_architecture("config.json", raw).build_model(64, PrecisionPolicy.uniform(torch.float32))

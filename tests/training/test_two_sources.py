@@ -1,0 +1,41 @@
+"""One model trains alike whether torchtune or transformers builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.config.schema import RunConfig
+from fctune.data.prepared_set import prepare
+from fctune.distributed import World
+from tests.ranks import run_ranks
+from tests.training.training_runs import ADAPTER, compare, make_config, run_training
+
+STEPS: dict[str, Any] = {"max_steps": 20, "epochs": 9, "data": {"packed": True}, "validation": {"every_n_steps": 0}}
+
+
+def train_all(world: World, configs: list[RunConfig], prepared_path: Path) -> list[dict[str, Any]]:
+    return [run_training(world, config, prepared_path) for config in configs]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_twenty_steps_are_equal_through_both_sources(
+    make_model: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    path = make_model(family)
+    configs = []
+    for adapter in (ADAPTER, None):
+        for source in ("torchtune", "transformers"):
+            config = make_config(path, tmp_path, adapter=adapter, **STEPS)
+            config.model.source = source  # type: ignore[assignment]
+            configs.append(config)
+    prepared = prepare(configs[0].data, path, tmp_path / "prepared")
+    (results,) = run_ranks(train_all, 1, configs, prepared.path)
+    for ours, theirs in (results[:2], results[2:]):
+        assert len(ours["metrics"]) == 20
+        assert ours["metrics"][-1]["loss"] < ours["metrics"][0]["loss"]
+        # Weights have Hugging Face's names and torchtune's layout of rows, so only the numbers of the steps compare.
+        compare({**ours, "weights": {}}, {**theirs, "weights": {}}, rtol=1e-9, atol=0)
