@@ -105,7 +105,10 @@ def _explain_missing(root: Path, file: Path) -> str:
             f"M.from_pretrained('{root}', dtype='auto').save_pretrained('{root}-safetensors')\", then copy the "
             "tokenizer's files there."
         )
-    return f"{file}: no such file; the model directory is incomplete. Download it again."
+    return (
+        f"{file}: no such file; the model directory is incomplete. Download it again, or, if the model is published "
+        "without safetensors, convert it with transformers' save_pretrained."
+    )
 
 
 class TensorReader:
