@@ -18,6 +18,7 @@ from fctune.errors import DataError
 # Hidden characters are shifted from the Basic Multilingual Plane to the private-use plane 15: one for one, so offsets
 # in a rendering stay valid, and no template or tokenizer gives them a meaning.
 _SHIFT = 0xF0000
+_MAX_TOOLS = 2_000  # of which the result of a search is kept
 _HIDDEN = re.compile("[\U000f0000-\U000ffffd]+")
 
 # The spellings of the control tokens of public chat models, for rows that are checked without a tokenizer.
@@ -38,15 +39,14 @@ class ControlTokens:
         self._contents = frozenset(filter(str.strip, contents))
         self._in_text = _match_any(self._contents)
         self._in_bytes = re.compile(self._in_text.pattern.encode())
+        self._tools: dict[int, tuple[Tool, bool]] = {}  # by id; holds the tools, so no id is used again
 
     def __reduce__(self) -> tuple[type[ControlTokens], tuple[frozenset[str]]]:
         return ControlTokens, (self._contents,)
 
     def find(self, conversation: Conversation) -> str | None:
         """Return where the first control token is spelled in a conversation and its spelling, or None."""
-        if self._in_bytes.search(_dump(conversation)) is None:
-            return None
-        return next(iter_spelled(conversation, self._in_text), None)
+        return next(iter_spelled(conversation, self._in_text), None) if self._is_spelled(conversation) else None
 
     def hide(self, conversation: Conversation) -> Conversation:
         """Return the conversation with the characters of its control tokens shifted; ``restore_hidden`` undoes it.
@@ -54,7 +54,7 @@ class ControlTokens:
         Raises:
             DataError: The conversation holds characters of the private-use plane that hidden ones are shifted to.
         """
-        if self._in_bytes.search(_dump(conversation)) is None:
+        if not self._is_spelled(conversation):
             return conversation
         if _HIDDEN.search(conversation.to_json()) is not None:
             raise DataError(
@@ -63,10 +63,25 @@ class ControlTokens:
             )
         return map_strings(conversation, lambda text: self._in_text.sub(lambda match: _shift(match[0]), text))
 
+    def _is_spelled(self, conversation: Conversation) -> bool:
+        messages = [message.to_openai() for message in conversation.messages]
+        if self._in_bytes.search(_dump([messages, conversation.template_args])) is not None:
+            return True
+        return any(map(self._is_spelled_in_tool, conversation.tools))
+
+    def _is_spelled_in_tool(self, tool: Tool) -> bool:
+        """Search a tool; rows share tools, so the result is kept."""
+        known = self._tools.get(id(tool))
+        if known is None:
+            if len(self._tools) >= _MAX_TOOLS:
+                self._tools.clear()
+            known = self._tools[id(tool)] = tool, self._in_bytes.search(_dump(tool.function)) is not None
+        return known[1]
+
 
 def find_common_spelling(conversation: Conversation) -> str | None:
     """Return where a control token of a public chat model is spelled in a conversation and its spelling, or None."""
-    if _COMMON_IN_BYTES.search(_dump(conversation)) is None:
+    if _COMMON_IN_BYTES.search(_dump(conversation.to_openai())) is None:
         return None
     return next(iter_spelled(conversation, _COMMON_SPELLINGS), None)
 
@@ -119,13 +134,12 @@ def restore_hidden(text: str) -> str:
     return _HIDDEN.sub(lambda match: "".join(chr(ord(char) - _SHIFT) for char in match[0]), text)
 
 
-def _dump(conversation: Conversation) -> bytes:
-    """Return all strings of a conversation in UTF-8, among other bytes; marshal takes a tenth of the time of JSON."""
-    row = conversation.to_openai()
+def _dump(value: Any) -> bytes:
+    """Return all strings of a value in UTF-8, among other bytes; marshal takes a tenth of the time of JSON."""
     try:
-        return marshal.dumps(row, 2)
+        return marshal.dumps(value, 2)
     except ValueError:  # it takes no subclasses, such as the structs of Arrow
-        return repr(row).encode("utf-8", "surrogatepass")
+        return repr(value).encode("utf-8", "surrogatepass")
 
 
 def _shift(text: str) -> str:

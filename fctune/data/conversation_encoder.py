@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 
@@ -27,15 +28,33 @@ def get_defect_kind(error: DataError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Token ids of a conversation and the loss weight of each token as a target; 0.0 for context."""
+    """Token ids of a conversation and the loss weight of each token as a target; 0.0 for context.
 
-    tokens: list[int]
-    weights: list[float]
+    They are arrays of C ints and doubles, which are copied to a prepared set without a conversion of each.
+    """
+
+    token_array: array[int]
+    weight_array: array[float]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The token ids."""
+        return self.token_array.tolist()
+
+    @property
+    def weights(self) -> list[float]:
+        """The loss weights."""
+        return self.weight_array.tolist()
 
     @property
     def num_supervised(self) -> int:
         """The number of tokens with a nonzero loss weight."""
-        return sum(weight > 0 for weight in self.weights)
+        return sum(weight > 0 for weight in self.weight_array)
+
+    @property
+    def is_supervised(self) -> bool:
+        """True if any token is supervised; supervised turns are near the end."""
+        return any(reversed(self.weight_array))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +114,7 @@ class ConversationEncoder:
         if self.supervision.special_tokens_in_content != "keep":
             prompt = self.control_tokens.hide(conversation)
         text = self.template.render(prompt, add_generation_prompt=True)[0]
-        return self.tokenizer.ids(text) if prompt is conversation else self.tokenizer.encode_hidden(text).ids
+        return self.tokenizer.ids(text) if prompt is conversation else self.tokenizer.encode_hidden(text).ids.tolist()
 
     def _hide_special_tokens(self, conversation: Conversation) -> Conversation:
         if self.supervision.special_tokens_in_content == "escape":
@@ -113,7 +132,7 @@ class ConversationEncoder:
         text, turns = rendering.text, rendering.turns
         encoded = self.tokenizer.encode_hidden(text) if is_hidden else self.tokenizer.encode(text)
         to_offset = _OffsetConverter(text, encoded.text, is_hidden)
-        tokens, weights, samples = encoded.ids, [0.0] * len(encoded.ids), []
+        tokens, weights, samples = encoded.ids, _make_zeros(len(encoded.ids)), []
         for index, turn in turns.items():
             start = to_offset(turn.start)
             first = bisect_right(encoded.ends, start)
@@ -122,7 +141,8 @@ class ConversationEncoder:
             else:
                 _weigh_turn(turn, to_offset, encoded, weights)
                 if turn.appended is not None:
-                    tokens, weights = [*tokens, turn.appended], [*weights, turn.call_weight]
+                    tokens.append(turn.appended)
+                    weights.append(turn.call_weight)
         return [*samples, Encoded(tokens, weights)] if len(samples) < len(turns) or not turns else samples
 
     def _encode_alone(self, rendering: Rendering, index: int, is_hidden: bool) -> Encoded:
@@ -130,8 +150,8 @@ class ConversationEncoder:
         turn, text = rendering.turns[index], rendering.text
         prompt, rest = text[: turn.start], text[turn.start : turn.end]
         encode = self.tokenizer.encode_hidden if is_hidden else self.tokenizer.encode
-        prompt_ids, encoded = encode(prompt).ids, encode(rest)
-        weights = [0.0] * len(encoded.ids)
+        tokens, encoded = encode(prompt).ids, encode(rest)
+        before, weights = _make_zeros(len(tokens)), _make_zeros(len(encoded.ids))
         moved = replace(
             turn,
             start=0,
@@ -140,11 +160,14 @@ class ConversationEncoder:
             end=len(rest),
         )
         _weigh_turn(moved, _OffsetConverter(rest, encoded.text, is_hidden), encoded, weights)
-        appended = [] if turn.appended is None else [turn.appended]
-        return Encoded(
-            [*prompt_ids, *encoded.ids, *appended],
-            [*[0.0] * len(prompt_ids), *weights, *[turn.call_weight for _ in appended]],
-        )
+        if turn.appended is not None:
+            encoded.ids.append(turn.appended)
+            weights.append(turn.call_weight)
+        return Encoded(tokens + encoded.ids, before + weights)
+
+
+def _make_zeros(count: int) -> array[float]:
+    return array("d", bytes(8 * count))
 
 
 class _OffsetConverter:
@@ -160,7 +183,7 @@ class _OffsetConverter:
 
 
 def _weigh_turn(
-    turn: Turn, to_offset: _OffsetConverter, encoded: TokenOffsets[bytes] | TokenOffsets[str], weights: list[float]
+    turn: Turn, to_offset: _OffsetConverter, encoded: TokenOffsets[bytes] | TokenOffsets[str], weights: array[float]
 ) -> None:
     """Set the weights of a turn's tokens, whose first token starts at the turn's start."""
     ends = encoded.ends
@@ -168,7 +191,7 @@ def _weigh_turn(
     end = bisect_left(encoded.starts, to_offset(turn.end), lo=first)
     if turn.reasoning_end > turn.start:
         first = bisect_left(ends, to_offset(turn.reasoning_end), lo=first, hi=end) + 1
-    weights[first:end] = [turn.weight] * (end - first)
+    weights[first:end] = array("d", (turn.weight,)) * (end - first)
     if turn.call_weight != turn.weight:
         call = bisect_right(ends, to_offset(turn.prose_end), lo=first, hi=end)
-        weights[call:end] = [turn.call_weight] * (end - call)
+        weights[call:end] = array("d", (turn.call_weight,)) * (end - call)

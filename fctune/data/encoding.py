@@ -89,7 +89,7 @@ class EncodedChunk:
 @dataclass(slots=True)
 class _Buffers:
     tokens: array[int] = field(default_factory=lambda: array("i"))
-    weights: array[float] = field(default_factory=lambda: array("f"))
+    weights: array[float] = field(default_factory=lambda: array("d"))
     lengths: array[int] = field(default_factory=lambda: array("q"))
     digests: array[int] = field(default_factory=lambda: array("Q"))
     repeats: array[int] = field(default_factory=lambda: array("q"))
@@ -127,8 +127,7 @@ class ChunkEncoder:
                 continue
             if samples is None:
                 continue
-            # Supervised turns are near the end.
-            samples = [sample for sample in samples if any(reversed(sample.weights))]
+            samples = [sample for sample in samples if sample.is_supervised]
             if not samples:
                 counts.unsupervised += 1
                 continue
@@ -137,12 +136,12 @@ class ChunkEncoder:
                 message.reasoning for message in parsed.conversation.messages
             )
             for sample in samples:
-                buffers.tokens.extend(sample.tokens)
-                buffers.weights.extend(sample.weights)
-                buffers.lengths.append(len(sample.tokens))
+                buffers.tokens.extend(sample.token_array)
+                buffers.weights.extend(sample.weight_array)
+                buffers.lengths.append(len(sample.token_array))
                 buffers.digests.append(int(digest, 16))
                 buffers.repeats.append(repeats)
-        weights = np.frombuffer(buffers.weights, np.float32)
+        weights = np.frombuffer(buffers.weights, np.float64).astype(np.float32)
         counts.samples, counts.tokens = len(buffers.lengths), len(weights)
         counts.supervised, counts.invalid = int(np.count_nonzero(weights)), len(defects)
         return EncodedChunk(
@@ -158,7 +157,7 @@ class ChunkEncoder:
     def _encode_within(self, conversation: Conversation, counts: Counts) -> list[Encoded] | None:
         """Encode a conversation to samples within seq_len tokens; None if it is dropped."""
         samples = self.encoder.encode(conversation)
-        longest = max(len(sample.tokens) for sample in samples)
+        longest = max(len(sample.token_array) for sample in samples)
         if longest <= self.config.seq_len:
             return samples
         if self.config.overlong == "fail":
@@ -177,7 +176,7 @@ class ChunkEncoder:
         ends = [i + 1 for i, message in enumerate(messages) if message.role == "assistant"]
         for end in reversed(ends[:-1]):
             shorter = self.encoder.encode(replace(conversation, messages=messages[:end]))
-            if all(len(sample.tokens) <= self.config.seq_len for sample in shorter):
+            if all(len(sample.token_array) <= self.config.seq_len for sample in shorter):
                 return shorter
         return None
 

@@ -28,7 +28,7 @@ class TokenOffsets(Generic[AnyStr]):
     Starts and ends never decrease. In a str, several tokens of one character all have the offsets of that character.
     """
 
-    ids: list[int]
+    ids: array[int]
     starts: list[int]
     ends: list[int]
     text: AnyStr
@@ -84,12 +84,14 @@ class OffsetTokenizer:
             found = list(map(self._cache.get, parts))
         known = [tokens for tokens in found if tokens is not None and tokens[0]]
         if len(known) == len(parts):
-            ids, sizes = (array("i", b"".join(column)) for column in zip(*known, strict=True)) if known else ([], [])
+            ids, sizes = (array("i", b"".join([tokens[column] for tokens in known])) for column in (0, 1))
             ends = list(accumulate(sizes))
-            return TokenOffsets(list(ids), [0, *ends][:-1], ends, text.encode())
+            return TokenOffsets(ids, [0, *ends][:-1], ends, text.encode())
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         offsets: list[tuple[int, int]] = encoding.offsets
-        return TokenOffsets(encoding.ids, [start for start, _ in offsets], [end for _, end in offsets], text)
+        return TokenOffsets(
+            array("i", encoding.ids), [start for start, _ in offsets], [end for _, end in offsets], text
+        )
 
     def encode_hidden(self, text: str) -> TokenOffsets[bytes]:
         """Encode a text with special tokens that ``fctune.data.control_tokens`` has hidden; they become plain text.
@@ -97,7 +99,7 @@ class OffsetTokenizer:
         Raises:
             DataError: The tokenizer cannot encode a special token as plain text.
         """
-        ids: list[int] = []
+        ids = array("i")
         sizes: list[int] = []
         parts = list(filter(None, self._split(text)))
         for part in parts:
@@ -113,7 +115,7 @@ class OffsetTokenizer:
                     "spells a control token that this tokenizer cannot encode as plain text (it is not byte-level, or "
                     "strips whitespace next to special tokens); remove it from the row"
                 )
-            ids += part_ids
+            ids.extend(part_ids)
             sizes += map(len, pieces)
         ends = list(accumulate(sizes))
         return TokenOffsets(ids, [0, *ends][:-1], ends, restore_hidden(text).encode())

@@ -60,7 +60,7 @@ def test_offsets_equal_the_tokenizers(text: str, byte_level: OffsetTokenizer) ->
     encoding = byte_level.tokenizer.encode(text, add_special_tokens=False)
     encoded = byte_level.encode(text)
     assert isinstance(encoded.text, bytes)
-    assert encoded.ids == encoding.ids == byte_level.ids(text)
+    assert encoded.ids.tolist() == encoding.ids == byte_level.ids(text)
     assert to_characters(encoded, text) == encoding.offsets
 
 
@@ -71,7 +71,7 @@ def test_text_that_the_tokenizer_normalises_has_the_tokenizers_offsets(text: str
     tokenizer = normalising
     encoding = tokenizer.tokenizer.encode(text, add_special_tokens=False)
     encoded = tokenizer.encode(text)
-    assert encoded.ids == encoding.ids
+    assert encoded.ids.tolist() == encoding.ids
     assert to_characters(encoded, text) == encoding.offsets
     changed = tokenizer.tokenizer.normalizer.normalize_str(text) != text
     assert isinstance(encoded.text, str) or not changed
@@ -82,7 +82,7 @@ def test_text_that_the_tokenizer_normalises_has_the_tokenizers_offsets(text: str
 def test_cached_parts_have_the_same_tokens_as_the_complete_text(rows: list[str], byte_level: OffsetTokenizer) -> None:
     for row in rows * 2:
         text = row.encode("utf-8", "ignore").decode()
-        assert byte_level.encode(text).ids == byte_level.ids(text)
+        assert byte_level.encode(text).ids.tolist() == byte_level.ids(text)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_special_tokens_that_match_more_than_their_text_split_as_in_the_tokenize
         encoding = tokenizer.tokenizer.encode(text, add_special_tokens=False)
         for _ in range(2):
             encoded = tokenizer.encode(text)
-            assert (encoded.ids, to_characters(encoded, text)) == (encoding.ids, encoding.offsets)
+            assert (encoded.ids.tolist(), to_characters(encoded, text)) == (encoding.ids, encoding.offsets)
 
 
 def test_the_cache_is_bounded() -> None:
@@ -111,7 +111,7 @@ def test_the_cache_is_bounded() -> None:
     tokenizer = OffsetTokenizer(trained.tokenizer, max_cached_characters=200)
     for number in range(100):
         text = f"row {number}<|eot_id|> and more of it"
-        assert tokenizer.encode(text).ids == tokenizer.ids(text)
+        assert tokenizer.encode(text).ids.tolist() == tokenizer.ids(text)
         assert sum(map(len, tokenizer._cache)) <= 200 + len(text)
 
 
@@ -120,4 +120,4 @@ def test_a_vocabulary_of_words_has_the_tokenizers_offsets() -> None:
     for text in ("Hello there", "find_probe(é)", ""):
         encoding = tokenizer.tokenizer.encode(text, add_special_tokens=False)
         encoded = tokenizer.encode(text)
-        assert (encoded.ids, to_characters(encoded, text)) == (encoding.ids, encoding.offsets)
+        assert (encoded.ids.tolist(), to_characters(encoded, text)) == (encoding.ids, encoding.offsets)
