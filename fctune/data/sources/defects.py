@@ -23,6 +23,7 @@ DEFECT_KINDS: dict[str, str] = {
     "not_finite": "NaN, Infinity, or a number too large for a float",
     "not_json": "a row, or a column that should contain JSON, is not JSON",
     "not_renderable": "the chat template or tokenizer rejects the conversation, or loses a part of it",
+    "not_text_only": "a row with images, video or sound",
     "reasoning_conflict": "a turn has two different reasonings",
     "reasoning_empty": "a message's reasoning is an empty string",
     "reasoning_not_text": "a message's reasoning is not text",
@@ -44,6 +45,10 @@ DEFECT_KINDS: dict[str, str] = {
     "unreviewed": "a draft that is marked as not reviewed",
 }
 """The kinds of defects and their meanings."""
+
+
+# Remedy of ``not_text_only``.
+TEXT_ONLY = "only text is trained: describe it in words, or leave the row out"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,17 @@ https://platform.openai.com/docs/guides/fine-tuning. Arguments may be a string (
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fctune.data.conversation import Call
-from fctune.data.sources.defects import RowError, describe_value
+from fctune.data.sources.defects import TEXT_ONLY, RowError, describe_value
 from fctune.data.sources.row_builder import ParsedRow, RowBuilder, RowWarning
 from fctune.data.sources.row_formats.base import RowFormat
 from fctune.data.sources.row_reasoning import REASONING_KEYS, REASONING_ROLES, read_reasoning, split_parts
+
+# Types of parts that are no text, in OpenAI's and TRL's forms.
+_MEDIA = re.compile("image|video|audio")
 
 _READ_FIELDS = frozenset(
     {"role", "content", "tool_calls", "tool_call_id", "name", "weight", "function_call", "channel", *REASONING_KEYS}
@@ -126,6 +130,9 @@ def _read_content(content: Any, pointer: str) -> str | None:
         text = content[0].get("text")
         if content[0].get("type") == "text" and isinstance(text, str):
             return text
+    for i, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, dict) and _MEDIA.search(str(part.get("type"))):
+            raise RowError(f"{pointer}[{i}]", "not_text_only", f"a part of type {part['type']!r}; {TEXT_ONLY}")
     reason = f"expected text, null, or a list with one text part, got {describe_value(content)}"
     raise RowError(pointer, "content_not_text", reason)
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from fctune.data.sources import row_formats
-from fctune.data.sources.defects import RowError, describe_value
+from fctune.data.sources.defects import TEXT_ONLY, RowError, describe_value
 from fctune.data.sources.row_builder import ParsedRow, ReadContext, RowBuilder
 from fctune.data.sources.row_formats.base import RowFormat
 from fctune.data.sources.row_json import MAX_VALUE_DEPTH
@@ -30,6 +30,10 @@ def detect_row_format(row: dict[str, Any]) -> str | None:
     return next((name for name, row_format in ROW_FORMATS.items() if row_format.matches(row)), None)
 
 
+# Columns of what a row's placeholders, such as <image>, stand for; the placeholder alone would be trained as text.
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+
+
 def read_row(row: Any, row_format: str, context: ReadContext, source: str = "") -> ParsedRow:
     """Read a row as a conversation.
 
@@ -46,6 +50,8 @@ def read_row(row: Any, row_format: str, context: ReadContext, source: str = "") 
         raise RowError("", "unknown_row_format", f"expected an object, got {describe_value(row)}")
     if row.get("reviewed") is False:
         raise RowError("reviewed", "unreviewed", "a draft; set it to true after a person has corrected the row")
+    if media := next((key for key in _MEDIA if row.get(key)), None):
+        raise RowError(media, "not_text_only", f"{describe_value(row[media])}; {TEXT_ONLY}")
     name = detect_row_format(row) if row_format == "auto" else row_format
     if name is None:
         raise RowError("", "unknown_row_format", describe_row_formats(row))
