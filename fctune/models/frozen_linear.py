@@ -24,6 +24,15 @@ NF4_BYTES_PER_WEIGHT = 0.5 + 1 / 64 + 2 / (64 * 256)
 # 64 weights share a scale, and 256 scales share a scale of theirs: shards must be a multiple of the product.
 _NF4_BLOCK = 64 * 256
 
+_LINEAR_ATTRIBUTES = frozenset(vars(nn.Linear(1, 1, device="meta")))
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module computes ``x W' + b``, unlike subclasses of ``nn.Linear`` such as routers of experts."""
+    own = vars(module).keys() - _LINEAR_ATTRIBUTES
+    is_plain = type(module).forward is nn.Linear.forward or all(name.startswith("_") for name in own)
+    return isinstance(module, nn.Linear) and is_plain
+
 
 class FrozenLinear(nn.Module):
     """``x W' + b`` with a weight ``[out, in]`` that does not train.

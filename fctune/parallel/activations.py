@@ -18,6 +18,7 @@ from fctune.config.sections.parallel import ActivationCheckpointingConfig
 from fctune.errors import ConfigError
 from fctune.models.attention import attention_operators
 from fctune.models.causal_lm import CausalLM
+from fctune.models.frozen_linear import is_linear
 from fctune.models.grouped_products import product_operators
 
 # Compilations of a block: unpacked rows of changing lengths take two for each of the six kinds of graph.
@@ -134,7 +135,7 @@ def use_float8_matmuls_(model: CausalLM) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def fits(module: nn.Module, name: str) -> bool:
-        return isinstance(module, nn.Linear) and all(size % 16 == 0 for size in module.weight.shape)
+        return is_linear(module) and all(size % 16 == 0 for size in module.get_parameter("weight").shape)
 
     for block in model.blocks:
         convert_to_float8_training(block, config=Float8LinearConfig(), module_filter_fn=fits)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionMaskInterface, masking_utils
 
 from fctune.errors import ConfigError
@@ -40,16 +41,27 @@ def check_attention(
     """
     tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
     buffers = {f"decoder.{name}": buffer.to("meta") for name, buffer in decoder.named_buffers()}
+    where, family = architecture.where, architecture.model_type
     call = {"positions": tokens, "bounds": make_bounds([[_NUM_TOKENS]], model.attention_kernel)}
     try:
-        with torch.no_grad(), recorded_attention() as uses, _described_masks() as masks:
-            functional_call(model, buffers, (tokens,), call)
+        with torch.no_grad(), recorded_attention() as uses, _described_masks() as masks, _NoRandomness():
+            functional_call(model.train(), buffers, (tokens,), call)
     except ConfigError:
         raise
-    except Exception as error:  # layers whose path depends on values cannot run on the meta device
+    except _RandomnessError as error:
+        raise ConfigError(
+            f"{where}: model_type={family!r} draws random numbers while it trains ({error}), so its runs would depend "
+            "on the number of ranks; choose another model."
+        ) from None
+    except RuntimeError as error:  # layers whose path depends on values cannot run on the meta device
         logger.debug("attention cannot be checked without weights: %s", error)
         return ()
-    where, family = architecture.where, architecture.model_type
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{where}: layers of model_type={family!r} do not run with fctune's attention, which has no mask "
+            f"({type(error).__name__}: {reason}); choose another model."
+        ) from None
     windows = {_shorten(use.window, max_seq_len) for use in uses.values()}
     chunk = getattr(decoder.config, "attention_chunk_size", None)
     if chunk is not None and max_seq_len > chunk:
@@ -72,6 +84,22 @@ def check_attention(
             f"{_describe(meant)}; lower data.seq_len to {shortest}, or choose another model."
         )
     return tuple(dict.fromkeys(uses.values()))
+
+
+class _RandomnessError(Exception):
+    """A layer draws random numbers; the message is the name of the operation."""
+
+
+class _NoRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Stops at operations that draw random numbers, except attention, which is tagged as one for its dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in function.tags and "attention" not in function.__name__:
+            raise _RandomnessError(function.__name__.partition(".")[0])
+        return function(*args, **(kwargs or {}))
 
 
 @contextmanager

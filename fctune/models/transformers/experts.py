@@ -12,6 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from fctune.models.architecture import EXPERT_ADAPTERS
 from fctune.models.causal_lm import ExpertWeight, Router
 from fctune.models.expert_lora import ExpertLoRA
+from fctune.models.frozen_linear import is_linear
 from fctune.models.grouped_products import multiply_groups
 
 # Name of this implementation in ``config._experts_implementation``.
@@ -146,7 +147,7 @@ def iter_routers(block: nn.Module, decoder: Any) -> Iterator[Router]:
     recorder = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorder, "target_class", None)
     for path, module in block.named_modules():
-        if kind is not None and isinstance(module, kind) and not isinstance(module, nn.Linear):
+        if kind is not None and isinstance(module, kind) and not is_linear(module):
             weight = getattr(module, "weight", None)
             if isinstance(weight, Tensor) and weight.ndim == 2:
                 yield Router(path.rpartition(".")[2], path)

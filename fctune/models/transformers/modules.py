@@ -17,6 +17,7 @@ from torch import nn
 from fctune.errors import ConfigError
 from fctune.models.architecture import Block, Branch, ExpertShape, LinearShape
 from fctune.models.causal_lm import ExpertWeight
+from fctune.models.frozen_linear import is_linear
 from fctune.models.transformers.architecture import TransformersArchitecture
 from fctune.models.transformers.attention import ATTENTION
 from fctune.models.transformers.experts import EXPERTS_IMPLEMENTATION, iter_expert_weights, iter_routers
@@ -174,7 +175,7 @@ def read_layout(decoder: Any, architecture: TransformersArchitecture) -> Layout:
 
 def iter_linears(block: nn.Module) -> Iterator[tuple[str, str, str]]:
     """Iterate over the linears of a block: name in ``adapter.modules``, key unique in the block, and path."""
-    linears = [(path, module) for path, module in block.named_modules() if isinstance(module, nn.Linear)]
+    linears = [(path, module) for path, module in block.named_modules() if is_linear(module)]
     counts = Counter(path.rpartition(".")[2] for path, _ in linears)
     for path, _ in linears:
         name = path.rpartition(".")[2]
@@ -185,7 +186,8 @@ def _read_block(block: nn.Module, decoder: Any, embed_dim: int) -> Block:
     """Return the linears and experts of a block; the linears within one of its children are one branch."""
     branches: dict[str, list[LinearShape]] = {}
     for path, module in block.named_modules():
-        if isinstance(module, nn.Linear):
+        if is_linear(module):
+            assert isinstance(module, nn.Linear)
             shape = LinearShape(path.rpartition(".")[2], module.in_features, module.out_features)
             branches.setdefault(path.partition(".")[0], []).append(shape)
     return Block(

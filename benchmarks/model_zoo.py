@@ -1,0 +1,373 @@
+"""Tiny random models of the architectures in the table of supported models, with the choices of the real families.
+
+A tiny config is that of transformers' default for the architecture, which is a model that the family published, with
+smaller sizes. What makes the family another one stays: soft caps, scales, sinks, kinds of layers, RoPE, ties,
+shared experts, the ratio of heads, and the dimensions of latent attention among themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+# Gives every model its tokenizer and chat template.
+TOKENIZER_DIR = ROOT / "fctune" / "assets" / "tiny_base"
+_VOCAB_SIZE = 1408
+
+_NUM_LAYERS = 4
+
+# Sizes of a tiny model, for keys that its default config sets.
+_SIZES: dict[str, Any] = {
+    "vocab_size": _VOCAB_SIZE,
+    "vocab_size_per_layer_input": _VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "intermediate_size_mlp": 80,
+    "shared_intermediate_size": 48,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 48,
+    "hidden_size_per_layer_input": 16,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "max_position_embeddings": 2048,
+    "model_max_length": 2048,
+    "sliding_window": 16,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_head_dim": 16,
+    "mamba_d_ssm": 128,
+    "mamba_d_state": 16,
+    "ssm_state_size": 16,
+    "mamba_chunk_size": 16,
+    "chunk_size": 16,
+    "block_multiple_of": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "bos_token_id": 1397,
+    "eos_token_id": 1400,
+    "pad_token_id": 1401,
+}
+# Keys that others imply, which are left to transformers' own rules for the smaller sizes.
+_IMPLIED = ("qk_head_dim", "moe_layers", "full_attn_idxs", "layers_block_type_indices", "max_window_layers")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
+
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+_QWEN_VISION = {
+    "hidden_size": 16,
+    "num_heads": 2,
+    "depth": 1,
+    "intermediate_size": 24,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+_LLAMA_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_GEMMA_4_LAYERS = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "per_layer_config": {1: {"head_dim": 32}, 3: {"head_dim": 32}},
+}
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 8.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.0625,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A row of the table.
+
+    Attributes:
+        model_type: Key of transformers' architecture.
+        models: Names of public models of it.
+        changes: Values of the config, or of its text model's, in place of the default's shrunk ones.
+        sections: Configs of the other parts of a vision-language model; None for a text model.
+        text_type: Architecture of the text model of a vision-language model.
+        real: Values that transformers' default config lacks, without which it builds no model.
+    """
+
+    model_type: str
+    models: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    sections: Mapping[str, Any] | None = None
+    text_type: str = ""
+    real: Mapping[str, Any] = field(default_factory=dict)
+
+
+ENTRIES: tuple[Entry, ...] = (
+    Entry("llama", "Llama 3, 3.1, 3.2, 3.3", {"rope_parameters": _LLAMA_ROPE, "num_key_value_heads": 2}),
+    Entry("qwen2", "Qwen2, Qwen2.5", {"num_key_value_heads": 2}),
+    Entry("qwen3", "Qwen3 0.6B to 32B, Qwen3-4B-2507", {"num_key_value_heads": 2}),
+    Entry("qwen3_moe", "Qwen3-30B-A3B, Qwen3-Coder"),
+    Entry("qwen3_next", "Qwen3-Next"),
+    Entry("qwen3_5_text", "Qwen3.5, 3.6 and 3.8, text only"),
+    Entry("qwen3_5_moe_text", "Qwen3.5-35B-A3B, text only"),
+    Entry("qwen3_5", "Qwen3.5, 3.6 and 3.8", {}, {"vision_config": _QWEN_VISION}, "qwen3_5_text"),
+    Entry("qwen3_5_moe", "Qwen3.5-35B-A3B", {}, {"vision_config": _QWEN_VISION}, "qwen3_5_moe_text"),
+    Entry("gpt_oss", "gpt-oss-20b, gpt-oss-120b"),
+    Entry("gemma", "Gemma"),
+    Entry("gemma2", "Gemma 2"),
+    Entry("gemma3_text", "Gemma 3 270M and 1B, FunctionGemma"),
+    Entry(
+        "gemma3",
+        "Gemma 3 4B to 27B",
+        {},
+        {"vision_config": {"model_type": "siglip_vision_model", **_VISION}, "mm_tokens_per_image": 4},
+        "gemma3_text",
+    ),
+    Entry("gemma4_text", "Gemma 4 E2B and E4B, text only", {**_GEMMA_4_LAYERS, "num_kv_shared_layers": 2}),
+    Entry(
+        "gemma4",
+        "Gemma 4 E2B to 31B",
+        {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "num_global_key_value_heads": 1},
+        {
+            "vision_config": {"model_type": "gemma4_vision", **_VISION, "num_key_value_heads": 2, "head_dim": 8},
+            "audio_config": None,
+        },
+        "gemma4_text",
+    ),
+    Entry("nemotron_h", "Nemotron 3 Nano 30B-A3B, Nemotron Nano 2", {"n_groups": 2}),
+    Entry("nemotron", "Nemotron 4, Minitron", {"num_key_value_heads": 2}, real={"num_key_value_heads": 8}),
+    Entry("mistral", "Mistral 7B, Mistral Nemo", {"sliding_window": None}),
+    Entry("ministral", "Ministral 8B", {"head_dim": 16}, real={"head_dim": 128}),
+    Entry("ministral3", "Ministral 3, text only"),
+    Entry(
+        "mistral3",
+        "Ministral 3, Mistral Small 3",
+        {"tie_word_embeddings": False},
+        {"vision_config": {"model_type": "pixtral", "head_dim": 8, **_VISION}, "tie_word_embeddings": False},
+        "ministral3",
+    ),
+    Entry("mixtral", "Mixtral 8x7B"),
+    Entry("granite", "Granite 3, Granite 4 dense", _GRANITE),
+    Entry("granitemoe", "Granite 3 MoE", _GRANITE),
+    Entry("granitemoehybrid", "Granite 4 hybrid", {**_GRANITE, "layer_types": ["mamba", "attention"] * 2}),
+    Entry("smollm3", "SmolLM3 3B"),
+    Entry("glm", "GLM-4-9B"),
+    Entry("glm4", "GLM-4-0414"),
+    Entry("glm4_moe", "GLM-4.5, 4.6 and 4.7", {"use_qk_norm": True}),
+    Entry("glm4_moe_lite", "GLM-4.7-Flash"),
+    Entry("glm_moe_dsa", "GLM-5"),
+    Entry("lfm2", "LFM2, LFM2.5", {"layer_types": ["conv", "full_attention"] * 2}),
+    Entry("lfm2_moe", "LFM2-8B-A1B", {"layer_types": ["conv", "full_attention"] * 2}),
+    Entry("lfm3", "LFM3"),
+    Entry("muse_glimmer_text", "Muse-Glimmer-30B, text only"),
+    Entry("phi3", "Phi-3, Phi-4-mini"),
+    Entry("phimoe", "Phi-3.5-MoE"),
+    Entry("olmo", "OLMo"),
+    Entry("olmo2", "OLMo 2"),
+    Entry("olmo3", "OLMo 3"),
+    Entry("olmoe", "OLMoE"),
+    Entry("cohere", "Command R"),
+    Entry("cohere2", "Command R7B, Command A"),
+    Entry("deepseek_v2", "DeepSeek V2"),
+    Entry("deepseek_v3", "DeepSeek V3 and R1, Kimi K2"),
+    Entry("deepseek_v32", "DeepSeek V3.2"),
+    Entry("deepseek_v4", "DeepSeek V4", {"head_dim": 64, "o_groups": 2, "o_lora_rank": 16}),
+    Entry("exaone4", "EXAONE 4"),
+    Entry("seed_oss", "Seed-OSS"),
+    Entry("hunyuan_v1_dense", "Hunyuan dense", {"head_dim": 16}, real={"head_dim": 128}),
+    Entry("hy_v3", "Hunyuan 3"),
+    Entry("ernie4_5", "ERNIE 4.5"),
+    Entry("ernie4_5_moe", "ERNIE 4.5 MoE"),
+    Entry("apertus", "Apertus"),
+    Entry("arcee", "AFM-4.5B"),
+    Entry("afmoe", "Trinity"),
+    Entry("falcon_h1", "Falcon-H1"),
+    Entry("bamba", "Bamba", {"attn_layer_indices": [1, 3]}),
+    Entry("minimax_m2", "MiniMax M2"),
+    Entry("llama4_text", "Llama 4, text only"),
+    Entry("kimi_linear", "Kimi Linear"),
+    Entry("stablelm", "StableLM 2"),
+    Entry("starcoder2", "StarCoder2"),
+    Entry("internlm3", "InternLM3"),
+    Entry("nanochat", "nanochat"),
+    Entry("solar_open", "Solar Open"),
+    Entry("mimo_v2_flash", "MiMo-V2-Flash", {"head_dim": 24, "v_head_dim": 16}),
+    Entry("dots1", "dots.llm1", {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2}),
+    Entry("laguna", "Laguna"),
+    Entry("youtu", "Youtu-LLM"),
+    Entry("muse_spark", "Muse Spark"),
+)
+
+
+# Models that people tune for tool calls most, which the README names.
+HEADLINES = frozenset(
+    {
+        *(
+            "llama",
+            "qwen2",
+            "qwen3",
+            "qwen3_moe",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "gpt_oss",
+            "gemma3_text",
+            "gemma3",
+            "gemma4",
+        ),
+        *("nemotron_h", "mistral", "mistral3", "granite", "granitemoe", "granitemoehybrid", "smollm3", "glm4_moe"),
+        *("glm4_moe_lite", "lfm2", "lfm2_moe", "lfm3", "phi3", "olmo3", "cohere2", "deepseek_v3", "minimax_m2"),
+        *("falcon_h1", "qwen3_next", "mixtral"),
+    }
+)
+
+
+def find_entry(model_type: str) -> Entry:
+    """Return the entry of a model type."""
+    return next(entry for entry in ENTRIES if entry.model_type == model_type)
+
+
+def shrink(default: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a config with the choices of a default one, in sizes of a tiny model."""
+    values = {key: value for key, value in default.items() if key not in _IMPLIED}
+    values |= {key: size for key, size in _SIZES.items() if default.get(key) is not None or key.endswith("token_id")}
+    heads, groups = default.get("num_attention_heads"), default.get("num_key_value_heads")
+    if heads and groups:
+        values["num_key_value_heads"] = 4 if heads == groups else 1 if groups == 1 else 2
+    if default.get("qk_rope_head_dim"):  # latent attention, whose head_dim is one of its own sizes
+        values.pop("head_dim", None)
+    values |= {key: 2 for key in _TOP_K if (default.get(key) or 0) > 1}
+    if (default.get("n_group") or 1) > 1:
+        values |= {"n_group": 4, "topk_group": 2}
+    if (default.get("first_k_dense_replace") or 0) > 1:
+        values["first_k_dense_replace"] = 1
+    values |= _cut_layers(default)
+    if isinstance(rope := default.get("rope_parameters"), dict):
+        values["rope_parameters"] = _shrink_rope(rope)
+    return values | dict(changes or {})
+
+
+def _cut_layers(default: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that list a value per layer, for a few layers of every kind in their order."""
+    count = default.get("num_hidden_layers")
+    lists = {
+        key: value
+        for key, value in default.items()
+        if isinstance(value, list) and len(value) == count and key not in _IMPLIED
+    }
+    if not lists:
+        return {} if count is None else {"num_hidden_layers": _NUM_LAYERS}
+    kinds = list(zip(*lists.values(), strict=True))
+    chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    chosen += [i for i in range(len(kinds)) if i not in chosen][: max(0, _NUM_LAYERS - len(chosen))]
+    chosen.sort()
+    cut: dict[str, Any] = {key: [value[i] for i in chosen] for key, value in lists.items()}
+    if isinstance(per_layer := default.get("per_layer_config"), dict):
+        # Gemma 4's global layers have larger heads.
+        cut["per_layer_config"] = {
+            chosen.index(int(i)): {key: 2 * _SIZES[key] for key in values}
+            for i, values in per_layer.items()
+            if int(i) in chosen
+        }
+    if "num_attention_heads_per_layer" in cut:
+        cut["num_attention_heads_per_layer"] = [4] * len(chosen)
+    return cut | {"num_hidden_layers": len(chosen)}
+
+
+def _shrink_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return RoPE's parameters with the positions of a tiny model."""
+    if any(isinstance(value, dict) for value in rope.values()):
+        return {key: _shrink_rope(value) for key, value in rope.items()}
+    factor = rope.get("factor") or 1.0
+    tiny = {"original_max_position_embeddings": math.ceil(2048 / factor), "max_position_embeddings": 2048}
+    return {key: tiny.get(key, value) for key, value in rope.items()}
+
+
+def make_config(entry: Entry, is_tiny: bool = True) -> Any:
+    """Return transformers' config of an entry: the default, or a tiny one.
+
+    Raises:
+        KeyError: This version of transformers does not have the architecture.
+    """
+    from transformers import CONFIG_MAPPING
+
+    def resolve(model_type: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+        default = CONFIG_MAPPING[model_type]().to_dict()
+        return shrink(default, changes) if is_tiny else default | dict(entry.real)
+
+    if entry.sections is None:
+        return CONFIG_MAPPING[entry.model_type].from_dict(resolve(entry.model_type, entry.changes))
+    text = {"model_type": entry.text_type, **resolve(entry.text_type, entry.changes)}
+    return CONFIG_MAPPING[entry.model_type](text_config=text, **(entry.sections if is_tiny else {}))
+
+
+def save_config(entry: Entry, folder: Path, is_tiny: bool = True) -> None:
+    """Write the config.json of an entry, as a checkpoint of it has it, and the tokenizer."""
+    folder.mkdir(parents=True)
+    config = make_config(entry, is_tiny)
+    config.architectures = [name] if (name := _find_class(config)) else None
+    config.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (TOKENIZER_DIR / file).is_file():
+            shutil.copyfile(TOKENIZER_DIR / file, folder / file)
+
+
+def _find_class(config: Any) -> str | None:
+    """Return the name of the class that checkpoints are saved from."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if (found := mapping.get(type(config), None)) is not None:
+            return str(found.__name__)
+    return None
+
+
+def save_weights(folder: Path) -> None:
+    """Save random weights next to a config.json, by transformers' own class and in its form of checkpoints."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = getattr(transformers, json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0])
+    torch.manual_seed(0)
+    model = kind._from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if not tensor.is_floating_point():
+                continue
+            noise = torch.empty_like(tensor).normal_(std=0.08, generator=generator)
+            # Norms and biases move from their starting values, of which an error would not show.
+            tensor.copy_(noise if tensor.ndim > 1 and "conv" not in name else tensor + noise)
+    model.save_pretrained(folder)
