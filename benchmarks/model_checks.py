@@ -1,0 +1,466 @@
+"""Checks of one architecture: fctune's way from a checkpoint to an export, against transformers and PEFT.
+
+Everything is computed in float32 on the CPU. Both sides read the same checkpoint and see the same conversations: ours
+packed, theirs one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from benchmarks.model_zoo import TOKENIZER_DIR, Entry, save_config, save_weights
+from fctune.checkpoint.hf_checkpoint import HFAdapterWeights, HFModelWeights
+from fctune.checkpoint.resume import RunFacts, choose_checkpoint
+from fctune.checkpoint.state import Checkpointer
+from fctune.checkpoint.store import CheckpointStore
+from fctune.config.loading import parse_config
+from fctune.config.schema import RunConfig
+from fctune.data.loader import Batch, GlobalLoader
+from fctune.data.prepared_set import open_prepared, prepare
+from fctune.distributed import World
+from fctune.errors import ConfigError
+from fctune.models.causal_lm import CausalLM
+from fctune.models.export import export_adapter, export_merged
+from fctune.models.hub import WEIGHT_FILES, digest_model
+from fctune.models.lora import apply_lora_, init_adapters_
+from fctune.models.packing_proof import prove_packing
+from fctune.models.sources import read_config
+from fctune.planner.models import find_architecture, shape_model
+from fctune.telemetry.sinks import SinkGroup
+from fctune.training.callbacks.checkpoint import CheckpointCallback
+from fctune.training.loop import build_loader, train
+from fctune.training.setup import build_base, shard_and_load_, start_state
+
+NUM_STEPS = 5
+_SAVED_STEP = 3
+_RANK_STEPS = 3
+_NUM_ROWS = 24
+_SEQ_LEN = 256
+LOSS_TOLERANCE = 1e-4  # difference of losses, in nats
+_LOGIT_TOLERANCE = 1e-3  # difference of logits, as a share of the largest
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Result of a check: whether it passed, and what was measured or went wrong."""
+
+    passed: bool
+    note: str
+    seconds: float = 0.0
+
+
+class Recorder:
+    """Sink that keeps the loss of each step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        """Keep the loss."""
+        self.losses.append(float(metrics["loss"]))
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def make_run(
+    model: Path, output: Path, has_adapter: bool, is_packed: bool, rows: str = "synthetic:train:1", **changes: Any
+) -> RunConfig:
+    """Return the config of a small run, as a file would hold it."""
+    raw: dict[str, Any] = {
+        "output_dir": str(output),
+        "model": {"path": str(model)},
+        "precision": "fp32",
+        "data": {
+            "sources": [{"path": rows}],
+            "validation_share": 0.0,
+            "seq_len": _SEQ_LEN,
+            "packed": is_packed,
+        },
+        "global_batch_size": 2 if is_packed else 4,
+        "micro_batch_size": 1 if is_packed else 2,
+        "max_steps": NUM_STEPS,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
+        "lr_scheduler": {"name": "constant"},
+        "clip_grad_norm": 1.0,
+    }
+    if has_adapter:
+        raw["adapter"] = {"rank": 4, "alpha": 8, "dropout": 0.0, "modules": "all-linear", "train_tokens": "off"}
+    problems: list[str] = []
+    config = parse_config(raw | changes, problems)
+    assert config is not None, problems
+    return config
+
+
+def prepare_sets(root: Path) -> None:
+    """Write the packed and the unpacked prepared set, which all architectures share, into a folder."""
+    rows = root / "rows.jsonl"
+    rows.write_text("".join(json.dumps(_make_row(number)) + "\n" for number in range(_NUM_ROWS)), encoding="utf-8")
+    for is_packed in (True, False):
+        config = make_run(TOKENIZER_DIR, root / "run", False, is_packed, str(rows))
+        path = prepare(config.data, TOKENIZER_DIR, root / "sets").path
+        (root / _link_name(is_packed)).symlink_to(path)
+
+
+def _make_row(number: int) -> dict[str, Any]:
+    """Return a short row, another one for each number; a pack holds a few of them."""
+    name, town = f"get_{number}", "Bergen Oslo " * (1 + number % 4)
+    tool = {"name": name, "parameters": {"type": "object", "properties": {"town": {"type": "string"}}}}
+    call = {"name": name, "arguments": json.dumps({"town": town})}
+    messages = [
+        {"role": "user", "content": f"Find {town}"},
+        {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]},
+    ]
+    return {"tools": [{"type": "function", "function": tool}], "messages": messages}
+
+
+def _link_name(is_packed: bool) -> str:
+    return "packed" if is_packed else "unpacked"
+
+
+class Bench:
+    """One architecture on its way through the checks.
+
+    Args:
+        entry: The architecture.
+        folder: Empty folder for its checkpoints.
+        sets: Folder of ``prepare_sets``.
+        world: This rank, the only one.
+    """
+
+    def __init__(self, entry: Entry, folder: Path, sets: Path, world: World):
+        self.entry, self.folder, self.sets, self.world = entry, folder, sets, world
+        self.model_dir = folder / "model"
+        self.is_packed = True
+        self.kind = ""
+        self.refused: str | None = None  # why the model cannot be built
+        self.losses: dict[str, list[float]] = {}
+        self.models: dict[str, CausalLM] = {}
+
+    def config(self, name: str, **changes: Any) -> RunConfig:
+        """Return the config of a run: ``lora`` or ``full``."""
+        return make_run(self.model_dir, self.folder / name, name == "lora", self.is_packed, **changes)
+
+    def loader(self, config: RunConfig) -> GlobalLoader:
+        """Return the loader of the run's prepared set."""
+        return build_loader(config, open_prepared(self.sets / _link_name(config.data.packed)))
+
+    def build(self) -> str:
+        """Build the model with its adapters, of a directory that has no weights."""
+        save_config(self.entry, self.model_dir)
+        config = self.config("lora")
+        assert config.adapter is not None
+        try:
+            model = build_base(config, self.model_dir, self.world)
+        except ConfigError as error:
+            self.refused = str(error).replace(f"{self.model_dir / 'config.json'}: ", "")
+            raise
+        apply_lora_(model, config.adapter)
+        is_sparse, has_state = bool(model.architecture.expert_names), bool(model.state_layers)
+        self.kind = f"{'hybrid' if has_state else ''}{', ' if is_sparse and has_state else ''}"
+        self.kind = self.kind + "mixture of experts" if is_sparse else self.kind or "dense"
+        return type(model.architecture).__module__.split(".")[2]
+
+    @torch.no_grad()
+    def pack(self) -> str:
+        """Compare the logits of packed rows with transformers' of each conversation alone."""
+        save_weights(self.model_dir)
+        model = load(self.config("full"), self.world)[0].eval()
+        try:
+            prove_packing(model, self.world.device)
+        except ConfigError as error:
+            check("data.packed" in str(error), str(error))
+            self.is_packed = False
+        config = self.config("full")
+        reference = load_reference(self.model_dir)
+        loader = self.loader(config)
+        (batch,) = loader.micro_batches(loader.step_at(1), 0, 1, 8)
+        arguments = {"positions": batch.positions, "bounds": None}
+        if batch.lengths is not None:
+            arguments["bounds"] = model.make_bounds(batch.lengths)
+        logits = model(batch.tokens, **arguments)
+        worst = 0.0
+        for row, start, stop in iter_conversations(batch):
+            alone = reference(input_ids=batch.tokens[row : row + 1, start:stop], use_cache=False).logits[0]
+            worst = max(worst, relative(logits[row, start:stop], alone))
+        check(worst <= _LOGIT_TOLERANCE, f"logits differ by {worst:.1e} of the largest")
+        return f"{worst:.0e}" if self.is_packed else f"one conversation a row, {worst:.0e}"
+
+    def train(self, name: str) -> str:
+        """Take some steps with ``lora`` or of all weights, saving on the way, and compare the losses."""
+        config = self.config(name, checkpoint={"every_n_steps": 0, "async_save": False})
+        model, state, recorder, callback = self._start(name, config)
+        self.models[name] = model
+        loader = self.loader(config)
+        reference = load_reference(self.model_dir)
+        if config.adapter is not None:
+            from peft import PeftModel
+
+            start = self.folder / "start"
+            export_adapter(model, config.adapter, str(self.model_dir), self.model_dir, start, is_writer=True)
+            reference = PeftModel.from_pretrained(reference, start, is_trainable=True)
+            ours = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            theirs = sum(p.numel() for p in reference.parameters() if p.requires_grad)
+            check(ours == theirs, f"{ours:,} trained parameters, PEFT has {theirs:,}")
+        expected = train_reference(reference, config, loader)
+        kind = "sharded" if name == "lora" else "elastic"
+        train(config, state, loader, _SAVED_STEP, self.world, SinkGroup(recorder), [callback])
+        callback.save(kind, _SAVED_STEP)
+        callback.saver.finish()
+        train(config, state, loader, NUM_STEPS, self.world, SinkGroup(recorder), [callback])
+        callback.close()
+        self.losses[name] = recorder.losses
+        change = abs(expected[0] - expected[-1])
+        check(change > 10 * LOSS_TOLERANCE, f"the losses hardly change: {expected}")
+        worst = max(abs(a - b) for a, b in zip(recorder.losses, expected, strict=True))
+        check(worst <= LOSS_TOLERANCE, f"losses differ by {worst:.1e}")
+        return f"{worst:.0e}"
+
+    def resume(self) -> str:
+        """Resume both runs from their checkpoints and compare losses and weights bit by bit."""
+        for name, trained in self.models.items():
+            config = self.config(name, checkpoint={"every_n_steps": 0, "async_save": False})
+            model, state, recorder, callback = self._start(name, config)
+            found, _ = choose_checkpoint("auto", CheckpointStore(self.folder / name / "checkpoints"), self.world)
+            assert found is not None
+            callback.checkpointer.restore_(found)
+            train(config, state, self.loader(config), NUM_STEPS, self.world, SinkGroup(recorder), [callback])
+            callback.close()
+            check(recorder.losses == self.losses[name][_SAVED_STEP:], f"losses of the {name} run differ")
+            expected = dict(trained.named_parameters())
+            wrong = [key for key, value in model.named_parameters() if not torch.equal(value, expected[key])]
+            check(not wrong, f"{len(wrong)} weights of the {name} run differ, such as {wrong[:1]}")
+        return "same bits"
+
+    @torch.no_grad()
+    def export(self) -> str:
+        """Export both trained models and compare the logits that transformers and PEFT compute."""
+        from peft import PeftModel
+
+        check(set(self.models) == {"lora", "full"}, "training failed")
+        tokens = torch.randint(3, 1300, (1, 40), generator=torch.Generator().manual_seed(3))
+        worst = 0.0
+        for name, model in self.models.items():
+            out, config = self.folder / name / "merged", self.config(name)
+            export_merged(model, self.model_dir, out, is_writer=True)
+            check(read_shapes(out) == read_shapes(self.model_dir), "the tensors are not those of the base")
+            ours = model.eval()(tokens)[0]
+            worst = max(worst, relative(ours, load_reference(out)(input_ids=tokens, use_cache=False).logits[0]))
+            if config.adapter is not None:
+                adapter = self.folder / name / "adapter"
+                export_adapter(model, config.adapter, str(self.model_dir), self.model_dir, adapter, is_writer=True)
+                adapted = PeftModel.from_pretrained(load_reference(self.model_dir), adapter).eval()
+                worst = max(worst, relative(ours, adapted(input_ids=tokens, use_cache=False).logits[0]))
+        check(worst <= _LOGIT_TOLERANCE, f"logits differ by {worst:.1e} of the largest")
+        return f"{worst:.0e}"
+
+    def plan(self) -> str:
+        """Compare the planner's number of parameters of the family's real model with transformers' meta model."""
+        real = self.folder / "real"
+        save_config(self.entry, real, is_tiny=False)
+        config = make_run(real, self.folder / "planned", False, True)
+        architecture, _, _ = find_architecture(config.model.path)
+        planned = sum(p.numel() for p in shape_model(config, architecture).parameters())
+        expected = count_parameters(real)
+        check(planned == expected, f"{planned:,} planned, transformers has {expected:,}")
+        return f"{expected:,}"
+
+    def _start(self, name: str, config: RunConfig) -> tuple[CausalLM, Any, Recorder, CheckpointCallback]:
+        """Return the loaded model, its state, a recorder of losses and what saves checkpoints."""
+        model, gradient_sync = load(config, self.world)
+        state = start_state(model, config, NUM_STEPS, gradient_sync)
+        weights: Any = HFModelWeights(model.architecture, self.model_dir)
+        if config.adapter is not None:
+            weights = HFAdapterWeights(model.architecture, config.adapter, str(self.model_dir), self.model_dir)
+        facts = RunFacts(config.to_dict(), digest_model(self.model_dir, WEIGHT_FILES), NUM_STEPS, {})
+        checkpointer = Checkpointer(state, weights, self.loader(config), facts, self.world)
+        store = CheckpointStore(self.folder / name / "checkpoints")
+        return model, state, Recorder(), CheckpointCallback(config.checkpoint, checkpointer, store, self.world)
+
+
+CHECKS: dict[str, Callable[[Bench], str]] = {
+    "pack": Bench.pack,
+    "lora": lambda bench: bench.train("lora"),
+    "full": lambda bench: bench.train("full"),
+    "resume": Bench.resume,
+    "export": Bench.export,
+    "plan": Bench.plan,
+}
+"""The checks of one process, in their order: each but the last needs those before."""
+
+
+def check_alone(world: World, entry: Entry, folder: Path, sets: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Run checks of one process; returns their outcomes by name, the kind of model, and the losses.
+
+    A model that cannot be built has the reason instead, ``refused``.
+
+    Args:
+        world: This rank, the only one.
+        entry: The architecture.
+        folder: Empty folder for its checkpoints.
+        sets: Folder of ``prepare_sets``.
+        names: Keys of ``CHECKS``.
+    """
+    _silence()
+    bench = Bench(entry, folder, sets, world)
+    outcomes = {"build": _attempt(bench.build)}
+    if bench.refused is not None:
+        return {"refused": bench.refused}
+    if outcomes["build"].passed:
+        outcomes |= {name: _attempt(functools.partial(CHECKS[name], bench)) for name in names}
+    return {
+        "kind": bench.kind,
+        "is_packed": bench.is_packed,
+        "outcomes": {name: asdict(outcome) for name, outcome in outcomes.items()},
+        "losses": bench.losses,
+    }
+
+
+def _attempt(run: Callable[[], str]) -> Outcome:
+    """Run a check; whatever it raises is its outcome."""
+    started = time.perf_counter()
+    try:
+        is_passed, note = True, run()
+    except Exception as error:
+        is_passed, note = False, _describe(error)
+    return Outcome(is_passed, note, round(time.perf_counter() - started, 2))
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, (AssertionError, ConfigError)):
+        return str(error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({Path(place.filename).name}:{place.lineno})"
+
+
+def train_on_ranks(world: World, folder: Path, sets: Path, is_packed: bool) -> dict[str, list[float]]:
+    """Return the losses of both runs on several ranks: adapters by DDP, all weights by FSDP."""
+    _silence()
+    losses = {}
+    for name, mode in (("lora", "ddp"), ("full", "fsdp")):
+        output = folder / f"{name}_on_ranks"
+        config = make_run(folder / "model", output, name == "lora", is_packed, parallel={"mode": mode})
+        model, gradient_sync = load(config, world)
+        recorder, state = Recorder(), start_state(model, config, NUM_STEPS, gradient_sync)
+        loader = build_loader(config, open_prepared(sets / _link_name(is_packed)))
+        train(config, state, loader, _RANK_STEPS, world, SinkGroup(recorder))
+        losses[name] = recorder.losses
+    return losses
+
+
+def load(config: RunConfig, world: World) -> tuple[CausalLM, Any]:
+    """Build, shard and load the model of a run, as its recipe does."""
+    model_dir = Path(config.model.path)
+    model = build_base(config, model_dir, world)
+    if config.adapter is not None:
+        apply_lora_(model, config.adapter)
+    gradient_sync = shard_and_load_(model, config, model_dir, world)
+    if config.adapter is not None:
+        init_adapters_(model, config.seed)
+    return model, gradient_sync
+
+
+def load_reference(folder: Path) -> Any:
+    """Load a directory with transformers, with its own attention and experts, without dropout or noise."""
+    import transformers
+
+    options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    kind = getattr(transformers, str(read_config(folder)["architectures"][0]))
+    return kind.from_pretrained(folder, **options).eval()
+
+
+def count_parameters(folder: Path) -> int:
+    """Count the parameters of the text model of a config.json in transformers' model on the meta device."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    text = config.get_text_config()
+    text.tie_word_embeddings = config.tie_word_embeddings
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(text)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def train_reference(model: Any, config: RunConfig, loader: GlobalLoader) -> list[float]:
+    """Train transformers' model on the run's conversations, one by one; returns the loss of each step."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=float(config.optimizer["lr"]))
+    losses = []
+    for number in range(1, NUM_STEPS + 1):
+        step = loader.step_at(number)
+        optimizer.zero_grad()
+        total = 0.0
+        for batch in loader.micro_batches(step, 0, 1, 1):
+            for row, start, stop in iter_conversations(batch):
+                tokens, labels = (t[row, start:stop] for t in (batch.tokens, batch.labels))
+                logits = model(input_ids=tokens[None], use_cache=False).logits[0].float()
+                each = cross_entropy(logits, labels, reduction="none", ignore_index=-100)
+                loss = (each * batch.loss_weights[row, start:stop]).sum() / loader.totals(step).weight_sum
+                loss.backward()
+                total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(trained, config.clip_grad_norm or math.inf)
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+def iter_conversations(batch: Batch) -> Iterator[tuple[int, int, int]]:
+    """Iterate over the conversations of a batch without padding: row, first token, and the one after the last label."""
+    for row, labels in enumerate(batch.labels):
+        lengths = [len(labels)] if batch.lengths is None else batch.lengths[row]
+        start = 0
+        for length in lengths:
+            supervised = (labels[start : start + length] != -100).nonzero()
+            if len(supervised):
+                yield row, start, start + int(supervised.max()) + 1
+            start += length
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[list[int], str]]:
+    """Return shape and dtype of every tensor of a model directory."""
+    shapes: dict[str, tuple[list[int], str]] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                tensor = opened.get_slice(name)
+                shapes[name] = (tensor.get_shape(), tensor.get_dtype())
+    return shapes
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference, as a share of the largest value; infinite if one is not finite."""
+    difference = float((ours - theirs).abs().max() / theirs.abs().max())
+    return difference if math.isfinite(difference) else math.inf
+
+
+def check(is_true: bool, problem: str) -> None:
+    """Raise an error unless a claim holds."""
+    if not is_true:
+        raise AssertionError(problem)
+
+
+def _silence() -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("fctune").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")

@@ -1,0 +1,208 @@
+"""Prove which architectures train exactly, and write the tables of supported models.
+
+    python -m benchmarks.models [--only TYPE ...] [--out benchmarks/results/models.json]
+    python -m benchmarks.models --tables
+
+For each architecture, a tiny random model with the real family's choices is saved by transformers and taken through
+fctune: see ``benchmarks.model_checks``. With ``--only``, the other rows of the result are kept. ``--tables`` writes
+docs/supported-models.md and the README's table from the result, and runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.model_checks import CHECKS, LOSS_TOLERANCE, check_alone, prepare_sets, train_on_ranks
+from benchmarks.model_zoo import ENTRIES, HEADLINES, ROOT, Entry
+from tests.ranks import run_ranks
+
+RESULT = ROOT / "benchmarks" / "results" / "models.json"
+PAGE = ROOT / "docs" / "supported-models.md"
+README = ROOT / "README.md"
+# Lines of the README that enclose the table.
+_BEGIN, _END = "<!-- written by python -m benchmarks.models -->", "<!-- end of the table -->"
+
+_COLUMNS = {
+    "pack": "packed",
+    "lora": "LoRA",
+    "full": "all weights",
+    "ranks": "2 ranks",
+    "resume": "resumes",
+    "export": "export",
+    "plan": "parameters",
+}
+
+
+def prove(entry: Entry, folder: Path, sets: Path) -> dict[str, Any]:
+    """Run all checks of an entry in processes of their own; returns its row of the result."""
+    started = time.perf_counter()
+    folder.mkdir()
+    row: dict[str, Any] = {"model_type": entry.model_type, "models": entry.models}
+    try:
+        (found,) = run_ranks(check_alone, 1, entry, folder, sets, tuple(CHECKS))
+    except RuntimeError as error:
+        return row | {"outcomes": {"build": _fail(error)}}
+    losses = found.pop("losses", {})
+    if losses.keys() == {"lora", "full"}:
+        found["outcomes"]["ranks"] = _compare_ranks(losses, found["is_packed"], folder, sets)
+    return row | found | {"seconds": round(time.perf_counter() - started, 1)}
+
+
+def _compare_ranks(losses: dict[str, list[float]], is_packed: bool, folder: Path, sets: Path) -> dict[str, Any]:
+    """Compare the losses on two ranks with those on one."""
+    started = time.perf_counter()
+    try:
+        on_ranks = run_ranks(train_on_ranks, 2, folder, sets, is_packed)[0]
+    except RuntimeError as error:
+        return _fail(error)
+    pairs = [pair for name in on_ranks for pair in zip(on_ranks[name], losses[name], strict=False)]
+    worst = max(abs(a - b) for a, b in pairs)
+    is_equal = worst <= LOSS_TOLERANCE
+    note = f"{worst:.0e}" if is_equal else f"losses differ by {worst:.1e}"
+    return {"passed": is_equal, "note": note, "seconds": time.perf_counter() - started}
+
+
+def _fail(error: Exception) -> dict[str, Any]:
+    return {"passed": False, "note": str(error).strip().rpartition("\n")[2][:300], "seconds": 0.0}
+
+
+def has_passed(row: dict[str, Any]) -> bool:
+    """Return whether all checks of a row of the result passed."""
+    outcomes = row.get("outcomes", {})
+    return outcomes.keys() == {"build", "ranks", *CHECKS} and all(outcome["passed"] for outcome in outcomes.values())
+
+
+def describe(row: dict[str, Any]) -> str:
+    """Return one line on a row for the terminal."""
+    if "refused" in row:
+        return f"{row['model_type']:18} refused: {row['refused']}"
+    outcomes = row["outcomes"].items()
+    failed = "; ".join(f"{name}: {outcome['note']}" for name, outcome in outcomes if not outcome["passed"])
+    passed = ", ".join(f"{name} {outcome['note']}" for name, outcome in outcomes if outcome["passed"])
+    return f"{row['model_type']:18} {f'FAILED {failed}' if failed else 'passed'} [{passed}] {row.get('seconds')} s"
+
+
+def format_page(result: dict[str, Any]) -> str:
+    """Return docs/supported-models.md of a result."""
+    rows = result["rows"]
+    proven = [row for row in rows if has_passed(row)]
+    refused = [row for row in rows if "refused" in row]
+    failed = [row for row in rows if row not in proven and row not in refused]
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    lines = [
+        f"""# Supported models
+
+Written by `python -m benchmarks.models` ({result["date"]}; {versions}; CPU, float32).
+
+Each row is a tiny random model with the choices of the real family: its layers, windows, soft caps, sinks, scales,
+kinds of RoPE, ties, experts and latent attention. transformers saves it, and fctune takes it from there. The numbers
+are the largest differences that were measured.
+
+- **packed**: logits of packed rows against transformers', one conversation at a time, as a share of the largest.
+- **LoRA**, **all weights**: losses of 5 steps against transformers with PEFT, and transformers alone (limit
+  {LOSS_TOLERANCE:g}). LoRA adapts every linear and every expert.
+- **2 ranks**: losses against one rank, adapters by DDP and all weights by FSDP.
+- **resumes**: a sharded and an elastic checkpoint, continued; losses and weights are compared bit by bit.
+- **export**: logits that transformers and PEFT compute from the exports, which have the tensors of the base.
+- **parameters**: of the default model of the family, as the planner counts them and transformers has them.
+
+Other architectures of transformers build by the same code, and a run proves at its start that its conversations do not
+see each other; they have no row here. A real model of a family may be larger than what was tried.
+
+| models | `model_type` | kind | {" | ".join(_COLUMNS.values())} |
+|---|---|---|{"---|" * len(_COLUMNS)}"""
+    ]
+    for row in proven:
+        notes = " | ".join(row["outcomes"][name]["note"] for name in _COLUMNS)
+        lines.append(f"| {row['models']} | `{row['model_type']}` | {row['kind']} | {notes} |")
+    if refused:
+        lines.append(f"\n## Refused\n\nBefore weights are read.\n\n{_TWO_COLUMNS}")
+        lines += [f"| {row['models']} | `{row['model_type']}` | {row['refused']} |" for row in refused]
+    if failed:
+        lines.append(f"\n## Known to fail\n\n{_TWO_COLUMNS}")
+        for row in failed:
+            outcomes = row["outcomes"].items()
+            notes = "; ".join(f"{name}: {outcome['note']}" for name, outcome in outcomes if not outcome["passed"])
+            lines.append(f"| {row['models']} | `{row['model_type']}` | {notes} |")
+    return "\n".join(lines) + "\n"
+
+
+_TWO_COLUMNS = "| models | `model_type` | reason |\n|---|---|---|"
+
+
+def format_readme_table(result: dict[str, Any]) -> str:
+    """Return the README's table of a result, with the lines that enclose it."""
+    rows = [row for row in result["rows"] if has_passed(row)]
+    lines = [
+        _BEGIN,
+        f"{len(rows)} architectures are [proven against transformers](docs/supported-models.md), among them",
+        "",
+        "| kind | models | LoRA | all weights |",
+        "|---|---|---|---|",
+    ]
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        models = [row["models"] for row in rows if row["kind"] == kind and row["model_type"] in HEADLINES]
+        if models:
+            lines.append(f"| {kind} | {', '.join(models)} | yes | yes |")
+    return "\n".join([*lines, "", _END])
+
+
+def insert_table(readme: str, table: str) -> str:
+    """Return the README's text with another table."""
+    before, _, rest = readme.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    return before + table + after
+
+
+def write_tables() -> None:
+    """Write docs/supported-models.md and the README's table from the result."""
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    PAGE.write_text(format_page(result), encoding="utf-8")
+    readme = README.read_text(encoding="utf-8")
+    README.write_text(insert_table(readme, format_readme_table(result)), encoding="utf-8")
+
+
+def run(only: list[str], out: Path) -> None:
+    """Prove the entries of these model types, and write each row of the result as soon as it is known."""
+    rows: dict[str, dict[str, Any]] = {}
+    if out.is_file():
+        rows = {row["model_type"]: row for row in json.loads(out.read_text(encoding="utf-8"))["rows"]}
+    with tempfile.TemporaryDirectory() as folder:
+        prepare_sets(Path(folder))
+        for entry in ENTRIES:
+            if entry.model_type in only:
+                rows[entry.model_type] = prove(entry, Path(folder) / entry.model_type, Path(folder))
+                print(describe(rows[entry.model_type]), flush=True)
+                result = {
+                    "command": "python -m benchmarks.models",
+                    "date": time.strftime("%Y-%m-%d"),
+                    "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
+                    "rows": [rows[known.model_type] for known in ENTRIES if known.model_type in rows],
+                }
+                out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Run the checks, or write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="TYPE", help="model types to check; default: all")
+    parser.add_argument("--out", type=Path, default=RESULT, help="file of the result")
+    parser.add_argument("--tables", action="store_true", help="write the tables from the result, and run nothing")
+    arguments = parser.parse_args()
+    known = [entry.model_type for entry in ENTRIES]
+    if unknown := set(arguments.only or ()) - set(known):
+        parser.error(f"no such model type: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    if not arguments.tables:
+        run(arguments.only or known, arguments.out)
+    if arguments.out == RESULT:
+        write_tables()
+
+
+if __name__ == "__main__":
+    main()
