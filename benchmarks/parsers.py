@@ -3,8 +3,10 @@
     python -m benchmarks.parsers --python PYTHON [--formats hermes qwen3_coder] [--count 5000]
                                  [--show 5] [--results benchmarks/results/parsers.json] [--page docs/parsers.md]
 
-PYTHON has vLLM or SGLang (``FCTUNE_VLLM_PYTHON`` and ``FCTUNE_SGLANG_PYTHON`` name one for each). The outputs are made
-by ``tests/calls/server_outputs.py``. Prints every difference that no known reason explains, and fails if there is one.
+PYTHON has vLLM or SGLang (``FCTUNE_VLLM_PYTHON`` and ``FCTUNE_SGLANG_PYTHON`` name one for each). vLLM reads gpt_oss
+from token ids, for which openai_harmony downloads a vocabulary, or takes o200k_base.tiktoken from the directory in
+``TIKTOKEN_ENCODINGS_BASE``. The outputs are made by ``tests/calls/server_outputs.py``. Prints every difference that no
+known reason explains, and fails if there is one.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from fctune.calls.formats.registry import FORMATS
 from fctune.errors import ConfigError
 from fctune.evaluation.serving import run_server_parser
 from tests.calls.server_outputs import (
+    GUESSES,
     REASONS,
     Output,
     Read,
@@ -42,6 +45,7 @@ _TOKENS: dict[str, tuple[str, ...]] = {
     "deepseek_v31": _DEEPSEEK,
     "lfm": ("<|tool_call_start|>", "<|tool_call_end|>"),
     "llama3_json": ("<|python_tag|>",),
+    "llama4_json": ("<|python_tag|>",),
     "mistral_v3": ("[TOOL_CALLS]",),
     "mistral_v7": ("[TOOL_CALLS]",),
     "mistral_v11": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
@@ -129,21 +133,24 @@ def render_page(rows: list[dict[str, Any]]) -> str:
         "arguments and tools, cut and damaged text. It is made by `python -m benchmarks.parsers`; do not edit it.",
         "",
         "*Same* is the share of outputs in which the lenient reading has exactly the server's calls and types,",
-        "*strict* that of the strict reading. Every other output has one or more of the reasons below.",
+        "*strict* that of the strict reading. Every other output has one or more of the reasons below. Text that was",
+        "cut or damaged has no right reading: the last column counts how the two differ where no reason explains it.",
         "",
-        "| format | server | parser | outputs | same | strict | differences by reason |",
-        "|---|---|---|---:|---:|---:|---|",
+        "| format | server | parser | outputs | same | strict | differences by reason | of cut or damaged text |",
+        "|---|---|---|---:|---:|---:|---|---|",
     ]
     for row in rows:
-        reasons = [f"{name} {number}" for name, number in row["reasons"].items()]
+        reasons = [f"{name} {number}" for name, number in row["reasons"].items() if name in REASONS]
         reasons += [f"**unexplained {row['unexplained']}**"] * bool(row["unexplained"])
+        guesses = [f"{name} {number}" for name, number in row["reasons"].items() if name in GUESSES]
         shares = " | ".join(f"{row[key] / row['outputs']:.1%}" for key in ("same", "same_strict"))
         lines.append(
             f"| {row['format']} | {row['server']} | `{row['parser']}` | {row['outputs']:,} | {shares} "
-            f"| {', '.join(reasons)} |"
+            f"| {', '.join(reasons)} | {', '.join(guesses)} |"
         )
-    lines += ["", "| reason | meaning |", "|---|---|"]
-    lines += [f"| {name} | {meaning} |" for name, meaning in REASONS.items() if name in used]
+    for title, meanings in (("reason", REASONS), ("of cut or damaged text", GUESSES)):
+        lines += ["", f"| {title} | meaning |", "|---|---|"]
+        lines += [f"| {name} | {meaning} |" for name, meaning in meanings.items() if name in used]
     return "\n".join(lines) + "\n"
 
 

@@ -77,6 +77,7 @@ def open_vllm(name: str, model_dir: str) -> tuple[str, Parse]:
         parsers = import_module("vllm.entrypoints.openai.tool_parsers")
     tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(model_dir)
     parser_class, is_whole = _get_vllm_parser(parsers, name)
+    encode = _get_harmony_encoder() if parser_class.__module__ == "vllm.parser.harmony" else None
     takes_tools = is_whole or "tools" in inspect.signature(parser_class.__init__).parameters
 
     def parse(text: str, tools: list[dict[str, Any]]) -> list[dict[str, str]]:
@@ -86,7 +87,8 @@ def open_vllm(name: str, model_dir: str) -> tuple[str, Parse]:
         parser = parser_class(tokenizer, request.tools) if takes_tools else parser_class(tokenizer)
         request = parser.adjust_request(request)
         if is_whole:
-            calls = parser.parse(text, request, enable_auto_tools=True)[2] or []
+            read_from = {"model_output_token_ids": encode(text)} if encode is not None else {}
+            calls = parser.parse(text, request, enable_auto_tools=True, **read_from)[2] or []
             return [{"name": call.name, "arguments": call.arguments} for call in calls]
         found = parser.extract_tool_calls(text, request)
         return [{"name": call.function.name, "arguments": call.function.arguments} for call in found.tool_calls]
@@ -101,9 +103,22 @@ def _get_vllm_parser(parsers: Any, name: str) -> tuple[Any, bool]:
         raise KeyError(f"vLLM has no parser {name!r}")
     try:
         manager = import_module("vllm.parser.parser_manager").ParserManager
-        return manager.get_parser(tool_parser_name=name, enable_auto_tools=True), True
+        harmony = {"is_harmony": True} if name == "openai" else {}
+        return manager.get_parser(tool_parser_name=name, enable_auto_tools=True, **harmony), True
     except (ImportError, AttributeError):
         return parsers.ToolParserManager.get_tool_parser(name), False
+
+
+def _get_harmony_encoder() -> Callable[[str], list[int]]:
+    """Return the encoder of gpt-oss, whose answers vLLM parses from token ids; it needs the vocabulary's file."""
+    encoding = import_module("vllm.entrypoints.openai.parser.harmony_utils").get_encoding()
+
+    def encode(text: str) -> list[int]:
+        # The prompt ends with this header.
+        ids: list[int] = encoding.encode(text.removeprefix("<|start|>assistant"), allowed_special="all")
+        return ids
+
+    return encode
 
 
 def split_vllm(name: str, model_dir: str) -> Split:

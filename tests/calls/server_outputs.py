@@ -270,17 +270,27 @@ def is_same(ours: Parsed, theirs: Read) -> bool:
 
 
 def explain_difference(output: Output, ours: Parsed, theirs: Read, server: Server) -> tuple[str, ...]:
-    """Return why a server reads an output differently, in words of ``REASONS``; empty if nothing known explains it."""
+    """Return why a server reads an output differently, in words of ``REASONS``; empty if nothing known explains it.
+
+    Of text that was cut or damaged, anything may be read: what no reason explains is named by how the readings differ.
+    """
+    if isinstance(theirs, str):
+        return ("error",)
+    if output.kind in DAMAGED:
+        return _explain_calls(output, ours, theirs) or (_describe_guess(ours, theirs),)
     for reason, holds in _RULES:
         if holds(output, ours, theirs, server):
             return (reason,)
-    assert isinstance(theirs, list)
+    return _explain_calls(output, ours, theirs)
+
+
+def _explain_calls(output: Output, ours: Parsed, theirs: list[tuple[str, Any]]) -> tuple[str, ...]:
+    """Return why a server drops calls or has other values; empty if nothing explains it."""
     calls = [(call.name, call.arguments) for call in ours.calls]
     names = [name for name, _ in theirs]
     found: set[str] = set()
     if [name for name, _ in calls] != names:
-        offered = {tool.name for tool in output.tools}
-        calls = [(name, arguments) for name, arguments in calls if name in offered]
+        calls = _list_offered(output, ours)
         found.add("unknown tool")
     if [name for name, _ in calls] != names:
         return ()
@@ -294,6 +304,25 @@ def explain_difference(output: Output, ours: Parsed, theirs: Read, server: Serve
                 return ()
             found |= reasons
     return tuple(sorted(found))
+
+
+def _describe_guess(ours: Parsed, theirs: list[tuple[str, Any]]) -> str:
+    """Return the kind of difference between two readings of a text that was cut or damaged."""
+    if not theirs or not ours.calls:
+        return "gives up" if ours.calls else "makes a call"
+    if len(theirs) != len(ours.calls):
+        return "fewer calls" if len(theirs) < len(ours.calls) else "more calls"
+    if [name for name, _ in theirs] != [call.name for call in ours.calls]:
+        return "other name"
+    differing = [(c.arguments, given) for c, (_, given) in zip(ours.calls, theirs, strict=True) if c.arguments != given]
+    if any(not isinstance(given, dict) for _, given in differing):
+        return "not JSON"
+    keys = [(arguments.keys(), given.keys()) for arguments, given in differing]
+    if all(given <= own for own, given in keys) and any(given < own for own, given in keys):
+        return "fewer arguments"
+    if all(given >= own for own, given in keys) and any(given > own for own, given in keys):
+        return "more arguments"
+    return "other arguments"
 
 
 def _explain_value(value: Any, given: Any, schema: Any, is_known: bool, output: Output) -> set[str] | None:
@@ -358,14 +387,6 @@ def _list_offered(output: Output, ours: Parsed) -> list[tuple[str, Any]]:
     return [(call.name, call.arguments) for call in ours.calls if call.name in names]
 
 
-def _guesses(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
-    return output.kind in DAMAGED
-
-
-def _is_error(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
-    return isinstance(theirs, str)
-
-
 def _reads_escaped_only(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
     """Only FunctionGemma is concerned: each argument of theirs is a key with text between its marks."""
     expected = []
@@ -427,7 +448,24 @@ def _returns_empty_text(output: Output, ours: Parsed, theirs: Read, server: Serv
     )
 
 
+def _wants_separator(output: Output, ours: Parsed, theirs: Read, server: Server) -> bool:
+    return server == "vllm" and '}{"name": ' in output.text and theirs == []
+
+
 _PYTHON_LIST = re.compile(r"(?:\A|\s)\[\w+\(")
+
+# How readings of cut or damaged text differ.
+GUESSES: dict[str, str] = {
+    "gives up": "The server finds no call.",
+    "makes a call": "The server finds a call, and the lenient reading none.",
+    "fewer calls": "The server finds fewer calls.",
+    "more calls": "The server finds more calls.",
+    "other name": "The server finds the call of another name.",
+    "not JSON": "The server passes arguments on that are no JSON object.",
+    "fewer arguments": "The server finds fewer arguments.",
+    "more arguments": "The server finds more arguments.",
+    "other arguments": "The server finds other arguments.",
+}
 
 Rule = Callable[[Output, Parsed, Read, Server], bool]
 # Why a value differs.
@@ -443,6 +481,7 @@ REASONS: dict[str, str] = {
     "decoded": "The server reads a text that is JSON as JSON, whatever the schema says.",
     "respelled": "The server writes a text that is a word or number of JSON as Python does, such as `True`.",
     "escape": "The format cannot write the value. It is escaped as `<json>`, which no server reads.",
+    "error": "The parser raises, or takes over two seconds for one answer.",
 }
 # Why calls differ: tried in this order, before values are compared; the first that holds is the reason.
 _RULES: list[tuple[str, Rule]] = []
@@ -453,13 +492,12 @@ def _add_reason(name: str, explanation: str, rule: Rule) -> None:
     _RULES.append((name, rule))
 
 
-_add_reason("error", "The parser raises, or takes over two seconds for one answer.", _is_error)
-_add_reason("guess", "The text was cut or damaged, and each reader guesses.", _guesses)
 _add_reason("bracket", "The server ends the list at the first `]`, even within a value.", _ends_at_bracket)
+_add_reason("space", "The server wants a space between the mark and the list, as older tokenizers write.", _wants_space)
+_add_reason("adjacent", "The server finds no call if objects follow one another without a separator.", _wants_separator)
 _add_reason("prose", "The server finds no call after prose; neither does the strict reading.", _starts_with_prose)
 _add_reason("negative", "The server drops a call that has a negative number.", _drops_negative)
 _add_reason("line", "The server splits calls at any of Unicode's line separators, even within a value.", _splits_lines)
-_add_reason("space", "The server wants a space between the mark and the list, as older tokenizers write.", _wants_space)
 _add_reason("empty", "A call without arguments has the empty text in place of `{}`.", _returns_empty_text)
 _add_reason("escaped only", "The server finds text between marks only: no numbers, no lists.", _reads_escaped_only)
 _add_reason(

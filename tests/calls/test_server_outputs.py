@@ -82,6 +82,8 @@ PAUSED = FORMATS["hermes"].render([Call("ping", {"s": "x", "n": "y"})])
         ("olmo3", '<function_calls>ping(a="b")</function_calls>', [("ping", {"a": ", "})], "vllm", None),
         ("mistral_v3", '[TOOL_CALLS][{"name": "ping", "arguments": {}}]', [], "sglang", "space"),
         ("mistral_v3", '[TOOL_CALLS] [{"name": "ping", "arguments": {}}]', [], "sglang", None),
+        ("llama4_json", FORMATS["llama4_json"].render([Call("ping", {})] * 2), [], "vllm", "adjacent"),
+        ("llama4_json", FORMATS["llama4_json"].render([Call("ping", {})]), [], "vllm", None),
         ("kimi_k2", FORMATS["kimi_k2"].render([Call("ping", {})]), [("ping", "")], "vllm", "empty"),
         ("kimi_k2", FORMATS["kimi_k2"].render([Call("ping", {"a": 1})]), [("ping", "")], "vllm", None),
         ("functiongemma", "<start_function_call>call:ping{a:1}<end_function_call>", [("ping", {})], "vllm",
@@ -117,6 +119,33 @@ def test_a_reason_explains_its_own_difference_and_no_other(
     assert ours.calls
     assert not is_same(ours, theirs)
     assert explain_difference(output, ours, theirs, server) == ((reason,) if reason else ())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "kind"),
+    [
+        ([], "gives up"),
+        ([("ping", {"a": 1})], "fewer calls"),
+        ([("ping", {"a": 1}), ("ping", {"a": 2}), ("ping", {})], "more calls"),
+        ([("ping", {"a": 1}), ("pong", {"a": 2})], "other name"),
+        ([("ping", {"a": 1}), ("ping", '{"a": 2')], "not JSON"),
+        ([("ping", {}), ("ping", {"a": 2})], "fewer arguments"),
+        ([("ping", {"a": 1}), ("ping", {"a": 2, "s": "x"})], "more arguments"),
+        ([("ping", {"a": 1}), ("ping", {"a": 3})], "other arguments"),
+        ([("ping", {"a": 1}), ("ping", {"a": 2.0})], "number"),
+    ],
+)
+def test_readings_of_damaged_text_are_told_apart_by_kind(theirs: list[tuple[str, Any]], kind: str) -> None:
+    text = FORMATS["hermes"].render([Call("ping", {"a": 1}), Call("ping", {"a": 2})])
+    ours = FORMATS["hermes"].parse(text, (PING,), lenient=True)
+    assert explain_difference(Output("damaged", text, (PING,), ()), ours, theirs, "vllm") == (kind,)
+    if kind != "number":
+        assert explain_difference(Output("one call", text, (PING,), ()), ours, theirs, "vllm") == ()
+
+
+def test_a_call_that_only_the_server_finds_in_damaged_text_is_named() -> None:
+    nothing = FORMATS["hermes"].parse("Hm.", (PING,), lenient=True)
+    assert explain_difference(Output("cut", "Hm.", (PING,), ()), nothing, [("ping", {})], "vllm") == ("makes a call",)
 
 
 # Most outputs differ, for the one reason that the page gives.

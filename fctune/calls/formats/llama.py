@@ -61,8 +61,8 @@ class LlamaJson(CallFormat):
 class Llama4Json(CallFormat):
     """``<|python_start|>content<|python_end|>{"name": ..., "parameters": {...}}``, with nothing between the objects.
 
-    The chat template in ``Llama4Processor`` of transformers, which writes the marks also without content. SGLang reads
-    only the first of several objects.
+    The chat template in ``Llama4Processor`` of transformers, which writes the marks also without content. vLLM's parser
+    reads a single call only.
     """
 
     name = "llama4_json"
