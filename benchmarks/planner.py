@@ -86,7 +86,7 @@ def _simulated_cuda(world_size: int) -> Iterator[None]:
     from torch.distributed.tensor import _sharding_prop
     from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
 
-    rows = [[1.0, 1.0, 0.0, 0.0]] * world_size
+    rows = [[1.0, 1.0, 0.0, 0.0, 0.0]] * world_size
     with ExitStack() as stack:
         for target, name, value in (
             (layers, "rms_norm", lambda x, _, weight, eps: FusedNorm.apply(x, weight)),
@@ -153,6 +153,7 @@ def _make_step(config: RunConfig, model: CausalLM, setting: Setting) -> StepData
         loss_weights=torch.ones(rows, length),
         supervised=torch.arange(rows * length),
         row_keys=torch.arange(rows),
+        row_lengths=torch.full((rows,), length),
         positions=torch.arange(length).expand(rows, -1).contiguous(),
         bounds=model.make_bounds(((length,),) * rows),
     )

@@ -68,11 +68,17 @@ class ExpertShape:
     in_dim: int
     out_dim: int
     is_transposed: bool  # stored as ``[experts, in, out]``, not ``[experts, out, in]``
+    num_chosen: int  # experts that compute each token
 
     @property
     def num_weights(self) -> int:
         """Weights of all experts."""
         return self.num_experts * self.in_dim * self.out_dim
+
+    @property
+    def num_active_weights(self) -> int:
+        """Weights that each token is multiplied by."""
+        return self.num_chosen * self.in_dim * self.out_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +101,10 @@ class Block:
         return tuple(linear for branch in self.branches for linear in branch.linears)
 
     @property
-    def num_weights(self) -> int:
-        """Weights of all linears and experts."""
+    def num_active_weights(self) -> int:
+        """Weights of the linears and experts that each token is multiplied by."""
         linears = sum(linear.in_dim * linear.out_dim for linear in self.linears)
-        return linears + sum(expert.num_weights for expert in self.experts)
+        return linears + sum(expert.num_active_weights for expert in self.experts)
 
 
 def find_module_problems(modules: Sequence[str] | str, known: Sequence[str]) -> list[str]:
@@ -145,9 +151,14 @@ class Architecture(ABC):
         """Name of the token embedding in Hugging Face checkpoints."""
 
     @property
+    def has_plain_blocks(self) -> bool:
+        """The blocks are two fused norms, attention and one gated MLP, which the planner's formulas describe."""
+        return False
+
+    @property
     def largest_block(self) -> Block:
-        """The block with the most weights in its linears and experts."""
-        return max(self.blocks, key=lambda block: block.num_weights)
+        """The block that multiplies a token by the most weights."""
+        return max(self.blocks, key=lambda block: block.num_active_weights)
 
     @property
     def linear_names(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,5 +101,16 @@ def find_model_problems(
 
 
 def find_public_config(name: str) -> dict[str, Any] | None:
-    """Return ``config.json`` of a public model by its hub name, instruct variants included; None if it is not known."""
-    return torchtune.PUBLIC_CONFIGS.get(name.removesuffix("-Instruct"))
+    """Return ``config.json`` of a public model by its hub name, instruct variants included; None if it is not known.
+
+    A run is often planned before its model, which may be gated, is downloaded.
+    """
+    known = _read_public_configs()
+    return known.get(name) or known.get(name.removesuffix("-Instruct").removesuffix("-it"))
+
+
+@functools.cache
+def _read_public_configs() -> dict[str, dict[str, Any]]:
+    text = (Path(__file__).parent / "public_configs.json").read_text(encoding="utf-8")
+    known: dict[str, dict[str, Any]] = json.loads(text)
+    return known

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fctune.config.schema import RunConfig
 from fctune.config.sections.adapter import AdapterConfig
-from fctune.models.architecture import Architecture, Block, LinearShape
+from fctune.models.architecture import Architecture, Block, ExpertShape, LinearShape
+from fctune.planner.block_tracing import trace_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
     output and a float32 per head; a norm keeps its input and a float32; SwiGLU keeps both branches and the activated
     one. With dropout, each adapter keeps its own dropped input and a byte mask; with DoRA, each adapted linear keeps
     the sum that it scales. When compiled, functorch's min-cut partitioner recomputes the activation, RoPE's tables and
-    some of DoRA's sums, so that slightly less is kept than counted here.
+    some of DoRA's sums, so that slightly less is kept than counted here. What other blocks than these keep in eager
+    mode is counted in a forward pass on the meta device (``fctune.planner.block_tracing``).
 
     Args:
         a: sizes of the model.
@@ -73,17 +76,23 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
         kept += sum(branch.output.in_dim for branch in mlps if branch.output in keeping)
     if adapter is not None and adapter.dora:
         kept += d + sum(linear.out_dim for linear in adapted)
+    experts, experts_temporary = _count_experts(a, block, config)
+    kept += experts
     everything = kept * width + masks + small
     # SwiGLU's backward: the incoming gradient and those of both branches; its output has been released by then.
     is_output_kept = adapter is None or any(branch.output in adapted for branch in mlps)
     temporary = ((2 if is_output_kept else 3) * activated + d) * width
     if masks:
         temporary = max(temporary, 24 * max(linear.in_dim for linear in adapted))  # three 64-bit hashes at once
+    temporary = max(temporary, experts_temporary * width)
     largest = max(block.linears, key=lambda linear: linear.in_dim * linear.out_dim)
     constant = 0
     if adapter is not None and adapter.base == "nf4":
         # Two halves as 64-bit indices, looked up, scaled and concatenated: torchao's get_original_weight.
         constant = (8 + 3 * width) * largest.in_dim * largest.out_dim
+    # Policy op keeps no outputs of experts' products.
+    if not a.has_plain_blocks and not config.compile and (traced := trace_blocks(a, config, width)) is not None:
+        everything, copies = math.ceil(traced.per_token), math.ceil(traced.constant)
     operators = d + d + _every_second_product(a, block, config)
     dequantized = (largest.in_dim + largest.out_dim) * width
     return BlockActivations(everything, copies, operators * width + small, d * width, temporary, dequantized, constant)
@@ -93,6 +102,30 @@ def find_adapted(a: Architecture, block: Block, adapter: AdapterConfig | None) -
     """Return the linears of a block that get an adapter, in the order of computation."""
     chosen = () if adapter is None else a.resolve_adapter_modules(adapter.modules)
     return [linear for linear in block.linears if linear.name in chosen]
+
+
+def find_adapted_experts(a: Architecture, block: Block, adapter: AdapterConfig | None) -> list[ExpertShape]:
+    """Return the experts' weights of a block that get adapters, in the order of computation."""
+    chosen = () if adapter is None else a.resolve_adapter_modules(adapter.modules)
+    return [expert for expert in block.experts if expert.name in chosen]
+
+
+def _count_experts(a: Architecture, block: Block, config: RunConfig) -> tuple[int, int]:
+    """Count the elements per token that the experts of a block keep, and those that their backward needs in addition.
+
+    Each token's row is copied for each expert that it has chosen. A product whose weight trains, or has an adapter,
+    keeps its input; the gate and the activation keep what the first product wrote, and the weights of the choices
+    multiply what the last one wrote. Backward holds the gradients of the rows, and of what both products wrote.
+    """
+    if not block.experts:
+        return 0, 0
+    adapter, adapted = config.adapter, find_adapted_experts(a, block, config.adapter)
+    first, *_, last = block.experts
+    kept = first.num_chosen * (first.out_dim + last.out_dim)
+    for expert in block.experts:
+        if adapter is None or expert in adapted:
+            kept += expert.num_chosen * (expert.in_dim + (adapter.rank if adapter is not None else 0))
+    return kept, first.num_chosen * (2 * first.out_dim + last.in_dim + 2 * a.embed_dim)
 
 
 def _every_second_product(a: Architecture, block: Block, config: RunConfig) -> int:

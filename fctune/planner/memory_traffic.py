@@ -69,7 +69,13 @@ def count_fused_bytes(a: Architecture, width: int) -> BytesMoved:
 
 def _sizes(a: Architecture) -> tuple[int, int, int]:
     """Return the elements per token of hidden states, of the activated gate, and of the rotated queries and keys."""
-    activated = sum(branch.output.in_dim for branch in a.largest_block.branches if not branch.is_attention)
+    block = a.largest_block
+    activated = sum(branch.output.in_dim for branch in block.branches if not branch.is_attention)
+    if block.experts:
+        # The last product's input for each choice. Rows are copied to their experts, weighted and added: as much
+        # traffic as that of the same number of activated elements, within a third.
+        last = block.experts[-1]
+        activated += last.num_chosen * (last.in_dim + last.out_dim)
     return a.embed_dim, activated, (a.num_heads + a.num_kv_heads) * a.head_dim
 
 

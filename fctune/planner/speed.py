@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from fctune.gpus import Gpu
 from fctune.models.loss import MAX_LOGITS
-from fctune.planner.blocks import find_adapted
+from fctune.planner.blocks import find_adapted, find_adapted_experts
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Setting
 from fctune.planner.memory_traffic import count_bytes_moved, count_fused_bytes
@@ -114,8 +114,13 @@ def count_flops(
                 outputs += [adapter.rank * linear.in_dim, adapter.rank * linear.out_dim]
         last = block.linears[-1]
         skipped = last.in_dim * last.out_dim if adapter is None or config.compile else 0
-        base += count * block.num_weights
-        added += count * (sum(outputs) - block.num_weights)
+        chosen = find_adapted_experts(a, block, adapter)
+        for expert in block.experts:
+            outputs.append(expert.num_active_weights)
+            if adapter is not None and expert in chosen:
+                outputs += [size * expert.num_chosen * adapter.rank for size in (expert.in_dim, expert.out_dim)]
+        base += count * block.num_active_weights
+        added += count * (sum(outputs) - block.num_active_weights)
         recomputed_products += count * (sum(outputs[:-1:2]) if is_by_operator else sum(outputs) - skipped)
     products = (4 if adapter is not None else 6) * base + 6 * added
     pair = a.num_layers * a.num_heads * a.head_dim * pairs_per_token

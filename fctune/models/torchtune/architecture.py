@@ -70,6 +70,11 @@ class TorchtuneArchitecture(Architecture):
         """Name of the token embedding in Hugging Face checkpoints."""
         return names.EMBEDDING
 
+    @property
+    def has_plain_blocks(self) -> bool:
+        """True for Llama and Qwen2."""
+        return True
+
     def to_hf_name(self, name: str) -> str:
         """Convert the name of one of our parameters to Hugging Face's; adapter parameters keep their last component."""
         return names.to_hf_name(name)
@@ -199,51 +204,3 @@ def _read_rope(source: str, raw: dict[str, Any], family: str) -> tuple[float, fl
                 raise ConfigError(f"{source}: rope scaling {key}={scaling[key]} is not supported; expected {value:g}.")
         return base, float(scaling["factor"])
     raise ConfigError(f"{source}: rope_type={kind!r} is not supported for model_type={family}.")
-
-
-_LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
-_LLAMA_3_2 = _LLAMA | {"rope_scaling": _LLAMA["rope_scaling"] | {"factor": 32.0}, "tie_word_embeddings": True}
-_QWEN: dict[str, Any] = {
-    "model_type": "qwen2",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-}
-
-
-def _sizes(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int) -> dict[str, int]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-    }
-
-
-# config.json of public models by hub name: a run is often planned before its model, which may be gated, is downloaded.
-PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
-    "meta-llama/Llama-3.2-1B": _LLAMA_3_2 | _sizes(16, 2048, 8192, 32, 8, 128256),
-    "meta-llama/Llama-3.2-3B": _LLAMA_3_2 | _sizes(28, 3072, 8192, 24, 8, 128256),
-    "meta-llama/Llama-3.1-8B": _LLAMA | _sizes(32, 4096, 14336, 32, 8, 128256),
-    "meta-llama/Llama-3.1-70B": _LLAMA | _sizes(80, 8192, 28672, 64, 8, 128256),
-    "meta-llama/Llama-3.3-70B": _LLAMA | _sizes(80, 8192, 28672, 64, 8, 128256),
-    "Qwen/Qwen2-7B": _QWEN | _sizes(28, 3584, 18944, 28, 4, 152064),
-    "Qwen/Qwen2.5-7B": _QWEN | _sizes(28, 3584, 18944, 28, 4, 152064),
-    "Qwen/Qwen2.5-72B": _QWEN | _sizes(80, 8192, 29568, 64, 8, 152064),
-}

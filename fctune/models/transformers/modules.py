@@ -22,6 +22,9 @@ from fctune.models.transformers.architecture import TransformersArchitecture
 from fctune.models.transformers.attention import ATTENTION
 from fctune.models.transformers.experts import EXPERTS_IMPLEMENTATION, iter_expert_weights, iter_routers
 
+# Names under which modules and configs hold the number of experts that compute each token.
+_NUM_CHOSEN = ("num_experts_per_tok", "top_k", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token")
+
 # Endings of the keys of config.json that set a model's own dropout or noise. Dropout here is the adapters' alone, a
 # function of step, row and position, so that runs do not depend on the number of ranks.
 _NOISE = ("dropout", "_pdrop", "jitter_noise")
@@ -195,15 +198,25 @@ def _read_block(block: nn.Module, decoder: Any, embed_dim: int) -> Block:
             _make_branch(linears, embed_dim, is_attention="attn" in name or "attention" in name)
             for name, linears in branches.items()
         ),
-        tuple(_read_expert_shape(block.get_submodule(weight.path), weight) for weight in iter_expert_weights(block)),
+        tuple(
+            _read_expert_shape(block.get_submodule(weight.path), weight, _find_num_chosen(block, decoder.config))
+            for weight in iter_expert_weights(block)
+        ),
         tuple(dict.fromkeys(router.module for router in iter_routers(block, decoder))),
     )
 
 
-def _read_expert_shape(experts: nn.Module, weight: ExpertWeight) -> ExpertShape:
+def _find_num_chosen(block: nn.Module, config: Any) -> int:
+    """Return the number of experts that compute each token."""
+    holders = [*block.modules(), config.get_text_config()]
+    found = (getattr(holder, name, None) for holder in holders for name in _NUM_CHOSEN)
+    return next((value for value in found if isinstance(value, int) and value > 0), 1)
+
+
+def _read_expert_shape(experts: nn.Module, weight: ExpertWeight, num_chosen: int) -> ExpertShape:
     num_experts, *sizes = experts.get_parameter(weight.name).shape
     in_dim, out_dim = sizes if weight.is_transposed else reversed(sizes)
-    return ExpertShape(weight.module, num_experts, in_dim, out_dim, weight.is_transposed)
+    return ExpertShape(weight.module, num_experts, in_dim, out_dim, weight.is_transposed, num_chosen)
 
 
 def _make_branch(linears: list[LinearShape], embed_dim: int, is_attention: bool) -> Branch:
