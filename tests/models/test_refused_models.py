@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.model_zoo import find_entry, save_config
-from fctune.config.schema import AdapterConfig
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.errors import CheckpointError, ConfigError
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import materialize_
