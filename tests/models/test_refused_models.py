@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.model_zoo import find_entry, save_config
-from fctune.config.sections.adapter import AdapterConfig
+from fctune.config.schema import AdapterConfig
 from fctune.errors import CheckpointError, ConfigError
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import materialize_
@@ -112,7 +112,7 @@ def test_modules_that_the_model_does_not_have_are_named_with_the_nearest(tmp_pat
 # By claim: the model type, and parts of the message.
 UNTRAINABLE: dict[str, tuple[str, tuple[str, ...]]] = {
     "random numbers while training": ("phimoe", ("random numbers", "choose another model")),
-    "attention that needs a mask": ("glm_moe_dsa", ("has no mask", "choose another model")),
+    "attention that needs a mask": ("glm_moe_dsa", ("without a mask", "choose another model")),
 }
 
 

@@ -59,8 +59,8 @@ def check_attention(
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"{where}: layers of model_type={family!r} do not run with fctune's attention, which has no mask "
-            f"({type(error).__name__}: {reason}); choose another model."
+            f"{where}: layers of model_type={family!r} fail as fctune calls them, without a mask "
+            f"({type(error).__name__}: {reason}). Compare config.json with the published one, or choose another model."
         ) from None
     windows = {_shorten(use.window, max_seq_len) for use in uses.values()}
     chunk = getattr(decoder.config, "attention_chunk_size", None)

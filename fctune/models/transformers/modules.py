@@ -8,11 +8,13 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from fctune.errors import ConfigError
 from fctune.models.architecture import Block, Branch, ExpertShape, LinearShape
@@ -28,6 +30,11 @@ _NUM_CHOSEN = ("num_experts_per_tok", "top_k", "top_k_experts", "moe_topk", "moe
 # Endings of the keys of config.json that set a model's own dropout or noise. Dropout here is the adapters' alone, a
 # function of step, row and position, so that runs do not depend on the number of ranks.
 _NOISE = ("dropout", "_pdrop", "jitter_noise")
+
+
+# Elements of a tensor that is no buffer, such as a table of positions.
+_LARGE = 2**26
+_FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +78,40 @@ def read_full_config(where: str, config_json: str) -> Any:
         raise ConfigError(f"{where}: transformers cannot read it ({type(error).__name__}: {reason}).") from None
 
 
+class _LargeOnMeta(TorchFunctionMode):
+    """Creates large new tensors on the meta device.
+
+    A parameter is moved there once it is registered; until then, the experts of a layer may need more memory than the
+    machine has (30 GB in DeepSeek V3).
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if function in _FACTORIES:
+            on_meta = function(*args, **{**options, "device": "meta"})
+            if on_meta.numel() >= _LARGE:
+                return on_meta
+        return function(*args, **options)
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Let modules have their parameters on the meta device and their buffers on the CPU, while the context is open."""
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    with init_empty_weights(include_buffers=False), no_init_weights(), _LargeOnMeta(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def build_decoder(architecture: TransformersArchitecture, dtype: torch.dtype) -> Any:
     """Build a decoder with its parameters on the meta device and its buffers, such as those of RoPE, on the CPU.
 
     Raises:
         ConfigError: transformers cannot build it.
     """
-    from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
 
     config = read_text_config(architecture.where, architecture.config_json).__class__.from_dict(
         read_text_config(architecture.where, architecture.config_json).to_dict()
@@ -94,8 +126,7 @@ def build_decoder(architecture: TransformersArchitecture, dtype: torch.dtype) ->
         if getattr(config, name, False):
             setattr(config, name, False)
     try:
-        with init_empty_weights(include_buffers=False), no_init_weights(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _without_weights():
             decoder = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=ATTENTION, experts_implementation=EXPERTS_IMPLEMENTATION
             )
@@ -129,14 +160,10 @@ def build_empty(model_class: Any, config: Any, where: str) -> Any:
     Raises:
         ConfigError: transformers cannot build it.
     """
-    from accelerate import init_empty_weights
-    from transformers.initialization import no_init_weights
-
     if not isinstance(config, model_class.config_class):
         config = config.get_text_config()
     try:
-        with init_empty_weights(include_buffers=False), no_init_weights(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _without_weights():
             return model_class._from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
     except Exception as error:  # the library raises all kinds
         reason = " ".join(str(error).split())[:300]
