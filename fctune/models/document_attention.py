@@ -281,7 +281,9 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=_wide(q))
+    # The heads of a token lie side by side, so that the output projection reads them without a copy.
+    b, h, s, _ = q.shape
+    return q.new_empty(b, s, h, v.shape[-1]).transpose(1, 2), q.new_empty(q.shape[:3], dtype=_wide(q))
 
 
 def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:

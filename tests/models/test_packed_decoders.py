@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fctune.config.schema import ActivationCheckpointingConfig
+from fctune.config.sections.parallel import ActivationCheckpointingConfig
 from fctune.models.attention import make_bounds
 from fctune.models.loss import sum_supervised_loss
 from fctune.parallel.activations import apply_activation_checkpointing_

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from fctune.config.schema import AdapterConfig
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.errors import ConfigError
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import CausalLM, materialize_

@@ -9,7 +9,7 @@ from fctune.errors import ConfigError
 from fctune.models.token_rows import TokenEmbedding, TokenRows
 
 
-class _LookUp(TokenRows, nn.Embedding):
+class _LookUp(TokenRows, nn.Embedding):  # type: ignore[misc]  # their weights are the same
     """The lookup that an embedding of another class builds upon."""
 
     def forward(self, tokens: Tensor) -> Tensor:
