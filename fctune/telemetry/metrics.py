@@ -22,7 +22,8 @@ class FlopCounter:
     """Counter of training FLOPs by the conventions of different projects; a multiply-add counts as two.
 
     Args:
-        num_parameters: parameters of the model without adapters, including the embedding (as NeMo counts).
+        num_parameters: parameters of the model without adapters, including the embedding (as NeMo counts); of experts
+            only those that a token chooses.
         num_layers: number of blocks.
         attention_dim: number of heads times head size.
         is_frozen: the base is frozen, so that backward computes no gradients of its weights.

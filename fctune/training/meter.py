@@ -180,9 +180,9 @@ class Meter:
 
 def count_flops(model: CausalLM, config: RunConfig | None = None) -> FlopCounter:
     """Build the FLOP counter of a model; without a config, no recomputation of activations is assumed."""
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    base = [p for name, p in model.named_parameters() if not is_adapter(name)]
     a = model.architecture
+    sizes = _count_used(model)
+    base = {name: p for name, p in model.named_parameters() if not is_adapter(name)}
     head = a.vocab_size * a.embed_dim
     recomputed, is_block = 0.0, True
     if config is not None:
@@ -190,13 +190,25 @@ def count_flops(model: CausalLM, config: RunConfig | None = None) -> FlopCounter
         recomputed = int(a.num_layers * fraction + 1e-9) / a.num_layers
         is_block = config.activation_checkpointing.policy == "block"
     return FlopCounter(
-        sum(p.numel() for p in base),
+        sum(sizes[name] for name in base),
         a.num_layers,
         a.num_heads * a.head_dim,
-        is_frozen=not any(p.requires_grad for p in base),
+        is_frozen=not any(p.requires_grad for p in base.values()),
         num_head=head,
         num_embedding=0 if a.is_tied else head,
         num_adapter=sum(size for name, size in sizes.items() if is_adapter(name)),
         recomputed=recomputed if is_block else recomputed / 2,  # policy "op" recomputes every second product
         recomputed_attention=recomputed if is_block else 0.0,
     )
+
+
+def _count_used(model: CausalLM) -> dict[str, int]:
+    """Return how many elements of each parameter a token meets: of experts, those of the ones that it chooses."""
+    experts = [expert for block in model.architecture.blocks for expert in block.experts]
+    owners = tuple(f"{weight.path}." for weight in model.expert_weights())
+    return {
+        name: p.numel() * experts[0].num_chosen // experts[0].num_experts
+        if owners and name.startswith(owners)
+        else p.numel()
+        for name, p in model.named_parameters()
+    }
