@@ -153,6 +153,38 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return total
 
 
+def exchange_rows(
+    rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send consecutive rows to each rank of a group, and return those received, in the order of the ranks.
+
+    Gradients of the rows travel back the same way. Every rank of the group calls it.
+
+    Args:
+        rows: ``[n, ...]``.
+        num_sent: rows for each rank; they add up to n.
+        num_received: rows from each rank.
+        group: ranks to exchange with.
+    """
+    received: Tensor = _RowExchange.apply(rows, num_sent, num_received, group)  # type: ignore[no-untyped-call]
+    return received
+
+
+class _RowExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.arguments = num_received, num_sent, group
+        received = rows.new_empty(sum(num_received), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), list(num_received), list(num_sent), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchange_rows(grad, *ctx.arguments), None, None, None
+
+
 def barrier() -> None:
     """Block until every rank has called this."""
     dist.barrier()

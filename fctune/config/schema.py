@@ -144,6 +144,15 @@ class RunConfig:
                 f"data.seq_len={self.data.seq_len}: float8 products need a multiple of 16 tokens, and "
                 f"precision={self.precision}; use {self.data.seq_len // 16 * 16 or 16}"
             )
+        if self.parallel.expert > 1:
+            key = f"parallel.expert={self.parallel.expert}"
+            if self.compile:
+                problems.append(f"{key}: blocks that exchange tokens are not compiled; set compile=false")
+            if self.eval.every_n_steps:
+                problems.append(
+                    f"{key}: ranks generate at their own pace while training, and cannot exchange tokens then; set "
+                    "eval.every_n_steps=0"
+                )
         output = Path(self.output_dir)
         if output.exists() and not output.is_dir():
             problems.append(f"output_dir={output}: is a file; name a directory")

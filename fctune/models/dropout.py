@@ -51,6 +51,11 @@ def channel_keys(name: str, size: int, device: torch.device | None = None) -> Te
     return torch.arange(size, device=device) * _GOLDEN + salt
 
 
+def mix_keys(numbers: Tensor) -> Tensor:
+    """Return keys, int64, for small numbers, such as those of experts; combine them with others by exclusive or."""
+    return _mix((numbers + 1) * _GOLDEN)
+
+
 def keyed_dropout(x: Tensor, p: float, token_keys: Tensor, channels: Tensor) -> Tensor:
     """Zero each element of ``x [..., d]`` with probability ``p`` and scale the others by 1 / (1 - p).
 

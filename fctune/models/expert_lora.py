@@ -6,11 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.architecture import ROUTER_ADAPTER
-from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout
+from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout, mix_keys
 from fctune.models.grouped_products import multiply_groups
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a weight of experts: all of it unless experts are spread over ranks."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ExpertLoRA(nn.Module):
@@ -46,33 +52,38 @@ class ExpertLoRA(nn.Module):
         self.lora_b = nn.Parameter(torch.empty(num_experts, out_dim, config.rank, **options))
         self.is_transposed, self.scaling, self.dropout = is_transposed, scaling, config.dropout
         self.channel_keys: Tensor
-        self.expert_keys: Tensor
-        for name, size in (("channel_keys", in_dim), ("expert_keys", num_experts)):
-            empty = torch.empty(size, dtype=torch.int64, device=weight.device)
-            self.register_buffer(name, empty, persistent=False)
+        empty = torch.empty(in_dim, dtype=torch.int64, device=weight.device)
+        self.register_buffer("channel_keys", empty, persistent=False)
         self._key, self._token_keys = key, token_keys
 
     def init_buffers_(self) -> None:
-        """Compute the dropout keys of the input channels and of the experts."""
+        """Compute the dropout keys of the input channels."""
         self.channel_keys.copy_(channel_keys(self._key, len(self.channel_keys)))
-        self.expert_keys.copy_(channel_keys(f"{self._key}.experts", len(self.expert_keys)))
 
-    def forward(self, x: Tensor, tokens: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+    def make_row_keys(self, tokens: Tensor, experts: Tensor) -> Tensor | None:
+        """Return the dropout keys of rows, int64 ``[n]``; None if nothing is dropped.
+
+        Args:
+            tokens: the token that each row is of, as its index in the flattened batch, int64 ``[n]``.
+            experts: expert of each row, int64 ``[n]``; each drops independently, as separate linears would.
+        """
+        if not (self.dropout and self.training):
+            return None
+        assert self._token_keys.value is not None, "an adapter with dropout was called without token keys"
+        return self._token_keys.value.flatten()[tokens] ^ mix_keys(experts)
+
+    def forward(self, x: Tensor, row_keys: Tensor | None, ends: Tensor) -> Tensor:
         """Return the change of each row's output, ``[n, out]``.
 
         Args:
             x: inputs of the experts, ``[n, in]``, sorted by expert.
-            tokens: the token that each row is of, as its index in the flattened batch, int64 ``[n]``.
-            experts: expert of each row, int64 ``[n]``.
+            row_keys: result of ``make_row_keys``, of this adapter or another one of the same experts.
             ends: row after the last one of each expert, int32 ``[experts]``.
         """
-        if self.dropout and self.training:
-            assert self._token_keys.value is not None, "an adapter with dropout was called without token keys"
-            # Each expert drops independently, as adapters on separate linears would.
-            keys = self._token_keys.value.flatten()[tokens] ^ self.expert_keys[experts]
-            x = keyed_dropout(x, self.dropout, keys, self.channel_keys)
-        inner = multiply_groups(x, self.lora_a.to(x.dtype).transpose(1, 2), ends)
-        return multiply_groups(self.scaling * inner, self.lora_b.to(x.dtype).transpose(1, 2), ends)
+        if row_keys is not None:
+            x = keyed_dropout(x, self.dropout, row_keys, self.channel_keys)
+        a, b = (to_local(matrix).to(x.dtype).transpose(1, 2) for matrix in (self.lora_a, self.lora_b))
+        return multiply_groups(self.scaling * multiply_groups(x, a, ends), b, ends)
 
     def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Return the merged weight of all experts, stored as ``weight`` is, in the adapter's dtype."""

@@ -79,6 +79,8 @@ def choose_parallel_layout(
         return ParallelLayout("hsdp", copies, world // copies, "parallel.mode=hsdp")
     if config.mode == "fsdp":
         return ParallelLayout("fsdp", 1, world, "parallel.mode=fsdp")
+    if config.expert > 1:
+        return ParallelLayout("fsdp", 1, world, "auto: parallel.expert needs sharded weights")
     if world == 1:
         return ParallelLayout("none", 1, 1, "one rank")
     if config.mode == "ddp":

@@ -6,12 +6,14 @@ import itertools
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from fctune.config.sections.parallel import ParallelConfig
 from fctune.models.causal_lm import CausalLM
+from fctune.parallel.expert_parallel import reduce_expert_gradients_, spread_experts_
 from fctune.parallel.footprint import can_hold_gradients
 from fctune.parallel.layout import Hardware, ParallelLayout
 
@@ -41,6 +43,10 @@ class GradientSync:
         elif isinstance(self.model, FSDPModule) and self.num_copies > 1:
             self.model.set_requires_all_reduce(not is_deferred)
 
+    def finish(self) -> None:
+        """Reduce what backward does not, after the last one of a step."""
+        reduce_expert_gradients_(self.model)
+
 
 def shard_(model: CausalLM, layout: ParallelLayout, config: ParallelConfig, hardware: Hardware) -> GradientSync:
     """Shard or replicate a model that is still on the meta device, in place.
@@ -58,7 +64,8 @@ def shard_(model: CausalLM, layout: ParallelLayout, config: ParallelConfig, hard
         The control of gradient reduction for the training step.
     """
     if model.precision.is_mixed or config.cpu_offload or layout.mode in ("fsdp", "hsdp"):
-        _fully_shard_(model, layout, config, hardware.device_type)
+        spread = spread_experts_(model, config.expert, hardware.device_type) if config.expert > 1 else set()
+        _fully_shard_(model, layout, config, hardware.device_type, spread)
     elif layout.mode == "ddp":
         # Every rank loads the same weights, so no initial broadcast is needed.
         replicate(model, init_sync=False, gradient_as_bucket_view=True)
@@ -66,7 +73,10 @@ def shard_(model: CausalLM, layout: ParallelLayout, config: ParallelConfig, hard
     return GradientSync(model, layout.replicate, holds_gradients)
 
 
-def _fully_shard_(model: CausalLM, layout: ParallelLayout, config: ParallelConfig, device_type: str) -> None:
+def _fully_shard_(
+    model: CausalLM, layout: ParallelLayout, config: ParallelConfig, device_type: str, ignored: set[nn.Parameter]
+) -> None:
+    """Shard all parameters but the ignored ones, in place."""
     if layout.mode in ("hsdp", "ddp"):
         mesh = init_device_mesh(device_type, (layout.replicate, layout.shard), mesh_dim_names=("replicate", "shard"))
     else:
@@ -79,6 +89,7 @@ def _fully_shard_(model: CausalLM, layout: ParallelLayout, config: ParallelConfi
             reduce_dtype=torch.float32 if is_mixed else None,
             cast_forward_inputs=False,  # the loss weights are a floating-point input and must stay float32
         ),
+        "ignored_params": ignored,
         "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
     }
     blocks = list(model.blocks)

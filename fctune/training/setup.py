@@ -33,6 +33,7 @@ from fctune.models.token_choice import TokenChoice, choose_tokens, find_candidat
 from fctune.models.token_rows import train_tokens_
 from fctune.models.untrained_tokens import Candidates
 from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_, use_float8_matmuls_
+from fctune.parallel.expert_parallel import check_expert_parallelism
 from fctune.parallel.layout import Hardware, ParallelLayout, check_layout, check_memory, choose_parallel_layout
 from fctune.parallel.sharding import GradientSync, reshard_, shard_
 from fctune.planner.memory import MemoryModel
@@ -142,6 +143,7 @@ def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> Parall
     def choose() -> tuple[ParallelLayout, str | None]:
         layout = choose_parallel_layout(config.parallel, hardware, has_adapter, required)
         check_layout(config, model, layout.mode, layout.shard)
+        check_expert_parallelism(model, config.parallel.expert, world.world_size)
         warning = check_memory(hardware, layout, has_adapter, required, config.model.path)
         apply_activation_checkpointing_(model, config.activation_checkpointing, world.device.type)
         return layout, warning

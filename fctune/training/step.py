@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from fctune import distributed
@@ -92,6 +94,7 @@ def train_step(
             objective = objective + world.world_size * balance.loss()
         objective.backward()  # type: ignore[no-untyped-call]
         loss_sum += loss.detach()
+    gradient_sync.finish()
     clock.stop()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = _clip_(parameters, clip_grad_norm)
@@ -152,7 +155,17 @@ def _exchange(measured: Tensor, known: Sequence[float], world: World) -> list[li
     return rows
 
 
+@torch.no_grad()
 def _clip_(parameters: Sequence[Tensor], max_norm: float | None) -> Tensor:
     """Clip gradients to a total norm in place; returns the norm before, over all shards, as a plain scalar tensor."""
-    norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if max_norm is None else max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    by_mesh: dict[Any, list[Tensor]] = {}  # torch computes a norm of one mesh alone
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    norms = [get_total_norm([p.grad for p in group if p.grad is not None]) for group in by_mesh.values()]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    if max_norm is not None:
+        for group in by_mesh.values():
+            clip_grads_with_norm_(group, max_norm, total)
+    return total

@@ -70,6 +70,8 @@ def make_config(model_type: str, **changes: Any) -> Any:
     latent = _LATENT | {"head_dim": 16, "num_key_value_heads": 4} if model_type == "deepseek_v3" else {}
     if model_type == "nemotron_h":
         changes = {"layer_types": ["attention", "moe"]} | changes
+    if "num_experts" in changes:  # by the names that families have for it
+        changes |= dict.fromkeys(("num_local_experts", "n_routed_experts"), changes["num_experts"])
     return AutoConfig.for_model(model_type, **(_SIZES | _EXPERTS | latent | changes))
 
 

@@ -115,7 +115,7 @@ def test_experts_drop_independently_and_keep_the_mean() -> None:
     ends = torch.tensor([400, 800, 800, 800, 800], dtype=torch.int32)
     x = torch.zeros(800, 32, dtype=torch.float64)
     x[:, 7] = 1.0  # one channel alone shows the mask
-    out = adapter(x, rows, experts, ends)[:, 0] / (2.0 * RANK)
+    out = adapter(x, adapter.make_row_keys(rows, experts), ends)[:, 0] / (2.0 * RANK)
     assert abs(float(out.detach().mean()) - 1) < 0.05
     first, second = (out > 0).view(2, 400)
     assert abs(float((first == second).double().mean()) - 0.58) < 0.06  # 0.7^2 + 0.3^2: independent

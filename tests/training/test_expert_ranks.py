@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fctune.data.prepared_set import prepare
-from tests.models.expert_samples import save_base
+from fctune.training.meter import count_flops
+from tests.models.expert_samples import make_model, make_reference, save_base
 from tests.ranks import run_ranks
 from tests.training.training_runs import compare, make_config, run_training
 
@@ -63,3 +64,27 @@ def test_all_weights_train_alike_on_any_number_of_ranks(base: Path, tmp_path: Pa
     # Five experts do not divide over the ranks, so shards are uneven.
     runs = [(1, {}), (2, {"parallel": {"mode": "fsdp"}}), (4, {"parallel": {"mode": "hsdp", "replicate": 2}})]
     check_equal(train_all(base, tmp_path, runs, adapter=None))
+
+
+def test_spread_experts_train_as_on_one_rank(tmp_path: Path) -> None:
+    base = save_base("qwen3_moe", tmp_path / "base", with_tokenizer=True, num_experts=4)
+    spread = {"parallel": {"mode": "fsdp", "expert": 2}}
+    runs = [
+        (1, {"micro_batch_size": 7}),
+        (2, spread | {"activation_checkpointing": {"fraction": 1.0}}),
+        (4, {"parallel": {"mode": "hsdp", "replicate": 2, "expert": 4}}),
+    ]
+    check_equal(train_all(base, tmp_path, runs, adapter=ADAPTER))
+
+
+def test_spread_experts_with_biases_train_all_their_weights_as_on_one_rank(tmp_path: Path) -> None:
+    base = save_base("gpt_oss", tmp_path / "base", with_tokenizer=True, num_experts=4)
+    runs = [(1, {}), (4, {"parallel": {"expert": 2}})]  # two groups of two
+    check_equal(train_all(base, tmp_path, runs, adapter=None))
+
+
+def test_flops_count_the_experts_that_a_token_chooses() -> None:
+    model = make_model(make_reference("qwen3_moe"))
+    experts = sum(model.get_submodule(w.path).get_parameter(w.name).numel() for w in model.expert_weights())
+    total = sum(p.numel() for p in model.parameters())
+    assert count_flops(model).num_parameters == total - experts * 3 // 5  # two of five are chosen

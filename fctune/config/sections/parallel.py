@@ -23,9 +23,22 @@ class ParallelConfig:
     memory and less traffic."""
     cpu_offload: bool = False
     """Keep shards and optimizer state in host memory (CUDA only)."""
+    expert: Annotated[int, AT_LEAST_1] = 1
+    """Ranks that the experts of a mixture are spread over: each holds a part of them, and tokens travel to it. Other
+    weights are sharded by `fsdp` or `hsdp`."""
 
     def check(self, where: str, problems: list[str]) -> None:
         """Check keys that only some modes have."""
+        if self.expert > 1 and self.mode == "ddp":
+            problems.append(
+                f"{where}.expert={self.expert}: needs ranks that shard the other weights, and ddp shards none; set "
+                f"{where}.mode=fsdp or hsdp"
+            )
+        if self.expert > 1 and self.cpu_offload:
+            problems.append(
+                f"{where}.expert={self.expert}: experts that are spread over ranks stay on their devices; set "
+                f"{where}.cpu_offload=false"
+            )
         if self.replicate is not None and self.mode != "hsdp":
             problems.append(
                 f"{where}.replicate={self.replicate}: only hsdp counts replicas, and {where}.mode is {self.mode}; "

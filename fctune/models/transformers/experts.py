@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fctune.models.architecture import EXPERT_ADAPTERS
 from fctune.models.causal_lm import ExpertWeight, Router
-from fctune.models.expert_lora import ExpertLoRA
+from fctune.models.expert_exchange import EXPERT_EXCHANGE, ExpertExchange
+from fctune.models.expert_lora import ExpertLoRA, to_local
 from fctune.models.frozen_linear import is_linear
 from fctune.models.grouped_products import multiply_groups
 
@@ -93,29 +95,46 @@ def compute_experts(experts: Any, hidden: Tensor, choices: Tensor, weights: Tens
     """
     order, routing = sort_by_expert(choices, experts.num_experts)
     rows: Tensor = Dispatch.apply(hidden, routing.tokens, routing.inverse)  # type: ignore[no-untyped-call]
-    rows = _run_experts(experts, rows, routing) * weights.flatten()[order][:, None]
-    summed: Tensor = Combine.apply(rows, routing.tokens, routing.inverse, len(hidden))  # type: ignore[no-untyped-call]
+    keys = _make_row_keys(experts, routing)
+    exchange: ExpertExchange | None = getattr(experts, EXPERT_EXCHANGE, None)
+    run = functools.partial(_run_experts, experts)
+    out = run(rows, keys, routing.ends) if exchange is None else exchange.run(run, rows, keys, routing.ends)
+    out = out * weights.flatten()[order][:, None]
+    summed: Tensor = Combine.apply(out, routing.tokens, routing.inverse, len(hidden))  # type: ignore[no-untyped-call]
     return summed.to(hidden.dtype)
 
 
-def _run_experts(experts: Any, rows: Tensor, routing: Routing) -> Tensor:
-    """Return the unweighted output of each row's expert, ``[n, d]``."""
-    if experts.has_gate:
-        inner = experts._apply_gate(_project(experts, "gate_up_proj", rows, routing))
-    else:
-        inner = experts.act_fn(_project(experts, "up_proj", rows, routing))
-    out = _project(experts, "down_proj", inner, routing)
+def _make_row_keys(experts: Any, routing: Routing) -> Tensor | None:
+    """Return the dropout keys of the rows; None if no adapter drops anything."""
+    adapters = (find_adapter(experts, name) for name in weight_names(experts))
+    adapter = next((adapter for adapter in adapters if adapter is not None), None)
+    return None if adapter is None else adapter.make_row_keys(routing.tokens, routing.experts)
+
+
+def _run_experts(experts: Any, rows: Tensor, keys: Tensor | None, ends: Tensor) -> Tensor:
+    """Return the unweighted output of each row's expert, ``[n, d]``; rows are sorted by the experts of this rank."""
+    up, down = weight_names(experts)
+    inner = _project(experts, up, rows, keys, ends)
+    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    out = _project(experts, down, inner, keys, ends)
     return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
 
 
-def _project(experts: Any, name: str, x: Tensor, routing: Routing) -> Tensor:
+def _project(experts: Any, name: str, x: Tensor, keys: Tensor | None, ends: Tensor) -> Tensor:
     """Return ``x W[e]' + b[e]`` for the expert e of each row, and add what an adapter adds."""
-    weight: Tensor = getattr(experts, name)
-    out = multiply_groups(x, weight if experts.is_transposed else weight.transpose(1, 2), routing.ends)
+    weight = to_local(getattr(experts, name)).to(x.dtype)
+    out = multiply_groups(x, weight if experts.is_transposed else weight.transpose(1, 2), ends)
     if experts.has_bias:
-        out = out + getattr(experts, f"{name}_bias")[routing.experts]
+        bias = to_local(getattr(experts, f"{name}_bias")).to(x.dtype)
+        rows = torch.arange(len(x), device=x.device)
+        out = out + bias[torch.searchsorted(ends, rows, right=True)]
     adapter = find_adapter(experts, name)
-    return out if adapter is None else out + adapter(x, routing.tokens, routing.experts, routing.ends)
+    return out if adapter is None else out + adapter(x, keys, ends)
+
+
+def weight_names(experts: Any) -> tuple[str, str]:
+    """Return the names of the parameters that experts multiply with, in the order of computation."""
+    return ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
 
 
 def find_adapter(experts: nn.Module, name: str) -> ExpertLoRA | None:
@@ -137,7 +156,7 @@ def iter_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def iter_expert_weights(block: nn.Module) -> Iterator[ExpertWeight]:
     """Iterate over the weights of a block's experts, in the order of computation; keys and paths are in the block."""
     for path, experts in iter_experts(block):
-        for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+        for name in weight_names(experts):
             module = f"{path.rpartition('.')[2]}.{name}"
             yield ExpertWeight(module, f"{path}.{name}", path, name, experts.is_transposed)
 
