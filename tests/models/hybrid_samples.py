@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.conftest import TINY_BASE
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -15,7 +19,7 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 2048,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -116,11 +120,17 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_hybrid(model_type: str, path: Path, **changes: Any) -> Path:
-    """Save a random model with transformers; ``changes`` are values of its config."""
+def save_hybrid(model_type: str, path: Path, with_tokenizer: bool = False, **changes: Any) -> Path:
+    """Save a random model with transformers, and the demo's tokenizer; ``changes`` are values of its config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
+    if with_tokenizer:
+        changes["vocab_size"] = json.loads((TINY_BASE / "config.json").read_text())["vocab_size"]
+        path.mkdir(parents=True, exist_ok=True)
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (TINY_BASE / file).is_file():
+                shutil.copyfile(TINY_BASE / file, path / file)
     config = AutoConfig.for_model(model_type, **(_SIZES | HYBRIDS[model_type][1] | changes))
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

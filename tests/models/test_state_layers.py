@@ -8,29 +8,35 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from fctune.config.sections.adapter import AdapterConfig
+from fctune.config.sections.parallel import ActivationCheckpointingConfig
 from fctune.errors import ConfigError
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
+from fctune.models.export import export_adapter, export_merged
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.models.packing_proof import prove_packing
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import read_architecture
 from fctune.models.transformers import state_layers
 from fctune.models.transformers.build import TransformersCausalLM
+from fctune.parallel.activations import apply_activation_checkpointing_
 from tests.models.hybrid_samples import HYBRIDS, save_hybrid
 
 # Rows of unequal conversations, with lengths of zero, as every batch of a compiled run has as many.
 LENGTHS = [[5, 17, 3, 39, 0], [20, 20, 0, 21, 3]]
 SMALL = ["qwen3_5_text", "lfm2", "bamba"]
+SLOW = [model_type for model_type in HYBRIDS if model_type not in SMALL]
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +150,62 @@ def test_adapters_inside_layers_with_state_drop_the_tokens_of_the_row(bases: Pat
         model.token_keys.value = keys[row : row + 1, place]
         alone = model(tokens[row : row + 1, place])
         torch.testing.assert_close(packed[row, place], alone[0], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("policy", ["block", "op"])
+@pytest.mark.parametrize("is_lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("model_type", [*SMALL, *(pytest.param(t, marks=pytest.mark.slow) for t in SLOW)])
+def test_five_steps_on_packed_rows_equal_five_on_padded_rows(
+    bases: Path, model_type: str, is_lora: bool, policy: Literal["block", "op"]
+) -> None:
+    """The packed model also recomputes its activations."""
+
+    def make() -> tuple[CausalLM, torch.optim.Optimizer]:
+        model = load(bases / model_type, AdapterConfig(rank=2, alpha=4.0, modules="all-linear") if is_lora else None)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return model.train(), torch.optim.AdamW(trained, lr=1e-2)
+
+    (packed, packed_optimizer), (padded, padded_optimizer) = make(), make()
+    config = ActivationCheckpointingConfig(fraction=1.0, policy=policy)
+    apply_activation_checkpointing_(packed, config, "cpu")
+    places = conversations()
+    length = max(place.stop - place.start for _, place in places)
+    _, positions = draw()
+    for step in range(5):
+        generator = torch.Generator().manual_seed(step)
+        tokens, labels = (torch.randint(3, 96, (2, 64), generator=generator) for _ in range(2))
+        rows, row_labels = torch.zeros(len(places), length, dtype=torch.int64), torch.full((len(places), length), -100)
+        for index, (row, place) in enumerate(places):
+            rows[index, : place.stop - place.start] = tokens[row, place]
+            row_labels[index, : place.stop - place.start] = labels[row, place]
+        losses = [
+            packed(tokens, positions, packed.make_bounds(LENGTHS), labels=labels),
+            padded(rows, labels=row_labels),
+        ]
+        for loss, optimizer in zip(losses, (packed_optimizer, padded_optimizer), strict=True):
+            (loss / 128).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-9, atol=0)
+    for (name, one), other in zip(packed.named_parameters(), padded.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_exports_have_the_logits_of_the_adapted_model(bases: Path, model_type: str, tmp_path: Path) -> None:
+    # PEFT refuses adapters on a linear named out_proj in Falcon-H1.
+    modules = ["in_proj", "q_proj", "down_proj"] if model_type == "falcon_h1" else "all-linear"
+    adapter, base = AdapterConfig(rank=2, alpha=4.0, modules=modules), bases / model_type
+    model = load(base, adapter, torch.float32).eval()
+    tokens, _ = draw()
+    expected = model(tokens)
+    export_merged(model, base, tmp_path / "merged", is_writer=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    torch.testing.assert_close(merged(tokens).logits, expected, rtol=0, atol=2e-4)
+    export_adapter(model, adapter, str(base), base, tmp_path / "adapter", is_writer=True)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(plain, str(tmp_path / "adapter")).eval()
+    torch.testing.assert_close(adapted(tokens).logits, expected, rtol=0, atol=2e-4)
 
 
 def test_stacks_hold_every_token_once_and_little_padding() -> None:
