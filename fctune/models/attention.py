@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -39,7 +40,7 @@ class DocumentBounds:
             for ``per_document``, else on the device of the queries.
         max_length: upper bound of the conversations' lengths: the tokens of a row.
         shape: rows of the batch, and tokens per row.
-        host_ends: the same cumulative lengths, always on the CPU, for those that would otherwise wait for the device.
+        host_ends: the same cumulative lengths, for layers that would otherwise wait for the device.
         windows: sliding windows of the layers that use flex attention; None is a layer without one.
         block_masks: masks of flex attention by window, on the device.
         derived: what layers make of the bounds once for a batch, by a name that includes its device.
@@ -49,7 +50,7 @@ class DocumentBounds:
     ends: Tensor
     max_length: int
     shape: tuple[int, int]
-    host_ends: Tensor
+    host_ends: tuple[int, ...]
     windows: tuple[int | None, ...] = ()
     block_masks: dict[int | None, Any] = field(default_factory=dict)
     derived: dict[str, Any] = field(default_factory=dict)
@@ -80,10 +81,10 @@ def make_bounds(
     """
     if windows is None:
         windows = (None,) if kernel == "flex" else ()
-    flat = torch.tensor([0, *(length for row in lengths for length in row)], dtype=torch.int32)
-    ends, shape = flat.cumsum(0, dtype=torch.int32), (len(lengths), sum(lengths[0]))
+    host_ends = tuple(itertools.accumulate((length for row in lengths for length in row), initial=0))
+    ends, shape = torch.tensor(host_ends, dtype=torch.int32), (len(lengths), sum(lengths[0]))
     # Not the longest conversation of these rows, for each of which blocks would be compiled again.
-    return DocumentBounds(kernel, ends, shape[1], shape, ends, tuple(windows))
+    return DocumentBounds(kernel, ends, shape[1], shape, host_ends, tuple(windows))
 
 
 def choose_attention_kernel(

@@ -21,6 +21,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.parallel import ActivationCheckpointingConfig
 from fctune.errors import ConfigError
+from fctune.models.attention import make_bounds
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.export import export_adapter, export_merged
@@ -213,7 +214,7 @@ def test_stacks_hold_every_token_once_and_little_padding() -> None:
     for _ in range(50):
         lengths = torch.randint(0, 200, (12,), generator=generator)
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        plan = state_layers._plan_stacks(ends, torch.device("cpu"), 1)
+        plan = state_layers._plan_stacks(ends.tolist(), torch.device("cpu"), 1)
         flat = torch.cat([stack.flatten() for stack in plan.stacks])
         assert torch.equal(flat[plan.inverse], torch.arange(int(ends[-1])))
         assert len(flat) <= 1.25 * int(ends[-1])
@@ -276,9 +277,9 @@ def install_kernels_(
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Forget which layers have kernels, before and after a test."""
-    state_layers.takes_bounds.cache_clear()
+    state_layers.find_kernels.cache_clear()
     yield
-    state_layers.takes_bounds.cache_clear()
+    state_layers.find_kernels.cache_clear()
 
 
 def test_installed_kernels_get_the_bounds_of_all_rows_in_one(
@@ -291,17 +292,30 @@ def test_installed_kernels_get_the_bounds_of_all_rows_in_one(
 
     def run() -> tuple[str, Tensor]:
         model = load(bases / "qwen3_5_text", adapter, torch.float32).train()
-        calls.clear()  # of the check without weights
         return model.state_layers, model(tokens, positions, model.make_bounds(LENGTHS), row_keys=row_keys)
 
     described, expected = run()
     assert described == "1 Qwen3_5GatedDeltaNet, each conversation apart, those of similar length together"
     install_kernels_(monkeypatch, modeling_qwen3_5, calls)
-    state_layers.takes_bounds.cache_clear()
+    state_layers.find_kernels.cache_clear()
     described, found = run()
     assert described == "1 Qwen3_5GatedDeltaNet, by kernels for packed rows on CUDA"
     assert calls == ["conv", "scan"]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_without_a_gpu_installed_kernels_are_not_called(
+    bases: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
+) -> None:
+    tokens, positions = draw()
+    expected = load(bases / "qwen3_5_text")(tokens, positions, make_bounds(LENGTHS, "per_document"))
+    calls: list[str] = []
+    install_kernels_(monkeypatch, modeling_qwen3_5, calls)
+    monkeypatch.setattr(state_layers, "_has_kernels", lambda device: False)
+    state_layers.find_kernels.cache_clear()
+    model = load(bases / "qwen3_5_text")
+    assert torch.equal(model(tokens, positions, model.make_bounds(LENGTHS)), expected)
+    assert not calls
 
 
 def test_a_layer_of_which_only_one_kernel_is_installed_takes_no_bounds(

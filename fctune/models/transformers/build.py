@@ -208,8 +208,9 @@ class TransformersCausalLM(CausalLM):
         if self.attention_kernel == "per_document":
             return None
         rows, length = tokens.shape
-        ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32)
-        return DocumentBounds(self.attention_kernel, ends.to(tokens.device), length, (rows, length), ends)
+        ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=tokens.device)
+        host_ends = tuple(range(0, (rows + 1) * length, length))
+        return DocumentBounds(self.attention_kernel, ends, length, (rows, length), host_ends)
 
     def project(self, hidden: Tensor, token_keys: Tensor | None = None) -> Tensor:
         """Return the logits with the scale and soft cap of the family, by the decoder's own code."""

@@ -11,9 +11,10 @@ import functools
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from fctune.models.transformers.attention import running_bounds
 _CACHE_ARGUMENTS = frozenset({"past_key_values", "past_key_value", "cache_params", "layer_past", "state"})
 # A stack of conversations takes shorter ones until padding is this share of it.
 _MAX_PADDING = 0.2
+_BY_KERNELS = "by kernels for packed rows on CUDA"
 _STACKED = "each conversation apart, those of similar length together"
 
 
@@ -69,37 +71,66 @@ def separate_conversations_(blocks: Iterable[nn.Module], token_keys: TokenKeys) 
     layers = [layer for block in blocks for layer in find_state_layers(block)]
     for layer in layers:
         layer.forward = functools.partial(_run_apart, layer, layer.forward, token_keys)
+    counts: Any = Counter(map(type, layers))
     return "; ".join(
-        f"{count} {kind.__name__}, {'by kernels for packed rows on CUDA' if takes_bounds(kind) else _STACKED}"
-        for kind, count in Counter(map(type, layers)).items()
+        f"{count} {kind.__name__}, {_BY_KERNELS if find_kernels(kind).take_bounds else _STACKED}"
+        for kind, count in counts.items()
     )
 
 
+class _Kernels(NamedTuple):
+    """Kernels of installed packages behind the functions that a class of layers calls.
+
+    Attributes:
+        names: of the functions.
+        take_bounds: all functions over sequences have kernels, which take the bounds of conversations.
+    """
+
+    names: tuple[str, ...]
+    take_bounds: bool
+
+
 @functools.cache
-def takes_bounds(kind: Any) -> bool:
-    """Return whether all kernels of a class of layers are installed and take the bounds of conversations.
+def find_kernels(kind: Any) -> _Kernels:
+    """Find the kernels of a class of layers with state.
 
     transformers chooses between a package's kernel and its own code when a model is imported. Its own code takes no
     bounds, and some of it ignores them silently.
     """
     code, scope = _forward(kind).__code__, _forward(kind).__globals__
-    functions = [scope[name] for name in code.co_names if inspect.isfunction(scope.get(name))]
-    found = [parameters for parameters in map(_kernel_parameters, functions) if parameters is not None]
+    functions = {name: scope[name] for name in code.co_names if inspect.isfunction(scope.get(name))}
+    parameters = {name: _kernel_parameters(function) for name, function in functions.items()}
+    over_sequences = [parameters[name] for name, function in functions.items() if _is_over_sequences(function)]
     # A layer that names its bounds otherwise would drop them on the way to the kernel.
-    needs_lengths = any("cu_seqlens" in parameters for parameters in found)
+    needs_lengths = any("cu_seqlens" in found for found in over_sequences)
     is_passed = not needs_lengths or "cu_seq_lens_q" in code.co_consts
-    return bool(found) and is_passed and all({"cu_seqlens", "seq_idx"} & parameters for parameters in found)
+    takes_bounds = bool(over_sequences) and all({"cu_seqlens", "seq_idx"} & found for found in over_sequences)
+    return _Kernels(tuple(name for name, found in parameters.items() if found), takes_bounds and is_passed)
 
 
-def _kernel_parameters(function: Callable[..., Any]) -> set[str] | None:
-    """Return the parameters of the kernel behind a function over sequences; none without kernel, None for others."""
+def _is_over_sequences(function: Callable[..., Any]) -> bool:
+    """Return whether a function takes sequences and options of kernels, and no state of a single token."""
     parameters = inspect.signature(function).parameters
-    is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     is_step = any(name.endswith("state") and p.default is p.empty for name, p in parameters.items())
-    if not is_open or is_step:  # no function over sequences, or one of a single token, for generation
-        return None
+    return not is_step and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _kernel_parameters(function: Callable[..., Any]) -> set[str]:
+    """Return the parameters of the kernel behind a function; none if it runs transformers' own code."""
     free = inspect.getclosurevars(function).nonlocals
-    return set(free.get("applicable_params", ())) if free.get("is_new_implementation") else set()
+    return set(free.get("applicable_params", ())) if free.get("is_new_implementation") is True else set()
+
+
+@contextmanager
+def _without_kernels(kind: Any) -> Iterator[None]:
+    """Put transformers' own code in place of installed kernels, which run on CUDA alone."""
+    scope = _forward(kind).__globals__
+    kernels = {name: scope[name] for name in find_kernels(kind).names}
+    scope.update({name: inspect.unwrap(kernel) for name, kernel in kernels.items()})
+    try:
+        yield
+    finally:
+        scope.update(kernels)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # its shapes are those of each batch's conversations
@@ -111,23 +142,22 @@ def _run_apart(
     keys, was_training = token_keys.value, layer.training
     # A fused kernel for training multiplies with the weights of the projections and leaves out their adapters.
     layer.training = was_training and not any(isinstance(child, FrozenLinear) for child in layer.children())
+    kind: Any = type(layer)
+    has_kernels = _has_kernels(_find_tensor(arguments, options).device)
     try:
-        if bounds is None or _is_unpacked(bounds):
-            return forward(*arguments, **options)
-        kind: Any = type(layer)
-        if takes_bounds(kind) and _has_kernels(_find_tensor(arguments, options).device):
-            return _run_by_kernels(forward, bounds, token_keys, arguments, options)
-        return _run_in_stacks(forward, bounds, token_keys, arguments, options)
+        with nullcontext() if has_kernels else _without_kernels(kind):
+            if bounds is None or _is_unpacked(bounds):
+                return forward(*arguments, **options)
+            if has_kernels and find_kernels(kind).take_bounds:
+                return _run_by_kernels(forward, bounds, token_keys, arguments, options)
+            return _run_in_stacks(forward, bounds, token_keys, arguments, options)
     finally:
         token_keys.value, layer.training = keys, was_training
 
 
 def _is_unpacked(bounds: DocumentBounds) -> bool:
     """Return whether each row is one conversation."""
-    if "is_unpacked" not in bounds.derived:
-        bounds.derived["is_unpacked"] = int((bounds.host_ends.diff() > 0).sum()) == bounds.shape[0]
-    is_unpacked: bool = bounds.derived["is_unpacked"]
-    return is_unpacked
+    return len(set(bounds.host_ends)) == bounds.shape[0] + 1
 
 
 def _has_kernels(device: torch.device) -> bool:
@@ -233,9 +263,9 @@ def _stack_plan(bounds: DocumentBounds, device: torch.device, multiple: int) -> 
     return plan
 
 
-def _plan_stacks(ends: Tensor, device: torch.device, multiple: int) -> _StackPlan:
-    spans = [(stop - start, start) for start, stop in itertools.pairwise(ends.tolist()) if stop > start]
-    stacks, inverse, at = [], torch.empty(int(ends[-1]), dtype=torch.int64), 0
+def _plan_stacks(ends: Sequence[int], device: torch.device, multiple: int) -> _StackPlan:
+    spans = [(stop - start, start) for start, stop in itertools.pairwise(ends) if stop > start]
+    stacks, inverse, at = [], torch.empty(ends[-1], dtype=torch.int64), 0
     for group in _group_by_length(sorted(spans, reverse=True)):
         width = group[0][0] + -group[0][0] % multiple
         lengths, starts = torch.tensor(group).unbind(1)
@@ -276,7 +306,7 @@ class _SequencePlan:
 
 def _sequence_plan(bounds: DocumentBounds) -> _SequencePlan:
     if "sequences" not in bounds.derived:
-        ends = bounds.host_ends
+        ends = torch.tensor(bounds.host_ends, dtype=torch.int32)
         indices = torch.repeat_interleave(torch.arange(len(ends) - 1, dtype=torch.int32), ends.diff())
         bounds.derived["sequences"] = _SequencePlan(ends, _copy(indices[None], bounds.ends.device))
     plan: _SequencePlan = bounds.derived["sequences"]
