@@ -31,7 +31,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup sky demo demo-reasoning test test-slow test-wheel test-sky test-slurm faults bench bench-gpu \
-  bench-startup lint reference docs tiny-base clean
+  bench-startup test-gpu lint reference docs tiny-base clean
 
 setup: $(READY)
 
@@ -120,6 +120,10 @@ bench: setup
 # Run every GPU benchmark, one JSON line per row; rows already in the file are skipped.
 bench-gpu: setup
 	$(BIN)/python -m benchmarks.gpu --out benchmarks/results/gpu_$$(date +%F).jsonl
+
+# Everything that needs GPUs, on all GPUs of this machine.
+test-gpu: setup
+	$(BIN)/python -m pytest -m gpu
 
 # Measure the CPU time of --help and of wrong input: about 3 minutes.
 bench-startup: setup

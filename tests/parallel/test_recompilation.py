@@ -69,13 +69,18 @@ def count_graphs(world: World, config: RunConfig, path: Path) -> dict[str, Any]:
     ("world_size", "changes"),
     [
         (1, {}),
-        (2, {"activation_checkpointing": {"fraction": 0.5}, "parallel": {"mode": "fsdp"}}),
-        (
+        pytest.param(
+            2,
+            {"activation_checkpointing": {"fraction": 0.5}, "parallel": {"mode": "fsdp"}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             2,
             {
                 "data": {"packed": False, "pad_to": "seq_len", "sources": [{"path": "synthetic:train:25:3"}]},
                 "parallel": {"mode": "ddp"},
             },
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["packed", "checkpointed and sharded", "unpacked and replicated"],
