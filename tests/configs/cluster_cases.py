@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fctune.models.sources import find_public_config
+
 # As in the models' config.json.
 LLAMA_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_ROPE |= {"factor": 8.0, "original_max_position_embeddings": 8192}
@@ -48,4 +50,33 @@ CASES = {
         *(72_706_203_648, 72_706_203_648, 8, 8, ("hsdp", 2, 32)),
     ),
     "llama3_3_70b_lora": Case(LLAMA | sizes(80, 8192, 28672, 64), 70_553_706_496, 828_375_040, 2, 8, ("hsdp", 2, 8)),
+}
+
+
+def public(name: str) -> dict[str, Any]:
+    """Return the sizes of a public model, whose counts of parameters below are those of its model card."""
+    config = find_public_config(name)
+    assert config is not None
+    return config
+
+
+ALONE = (1, 1, ("none", 1, 1))
+CASES |= {
+    "qwen3_0_6b_lora": Case(public("Qwen/Qwen3-0.6B"), 596_049_920, 20_185_088, *ALONE),
+    "qwen3_4b_lora": Case(public("Qwen/Qwen3-4B-Instruct-2507"), 4_022_468_096, 66_060_288, *ALONE),
+    "qwen3_8b_lora": Case(public("Qwen/Qwen3-8B"), 8_190_735_360, 87_293_952, *ALONE),
+    "qwen3_32b_lora": Case(public("Qwen/Qwen3-32B"), 32_762_123_264, 268_435_456, 1, 8, ("ddp", 8, 1)),
+    "qwen3_5_4b_lora": Case(public("Qwen/Qwen3.5-4B"), 4_205_751_296, 64_929_792, *ALONE),
+    "qwen3_30b_a3b_lora": Case(
+        public("Qwen/Qwen3-30B-A3B-Instruct-2507"), 30_532_122_624, 26_738_688, 1, 8, ("ddp", 8, 1)
+    ),
+    "gpt_oss_20b_lora": Case(public("openai/gpt-oss-20b"), 20_914_757_184, 15_925_248, *ALONE),
+    "gemma3_270m_full": Case(public("google/gemma-3-270m-it"), 268_098_176, 268_098_176, *ALONE),
+    "gemma4_e4b_lora": Case(public("google/gemma-4-E4B-it"), 7_463_013_376, 77_332_480, *ALONE),
+    "ministral3_8b_lora": Case(
+        public("mistralai/Ministral-3-8B-Instruct-2512-BF16"), 8_489_553_920, 89_128_960, *ALONE
+    ),
+    "granite4_micro_lora": Case(public("ibm-granite/granite-4.0-micro"), 3_402_836_480, 58_982_400, *ALONE),
+    "smollm3_3b_lora": Case(public("HuggingFaceTB/SmolLM3-3B"), 3_075_098_624, 60_456_960, *ALONE),
+    "llama3_2_1b_qlora": Case(public("meta-llama/Llama-3.2-1B-Instruct"), 1_235_814_400, 22_544_384, *ALONE),
 }
