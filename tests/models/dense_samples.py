@@ -93,10 +93,10 @@ def make_reference(model_type: str) -> Any:
     return reference.eval()
 
 
-def make_model(model_type: str) -> CausalLM:
+def make_model(model_type: str, dtype: torch.dtype = torch.float64) -> CausalLM:
     """Return our model with the reference's weights."""
     architecture = parse_architecture("config.json", read_raw(model_type))
-    model = architecture.build_model(64, PrecisionPolicy.uniform(torch.float64))
+    model = architecture.build_model(64, PrecisionPolicy.uniform(dtype))
     materialize_(model, torch.device("cpu"))
     weights = dict(make_reference(model_type).named_parameters())
     with torch.no_grad():

@@ -17,6 +17,17 @@ from tests.models.dense_samples import make_model, read_raw
 
 CPU = torch.device("cpu")
 
+# A family whose layers get their window from the mask alone.
+WINDOW_IN_MASKS: dict[str, Any] = {
+    "head_dim": None,
+    "use_sliding_window": True,
+    "layer_types": ["sliding_attention"] * 3,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_models_that_keep_conversations_apart_pass_and_keep_their_mode(model_type: str) -> None:
@@ -68,7 +79,7 @@ def test_positions_that_go_on_in_the_next_conversation_are_caught(monkeypatch: p
 @pytest.mark.parametrize(
     ("model_type", "changes", "words"),
     [
-        ("phimoe", {"sliding_window": 4, "head_dim": None}, "see all tokens, but their masks show them 4"),
+        ("qwen2_moe", WINDOW_IN_MASKS | {"sliding_window": 4}, "see all tokens, but their masks show them all or 4"),
         ("doge", {}, "attends with a mask of its own"),
         ("bloom", {"head_dim": None, "num_key_value_heads": None}, "computes attention by code of its own"),
         ("llama4_text", {"attention_chunk_size": 32}, "lower it to 32"),
@@ -85,6 +96,7 @@ def test_attention_other_than_the_models_own_is_refused_before_weights_are_read(
 
 
 def test_chunks_and_windows_beyond_the_rows_are_no_obstacle() -> None:
-    for model_type, changes in (("llama4_text", {"attention_chunk_size": 64}), ("phimoe", {"sliding_window": 64})):
-        raw = read_raw(model_type, **changes, head_dim=None)
+    wide = WINDOW_IN_MASKS | {"sliding_window": 64}
+    for model_type, changes in (("llama4_text", {"attention_chunk_size": 64}), ("qwen2_moe", wide)):
+        raw = read_raw(model_type, **changes)
         parse_architecture("config.json", raw).build_model(64, PrecisionPolicy.uniform(torch.float32))

@@ -23,6 +23,7 @@ from fctune.models.transformers.balance import make_router_balance
 from fctune.models.transformers.embeddings import keep_embedding_
 from fctune.models.transformers.experts import iter_expert_weights, iter_routers
 from fctune.models.transformers.float64 import keep_float64_
+from fctune.models.transformers.fused_norms import fuse_norms_
 from fctune.models.transformers.modules import Layout, build_decoder, iter_linears, read_layout
 from fctune.models.transformers.state_layers import separate_conversations_
 
@@ -114,6 +115,7 @@ class TransformersCausalLM(CausalLM):
         if architecture.is_tied:
             embedding, head = self.embedding, decoder.get_submodule(layout.head)
             decoder.set_submodule(layout.head, TiedHead(embedding, getattr(head, "bias", None)))
+        fuse_norms_(decoder)
         if precision.compute_dtype is torch.float64:
             keep_float64_(decoder.get_submodule(self._base))
         self.state_layers = separate_conversations_(self.blocks, self.token_keys)
