@@ -14,7 +14,12 @@ from fctune.distributed import World
 from tests.ranks import run_ranks
 from tests.training.training_runs import ADAPTER, compare, make_config, run_training
 
-STEPS: dict[str, Any] = {"max_steps": 20, "epochs": 9, "data": {"packed": True}, "validation": {"every_n_steps": 0}}
+STEPS: dict[str, Any] = {
+    "max_steps": 20,
+    "epochs": 9,
+    "data": {"packed": True, "seq_len": 1024},
+    "validation": {"every_n_steps": 0},
+}
 
 
 def train_all(world: World, configs: list[RunConfig], prepared_path: Path) -> list[dict[str, Any]]:
