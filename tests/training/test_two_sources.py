@@ -16,7 +16,7 @@ from tests.training.training_runs import ADAPTER, compare, make_config, run_trai
 
 STEPS: dict[str, Any] = {
     "max_steps": 20,
-    "epochs": 9,
+    "epochs": 30,
     "data": {"packed": True, "seq_len": 1024},
     "validation": {"every_n_steps": 0},
 }
