@@ -1,0 +1,56 @@
+"""``fctune train`` runs models that torchtune does not have: a dense one and a mixture of experts from transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.conftest import ROOT
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"tie_word_embeddings": True},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},
+}
+
+
+def write_model(family: str, base: Path, folder: Path) -> None:
+    """Write a model with random weights and the demo's tokenizer."""
+    shutil.copytree(base, folder, ignore=shutil.ignore_patterns("model*", "config.json"))
+    known = json.loads((base / "config.json").read_text())
+    ids = {key: known[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id") if key in known}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family] | ids)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_from_transformers_trains_on_two_ranks_and_its_export_loads(
+    family: str, tiny_base: Path, tmp_path: Path
+) -> None:
+    write_model(family, tiny_base, tmp_path / "model")
+    command = [sys.executable, "-m", "fctune.cli", "train", "tiny_lora", "--nproc", "2"]
+    overrides = ["model.path=model", "output_dir=run", "max_steps=3", "data.sources.0.path=synthetic:train:60:1"]
+    overrides += ["adapter.modules=all-linear", "data.seq_len=512", "data.overlong=drop", "validation.every_n_steps=0"]
+    environment = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, *overrides], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+
+    merged = tmp_path / "run" / "export" / "merged"
+    assert json.loads((merged / "config.json").read_text())["model_type"] == family
+    model, base = (AutoModelForCausalLM.from_pretrained(path) for path in (merged, tmp_path / "model"))
+    assert model.state_dict().keys() == base.state_dict().keys()
+    weight = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(model.get_parameter(weight), base.get_parameter(weight))
