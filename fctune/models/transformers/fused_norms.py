@@ -7,6 +7,7 @@ in what a norm does with its weight, so each class is tried on numbers instead o
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ def _normalise(module: Any, eps: float, hidden_states: Tensor) -> Tensor:
 def _find_eps(module: nn.Module) -> float | None:
     """Return the epsilon of a module that could be such a norm: one vector as its weight, and nothing else."""
     names = [name for name, _ in module.named_parameters()]
+    if len(inspect.signature(type(module).forward).parameters) != 2:  # itself and its input; some have a gate, too
+        return None
     eps = [value for name, value in vars(module).items() if "eps" in name and isinstance(value, float)]
     if names != ["weight"] or len(eps) != 1 or next(module.buffers(), None) is not None:
         return None
