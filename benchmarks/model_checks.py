@@ -79,9 +79,14 @@ class Recorder:
 
 
 def make_run(
-    model: Path, output: Path, has_adapter: bool, is_packed: bool, rows: str = "synthetic:train:1", **changes: Any
+    model: Path,
+    output: Path,
+    modules: Sequence[str] | str | None,
+    is_packed: bool,
+    rows: str = "synthetic:train:1",
+    **changes: Any,
 ) -> RunConfig:
-    """Return the config of a small run, as a file would hold it."""
+    """Return the config of a small run; ``modules`` get an adapter, None trains all weights."""
     raw: dict[str, Any] = {
         "output_dir": str(output),
         "model": {"path": str(model)},
@@ -99,8 +104,8 @@ def make_run(
         "lr_scheduler": {"name": "constant"},
         "clip_grad_norm": 1.0,
     }
-    if has_adapter:
-        raw["adapter"] = {"rank": 4, "alpha": 8, "dropout": 0.0, "modules": "all-linear", "train_tokens": "off"}
+    if modules is not None:
+        raw["adapter"] = {"rank": 4, "alpha": 8, "dropout": 0.0, "modules": modules, "train_tokens": "off"}
     problems: list[str] = []
     config = parse_config(raw | changes, problems)
     assert config is not None, problems
@@ -112,9 +117,14 @@ def prepare_sets(root: Path) -> None:
     rows = root / "rows.jsonl"
     rows.write_text("".join(json.dumps(_make_row(number)) + "\n" for number in range(_NUM_ROWS)), encoding="utf-8")
     for is_packed in (True, False):
-        config = make_run(TOKENIZER_DIR, root / "run", False, is_packed, str(rows))
+        config = make_run(TOKENIZER_DIR, root / "run", None, is_packed, str(rows))
         path = prepare(config.data, TOKENIZER_DIR, root / "sets").path
         (root / _link_name(is_packed)).symlink_to(path)
+
+
+def choose_modules(entry: Entry) -> list[str] | str:
+    """Return ``adapter.modules`` of an entry."""
+    return list(entry.modules) or "all-linear"
 
 
 def _make_row(number: int) -> dict[str, Any]:
@@ -154,7 +164,8 @@ class Bench:
 
     def config(self, name: str, **changes: Any) -> RunConfig:
         """Return the config of a run: ``lora`` or ``full``."""
-        return make_run(self.model_dir, self.folder / name, name == "lora", self.is_packed, **changes)
+        modules = choose_modules(self.entry) if name == "lora" else None
+        return make_run(self.model_dir, self.folder / name, modules, self.is_packed, **changes)
 
     def loader(self, config: RunConfig) -> GlobalLoader:
         """Return the loader of the run's prepared set."""
@@ -171,7 +182,9 @@ class Bench:
             self.refused = str(error).replace(f"{self.model_dir / 'config.json'}: ", "")
             raise
         apply_lora_(model, config.adapter)
-        is_sparse, has_state = bool(model.architecture.expert_names), bool(model.state_layers)
+        has_experts = any(".experts." in name for name, _ in model.named_parameters())
+        is_sparse = has_experts or bool(model.architecture.expert_names)
+        has_state = bool(model.state_layers)
         self.kind = f"{'hybrid' if has_state else ''}{', ' if is_sparse and has_state else ''}"
         self.kind = self.kind + "mixture of experts" if is_sparse else self.kind or "dense"
         return type(model.architecture).__module__.split(".")[2]
@@ -273,7 +286,7 @@ class Bench:
         """Compare the planner's number of parameters of the family's real model with transformers' meta model."""
         real = self.folder / "real"
         save_config(self.entry, real, is_tiny=False)
-        config = make_run(real, self.folder / "planned", False, True)
+        config = make_run(real, self.folder / "planned", None, True)
         architecture, _, _ = find_architecture(config.model.path)
         planned = sum(p.numel() for p in shape_model(config, architecture).parameters())
         expected = count_parameters(real)
@@ -348,13 +361,14 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({Path(place.filename).name}:{place.lineno})"
 
 
-def train_on_ranks(world: World, folder: Path, sets: Path, is_packed: bool) -> dict[str, list[float]]:
+def train_on_ranks(world: World, entry: Entry, folder: Path, sets: Path, is_packed: bool) -> dict[str, list[float]]:
     """Return the losses of both runs on several ranks: adapters by DDP, all weights by FSDP."""
     _silence()
     losses = {}
     for name, mode in (("lora", "ddp"), ("full", "fsdp")):
         output = folder / f"{name}_on_ranks"
-        config = make_run(folder / "model", output, name == "lora", is_packed, parallel={"mode": mode})
+        modules = choose_modules(entry) if name == "lora" else None
+        config = make_run(folder / "model", output, modules, is_packed, parallel={"mode": mode})
         model, gradient_sync = load(config, world)
         recorder, state = Recorder(), start_state(model, config, NUM_STEPS, gradient_sync)
         loader = build_loader(config, open_prepared(sets / _link_name(is_packed)))

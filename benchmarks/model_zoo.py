@@ -124,6 +124,7 @@ class Entry:
         changes: Values of the config, or of its text model's, in place of the default's shrunk ones.
         sections: Configs of the other parts of a vision-language model; None for a text model.
         text_type: Architecture of the text model of a vision-language model.
+        modules: What gets an adapter, where PEFT refuses one on some linear; empty: every linear and expert.
         real: Values that transformers' default config lacks, without which it builds no model.
     """
 
@@ -132,6 +133,7 @@ class Entry:
     changes: Mapping[str, Any] = field(default_factory=dict)
     sections: Mapping[str, Any] | None = None
     text_type: str = ""
+    modules: tuple[str, ...] = ()
     real: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -182,7 +184,12 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("mixtral", "Mixtral 8x7B"),
     Entry("granite", "Granite 3, Granite 4 dense", _GRANITE),
     Entry("granitemoe", "Granite 3 MoE", _GRANITE),
-    Entry("granitemoehybrid", "Granite 4 hybrid", {**_GRANITE, "layer_types": ["mamba", "attention"] * 2}),
+    Entry(
+        "granitemoehybrid",
+        "Granite 4 hybrid",
+        {**_GRANITE, "layer_types": ["mamba", "attention"] * 2},
+        real={"layer_types": [*["mamba"] * 7, "attention"] * 4},
+    ),
     Entry("smollm3", "SmolLM3 3B"),
     Entry("glm", "GLM-4-9B"),
     Entry("glm4", "GLM-4-0414"),
@@ -190,7 +197,12 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("glm4_moe_lite", "GLM-4.7-Flash"),
     Entry("glm_moe_dsa", "GLM-5"),
     Entry("lfm2", "LFM2, LFM2.5", {"layer_types": ["conv", "full_attention"] * 2}),
-    Entry("lfm2_moe", "LFM2-8B-A1B", {"layer_types": ["conv", "full_attention"] * 2}),
+    Entry(
+        "lfm2_moe",
+        "LFM2-8B-A1B",
+        {"layer_types": ["conv", "full_attention"] * 2},
+        real={"layer_types": ["conv", "full_attention"] * 16},
+    ),
     Entry("lfm3", "LFM3"),
     Entry("muse_glimmer_text", "Muse-Glimmer-30B, text only"),
     Entry("phi3", "Phi-3, Phi-4-mini"),
@@ -201,7 +213,7 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("olmoe", "OLMoE"),
     Entry("cohere", "Command R"),
     Entry("cohere2", "Command R7B, Command A"),
-    Entry("deepseek_v2", "DeepSeek V2"),
+    Entry("deepseek_v2", "DeepSeek V2", {"num_experts_per_tok": 2}, real={"num_experts_per_tok": 6}),
     Entry("deepseek_v3", "DeepSeek V3 and R1, Kimi K2"),
     Entry("deepseek_v32", "DeepSeek V3.2"),
     Entry("deepseek_v4", "DeepSeek V4", {"head_dim": 64, "o_groups": 2, "o_lora_rank": 16}),
@@ -214,8 +226,12 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("apertus", "Apertus"),
     Entry("arcee", "AFM-4.5B"),
     Entry("afmoe", "Trinity"),
-    Entry("falcon_h1", "Falcon-H1"),
-    Entry("bamba", "Bamba", {"attn_layer_indices": [1, 3]}),
+    Entry(
+        "falcon_h1",
+        "Falcon-H1",
+        modules=("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "gate_proj", "up_proj", "down_proj"),
+    ),
+    Entry("bamba", "Bamba", {"attn_layer_indices": [1, 3]}, real={"attn_layer_indices": [9, 18, 27]}),
     Entry("minimax_m2", "MiniMax M2"),
     Entry("llama4_text", "Llama 4, text only"),
     Entry("kimi_linear", "Kimi Linear"),
@@ -225,9 +241,15 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("nanochat", "nanochat"),
     Entry("solar_open", "Solar Open"),
     Entry("mimo_v2_flash", "MiMo-V2-Flash", {"head_dim": 24, "v_head_dim": 16}),
-    Entry("dots1", "dots.llm1", {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2}),
+    Entry(
+        "dots1",
+        "dots.llm1",
+        {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2},
+        real={"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    ),
     Entry("laguna", "Laguna"),
-    Entry("youtu", "Youtu-LLM"),
+    # transformers zeroes the row of a padding token whenever it loads this model.
+    Entry("youtu", "Youtu-LLM", {"pad_token_id": None}),
     Entry("muse_spark", "Muse Spark"),
 )
 

@@ -1,0 +1,102 @@
+"""The table of supported models is current, can fail, and holds for architectures of every kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import models
+from benchmarks.model_checks import CHECKS, check_alone, prepare_sets
+from benchmarks.model_zoo import ENTRIES, HEADLINES, find_entry
+from fctune.distributed import World
+from tests.ranks import run_ranks
+
+RESULT: dict[str, Any] = json.loads(models.RESULT.read_text(encoding="utf-8"))
+
+# Soft caps, sinks with experts and YaRN, latent attention with shared experts, layers with state, a vision tower,
+# and a decoder of torchtune's.
+SAMPLE = ("gemma2", "gpt_oss", "glm4_moe_lite", "lfm3", "mistral3", "qwen2")
+
+
+@pytest.fixture(scope="session")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sets")
+    prepare_sets(folder)
+    return folder
+
+
+def test_the_tables_are_those_of_the_result() -> None:
+    assert models.PAGE.read_text(encoding="utf-8") == models.format_page(RESULT), "python -m benchmarks.models --tables"
+    readme = models.README.read_text(encoding="utf-8")
+    assert models.format_readme_table(RESULT) in readme, "python -m benchmarks.models --tables"
+
+
+def test_every_architecture_passes_or_is_refused_by_name() -> None:
+    rows = RESULT["rows"]
+    assert [row["model_type"] for row in rows] == [entry.model_type for entry in ENTRIES]
+    passed = [row["model_type"] for row in rows if models.has_passed(row)]
+    assert len(passed) >= 45
+    refused = {row["model_type"]: row["refused"] for row in rows if "refused" in row}
+    assert {row["model_type"] for row in rows} == {*passed, *refused}
+    for family, reason in refused.items():
+        assert "choose another model" in reason, family
+    assert set(passed) >= HEADLINES
+
+
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_architectures_of_every_kind_pass(model_type: str, sets: Path, tmp_path: Path) -> None:
+    names = ("pack", "lora", "full", "resume", "export")
+    (found,) = run_ranks(check_alone, 1, find_entry(model_type), tmp_path, sets, names)
+    failed = {name: outcome["note"] for name, outcome in found["outcomes"].items() if not outcome["passed"]}
+    assert not failed
+    assert found["outcomes"].keys() == {"build", *names}
+    assert found["is_packed"]
+
+
+def check_with_a_leak(world: World, folder: Path, sets: Path) -> dict[str, Any]:
+    """Run the check of packed rows with attention that sees the neighbour."""
+    from fctune.models.transformers import attention
+
+    whole = attention.attend
+
+    def leak(q: Tensor, k: Tensor, v: Tensor, bounds: Any, *rest: Any, **options: Any) -> Tensor:
+        return whole(q, k, v, None, *rest, **options)
+
+    attention.attend = leak
+    return check_alone(world, find_entry("qwen3"), folder, sets, ("pack",))
+
+
+def test_a_model_whose_conversations_see_each_other_is_not_called_packed(sets: Path, tmp_path: Path) -> None:
+    (found,) = run_ranks(check_with_a_leak, 1, tmp_path, sets)
+    assert not found["is_packed"]
+
+
+def check_with_a_wrong_scale(world: World, folder: Path, sets: Path) -> dict[str, Any]:
+    """Run all checks with adapters that are scaled a little too much."""
+    from fctune.models import lora
+
+    scaling = lora.adapter_scaling
+    lora.adapter_scaling = lambda config: 1.05 * scaling(config)
+    torch.manual_seed(0)
+    return check_alone(world, find_entry("qwen3"), folder, sets, ("pack", "lora"))
+
+
+def test_an_adapter_that_is_scaled_wrongly_fails(sets: Path, tmp_path: Path) -> None:
+    outcomes = run_ranks(check_with_a_wrong_scale, 1, tmp_path, sets)[0]["outcomes"]
+    assert outcomes["pack"]["passed"]
+    assert not outcomes["lora"]["passed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.model_type)
+def test_the_result_holds_for_every_architecture(entry: Any, sets: Path, tmp_path: Path) -> None:
+    expected = next(row for row in RESULT["rows"] if row["model_type"] == entry.model_type)
+    row = models.prove(entry, tmp_path / "model", sets)
+    assert ("refused" in row) == ("refused" in expected), models.describe(row)
+    assert models.has_passed(row) or "refused" in row, models.describe(row)
+    assert set(row.get("outcomes", CHECKS)) >= set(CHECKS)
