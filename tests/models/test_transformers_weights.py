@@ -205,7 +205,7 @@ def rename(*pairs: tuple[str, str]) -> Callable[[dict[str, Tensor]], dict[str, T
         ("mistral3", rename(("model.language_model.", "language_model.model."), ("model.", ""))),
         ("llama", rename(("model.", ""))),
     ],
-    ids=str,
+    ids=["gemma3", "mistral3", "llama"],
 )
 def test_older_names_of_tensors_are_read_and_exported(
     family: str, change: Callable[[dict[str, Tensor]], Any], bases: Path, tmp_path: Path
