@@ -92,7 +92,9 @@ def holds_text(batch: Any, start: str, anywhere: str) -> bool:
     """
     pattern = f"^(?:{start})|(?:{anywhere})"
     is_named = re.compile(start, re.IGNORECASE).match
-    columns = [part for column in batch.columns for part in getattr(column, "chunks", [column])]
+    columns: list[pa.Array] = []
+    for column in batch.columns:
+        columns += column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     return any(map(is_named, batch.schema.names)) or any(_holds_text(column, pattern, is_named) for column in columns)
 
 

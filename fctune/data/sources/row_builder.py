@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import marshal
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from fctune.data.sources.filling import ArgumentFilling, ArrowStruct, holds_null
 from fctune.data.sources.row_json import RowJsonReader, check_depth
 from fctune.data.sources.row_reasoning import take_reasoning
 from fctune.data.sources.tool_forms import decode_tools, iter_tools
+from fctune.data.tool_schema import dump_value
 
 _MAX_CACHED_TOOLS = 2_000
 
@@ -318,9 +318,8 @@ class ReadContext:
 
     def _read_tool(self, value: Any, pointer: str) -> Tool:
         """Return the tool of an object; rows with equal objects share it."""
-        try:
-            key = marshal.dumps(value, 2)
-        except ValueError:  # it takes no subclasses, such as the structs of Arrow
+        key = dump_value(value)
+        if key is None:
             return _read_tool(value, pointer)
         tool = self._tools_by_bytes.get(key)
         if tool is None:

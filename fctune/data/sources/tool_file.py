@@ -28,9 +28,8 @@ def read_tool_files(paths: Sequence[Path]) -> tuple[Tool, ...]:
         try:
             texts.append(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"{path}: cannot be read as tools ({getattr(error, 'strerror', None) or error})."
-            ) from None
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"{path}: cannot be read as tools ({reason}).") from None
         if not texts[-1].strip():
             raise ConfigError(f"{path}: empty; expected tools as JSON.")
     try:

@@ -253,7 +253,10 @@ def parse_architecture(where: str, raw: dict[str, Any]) -> TransformersArchitect
     for key in ("vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size"):
         values = _values(config, key)
         if not values:
-            raise ConfigError(f"{where}: {key} is no positive integer. Download the model again.")
+            raise ConfigError(
+                f"{where}: model_type={raw.get('model_type')!r} has no {key}, which fctune needs. If the published "
+                "config.json has it, download the model again; else choose another model."
+            )
         sizes[key] = max(values)
     num_heads = sizes["num_attention_heads"]
     return TransformersArchitecture(
