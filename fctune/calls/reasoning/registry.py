@@ -25,7 +25,9 @@ def find_reasoning(text: str) -> Reasoning | None:
             break
     else:  # most texts have none, and splitting them in every format takes longer than reading their calls
         return None
-    for found in _DISTINCT:
+    for found, marks in _DISTINCT:
+        if not any(mark in text for mark in marks):
+            continue
         reasoning = found.split(text)
         if reasoning is not None and not text[: reasoning.spans[0][0]].strip():
             return reasoning
@@ -34,9 +36,10 @@ def find_reasoning(text: str) -> Reasoning | None:
 
 # One format for each opening mark; of several, one that reads a single block.
 _DISTINCT = tuple(
-    {
+    (found, found.marks)
+    for found in {
         found.opening or found.name: found
         for found in sorted(REASONING_FORMATS.values(), key=lambda found: not found.first_call)
     }.values()
 )
-_MARKS = tuple({mark: None for found in _DISTINCT for mark in found.marks})
+_MARKS = tuple({mark: None for _, marks in _DISTINCT for mark in marks})
