@@ -163,14 +163,6 @@ class ToolSet:
         return self._schemas[name]
 
 
-def dump_value(value: Any) -> bytes | None:
-    """Return bytes that tell JSON values apart, the order of keys included; None for values of other types."""
-    try:
-        return marshal.dumps(value, 2)
-    except ValueError:  # it takes no subclasses, such as the structs of Arrow
-        return None
-
-
 @functools.lru_cache(maxsize=_MAX_CACHED)
 def load_schema(marshalled: bytes) -> ToolSchema:
     """Return the schema of a dataset's tool as it is, patterns unchecked; ``marshalled`` is made by ``marshal.dumps``.

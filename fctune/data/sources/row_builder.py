@@ -14,7 +14,7 @@ from fctune.data.sources.filling import ArgumentFilling, ArrowStruct, holds_null
 from fctune.data.sources.row_json import RowJsonReader, check_depth
 from fctune.data.sources.row_reasoning import take_reasoning
 from fctune.data.sources.tool_forms import decode_tools, iter_tools
-from fctune.data.tool_schema import dump_value
+from fctune.data.value_bytes import dump_value
 
 _MAX_CACHED_TOOLS = 2_000
 
