@@ -20,14 +20,8 @@ def detect_reasoning(chat_template: str) -> ReasoningFormat | None:
 
 def find_reasoning(text: str) -> Reasoning | None:
     """Find the reasoning at the start of a text whose model, and so its format, is unknown; None if there is none."""
-    for mark in _MARKS:
-        if mark in text:
-            break
-    else:  # most texts have none, and splitting them in every format takes longer than reading their calls
-        return None
-    for found, marks in _DISTINCT:
-        if not any(mark in text for mark in marks):
-            continue
+    # Most texts have no mark, and splitting them in every format takes longer than reading their calls.
+    for found in dict.fromkeys([found for mark, found in _BY_MARK if mark in text]):
         reasoning = found.split(text)
         if reasoning is not None and not text[: reasoning.spans[0][0]].strip():
             return reasoning
@@ -35,11 +29,8 @@ def find_reasoning(text: str) -> Reasoning | None:
 
 
 # One format for each opening mark; of several, one that reads a single block.
-_DISTINCT = tuple(
-    (found, found.marks)
-    for found in {
-        found.opening or found.name: found
-        for found in sorted(REASONING_FORMATS.values(), key=lambda found: not found.first_call)
-    }.values()
-)
-_MARKS = tuple({mark: None for _, marks in _DISTINCT for mark in marks})
+_DISTINCT = {
+    found.opening or found.name: found
+    for found in sorted(REASONING_FORMATS.values(), key=lambda found: not found.first_call)
+}
+_BY_MARK = [(mark, found) for found in _DISTINCT.values() for mark in found.marks]
