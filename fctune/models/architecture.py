@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fctune.config.parsing import suggest
+from fctune.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,11 +70,6 @@ class ExpertShape:
     out_dim: int
     is_transposed: bool  # stored as ``[experts, in, out]``, not ``[experts, out, in]``
     num_chosen: int  # experts that compute each token
-
-    @property
-    def num_weights(self) -> int:
-        """Weights of all experts."""
-        return self.num_experts * self.in_dim * self.out_dim
 
     @property
     def num_active_weights(self) -> int:
@@ -193,6 +189,17 @@ class Architecture(ABC):
                 "leave it out"
             )
         return problems
+
+    def check_seq_len(self, max_seq_len: int) -> None:
+        """Check that the model has positions for rows of this many tokens.
+
+        Raises:
+            ConfigError: it has fewer.
+        """
+        if max_seq_len > self.max_position_embeddings:
+            raise ConfigError(
+                f"data.seq_len={max_seq_len}: exceeds the model's {self.max_position_embeddings} positions; lower it."
+            )
 
     @abstractmethod
     def to_hf_name(self, name: str) -> str:

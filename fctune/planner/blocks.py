@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fctune.config.schema import RunConfig
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.architecture import Architecture, Block, ExpertShape, LinearShape
 from fctune.planner.block_tracing import trace_blocks
+
+Shape = TypeVar("Shape", LinearShape, ExpertShape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
         width: bytes per element in the compute dtype.
     """
     d, adapter, block = a.embed_dim, config.adapter, a.largest_block
-    adapted = find_adapted(a, block, adapter)
+    adapted = find_adapted(a, block.linears, adapter)
     keeping = block.linears if adapter is None else adapted
     mlps = [branch for branch in block.branches if not branch.is_attention]
     small = 4 * a.num_heads + 2 * 4
@@ -90,24 +94,18 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
     if adapter is not None and adapter.base == "nf4":
         # Two halves as 64-bit indices, looked up, scaled and concatenated: torchao's get_original_weight.
         constant = (8 + 3 * width) * largest.in_dim * largest.out_dim
-    # Policy op keeps no outputs of experts' products.
     if not a.has_plain_blocks and not config.compile and (traced := trace_blocks(a, config, width)) is not None:
         everything, copies = math.ceil(traced.per_token), math.ceil(traced.constant)
+    # Policy op keeps no outputs of experts' products.
     operators = d + d + _every_second_product(a, block, config)
     dequantized = (largest.in_dim + largest.out_dim) * width
     return BlockActivations(everything, copies, operators * width + small, d * width, temporary, dequantized, constant)
 
 
-def find_adapted(a: Architecture, block: Block, adapter: AdapterConfig | None) -> list[LinearShape]:
-    """Return the linears of a block that get an adapter, in the order of computation."""
+def find_adapted(a: Architecture, weights: Sequence[Shape], adapter: AdapterConfig | None) -> list[Shape]:
+    """Return those of a block's linears, or of its experts' weights, that get adapters."""
     chosen = () if adapter is None else a.resolve_adapter_modules(adapter.modules)
-    return [linear for linear in block.linears if linear.name in chosen]
-
-
-def find_adapted_experts(a: Architecture, block: Block, adapter: AdapterConfig | None) -> list[ExpertShape]:
-    """Return the experts' weights of a block that get adapters, in the order of computation."""
-    chosen = () if adapter is None else a.resolve_adapter_modules(adapter.modules)
-    return [expert for expert in block.experts if expert.name in chosen]
+    return [weight for weight in weights if weight.name in chosen]
 
 
 def _count_experts(a: Architecture, block: Block, config: RunConfig) -> tuple[int, int]:
@@ -119,7 +117,7 @@ def _count_experts(a: Architecture, block: Block, config: RunConfig) -> tuple[in
     """
     if not block.experts:
         return 0, 0
-    adapter, adapted = config.adapter, find_adapted_experts(a, block, config.adapter)
+    adapter, adapted = config.adapter, find_adapted(a, block.experts, config.adapter)
     first, *_, last = block.experts
     kept = first.num_chosen * (first.out_dim + last.out_dim)
     for expert in block.experts:
@@ -132,7 +130,7 @@ def _every_second_product(a: Architecture, block: Block, config: RunConfig) -> i
     """Return the elements per token of every second matrix product of a block, which policy op keeps."""
     outputs: list[int] = []
     adapter = config.adapter
-    adapted = find_adapted(a, block, adapter)
+    adapted = find_adapted(a, block.linears, adapter)
     for linear in block.linears:
         outputs.append(linear.out_dim)
         if adapter is not None and linear in adapted:

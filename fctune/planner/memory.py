@@ -162,12 +162,6 @@ class MemoryModel:
         """Return the bytes of the head's and the embedding's gradients, before those of tied weights are summed."""
         return 2 * self.head_gradient_bytes()
 
-    def kept_per_token(self, fraction: float) -> int:
-        """Return the bytes per token that all blocks keep if a fraction of them is checkpointed."""
-        work, num_checkpointed = self.block_activations, self.count_checkpointed(fraction)
-        kept = work.kept_policy_op if self.config.activation_checkpointing.policy == "op" else work.kept_policy_block
-        return num_checkpointed * kept + (len(self.blocks) - num_checkpointed) * work.kept
-
     def count_checkpointed(self, fraction: float) -> int:
         """Return the number of checkpointed blocks."""
         return sum(is_checkpointed(index, fraction) for index in range(len(self.blocks)))

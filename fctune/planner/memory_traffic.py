@@ -51,7 +51,7 @@ def count_bytes_moved(a: Architecture, config: RunConfig, width: int) -> BytesMo
         return plain
     added = [
         _adapter(linear.in_dim, linear.out_dim, config.adapter, config.compile, width)
-        for linear in find_adapted(a, a.largest_block, config.adapter)
+        for linear in find_adapted(a, a.largest_block.linears, config.adapter)
     ]
     return BytesMoved(
         plain.forward + sum(moved.forward for moved in added), plain.backward + sum(moved.backward for moved in added)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from fctune.gpus import Gpu
 from fctune.models.loss import MAX_LOGITS
-from fctune.planner.blocks import find_adapted, find_adapted_experts
+from fctune.planner.blocks import find_adapted
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Setting
 from fctune.planner.memory_traffic import count_bytes_moved, count_fused_bytes
@@ -106,7 +106,7 @@ def count_flops(
     base = added = recomputed_products = 0
     is_by_operator = config.activation_checkpointing.policy == "op"
     for block, count in Counter(a.blocks).items():
-        adapted = find_adapted(a, block, adapter)
+        adapted = find_adapted(a, block.linears, adapter)
         outputs: list[int] = []
         for linear in block.linears:
             outputs.append(linear.in_dim * linear.out_dim)
@@ -114,7 +114,7 @@ def count_flops(
                 outputs += [adapter.rank * linear.in_dim, adapter.rank * linear.out_dim]
         last = block.linears[-1]
         skipped = last.in_dim * last.out_dim if adapter is None or config.compile else 0
-        chosen = find_adapted_experts(a, block, adapter)
+        chosen = find_adapted(a, block.experts, adapter)
         for expert in block.experts:
             outputs.append(expert.num_active_weights)
             if adapter is not None and expert in chosen:

@@ -11,7 +11,6 @@ from torchtune.models.llama3._component_builders import llama3
 from torchtune.models.llama3_2._component_builders import llama3_2
 from torchtune.models.qwen2._component_builders import qwen2
 
-from fctune.errors import ConfigError
 from fctune.models.attention import AttentionKernel, DocumentBounds
 from fctune.models.causal_lm import CausalLM, Linear
 from fctune.models.precision import PrecisionPolicy
@@ -89,11 +88,7 @@ def build_model(
     Raises:
         ConfigError: ``max_seq_len`` exceeds the model's positions, or torchtune cannot build this combination.
     """
-    if max_seq_len > architecture.max_position_embeddings:
-        raise ConfigError(
-            f"data.seq_len={max_seq_len}: exceeds the model's {architecture.max_position_embeddings} positions; "
-            "lower it."
-        )
+    architecture.check_seq_len(max_seq_len)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(precision.weight_dtype)
     try:

@@ -9,6 +9,7 @@ from fctune.errors import ConfigError
 from fctune.models.architecture import Architecture
 from fctune.models.router_balance import RouterBalance
 from fctune.models.transformers.architecture import TransformersArchitecture
+from fctune.models.transformers.experts import find_router_class
 from fctune.models.transformers.modules import read_text_config
 
 
@@ -27,8 +28,7 @@ def make_router_balance(decoder: Any, architecture: Architecture, coefficient: f
     assert isinstance(architecture, TransformersArchitecture)
     # The same function in all models that have one, see ``RouterBalance``.
     has_loss = hasattr(sys.modules[type(decoder).__module__], "load_balancing_loss_func")
-    recorder: Any = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
-    kind = getattr(recorder, "target_class", None)
+    kind, index = find_router_class(decoder)
     routers = [module for module in decoder.modules() if kind is not None and isinstance(module, kind)]
     if coefficient is None:
         config = read_text_config(architecture.where, architecture.config_json)
@@ -43,5 +43,5 @@ def make_router_balance(decoder: Any, architecture: Architecture, coefficient: f
         )
     balance = RouterBalance(coefficient, decoder.num_experts, decoder.num_experts_per_tok)
     for router in routers:
-        balance.observe_(router, recorder.index)
+        balance.observe_(router, index)
     return balance

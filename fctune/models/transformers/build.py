@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from fctune.errors import ConfigError
 from fctune.models.attention import AttentionKernel, DocumentBounds
 from fctune.models.causal_lm import CausalLM, ExpertWeight, Linear, Router
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.token_rows import TokenEmbedding
 from fctune.models.transformers.architecture import TransformersArchitecture
-from fctune.models.transformers.attention import run_block
+from fctune.models.transformers.attention import AttentionUse, run_block
 from fctune.models.transformers.attention_check import check_attention
 from fctune.models.transformers.balance import make_router_balance
 from fctune.models.transformers.embeddings import keep_embedding_
@@ -43,7 +42,7 @@ class TiedHead(nn.Module):
 
     @property
     def tied_module(self) -> nn.Module:
-        """The embedding."""
+        """The embedding whose weight the head shares."""
         return self._shared[0]
 
     @property
@@ -237,21 +236,30 @@ def build_model(
     Raises:
         ConfigError: ``max_seq_len`` exceeds the model's positions, or transformers cannot build the model.
     """
-    if max_seq_len > architecture.max_position_embeddings:
-        raise ConfigError(
-            f"data.seq_len={max_seq_len}: exceeds the model's {architecture.max_position_embeddings} positions; "
-            "lower it."
-        )
-
-    def build() -> TransformersCausalLM:
-        decoder = build_decoder(architecture, precision.weight_dtype)
-        layout = read_layout(decoder, architecture)
-        return TransformersCausalLM(decoder, layout, architecture, precision, attention_kernel)
-
-    checked = build()  # keeps what its forward on the meta device caches
-    uses = check_attention(checked, checked.decoder, architecture, max_seq_len)
-    model = build()
+    architecture.check_seq_len(max_seq_len)
+    uses = _find_uses(architecture, max_seq_len, precision, attention_kernel)
+    model = _build(architecture, precision, attention_kernel)
     if attention_kernel != "per_document":
         is_flex = attention_kernel == "flex"
         model.windows = tuple(dict.fromkeys(use.window for use in uses if is_flex or use.needs_flex))
     return model
+
+
+@functools.lru_cache(maxsize=8)
+def _find_uses(
+    architecture: TransformersArchitecture,
+    max_seq_len: int,
+    precision: PrecisionPolicy,
+    attention_kernel: AttentionKernel,
+) -> tuple[AttentionUse, ...]:
+    """Return how a model's layers attend, see ``check_attention``; a run and its plan build several such models."""
+    checked = _build(architecture, precision, attention_kernel)  # keeps what its forward on the meta device caches
+    return check_attention(checked, checked.decoder, architecture, max_seq_len)
+
+
+def _build(
+    architecture: TransformersArchitecture, precision: PrecisionPolicy, attention_kernel: AttentionKernel
+) -> TransformersCausalLM:
+    decoder = build_decoder(architecture, precision.weight_dtype)
+    layout = read_layout(decoder, architecture)
+    return TransformersCausalLM(decoder, layout, architecture, precision, attention_kernel)

@@ -52,7 +52,7 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tensor, inverse: Tensor) -> Tensor:
-        """Return the rows."""
+        """Return the row of each choice, ``[n, d]``, sorted by expert."""
         ctx.save_for_backward(inverse)
         ctx.num_tokens = len(x)
         return x.index_select(0, tokens)
@@ -69,7 +69,7 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, tokens: Tensor, inverse: Tensor, num_tokens: int) -> Tensor:
-        """Return the sums."""
+        """Return the sum of each token's rows, ``[tokens, d]``."""
         ctx.save_for_backward(tokens)
         return _add_choices(rows, inverse, num_tokens)
 
@@ -161,10 +161,15 @@ def iter_expert_weights(block: nn.Module) -> Iterator[ExpertWeight]:
             yield ExpertWeight(module, f"{path}.{name}", path, name, experts.is_transposed)
 
 
+def find_router_class(decoder: Any) -> tuple[type[nn.Module] | None, int]:
+    """Return the class of a decoder's routers, None if it has none, and the place of the logits in their output."""
+    recorder = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
+    return getattr(recorder, "target_class", None), getattr(recorder, "index", 0)
+
+
 def iter_routers(block: nn.Module, decoder: Any) -> Iterator[Router]:
     """Iterate over the routers of a block that are no linears, by path in the block."""
-    recorder = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
-    kind = getattr(recorder, "target_class", None)
+    kind, _ = find_router_class(decoder)
     for path, module in block.named_modules():
         if kind is not None and isinstance(module, kind) and not is_linear(module):
             weight = getattr(module, "weight", None)

@@ -95,14 +95,26 @@ class _LargeOnMeta(TorchFunctionMode):
 
 
 @contextmanager
-def _without_weights() -> Iterator[None]:
-    """Let modules have their parameters on the meta device and their buffers on the CPU, while the context is open."""
+def _without_weights(where: str, what: str) -> Iterator[None]:
+    """Build a model with its parameters on the meta device and its buffers on the CPU, while the context is open.
+
+    Args:
+        where: path or name of the config.json, for messages.
+        what: the model, for messages.
+
+    Raises:
+        ConfigError: transformers cannot build it.
+    """
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
-    with init_empty_weights(include_buffers=False), no_init_weights(), _LargeOnMeta(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    try:
+        with init_empty_weights(include_buffers=False), no_init_weights(), _LargeOnMeta(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except Exception as error:  # the library raises all kinds
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{where}: transformers cannot build {what} ({type(error).__name__}: {reason}).") from None
 
 
 def build_decoder(architecture: TransformersArchitecture, dtype: torch.dtype) -> Any:
@@ -113,9 +125,8 @@ def build_decoder(architecture: TransformersArchitecture, dtype: torch.dtype) ->
     """
     from transformers import AutoModelForCausalLM
 
-    config = read_text_config(architecture.where, architecture.config_json).__class__.from_dict(
-        read_text_config(architecture.where, architecture.config_json).to_dict()
-    )
+    shared = read_text_config(architecture.where, architecture.config_json)
+    config = type(shared).from_dict(shared.to_dict())
     config.vocab_size = architecture.vocab_size
     config.tie_word_embeddings = architecture.is_tied
     config.use_cache = False
@@ -125,17 +136,10 @@ def build_decoder(architecture: TransformersArchitecture, dtype: torch.dtype) ->
     for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, name, False):
             setattr(config, name, False)
-    try:
-        with _without_weights():
-            decoder = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=ATTENTION, experts_implementation=EXPERTS_IMPLEMENTATION
-            )
-    except Exception as error:  # the library raises all kinds
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"{architecture.where}: transformers cannot build model_type={architecture.model_type!r} "
-            f"({type(error).__name__}: {reason})."
-        ) from None
+    with _without_weights(architecture.where, f"model_type={architecture.model_type!r}"):
+        decoder = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION, experts_implementation=EXPERTS_IMPLEMENTATION
+        )
     _widen_buffers_(decoder, dtype)
     return decoder
 
@@ -162,14 +166,8 @@ def build_empty(model_class: Any, config: Any, where: str) -> Any:
     """
     if not isinstance(config, model_class.config_class):
         config = config.get_text_config()
-    try:
-        with _without_weights():
-            return model_class._from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
-    except Exception as error:  # the library raises all kinds
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"{where}: transformers cannot build {model_class.__name__} ({type(error).__name__}: {reason})."
-        ) from None
+    with _without_weights(where, model_class.__name__):
+        return model_class._from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
 
 
 @functools.lru_cache(maxsize=8)
