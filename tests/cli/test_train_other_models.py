@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.conftest import ROOT
+from tests.models.tiny_models import copy_tokenizer
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048}
@@ -23,21 +23,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(family: str, base: Path, folder: Path) -> None:
-    """Write a model with random weights and the demo's tokenizer."""
-    shutil.copytree(base, folder, ignore=shutil.ignore_patterns("model*", "config.json"))
-    known = json.loads((base / "config.json").read_text())
-    ids = {key: known[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id") if key in known}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family] | ids)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_from_transformers_trains_on_two_ranks_and_its_export_loads(
-    family: str, tiny_base: Path, tmp_path: Path
-) -> None:
-    write_model(family, tiny_base, tmp_path / "model")
+def test_a_model_from_transformers_trains_on_two_ranks_and_its_export_loads(family: str, tmp_path: Path) -> None:
+    tokens = copy_tokenizer(tmp_path / "model")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family] | tokens)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     command = [sys.executable, "-m", "fctune.cli", "train", "tiny_lora", "--nproc", "2"]
     overrides = ["model.path=model", "output_dir=run", "max_steps=3", "data.sources.0.path=synthetic:train:60:1"]
     overrides += ["adapter.modules=all-linear", "data.seq_len=512", "data.overlong=drop", "validation.every_n_steps=0"]

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.conftest import TINY_BASE
+from tests.models.tiny_models import DELTA_NET, SIZES, copy_tokenizer
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 2048,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_SIZES = {key: value for key, value in SIZES.items() if key != "sliding_window"} | {"max_position_embeddings": 2048}
 _EXPERTS = {
     "num_experts": 4,
     "n_routed_experts": 4,
@@ -34,13 +20,6 @@ _EXPERTS = {
     "num_expert_group": 1,
     "topk_group": 1,
     "shared_expert_intermediate_size": 16,
-}
-_DELTA_NET = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
 }
 _MAMBA = {
     "mamba_n_heads": 8,
@@ -54,10 +33,10 @@ _CONV = {"layer_types": ["conv", "full_attention"]}
 
 # By model_type: what to set besides the sizes, and the class of the layers with state.
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_5_text": ("Qwen3_5GatedDeltaNet", _DELTA_NET),
-    "qwen3_5_moe_text": ("Qwen3_5MoeGatedDeltaNet", _DELTA_NET | _EXPERTS),
-    "qwen3_next": ("Qwen3NextGatedDeltaNet", _DELTA_NET | _EXPERTS),
-    "olmo_hybrid": ("OlmoHybridGatedDeltaNet", _DELTA_NET),
+    "qwen3_5_text": ("Qwen3_5GatedDeltaNet", DELTA_NET),
+    "qwen3_5_moe_text": ("Qwen3_5MoeGatedDeltaNet", DELTA_NET | _EXPERTS),
+    "qwen3_next": ("Qwen3NextGatedDeltaNet", DELTA_NET | _EXPERTS),
+    "olmo_hybrid": ("OlmoHybridGatedDeltaNet", DELTA_NET),
     "lfm2": ("Lfm2ShortConv", _CONV),
     "lfm2_moe": ("Lfm2MoeShortConv", _CONV | _EXPERTS | {"num_dense_layers": 1}),
     "lfm3": ("Lfm3ShortConv", _CONV),
@@ -126,15 +105,12 @@ def save_hybrid(model_type: str, path: Path, with_tokenizer: bool = False, **cha
 
     torch.manual_seed(0)
     if with_tokenizer:
-        changes["vocab_size"] = json.loads((TINY_BASE / "config.json").read_text())["vocab_size"]
-        path.mkdir(parents=True, exist_ok=True)
-        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            if (TINY_BASE / file).is_file():
-                shutil.copyfile(TINY_BASE / file, path / file)
+        changes["vocab_size"] = copy_tokenizer(path)["vocab_size"]
     config = AutoConfig.for_model(model_type, **(_SIZES | HYBRIDS[model_type][1] | changes))
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms, too, which start as zeros and ones
+        # Biases and norms, too, which start as zeros and ones; but not buffers, which hold the decay of some layers.
+        for parameter in model.parameters():
             parameter.normal_(0, 0.2)
     model.save_pretrained(path)
     return path

@@ -91,7 +91,7 @@ def build_tiny(model_type: str, folder: Path, adapter: AdapterConfig) -> None:
 
     from tests.models import tiny_models
 
-    sizes = tiny_models._SIZES | TEXT_MODELS[model_type]
+    sizes = tiny_models.SIZES | TEXT_MODELS[model_type]
     AutoConfig.for_model(model_type, **sizes).save_pretrained(folder)
     apply_lora_(read_architecture(folder).build_model(64, FLOAT32), adapter)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
-_SIZES = {
+from tests.conftest import TINY_BASE
+
+SIZES = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -49,7 +53,7 @@ _VISION = {
     "image_size": 16,
     "patch_size": 8,
 }
-_LINEAR_ATTENTION = {
+DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 8,
@@ -65,7 +69,7 @@ TEXT_MODELS: dict[str, dict[str, Any]] = {
     "gemma4_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96, "num_kv_shared_layers": 0},
     "ministral3": {},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "qwen3_5_text": _LINEAR_ATTENTION,
+    "qwen3_5_text": DELTA_NET,
     "qwen3_moe": _EXPERTS,
     "mixtral": _EXPERTS,
     "gpt_oss": _EXPERTS,
@@ -80,7 +84,7 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral3": ("ministral3", {}, {"model_type": "pixtral", "head_dim": 8, **_VISION}),
     "qwen3_5": (
         "qwen3_5_text",
-        _LINEAR_ATTENTION,
+        DELTA_NET,
         {"hidden_size": 16, "num_heads": 2, "depth": 1, "intermediate_size": 24, "out_hidden_size": 32},
     ),
 }
@@ -93,11 +97,11 @@ def save_tiny_model(model_type: str, path: Path, dtype: torch.dtype = torch.floa
     torch.manual_seed(0)
     if model_type in VISION_MODELS:
         text_type, text, vision = VISION_MODELS[model_type]
-        sections = {"text_config": {"model_type": text_type, **_SIZES, **text, **changes}, "vision_config": vision}
+        sections = {"text_config": {"model_type": text_type, **SIZES, **text, **changes}, "vision_config": vision}
         config = AutoConfig.for_model(model_type, **sections)
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype)
     else:
-        config = AutoConfig.for_model(model_type, **(_SIZES | TEXT_MODELS[model_type] | changes))
+        config = AutoConfig.for_model(model_type, **(SIZES | TEXT_MODELS[model_type] | changes))
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for tensor in model.state_dict().values():  # biases and norms, too, which start as zeros and ones
@@ -107,10 +111,18 @@ def save_tiny_model(model_type: str, path: Path, dtype: torch.dtype = torch.floa
     return path
 
 
+def copy_tokenizer(path: Path) -> dict[str, int]:
+    """Copy the demo's tokenizer and chat template to a model directory; returns the keys of config.json about it."""
+    path.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (TINY_BASE / name).is_file():
+            shutil.copyfile(TINY_BASE / name, path / name)
+    known = json.loads((TINY_BASE / "config.json").read_text())
+    return {key: known[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+
+
 def load_hf(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Load a directory with transformers in the class that it was saved from."""
-    import json
-
     import transformers
 
     name = json.loads((path / "config.json").read_text())["architectures"][0]
