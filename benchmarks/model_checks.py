@@ -71,11 +71,11 @@ class Recorder:
         self.losses: list[float] = []
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Keep the loss."""
+        """Append the loss of a step to ``losses``."""
         self.losses.append(float(metrics["loss"]))
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, as losses are only kept in memory."""
 
 
 def make_run(

@@ -45,7 +45,7 @@ class Stager:
         return staged
 
     def close(self) -> None:
-        """Free the buffers."""
+        """Free the host buffers that copies are made in."""
         self._stager.close()  # type: ignore[no-untyped-call]
 
     def _copy(self, tensors: dict[str, Tensor], non_blocking: bool) -> dict[str, Tensor]:

@@ -38,12 +38,12 @@ class Encoded:
 
     @property
     def tokens(self) -> list[int]:
-        """The token ids."""
+        """Token ids of the sample, as a list."""
         return self.token_array.tolist()
 
     @property
     def weights(self) -> list[float]:
-        """The loss weights."""
+        """Loss weight of each token, as a list; 0 where unsupervised."""
         return self.weight_array.tolist()
 
     @property

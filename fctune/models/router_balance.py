@@ -69,7 +69,7 @@ class RouterBalance:
         self._is_recording = False
 
     def start_step(self) -> None:
-        """Start a global step."""
+        """Start a global step: forget the choices of the step before."""
         self.value = self._counted = self._totals = None
 
     def add_counts(self) -> None:

@@ -32,7 +32,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """How a model's parameters consist of the tensors of a checkpoint.
+    """Plan of how a model's parameters consist of the tensors of a checkpoint.
 
     Attributes:
         model_dir: Directory of the checkpoint.

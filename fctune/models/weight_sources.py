@@ -64,16 +64,16 @@ class Leaf(Source):
     name: str
 
     def split(self, part: Tensor, offsets: Offsets) -> Iterator[Piece]:
-        """Yield the region itself."""
+        """Yield the region itself, as it is stored without a change."""
         yield Piece(self, tuple(offsets), part)
 
     def leaves(self) -> Iterator[Leaf]:
-        """Yield this tensor."""
+        """Yield this stored tensor, the only one that the parameter consists of."""
         yield self
 
     @abstractmethod
     def headers(self) -> Sequence[TensorHeader]:
-        """The stored tensors that this one is read from."""
+        """Return the headers of the stored tensors that this one is read from."""
 
 
 class Piece(NamedTuple):
@@ -95,7 +95,7 @@ class Stored(Leaf):
         out.copy_(reader.read(self.header, offsets, out.shape))
 
     def headers(self) -> Sequence[TensorHeader]:
-        """The stored tensor."""
+        """Return the header of the stored tensor, the only one read."""
         return (self.header,)
 
 

@@ -74,7 +74,7 @@ class _Offloading:
         self._hooks.__enter__()
 
     def exit(self, block: nn.Module, arguments: Any, output: Any) -> None:
-        """Stop offloading."""
+        """Stop offloading, after the block's forward pass."""
         self._hooks.__exit__()
 
     def _pack(self, tensor: Tensor) -> Any:

@@ -104,10 +104,7 @@ class _GemmaFormat(CallFormat):
 
 
 class Gemma4(_GemmaFormat):
-    """``<|tool_call>call:name{key:<|"|>text<|"|>,other:1}<tool_call|>``.
-
-    The chat templates of Gemma 4.
-    """
+    """``<|tool_call>call:name{key:<|"|>text<|"|>,other:1}<tool_call|>``, as the chat templates of Gemma 4 write it."""
 
     name = "gemma4"
     template_signatures = (TemplateSignature(("<|tool_call>",)),)

@@ -33,7 +33,7 @@ _UNUSED = frozenset(
 
 
 class AttentionUse(NamedTuple):
-    """How a layer attends.
+    """Features of attention that a layer uses.
 
     Attributes:
         window: tokens that a token sees, itself included; None is all before it.

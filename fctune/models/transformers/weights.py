@@ -57,7 +57,7 @@ class TextModel:
 
 @dataclass(slots=True)
 class _Conversion:
-    """What the rules make of the stored tensors; names are the original model's."""
+    """Result of the rules for the stored tensors; names are the original model's."""
 
     sources: dict[str, Source] = field(default_factory=dict)
     ignored: list[Leaf] = field(default_factory=list)  # without a place in the model, and known to be
