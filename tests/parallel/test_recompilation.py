@@ -110,11 +110,6 @@ def test_a_block_that_is_compiled_too_often_fails_the_run(
 ) -> None:
     model = load_model(make_model("llama"))
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    for key in ("recompile_limit", "fail_on_recompile_limit_hit", "optimize_ddp"):
-        monkeypatch.setattr(torch._dynamo.config, key, getattr(torch._dynamo.config, key))
-    torch._dynamo.reset()
-    compile_blocks_(model)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
 
     def run_many_shapes() -> None:
         for length in (8, 16, 32):
@@ -122,6 +117,11 @@ def test_a_block_that_is_compiled_too_often_fails_the_run(
                 with torch.set_grad_enabled(num_rows == 1):
                     model(torch.ones(num_rows, length, dtype=torch.long))
 
-    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        run_many_shapes()
+    torch._dynamo.reset()
+    # torch's own patch restores its settings, which pytest's would delete.
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False, optimize_ddp=True):
+        compile_blocks_(model)
+        torch._dynamo.config.recompile_limit = 2
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            run_many_shapes()
     torch._dynamo.reset()

@@ -224,7 +224,7 @@ class Cluster:
         return RunFiles(self.shared / "runs" / name)
 
     def processes(self) -> list[str]:
-        """List the command lines of the user's processes on all machines."""
+        """List the command lines of the user's processes on all machines; one that is ending has none."""
         found = []
         for folder in Path("/proc").iterdir():
             try:
@@ -232,7 +232,7 @@ class Cluster:
                     found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
             except OSError:  # the process has just ended
                 continue
-        return found
+        return [line for line in found if line]
 
     def _write_files(self) -> None:
         root, etc = self.root, self.root / "etc"
