@@ -79,6 +79,7 @@ def mask_numbers(value: Any) -> Any:
     return "a number" if isinstance(value, float) else value
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_result_except_for_numbers(tmp_path: Path) -> None:
     # In the same folders, and with a time budget that never reduces the number of repetitions.
     first, second = (run(tmp_path, *SHORT, "collectives.max_s=60").result for _ in range(2))
@@ -86,7 +87,9 @@ def test_two_runs_give_the_same_result_except_for_numbers(tmp_path: Path) -> Non
     assert json.dumps(mask_numbers(first)) == json.dumps(mask_numbers(second))
 
 
-@pytest.mark.parametrize("kind", ["corrupt_compute", "corrupt_send", "corrupt_receive"])
+@pytest.mark.parametrize(
+    "kind", ["corrupt_compute", pytest.param("corrupt_send", marks=pytest.mark.slow), "corrupt_receive"]
+)
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_only_the_rank_that_corrupts_data_is_blamed(kind: str, rank: int, tmp_path: Path) -> None:
     done = run(tmp_path, *SHORT, f"faults=[{{kind: {kind}, rank: {rank}}}]")
@@ -102,7 +105,10 @@ def test_only_the_rank_that_corrupts_data_is_blamed(kind: str, rank: int, tmp_pa
         assert wrong == set(OPERATIONS) - silent
 
 
-@pytest.mark.parametrize("kind", SLOW)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] if kind == "slow_disk" else []) for kind in SLOW],
+)
 def test_only_the_slow_rank_is_blamed(kind: str, tmp_path: Path) -> None:
     check, seconds = SLOW[kind]
     done = run(tmp_path, *SHORT, f"faults=[{{kind: {kind}, rank: 3, seconds: {seconds}}}]", "pairs.repetitions=5")

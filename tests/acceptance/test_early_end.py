@@ -32,7 +32,7 @@ def get_failed_arrival(done: Run) -> dict[str, Any]:
     return done.checks["arrival"]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_that_dies_is_blamed_and_earlier_measurements_are_kept(rank: int, tmp_path: Path) -> None:
     fault = f"faults=[{{kind: die, rank: {rank}, at: storage}}]"
     done = run(tmp_path, *SHORT, *LIMITS, fault, limit_s=LIMIT_S)
@@ -246,6 +246,7 @@ def test_a_missing_or_invalid_config_exits_with_2(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_recipe_runs_under_tune(tmp_path: Path) -> None:
     tune = Path(sys.executable).with_name("tune")
     command = [str(tune), "run", "--nproc_per_node", "2", "recipes/cluster_acceptance", *arguments(tmp_path, *SHORT)]

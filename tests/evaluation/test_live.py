@@ -56,8 +56,8 @@ def every(cases: Path, n: int, *more: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "world_size", "mode"),
     [
-        *(("lora", 3, "ddp"), ("lora", 4, "hsdp"), ("full", 2, "fsdp")),
-        *(pytest.param("lora", *how, marks=pytest.mark.slow) for how in ((1, "auto"), (2, "fsdp"))),
+        *(("lora", 3, "ddp"), ("full", 2, "fsdp")),
+        *(pytest.param("lora", *how, marks=pytest.mark.slow) for how in ((1, "auto"), (2, "fsdp"), (4, "hsdp"))),
         *(pytest.param("full", *how, marks=pytest.mark.slow) for how in ((1, "auto"), (3, "ddp"), (4, "hsdp"))),
     ],
 )

@@ -18,7 +18,7 @@ def losses(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., dic
     def run(world_size: int, optimizer: dict[str, Any], **changes: Any) -> dict[str, Any]:
         path = make_model("llama", hidden_size=128, intermediate_size=256)  # large enough for blocks of 256
         config = make_config(
-            path, tmp_path, adapter=None, optimizer=optimizer, max_steps=8, epochs=9, global_batch_size=4, **changes
+            path, tmp_path, adapter=None, optimizer=optimizer, max_steps=8, epochs=9, global_batch_size=3, **changes
         )
         prepared = prepare(config.data, path, tmp_path / "prepared")
         result: dict[str, Any] = run_ranks(run_training, world_size, config, prepared.path)[0]

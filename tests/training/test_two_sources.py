@@ -17,7 +17,8 @@ from tests.training.training_runs import ADAPTER, compare, make_config, run_trai
 STEPS: dict[str, Any] = {
     "max_steps": 20,
     "epochs": 30,
-    "data": {"packed": True, "seq_len": 1024},
+    "data": {"packed": True, "seq_len": 512, "overlong": "drop"},
+    "global_batch_size": 3,
     "validation": {"every_n_steps": 0},
 }
 
@@ -26,7 +27,7 @@ def train_all(world: World, configs: list[RunConfig], prepared_path: Path) -> li
     return [run_training(world, config, prepared_path) for config in configs]
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_twenty_steps_are_equal_through_both_sources(
     make_model: Callable[..., Path], tmp_path: Path, family: str
 ) -> None:
