@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from fctune.acceptance.fault_injection import FaultConfig
 from fctune.acceptance.metrics import CHECKS, DTYPES, METRICS, OPERATIONS
-from fctune.config.loading import format_problems, read_yaml_mapping
+from fctune.config.loading import compose_config, find_config, format_problems
 from fctune.config.parsing import apply_override, parse_dataclass, suggest
 from fctune.errors import ConfigError
 
@@ -139,7 +139,7 @@ def load_acceptance(path: str | Path, overrides: Sequence[str] = ()) -> Acceptan
     Raises:
         ConfigError: listing every problem with its key and remedy.
     """
-    raw = read_yaml_mapping(Path(path))
+    raw = compose_config(find_config(path), AcceptanceConfig).values
     problems: list[str] = []
     for override in (o for o in overrides if o.startswith("profile=")):
         apply_override(raw, override, problems)

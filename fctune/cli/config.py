@@ -1,9 +1,10 @@
-"""``fctune config``: list, copy and check configs."""
+"""``fctune config``: list, copy, show and check configs."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ from typing import Any
 from rich.table import Table
 
 from fctune.cli.parser import add_config_arguments
+from fctune.config.composition import render_with_origins
+from fctune.config.loading import compose_config, find_config
 from fctune.config.parsing import suggest
 from fctune.config.reference import json_schema
+from fctune.config.schema import RunConfig
 from fctune.config.shipped import find_shipped_config, list_shipped_configs, list_shipped_recipes
 from fctune.errors import ConfigError
 from fctune.models.run_config import load_run_config
@@ -21,12 +25,12 @@ from fctune.terminal import Terminal
 
 def add_commands(commands: Any) -> None:
     """Add ``fctune config`` to the command."""
-    group = commands.add_parser("config", help="list, copy and check configs").add_subparsers(
+    group = commands.add_parser("config", help="list, copy, show and check configs").add_subparsers(
         required=True, metavar="COMMAND"
     )
     ls = group.add_parser("ls", help="list the configs and recipes that come with fctune")
     ls.set_defaults(run=_list)
-    cp = group.add_parser("cp", help="copy a shipped config or recipe, to edit it")
+    cp = group.add_parser("cp", help="copy a shipped config with those that it extends, or a recipe, to edit it")
     name = cp.add_argument("name", metavar="NAME", help="name of a config or recipe; see fctune config ls")
     name.completer = lambda **_: [path.stem for path in _list_shipped()]
     cp.add_argument(
@@ -34,6 +38,12 @@ def add_commands(commands: Any) -> None:
     )
     cp.add_argument("--force", action="store_true", help="overwrite an existing file")
     cp.set_defaults(run=_copy)
+    show = group.add_parser(
+        "show", help="print a config with those that it extends and overrides applied, and where each value is from"
+    )
+    add_config_arguments(show)
+    show.add_argument("--defaults", action="store_true", help="also print the keys that have their default")
+    show.set_defaults(run=_show)
     schema = group.add_parser("schema", help="print the JSON Schema of a config, for editors")
     schema.set_defaults(run=_print_schema)
     check = group.add_parser("check", help="check a config without running it; exit 2 lists every problem")
@@ -69,12 +79,29 @@ def _copy(arguments: argparse.Namespace) -> int:
         target = target / source.name
     if target.exists() and not arguments.force:
         raise ConfigError(f"{target}: exists; pass --force to overwrite it.")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
-    except OSError as error:
-        raise ConfigError(f"{target}: cannot be written ({error.strerror}).") from None
-    Terminal().print(str(target), soft_wrap=True, highlight=False)
+    copies = {source: target}
+    if source.suffix == ".yaml":
+        for base in compose_config(source, RunConfig).files[:-1]:
+            copy = target.parent / os.path.relpath(base, source.parent)
+            if copy.exists() and copy.read_bytes() != base.read_bytes() and not arguments.force:
+                raise ConfigError(f"{copy}: exists and differs from {base}; pass --force to overwrite it.")
+            copies[base] = copy
+    for original, copy in copies.items():
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(original, copy)
+        except OSError as error:
+            raise ConfigError(f"{copy}: cannot be written ({error.strerror}).") from None
+        Terminal().print(str(copy), soft_wrap=True, highlight=False)
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    config = load_run_config(arguments.config, arguments.overrides)
+    composition = compose_config(find_config(arguments.config), RunConfig)
+    composition.apply_overrides(arguments.overrides, [])
+    values = config.to_dict() if arguments.defaults else composition.values
+    print(render_with_origins(values, composition), end="")
     return 0
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from fctune.config.parsing import apply_override, parse_dataclass, parse_yaml
+from fctune.config.composition import EXTENDS, Composition
+from fctune.config.parsing import parse_dataclass, parse_yaml
 from fctune.config.schema import RunConfig
 from fctune.config.shipped import find_shipped_config, list_shipped_configs, resolve_shipped_path
 from fctune.errors import ConfigError
@@ -31,17 +32,57 @@ def load_config(
     Raises:
         ConfigError: listing every problem with its key and remedy.
     """
-    path = _find_config(path)
-    raw = read_yaml_mapping(path)
+    path = find_config(path)
     problems: list[str] = []
-    for override in overrides:
-        apply_override(raw, override, problems)
-    config = parse_config(raw, problems)
+    composition = compose_config(path, RunConfig)
+    composition.apply_overrides(overrides, problems)
+    config = parse_config(composition.values, problems)
     if config is not None and check is not None:
         problems += check(config)
     if problems or config is None:
         raise ConfigError(format_problems(str(path), problems))
     return config
+
+
+def compose_config(path: Path, schema: type[Any]) -> Composition:
+    """Read a config file and those that it extends.
+
+    ``extends: FILE`` or a list of files names configs that this one is merged over; of several, later ones win. Files
+    are relative to the file that names them; a shipped config may be given by its name.
+
+    Args:
+        path: YAML file.
+        schema: dataclass that the config is parsed to.
+
+    Raises:
+        ConfigError: a file is missing, cannot be read or is not YAML, or extends itself.
+    """
+    composition = Composition(schema)
+    _add_file(composition, path, [])
+    return composition
+
+
+def _add_file(composition: Composition, path: Path, chain: list[Path]) -> None:
+    """Merge the files that a file extends, then the file itself; ``chain`` lists the files that extend this one."""
+    chain = [*chain, path]
+    if path.resolve() in [file.resolve() for file in chain[:-1]]:
+        raise ConfigError(f"{path}: extends itself ({' -> '.join(map(str, chain))}); remove one {EXTENDS}.")
+    raw = read_yaml_mapping(path)
+    names = raw.pop(EXTENDS, None)
+    names = [] if names is None else names if isinstance(names, list) else [names]
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"{path}: {EXTENDS}={name!r}: expected a file, or a list of files.")
+        try:
+            base = find_config(path.parent / name)
+        except ConfigError as error:
+            base = find_shipped_config(name) or Path()
+            if not base.is_file():
+                raise ConfigError(f"{path}: {EXTENDS}={name}: {error}") from None
+        _add_file(composition, base, chain)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    composition.add_layer(raw, str(shown))
+    composition.files.append(path)
 
 
 def parse_config(raw: dict[str, Any], problems: list[str]) -> RunConfig | None:
@@ -91,7 +132,12 @@ def set_default_environment(variables: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
-def _find_config(path: str | Path) -> Path:
+def find_config(path: str | Path) -> Path:
+    """Find a config by its path, or by its name if it is a shipped one.
+
+    Raises:
+        ConfigError: there is none; the message suggests near names.
+    """
     found = Path(path)
     if found.is_file():
         return found

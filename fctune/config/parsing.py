@@ -21,11 +21,20 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 with the numbers of YAML 1.2: ``2e-4`` is a float, not text."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+"),
-    list("-+0123456789."),
-)
+class _Dumper(yaml.SafeDumper):
+    """Writes what ``_Loader`` reads: text such as ``2e-4`` is quoted."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write a value that occurs twice in full each time."""
+        return True
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+"),
+        list("-+0123456789."),
+    )
 
 
 def parse_yaml(text: str) -> Any:
@@ -35,6 +44,14 @@ def parse_yaml(text: str) -> Any:
         yaml.YAMLError: the text is not YAML.
     """
     return yaml.load(text, _Loader)
+
+
+def dump_yaml(value: Any, is_inline: bool = False) -> str:
+    """Write plain values as YAML that ``parse_yaml`` reads back; ``is_inline``: on one line, without a line break."""
+    text = yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6, default_flow_style=is_inline or None
+    )
+    return text.removesuffix("\n...\n").removesuffix("\n") if is_inline else text
 
 
 def apply_override(raw: dict[str, Any], override: str, problems: list[str]) -> None:

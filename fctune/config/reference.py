@@ -8,6 +8,7 @@ import types
 from collections.abc import Iterator
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from fctune.config.composition import EXTENDS
 from fctune.config.fields import NotEmpty, Null, Range, join_key, read_field_docs
 from fctune.config.parsing import split_annotation
 from fctune.config.schema import RunConfig
@@ -22,7 +23,8 @@ def render_config_reference() -> str:
         "",
         "Every key of a run's config. `key=value` on the command line overrides a key (`optimizer.lr=1e-4`,",
         "`data.sources.0.path=rows.jsonl`), and `~key` drops one. `fctune config check CONFIG` checks a config, and",
-        "`fctune config schema` prints its JSON Schema.",
+        "`fctune config schema` prints its JSON Schema. `extends: FILE`, or a list of files, merges a config over others;",
+        "`fctune config show CONFIG` prints the result ([Train](../train.md#configs-that-extend-others)).",
         "",
         "Generated from `fctune/config/schema.py` and `fctune/config/sections/` by `make reference`.",
     ]
@@ -40,7 +42,31 @@ def render_config_reference() -> str:
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a run's config."""
     header = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "fctune run config"}
-    return header | _schema_of(RunConfig)
+    full = _schema_of(RunConfig)
+    partial = _without_required(full)
+    partial["properties"][EXTENDS] = {
+        "description": "Config, or list of configs, that this one is merged over, relative to this file.",
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+    }
+    return header | partial | {"if": {"required": [EXTENDS]}, "else": _only_required(full)}
+
+
+def _without_required(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a section whose required keys another config may give; items of lists are always whole."""
+    partial = {key: value for key, value in schema.items() if key != "required"}
+    if "properties" in schema:
+        partial["properties"] = {name: _without_required(inner) for name, inner in schema["properties"].items()}
+    if "anyOf" in schema:
+        partial["anyOf"] = [_without_required(arm) for arm in schema["anyOf"]]
+    return partial
+
+
+def _only_required(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a schema that says which keys are required."""
+    kept = {"required": schema["required"]} if "required" in schema else {}
+    inner = {name: part for name, one in schema.get("properties", {}).items() if (part := _only_required(one))}
+    arms = [part for arm in schema.get("anyOf", ()) if arm.get("type") == "object" and (part := _only_required(arm))]
+    return kept | ({"properties": inner} if inner else {}) | (arms[0] if arms else {})
 
 
 def _sections(cls: type[Any], key: str) -> Iterator[tuple[str, type[Any]]]:

@@ -22,6 +22,7 @@ COMMANDS = [
             "config cp",
             "config schema",
             "config check",
+            "config show",
             "data check",
             "data show",
             "data prepare",
