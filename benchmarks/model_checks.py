@@ -216,7 +216,7 @@ class Bench:
 
     def train(self, name: str) -> str:
         """Take some steps with ``lora`` or of all weights, saving on the way, and compare the losses."""
-        config = self.config(name, checkpoint={"every_n_steps": 0, "async_save": False})
+        config = self.config(name, checkpoint={"every": 0, "async_save": False})
         model, state, recorder, callback = self._start(name, config)
         self.models[name] = model
         loader = self.loader(config)
@@ -247,7 +247,7 @@ class Bench:
     def resume(self) -> str:
         """Resume both runs from their checkpoints and compare losses and weights bit by bit."""
         for name, trained in self.models.items():
-            config = self.config(name, checkpoint={"every_n_steps": 0, "async_save": False})
+            config = self.config(name, checkpoint={"every": 0, "async_save": False})
             model, state, recorder, callback = self._start(name, config)
             found, _ = choose_checkpoint("auto", CheckpointStore(self.folder / name / "checkpoints"), self.world)
             assert found is not None

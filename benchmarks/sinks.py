@@ -213,7 +213,7 @@ def _config(arguments: argparse.Namespace, folder: Path, port: int, num_steps: i
         "micro_batch_size": 1,
         "epochs": 10_000,
         "max_steps": num_steps,
-        "validation": {"every_n_steps": 0},
+        "validation": {"every": 0},
         "log_every_n_steps": 10,
         "telemetry": {
             "wandb": {"project": "benchmark", "mode": "offline"},

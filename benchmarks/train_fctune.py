@@ -31,8 +31,8 @@ def fctune_config(job: Job, out: Path) -> dict[str, Any]:
         "clip_grad_norm": CLIP,
         "activation_checkpointing": {"fraction": job.checkpointed},
         "compile": job.compile,
-        "checkpoint": {"every_n_steps": job.save_every, "elastic_every_n_steps": 0, "keep_last": 1},
-        "validation": {"every_n_steps": 0},
+        "checkpoint": {"every": job.save_every, "elastic_every": 0, "keep_last": 1},
+        "validation": {"every": 0},
         "resume": "never",
     }
     if job.adapter:

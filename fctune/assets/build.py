@@ -177,7 +177,7 @@ def train_phase(base: Path, out: Path, rows: str, lr: tuple[float, float], batch
             "micro_batch_size": batch,
             "epochs": 1,
             "optimizer": {"lr": lr[0], "betas": [0.9, 0.98], "weight_decay": 0.01, "fused": True},
-            "lr_scheduler": {"name": "linear", "num_warmup_steps": 50, "min_factor": lr[1] / lr[0]},
+            "lr_scheduler": {"name": "linear", "warmup": 50, "min_factor": lr[1] / lr[0]},
             "log_every_n_steps": 50,
         },
         problems,

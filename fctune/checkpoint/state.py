@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from fctune.checkpoint.tensors import (
     restore_rng,
     set_lr_,
 )
+from fctune.checkpoint.timers import RunTimers
 from fctune.data.loader import GlobalLoader
 from fctune.distributed import World
 from fctune.errors import CheckpointError
@@ -51,6 +52,7 @@ class TrainState:
     step: int = 0  # optimizer steps taken
     num_tokens: int = 0  # without padding, over all ranks, since the run began
     best: dict[str, Any] | None = None  # step and accuracy of the best evaluation, evaluations since
+    timers: RunTimers = field(default_factory=RunTimers)
 
 
 class Checkpointer:
@@ -83,6 +85,7 @@ class Checkpointer:
             "num_steps": facts.num_steps,
             "tokens_total": state.num_tokens,
             "best": state.best,
+            "timers": state.timers.describe(),
             "world_size": self.world.world_size,
             "parallel": facts.config["parallel"],
             "config": facts.config,
@@ -133,6 +136,7 @@ class Checkpointer:
         state.step = resume.checkpoint.step
         state.num_tokens = int(resume.state["tokens_total"])
         state.best = resume.state["best"]
+        state.timers.restore_(resume.state["timers"])
 
     def _write_sharded(
         self, folder: Path, tensors: dict[str, Tensor], description: dict[str, Any], group: dist.ProcessGroup

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import yaml
 
 from fctune.config.fields import find_value_problems, join_key
+from fctune.config.intervals import IsInterval
 
 
 class _Loader(yaml.SafeLoader):
@@ -128,7 +129,10 @@ def _build(cls: type[Any], raw: Any, where: str, problems: list[str], out_of_ran
         if value is None and not required and type(None) not in get_args(hint):
             continue
         num_so_far = len(problems)
-        value = _parse_value(hint, value, key, problems, out_of_range)
+        if isinstance(value, float) and any(isinstance(constraint, IsInterval) for constraint in constraints):
+            problems.append(f"{key}={value:g}: not a number of steps; for a share of the run write {100 * value:g}%")
+        else:
+            value = _parse_value(hint, value, key, problems, out_of_range)
         if isinstance(value, dict) and spec.default_factory is not dataclasses.MISSING:
             value = spec.default_factory() | value
         values[spec.name] = value
@@ -173,6 +177,8 @@ def _parse_value(hint: Any, value: Any, where: str, problems: list[str], out_of_
         arms = [a for a in args if a is not type(None)]
         lists = [a for a in arms if get_origin(a) is list]
         matching = [a for a in arms if (a in lists) == isinstance(value, list)]
+        if type(value) in matching:
+            matching = [type(value)]
         num_so_far = len(problems)
         parsed = _parse_value((matching or arms)[0], value, where, problems, out_of_range)
         if lists and matching and len(problems) > num_so_far and not isinstance(value, list):

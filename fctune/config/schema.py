@@ -14,15 +14,18 @@ from typing import Annotated, Any, Literal
 
 from fctune.config.components import OptimizerSpec
 from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, Null, Range
+from fctune.config.intervals import IsInterval, is_never
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.data import DataConfig
-from fctune.config.sections.evaluation import EvalConfig, ValidationConfig
+from fctune.config.sections.evaluation import VALIDATION_CASES, EvalConfig, ValidationConfig
 from fctune.config.sections.model import ModelConfig
 from fctune.config.sections.parallel import ActivationCheckpointingConfig, ParallelConfig
 from fctune.config.sections.success import SuccessConfig
 from fctune.config.sections.telemetry import ProfileConfig, TelemetryConfig
 
 Precision = Literal["fp32", "bf16", "fp64", "bf16_mixed", "float8", "float8_mixed"]
+
+DEFAULT_BATCH_SIZE = 128  # packs
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,27 +34,21 @@ class LRSchedulerConfig:
 
     name: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay after the warm-up."""
-    num_warmup_steps: Annotated[int, AT_LEAST_0] = 0
-    """Steps of linear warm-up from 0."""
-    warmup_share: Annotated[float | None, Range(ge=0, lt=1), Null("use `num_warmup_steps`")] = None
-    """Warm-up as a share of all steps."""
+    warmup: Annotated[int | str, IsInterval(has_times=False)] = 0
+    """Linear warm-up from 0: a share of all steps (`3%`), or a number of steps."""
     min_factor: float = 0.0
     """Factor at the end of a cosine or linear decay."""
-
-    def check(self, where: str, problems: list[str]) -> None:
-        """Check that the warm-up is given once."""
-        if self.warmup_share is not None and self.num_warmup_steps:
-            problems.append(f"{where}: num_warmup_steps and warmup_share are both set; keep one")
 
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
     """Checkpoints in `output_dir/checkpoints`; every run ends with an elastic one."""
 
-    every_n_steps: Annotated[int, AT_LEAST_0] = 500
-    """Steps between sharded checkpoints, which are fast and resume this run; 0: never."""
-    elastic_every_n_steps: Annotated[int, AT_LEAST_0] = 1000
-    """Steps between elastic checkpoints, which any number of ranks and other tools can load; 0: only at the end."""
+    every: Annotated[int | str, IsInterval()] = "10min"
+    """Interval of sharded checkpoints, which are fast and resume this run: a time (`10min`, `2h`), steps (`500`), or a
+    share of the run (`5%`); 0: never."""
+    elastic_every: Annotated[int | str, IsInterval()] = "2h"
+    """Interval of elastic checkpoints, which any number of ranks and other tools can load; 0: only at the end."""
     keep_last: Annotated[int, AT_LEAST_1] = 3
     """Checkpoints of each kind to keep."""
     keep_every_n_steps: Annotated[int | None, AT_LEAST_1, Null("only the last ones")] = None
@@ -60,6 +57,17 @@ class CheckpointConfig:
     """Write in the background; training waits only while the state is copied in memory."""
     on_error: Literal["continue", "stop"] = "continue"
     """After a failed save: continue to the next one, or end the run."""
+
+    def check(self, where: str, problems: list[str]) -> None:
+        """Check that checkpoints can be multiples of the steps to keep."""
+        if self.keep_every_n_steps is None:
+            return
+        values = (self.every, self.elastic_every)
+        if any(isinstance(value, str) and not value.isdigit() for value in values):
+            problems.append(
+                f"{where}.keep_every_n_steps={self.keep_every_n_steps}: needs intervals in steps, or no checkpoint is "
+                f"of such a step; set {where}.every and {where}.elastic_every to numbers of steps"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,8 +90,11 @@ class RunConfig:
     """Data type of weights and products. `bf16_mixed`: weights and optimizer in float32, products in bfloat16,
     gradients reduced in float32. `float8`: `bf16` with the blocks' products in float8; `float8_mixed`: `bf16_mixed`
     likewise. With adapters it is the base's, and adapters are float32."""
-    global_batch_size: Annotated[int, AT_LEAST_1] = 128
+    global_batch_size: Annotated[int, AT_LEAST_1] = DEFAULT_BATCH_SIZE
     """Packs (rows of `data.seq_len` tokens) per optimizer step, over all ranks."""
+    global_batch_tokens: Annotated[int | None, AT_LEAST_1, Null("use `global_batch_size`")] = None
+    """Tokens per optimizer step, in place of `global_batch_size`: the number of packs follows from the mean tokens of a
+    pack when the data is prepared."""
     micro_batch_size: Annotated[int, AT_LEAST_1] = 2
     """Packs per rank and forward pass; gradient accumulation follows from both sizes and the number of ranks."""
     epochs: Annotated[int, AT_LEAST_1] = 3
@@ -148,11 +159,22 @@ class RunConfig:
             key = f"parallel.expert={self.parallel.expert}"
             if self.compile:
                 problems.append(f"{key}: blocks that exchange tokens are not compiled; set compile=false")
-            if self.eval.every_n_steps:
+            if not is_never(self.eval.every):
                 problems.append(
                     f"{key}: ranks generate at their own pace while training, and cannot exchange tokens then; set "
-                    "eval.every_n_steps=0"
+                    "eval.every=0"
                 )
+        is_held_out = self.eval.cases == VALIDATION_CASES
+        if not is_never(self.eval.every) and is_held_out and self.data.validation_share == 0:
+            problems.append(
+                f"eval.cases={VALIDATION_CASES}: data.validation_share=0 holds nothing out; name a JSONL file of "
+                "cases, or set data.validation_share=0.02"
+            )
+        if self.global_batch_tokens is not None and self.global_batch_size != DEFAULT_BATCH_SIZE:
+            problems.append(
+                f"global_batch_tokens={self.global_batch_tokens}: global_batch_size={self.global_batch_size} is set "
+                "too; keep one (~global_batch_size on the command line drops the other)"
+            )
         output = Path(self.output_dir)
         if output.exists() and not output.is_dir():
             problems.append(f"output_dir={output}: is a file; name a directory")

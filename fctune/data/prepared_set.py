@@ -11,7 +11,7 @@ import mmap
 import os
 from array import array
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,6 +65,11 @@ class PreparedSet:
     def num_packs(self, split: Split) -> int:
         """Return the number of packs of a split; unpacked, a pack is one conversation."""
         return len(self.packs[split][1]) - 1
+
+    def num_tokens(self, split: Split) -> int:
+        """Return the number of tokens of a split, without padding."""
+        flat, _ = self.packs[split]
+        return int((self.offsets[flat + 1] - self.offsets[flat]).sum())
 
     @property
     def max_pack_size(self) -> int:
@@ -154,6 +159,19 @@ def prepared_root(config: RunConfig) -> Path:
     return Path(data.prepared_dir) if data.prepared_dir else Path(config.output_dir).parent / "prepared"
 
 
+def resolve_batch_size(config: RunConfig, tokens: int, packs: int) -> RunConfig:
+    """Return the config with the packs of a step that hold ``global_batch_tokens``; unchanged without that key.
+
+    Args:
+        config: of the run.
+        tokens: of an epoch.
+        packs: of an epoch.
+    """
+    if config.global_batch_tokens is None:
+        return config
+    return replace(config, global_batch_size=max(1, round(config.global_batch_tokens * packs / max(1, tokens))))
+
+
 def list_tokens(prepared: PreparedSet) -> tuple[set[int], set[int]]:
     """Return the supervised tokens of a set, and all of its tokens."""
     is_supervised = prepared.weights > 0
@@ -181,10 +199,8 @@ def describe_counts(prepared: PreparedSet) -> list[str]:
             "history that the model will see"
         )
     if prepared.is_packed:
-        flat, _ = prepared.packs["train"]
-        real = int((prepared.offsets[flat + 1] - prepared.offsets[flat]).sum())
         num_packs = prepared.num_packs("train")
-        filled = real / (num_packs * prepared.seq_len)
+        filled = prepared.num_tokens("train") / (num_packs * prepared.seq_len)
         lines.append(f"{num_packs:,} packs of {prepared.seq_len:,} tokens, {filled:.1%} filled")
     num_held_out = len(prepared.packs["validation"][0])
     if prepared.inputs["validation_share"]:

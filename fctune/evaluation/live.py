@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from fctune.config.sections.evaluation import EvalConfig
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.distributed import World
 from fctune.errors import ConfigError
-from fctune.evaluation.cases import read_cases
+from fctune.evaluation.cases import Case, read_cases
 from fctune.evaluation.run import ask_cases
 from fctune.evaluation.suites import Suite
 from fctune.evaluation.summary import tally_judgements
@@ -46,6 +46,7 @@ class LiveEvaluation:
         world: This process among all ranks.
         template_args: Switches of the chat template, ``model.template_args``.
         chat_template: Template in place of the model's own, if any.
+        cases: Cases to ask; None reads those of the config's file.
 
     Raises:
         DataError: The cases cannot be read.
@@ -58,13 +59,15 @@ class LiveEvaluation:
         world: World,
         template_args: dict[str, Any] | None = None,
         chat_template: ChosenTemplate | None = None,
+        cases: Sequence[Case] | None = None,
     ):
         self.config = config
         self.world = world
         self.model_dir = model_dir
         self.template_args = template_args
         self.chat_template = chat_template
-        cases = distributed.run_on_all_ranks(lambda: read_cases(str(config.cases)))[: config.max_cases]
+        if cases is None:
+            cases = distributed.run_on_all_ranks(lambda: read_cases(config.cases))[: config.max_cases]
         self.suite = Suite("held-out", tuple(cases))
         self.spent_s = 0.0
         self._last_s = 0.0
@@ -158,9 +161,9 @@ def check_answering_memory(model: CausalLM, used_bytes: int, memory_bytes: int) 
     needed, gib = numel * model.precision.compute_dtype.itemsize, 2**30
     if used_bytes + needed > memory_bytes:
         raise ConfigError(
-            f"eval.every_n_steps: answering needs the complete model on each device, {needed / gib:.1f} GiB, and "
+            f"eval.every: answering needs the complete model on each device, {needed / gib:.1f} GiB, and "
             f"{(memory_bytes - used_bytes) / gib:.1f} of {memory_bytes / gib:.1f} GiB are free. Set "
-            "eval.every_n_steps=0 and evaluate the run's export with fctune eval."
+            "eval.every=0 and evaluate the run's export with fctune eval."
         )
 
 

@@ -6,7 +6,10 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from fctune.config.intervals import parse_interval
+from fctune.config.run_length import RunLength, find_length_warnings
 from fctune.config.schema import RunConfig
+from fctune.data.prepared_set import resolve_batch_size
 from fctune.errors import ConfigProblems
 from fctune.planner.data_size import DataSize, count_steps, measure_data
 from fctune.planner.memory import MemoryModel
@@ -81,6 +84,30 @@ class Plan:
         return max((v for v in self.variants if v.fits), key=lambda v: v.tokens_per_s_per_gpu, default=None)
 
     @property
+    def warnings(self) -> list[str]:
+        """Settings that do not suit the length of the run; empty if that is unknown."""
+        if self.num_steps is None:
+            return []
+        packs = None if self.rows is None else self.rows.packs
+        return find_length_warnings(
+            self.config, RunLength(self.num_steps, packs, self.time.total_s, self.storage.save_s)
+        )
+
+    @property
+    def warmup_steps(self) -> int | None:
+        """Steps of warm-up; None if the number of steps is unknown."""
+        warmup = parse_interval(self.config.lr_scheduler.warmup)
+        return warmup.in_steps(self.num_steps or 0) if self.num_steps or warmup.share is None else None
+
+    @property
+    def save_steps(self) -> int | None:
+        """Steps between checkpoints, 0 for never; None if the number of steps is unknown and decides it."""
+        every = parse_interval(self.config.checkpoint.every)
+        if self.num_steps is None and every.share is not None:
+            return None
+        return every.in_steps(self.num_steps or 0, self.time.total_s)
+
+    @property
     def hours(self) -> float | None:
         """Hours of training with the expected saves and failures, without start-up, compilation and evaluation."""
         return self.storage.hours(self.num_steps, self.time.total_s)
@@ -119,6 +146,9 @@ class Plan:
             "rule_of_thumb": rule | {"total_gib": self.rule_of_thumb.total_gib, "flops": self.rule_of_thumb_flops},
             "data": None if self.rows is None else self.rows.to_json(),
             "num_steps": self.num_steps,
+            "warmup_steps": self.warmup_steps,
+            "save_steps": self.save_steps,
+            "warnings": self.warnings,
             "step": self.time.to_json()
             | {"flops_per_token": asdict(self.flops) | {"total": self.flops.total}, "efficiency": self.efficiency},
             "hours": hours,
@@ -164,6 +194,8 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
     tokens = find_planned_tokens(config, architecture, model_dir)
     model = shape_model(config, architecture, token_ids=tokens.ids)
     rows = measure_data(config, model_dir, request.rows, request.mean_tokens, world_size)
+    # Without a known data size, packs are taken to be full.
+    config = resolve_batch_size(config, *((config.data.seq_len, 1) if rows is None else (rows.tokens, rows.packs)))
     supervised_share = 1.0 if rows is None else rows.supervised / rows.slots
     memory = MemoryModel(model, config, request.gpu.memory_bytes, supervised_share)
     search = VariantSearch(config, request, model, memory, rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
+from fctune.config.intervals import parse_interval
 from fctune.config.schema import RunConfig
 from fctune.planner.data_size import DataSize
 from fctune.planner.memory import MemoryModel
@@ -57,6 +58,7 @@ def plan_storage(
     failures_per_gpu_day: float,
     num_shards: int = 1,
     num_steps: int | None = None,
+    step_s: float | None = None,
 ) -> Storage:
     """Compute the sizes of a run's files and the best save interval.
 
@@ -69,6 +71,7 @@ def plan_storage(
         failures_per_gpu_day: average number of failures.
         num_shards: ranks that the trained parameters are sharded over; each copies its shard for a save.
         num_steps: optimizer steps of the run; None if unknown.
+        step_s: seconds of a step; None if unknown.
     """
     trained = [t for t in memory.all.tensors if t.is_trained]
     weights = sum(t.num_bytes for t in trained)
@@ -84,7 +87,7 @@ def plan_storage(
     lost = stall_s / interval + (interval / 2 + save_s) / between_s if math.isfinite(interval) else 0.0
     return Storage(
         checkpoint_bytes=size,
-        checkpoints_bytes=_max_checkpoints(config, num_steps) * size,
+        checkpoints_bytes=_max_checkpoints(config, num_steps, step_s) * size,
         base_bytes=base,
         export_bytes=base + adapters,
         prepared_bytes=None if rows is None else _PREPARED_BYTES * rows.tokens,
@@ -96,17 +99,22 @@ def plan_storage(
     )
 
 
-def _max_checkpoints(config: RunConfig, num_steps: int | None) -> int:
+def _max_checkpoints(config: RunConfig, num_steps: int | None, step_s: float | None = None) -> int:
     """Return the largest number of checkpoints on disk at once, including one of each kind that is being written.
 
     The newest and every nth of each kind are kept, and the elastic one of the best evaluation
     (``fctune.checkpoint.store``). A run always has one at its end or stop. Without a known number of steps, every nth
     cannot be counted.
     """
-    checkpoint, evaluated_every = config.checkpoint, config.eval.every_n_steps
+    checkpoint = config.checkpoint
+    intervals = [parse_interval(value) for value in (checkpoint.every, checkpoint.elastic_every, config.eval.every)]
+    steps = [interval.in_steps(num_steps or 0, step_s) for interval in intervals]
+    if None in steps:  # a time, and unknown steps
+        num_steps = None
+    every_sharded, every_elastic, evaluated_every = (1 if n is None else n for n in steps)
     newest = max(1, checkpoint.keep_last) + 1
     most = 0
-    for every, is_elastic in ((checkpoint.every_n_steps, False), (checkpoint.elastic_every_n_steps, True)):
+    for every, is_elastic in ((every_sharded, False), (every_elastic, True)):
         has_best = is_elastic and evaluated_every > 0
         if num_steps is None:
             most += newest + has_best if every or has_best else 1

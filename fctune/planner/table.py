@@ -7,6 +7,7 @@ from dataclasses import fields
 from rich.console import Console
 from rich.table import Table
 
+from fctune.config.intervals import format_duration, parse_interval
 from fctune.parallel.footprint import GIB, LABELS, SAFE_SHARE
 from fctune.planner.plan import Plan, list_remedies
 from fctune.planner.plan_request import FAILURES_PER_GPU_DAY
@@ -129,6 +130,9 @@ def _print_time(console: Console, plan: Plan) -> None:
         )
     if plan.hours is not None:
         _say(console, _describe_cost(plan, plan.hours), "bold")
+        _say(console, _describe_schedule(plan, plan.num_steps or 0))
+    for warning in plan.warnings:
+        _say(console, warning, "yellow")
     if plan.rule_of_thumb_flops is not None:
         factor = 8 if plan.setting.fraction else 6
         hours = plan.rule_of_thumb_flops / (rate * 1e12 * plan.efficiency) / 3600
@@ -138,6 +142,19 @@ def _print_time(console: Console, plan: Plan) -> None:
             "embedding as a matrix product, and ignores attention, padding, memory traffic and the network",
             "dim",
         )
+
+
+def _describe_schedule(plan: Plan, num_steps: int) -> str:
+    config, step_s = plan.config, plan.time.total_s
+    validations = parse_interval(config.validation.every).in_steps(num_steps, step_s)
+    evaluations = parse_interval(config.eval.every).in_steps(num_steps, step_s)
+    saves = (num_steps - 1) // plan.save_steps if plan.save_steps else 0
+    line = f"warm-up {plan.warmup_steps:,} steps; {saves + 1:,} checkpoints"
+    first = plan.save_steps if saves and plan.save_steps else num_steps
+    line += f", the first after {first:,} steps ({format_duration(first * step_s)})"
+    for name, every in (("validated", validations), ("evaluated", evaluations)):
+        line += f"; {name} {f'every {min(every, num_steps):,} steps' if every else 'never'}"
+    return line
 
 
 def _describe_cost(plan: Plan, hours: float) -> str:
@@ -171,8 +188,8 @@ def _print_storage(console: Console, plan: Plan) -> None:
         _say(
             console,
             f"a failure every {_hours(storage.hours_between_failures)}{source}: saving every {interval_s / 60:,.1f} "
-            f"min loses the least time, {storage.lost_share:.2%} (Young, Daly): checkpoint.every_n_steps={steps:,}; "
-            f"the config has {plan.config.checkpoint.every_n_steps:,}",
+            f"min loses the least time, {storage.lost_share:.2%} (Young, Daly): checkpoint.every={steps}; "
+            f"the config has {plan.config.checkpoint.every}",
         )
     if storage.lost_share > MAX_LOST_SHARE:
         _say(

@@ -105,7 +105,17 @@ class VariantSearch:
     def storage(self, setting: Setting, num_steps: int | None) -> Storage:
         """Return the disk space, and the time that saves and failures take, of a setting."""
         rates = self.request.disk_gb_s, self.request.failures_per_gpu_day
-        return plan_storage(self.memory, self.config, setting.world_size, self.rows, *rates, setting.shard, num_steps)
+        step_s = self.time(setting).total_s
+        return plan_storage(
+            self.memory,
+            self.config,
+            setting.world_size,
+            self.rows,
+            *rates,
+            setting.shard,
+            num_steps,
+            step_s,
+        )
 
     def variants(self, nodes: int) -> list[Variant]:
         """Return every layout with every checkpointed fraction, each at the largest micro-batch that fits."""

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
+from fctune import distributed
 from fctune.checkpoint.fault_hooks import fire
 from fctune.checkpoint.state import TrainState
+from fctune.config.intervals import is_never
 from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet, Split
@@ -94,6 +96,7 @@ def train(
         NonFiniteError: a step was not finite and ``on_nonfinite`` is stop.
     """
     state.model.train()
+    state.timers.start(num_steps, distributed.run_on_rank_0(time.monotonic))
     num_nonfinite = 0  # in a row
     prefetcher = Prefetcher(loader, world, config.micro_batch_size, state.model.make_bounds, num_steps)
     with prefetcher, Meter(config, state.model, world, gpu_hours) as meter:
@@ -127,10 +130,11 @@ def train(
             state.scheduler.step()
             state.step = step
             state.num_tokens += result.num_tokens
+            state.timers.advance(result.rank_0_s)
             elapsed_s = time.perf_counter() - started
             costs = {name: seconds for callback in callbacks for name, seconds in callback.step_costs().items()}
             metrics = meter.measure(data, result, lr, wait_s, elapsed_s, costs)
-            if _is_validation_due(config, loader.prepared, step, is_last):
+            if _is_validation_due(config, loader.prepared, state, is_last):
                 started = time.perf_counter()
                 metrics["validation_loss"] = validation_loss(config, state.model, loader.prepared, world)
                 metrics["validation_time_s"] = time.perf_counter() - started
@@ -152,9 +156,11 @@ def validation_loss(config: RunConfig, model: CausalLM, prepared: PreparedSet, w
     return mean_loss(model, batches, world)
 
 
-def _is_validation_due(config: RunConfig, prepared: PreparedSet, step: int, is_last: bool) -> bool:
-    every = config.validation.every_n_steps
-    return bool(every and prepared.num_packs("validation") and (step % every == 0 or is_last))
+def _is_validation_due(config: RunConfig, prepared: PreparedSet, state: TrainState, is_last: bool) -> bool:
+    every = config.validation.every
+    if is_never(every) or not prepared.num_packs("validation"):
+        return False
+    return state.timers.is_due("validation", every, state.step) or is_last
 
 
 def _check_nonfinite(config: RunConfig, step: int, result: StepResult, num_in_row: int) -> None:

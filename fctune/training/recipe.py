@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,11 +16,14 @@ from fctune import distributed
 from fctune.checkpoint.hf_checkpoint import HFWeights
 from fctune.checkpoint.resume import RunFacts
 from fctune.checkpoint.state import Checkpointer, TrainState
+from fctune.config.intervals import is_never
 from fctune.config.schema import RunConfig
+from fctune.config.sections.evaluation import VALIDATION_CASES
 from fctune.data.chosen_template import ChosenTemplate, read_chosen_template
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet
 from fctune.distributed import World
+from fctune.evaluation.held_out import find_held_out_cases
 from fctune.evaluation.live import LiveEvaluation, check_answering_memory
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import Prompting
@@ -42,11 +46,13 @@ from fctune.training.run_directory import installed_versions
 from fctune.training.setup import (
     build_base,
     check_packing,
+    choose_batch_size,
     open_sinks,
     plan_parallelism,
     prepare_data,
     shard_and_load_,
     start_state,
+    warn_of_length,
 )
 
 logger = logging.getLogger("fctune")
@@ -104,13 +110,17 @@ class FineTuning(ABC):
         self.snapshot = MemorySnapshot(self.run.directory.path, self.world, keeps_history)
         self.model = build_base(self.config, self.model_dir, self.world)
         self.prepared = prepare_data(self.config, self.model_dir, self.chat_template, self.world)
+        self.config = choose_batch_size(self.config, self.prepared)
         self.select_trainable_()
         self.layout = plan_parallelism(self.model, self.config, self.world)
         self.loader = self.build_loader()
         self.num_steps = count_steps(self.config, self.loader, self.world)
+        warn_of_length(self.config, self.prepared, self.num_steps, self.world)
         hosts = distributed.all_gather_objects(platform.node())
         if self.world.is_main:
-            details = {"state_layers": self.model.state_layers} if self.model.state_layers else {}
+            details: dict[str, Any] = {"state_layers": self.model.state_layers} if self.model.state_layers else {}
+            if self.config.global_batch_tokens is not None:
+                details["config"] = self.config.to_dict()
             self.run.directory.describe(num_steps=self.num_steps, data=self.prepared.describe(), hosts=hosts, **details)
         gradient_sync = self.load_checkpoint()
         self.state = start_state(self.model, self.config, self.num_steps, gradient_sync)
@@ -151,12 +161,17 @@ class FineTuning(ABC):
 
         watch = HangWatch(run.directory.path, world.rank, run.record_crash, config.step_timeout_s, config.compile)
         evaluation = None
-        if config.eval.every_n_steps:
+        if not is_never(config.eval.every):
             switches = config.model.template_args
             if world.device.type == "cuda":
                 used, memory = torch.cuda.memory_allocated(world.device), total_memory(world.device, 1)
                 distributed.run_on_all_ranks(lambda: check_answering_memory(self.model, used, memory))
-            evaluation = LiveEvaluation(config.eval, self.model_dir, world, switches, self.chat_template)
+            cases = None
+            if config.eval.cases == VALIDATION_CASES:
+                cases = distributed.run_on_rank_0(
+                    lambda: find_held_out_cases(config.data, self.prepared, config.eval.max_cases)
+                )
+            evaluation = LiveEvaluation(config.eval, self.model_dir, world, switches, self.chat_template, cases)
         self.checkpoint = CheckpointCallback(config.checkpoint, checkpointer, run.store, world)
         self.callbacks = [watch, StopCallback(run.request, self.checkpoint), self.checkpoint]
         if evaluation is not None:

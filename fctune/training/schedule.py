@@ -8,6 +8,7 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from fctune.config.intervals import parse_interval
 from fctune.config.schema import LRSchedulerConfig
 
 
@@ -17,9 +18,7 @@ def lr_factor(config: LRSchedulerConfig, num_steps: int) -> Callable[[int], floa
     It rises linearly over the warm-up, starting above 0, then follows half a cosine (https://arxiv.org/abs/1608.03983)
     or a line down to ``min_factor`` at the last step, or stays at 1.
     """
-    warmup = config.num_warmup_steps
-    if config.warmup_share is not None:
-        warmup = math.ceil(config.warmup_share * num_steps)
+    warmup = parse_interval(config.warmup).in_steps(num_steps) or 0
 
     def factor(step: int) -> float:
         if step < warmup:

@@ -16,11 +16,19 @@ from torch._functorch import config as functorch
 from fctune import distributed
 from fctune.checkpoint.state import TrainState
 from fctune.config.components import resolve_component
+from fctune.config.run_length import RunLength, find_length_warnings
 from fctune.config.schema import RunConfig
 from fctune.config.sections.telemetry import TelemetryConfig
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.encoding import Counts
-from fctune.data.prepared_set import PreparedSet, describe_counts, open_prepared, prepare, prepared_root
+from fctune.data.prepared_set import (
+    PreparedSet,
+    describe_counts,
+    open_prepared,
+    prepare,
+    prepared_root,
+    resolve_batch_size,
+)
 from fctune.distributed import World
 from fctune.models.attention import choose_attention_kernel
 from fctune.models.base_weights import load_base_
@@ -67,6 +75,23 @@ def prepare_data(config: RunConfig, model_dir: Path, chat_template: ChosenTempla
     for line in describe_counts(prepared):
         logger.info("data: %s", line)
     return prepared
+
+
+def choose_batch_size(config: RunConfig, prepared: PreparedSet) -> RunConfig:
+    """Return the config with the packs of a step, derived from the data with ``global_batch_tokens``."""
+    resolved = resolve_batch_size(config, prepared.num_tokens("train"), prepared.num_packs("train"))
+    if config.global_batch_tokens is not None:
+        wanted, packs = config.global_batch_tokens, resolved.global_batch_size
+        logger.info("batch: %s packs a step, for global_batch_tokens=%s", f"{packs:,}", f"{wanted:,}")
+    return resolved
+
+
+def warn_of_length(config: RunConfig, prepared: PreparedSet, num_steps: int, world: World) -> None:
+    """Warn once of settings that do not suit the number of steps."""
+    has_validation = prepared.num_packs("validation") > 0
+    length = RunLength(num_steps, prepared.num_packs("train"), has_validation=has_validation)
+    for warning in find_length_warnings(config, length) if world.is_main else ():
+        logger.warning("%s", warning)
 
 
 def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:

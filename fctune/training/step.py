@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ class StepResult:
         compute_s: seconds of forward and backward on each rank in the previous step; this step's are not known yet
             when the ranks exchange their results.
         router_aux_loss: load-balancing loss of the routers, without its coefficient; None if the run has none.
+        rank_0_s: rank 0's ``time.monotonic`` at the exchange, so that all ranks can decide by one clock.
         is_applied: False if the loss or norm was not finite, so that no weight changed.
     """
 
@@ -46,6 +48,7 @@ class StepResult:
     num_slots: int
     compute_s: tuple[float, ...]
     router_aux_loss: float | None
+    rank_0_s: float
     is_applied: bool
 
 
@@ -100,7 +103,9 @@ def train_step(
     norm = _clip_(parameters, clip_grad_norm)
     num_slots = sum(inputs.tokens.numel() for inputs in data.inputs)
     aux_sum = loss_sum.new_zeros(()) if balance is None or balance.value is None else balance.value
-    rows = _exchange(torch.stack([loss_sum, norm.to(loss_sum), aux_sum]), [num_slots, clock.last_s], world)
+    rows = _exchange(
+        torch.stack([loss_sum, norm.to(loss_sum), aux_sum]), [num_slots, clock.last_s, time.monotonic()], world
+    )
     clock.settle()
     loss_value, grad_norm = sum(row[0] for row in rows) / totals.weight_sum, rows[0][1]
     is_finite = all(math.isfinite(value) for row in rows for value in row[:3])
@@ -115,6 +120,7 @@ def train_step(
         num_slots=int(sum(row[3] for row in rows)),
         compute_s=tuple(row[4] for row in rows),
         router_aux_loss=None if balance is None else sum(row[2] for row in rows),
+        rank_0_s=rows[0][5],
         is_applied=is_finite,
     )
 

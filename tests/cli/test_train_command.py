@@ -22,7 +22,7 @@ SMALL = [
     "data.sources.0.path=synthetic:train:300:1",
     "data.seq_len=512",
     "data.overlong=drop",
-    "validation.every_n_steps=0",
+    "validation.every=0",
 ]
 
 
@@ -38,7 +38,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path) -> None:
-    process = start(tmp_path, "max_steps=12", "checkpoint.every_n_steps=0")
+    process = start(tmp_path, "max_steps=12", "checkpoint.every=0")
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process, 240)
     process.send_signal(signal.SIGTERM)
@@ -49,7 +49,7 @@ def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path) -
     assert ended["code"] == 75
     assert (tmp_path / ended["checkpoint"]).is_dir()
 
-    process = start(tmp_path, "max_steps=12", "checkpoint.every_n_steps=0")
+    process = start(tmp_path, "max_steps=12", "checkpoint.every=0")
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]

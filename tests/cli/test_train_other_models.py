@@ -31,7 +31,7 @@ def test_a_model_from_transformers_trains_on_two_ranks_and_its_export_loads(fami
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     command = [sys.executable, "-m", "fctune.cli", "train", "tiny_lora", "--nproc", "2"]
     overrides = ["model.path=model", "output_dir=run", "max_steps=3", "data.sources.0.path=synthetic:train:60:1"]
-    overrides += ["adapter.modules=all-linear", "data.seq_len=512", "data.overlong=drop", "validation.every_n_steps=0"]
+    overrides += ["adapter.modules=all-linear", "data.seq_len=512", "data.overlong=drop", "validation.every=0"]
     environment = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, *overrides], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -99,7 +99,13 @@ def test_all_problems_come_in_one_report(tmp_path: Path) -> None:
         ({"max_steps": -1}, "max_steps=-1"),
         ({"clip_grad_norm": -1.0}, "clip_grad_norm=-1.0"),
         ({"lr_scheduler": {"name": "cosin"}}, "did you mean cosine?"),
-        ({"lr_scheduler": {"num_warmup_steps": 3, "warmup_share": 0.1}}, "keep one"),
+        ({"lr_scheduler": {"warmup": 0.03}}, "lr_scheduler.warmup=0.03: not a number of steps; for a share of the run"),
+        ({"lr_scheduler": {"warmup": "5min"}}, "lr_scheduler.warmup=5min: expected steps (100) or a share"),
+        ({"checkpoint": {"every": "10 minutes"}}, "checkpoint.every=10 minutes: expected steps (500), a time (90s"),
+        ({"checkpoint": {"every": -1}}, "checkpoint.every=-1: expected 0 (never) or more"),
+        ({"validation": {"every": "101%"}}, "validation.every=101%: expected at most 100%"),
+        ({"checkpoint": {"keep_every_n_steps": 9}}, "checkpoint.keep_every_n_steps=9: needs intervals in steps"),
+        ({"global_batch_tokens": 9, "global_batch_size": 2}, "global_batch_size=2 is set too; keep one"),
         ({"output_dir": "pyproject.toml"}, "output_dir=pyproject.toml: is a file"),
         ({"precision": "fp8"}, "precision='fp8': expected one of fp32, bf16, fp64"),
         ({"data": 3}, "data: expected a mapping"),
@@ -109,7 +115,7 @@ def test_all_problems_come_in_one_report(tmp_path: Path) -> None:
         ({"profile": {"ranks": [0, -1]}}, "profile.ranks.1=-1: expected 0 or more"),
         ({"adapter": {"alpha": float("nan")}}, "adapter.alpha=nan: expected more than 0"),
         ({"telemetry": {"prometheus": {"port": 70000}}}, "expected 1 or more and at most 65535, or null (no endpoint)"),
-        ({"eval": {"every_n_steps": 5}}, "eval.cases: missing"),
+        ({"eval": {"every": 5, "cases": "no.jsonl"}}, "eval.cases=no.jsonl: no such file"),
         ({"parallel": {"replicate": 2}}, "parallel.replicate=2: only hsdp"),
         ({"parallel": {"mode": "ddp", "cpu_offload": True}}, "parallel.cpu_offload: offloads shards"),
         ({"adapter": {}, "precision": "bf16_mixed"}, "precision=bf16_mixed: is for training all weights"),
@@ -207,7 +213,7 @@ def test_a_section_of_the_wrong_type_does_not_stop_the_check_of_the_model(
 def test_a_misspelt_or_wrong_key_causes_no_second_problem(tmp_path: Path) -> None:
     report = problems_of(
         tmp_path,
-        eval={"every_n_steps": 5, "case": "x.jsonl"},
+        eval={"every": 5, "cases": "x.jsonl", "case": "x.jsonl"},
         parallel={"mode": "hdsp", "replicate": 2},
         profile={"first_step": 9, "last_stp": 20},
     )

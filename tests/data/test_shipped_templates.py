@@ -438,7 +438,7 @@ def test_a_base_without_a_template_trains_and_its_export_is_evaluated(tmp_path: 
         "data.sources.0.path=synthetic:train:3000:5",
     ]
     fctune("data", "synthetic", "cases", "--rows", "40", "--seed", "5", "--out", str(tmp_path / "cases.jsonl"))
-    evaluated = ["eval.every_n_steps=100", f"eval.cases={tmp_path / 'cases.jsonl'}", "eval.max_share_of_time=1"]
+    evaluated = ["eval.every=100", f"eval.cases={tmp_path / 'cases.jsonl'}", "eval.max_share_of_time=1"]
     fctune(
         "train",
         "--config",
@@ -447,7 +447,7 @@ def test_a_base_without_a_template_trains_and_its_export_is_evaluated(tmp_path: 
         "2",
         *model,
         *evaluated,
-        "validation.every_n_steps=100",
+        "validation.every=100",
     )
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [step["validation_loss"] for step in steps if "validation_loss" in step]

@@ -41,7 +41,7 @@ def argv(output: Path, *overrides: str, kind: Kind = "lora") -> list[str]:
     return [
         *("--config", CONFIGS[kind], f"output_dir={output}"),
         *("data.sources.0.path=synthetic:train:300:1", "max_steps=6", "data.validation_share=0"),
-        *("lr_scheduler.num_warmup_steps=0", *dropout, *overrides),
+        *("lr_scheduler.warmup=0", *dropout, *overrides),
     ]
 
 
@@ -50,7 +50,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 def every(cases: Path, n: int, *more: str) -> list[str]:
-    return [f"eval.every_n_steps={n}", f"eval.cases={cases}", "eval.max_share_of_time=1", *more]
+    return [f"eval.every={n}", f"eval.cases={cases}", "eval.max_share_of_time=1", *more]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def answers_of(world: World, config_argv: list[str], cases: Path) -> dict[str, l
             torch.nn.init.constant_(parameter, 0.002)
     export_merged(model, TINY_BASE, Path(config.output_dir), is_writer=world.is_main)
     torch.distributed.barrier()
-    live = LiveEvaluation(EvalConfig(every_n_steps=1, cases=str(cases)), TINY_BASE, world)._engine(model)
+    live = LiveEvaluation(EvalConfig(every=1, cases=str(cases)), TINY_BASE, world)._engine(model)
     prompts = [case.prompt for case in read_cases(cases)]
     engines = {"live": live, "export": InProcessEngine(config.output_dir)}
     return {name: [a.text for a in sorted(e.answer(prompts, 40), key=lambda a: a.index)] for name, e in engines.items()}
@@ -138,10 +138,10 @@ def test_a_run_ends_early_where_accuracy_rises_no_more(cases: Path, tmp_path: Pa
 
 
 def test_evaluation_without_cases_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"eval\.cases: missing"):
-        load_config(CONFIGS["lora"], ["eval.every_n_steps=5"])
+    with pytest.raises(ConfigError, match=r"eval\.cases=validation: data\.validation_share=0 holds nothing out"):
+        load_config(CONFIGS["lora"], ["eval.every=5", "data.validation_share=0"])
     with pytest.raises(ConfigError, match=r"eval\.cases=nowhere"):
-        load_config(CONFIGS["lora"], ["eval.every_n_steps=5", "eval.cases=nowhere.jsonl"])
+        load_config(CONFIGS["lora"], ["eval.every=5", "eval.cases=nowhere.jsonl"])
 
 
 @torch.no_grad()
@@ -162,5 +162,5 @@ def test_evaluation_of_a_model_that_fits_on_no_device_is_refused_at_the_start() 
     model = read_architecture(TINY_BASE).build_model(64, PrecisionPolicy.uniform(torch.bfloat16))
     num_bytes = 2 * sum(p.numel() for p in model.parameters())
     check_answering_memory(model, 10, num_bytes + 10)
-    with pytest.raises(ConfigError, match=r"eval\.every_n_steps: answering needs the complete model on each device"):
+    with pytest.raises(ConfigError, match=r"eval\.every: answering needs the complete model on each device"):
         check_answering_memory(model, 11, num_bytes + 10)

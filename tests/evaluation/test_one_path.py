@@ -119,7 +119,7 @@ class FixedLiveEvaluation(LiveEvaluation):
 
 
 def evaluate_live(world: World, cases: str, texts: dict[str, str]) -> dict[str, Any]:
-    live = FixedLiveEvaluation(EvalConfig(every_n_steps=1, cases=cases), TINY_BASE, world)
+    live = FixedLiveEvaluation(EvalConfig(every=1, cases=cases), TINY_BASE, world)
     answers = {source: Answer(0, text) for source, text in texts.items()}
     live.engine = FixedEngine(answers, SimpleNamespace(source=ChatTemplate(TINY_BASE).source))
     return live.measure(None)  # type: ignore[arg-type]

@@ -191,7 +191,7 @@ def arguments_for(run: Path, model: Path, rows: Path, *overrides: str, config: s
         *("--config", config, f"output_dir={run}", f"model.path={model}", "precision=fp64"),
         *(f"data.sources.0.path={rows}", "data.seq_len=512", "data.validation_share=0", "max_steps=12", "epochs=99"),
         *("global_batch_size=4", "micro_batch_size=1", "seed=3", *adapter),
-        *("checkpoint.every_n_steps=2", "checkpoint.elastic_every_n_steps=5", "checkpoint.keep_last=2"),
+        *("checkpoint.every=2", "checkpoint.elastic_every=5", "checkpoint.keep_last=2"),
         *overrides,
     ]
 

@@ -145,7 +145,7 @@ def test_a_quantized_optimizer_resumes_bit_identically(
 ) -> None:
     chosen = f"optimizer={{_component_: torchao.optim.{optimizer}, lr: 1e-3}}"
     saves = {"sharded": ("2", "0"), "elastic": ("0", "2")}[kind]
-    every = (f"checkpoint.every_n_steps={saves[0]}", f"checkpoint.elastic_every_n_steps={saves[1]}")
+    every = (f"checkpoint.every={saves[0]}", f"checkpoint.elastic_every={saves[1]}")
     options = ("precision=bf16_mixed", chosen, f"parallel.mode={mode}", *every)
     for name, faults in {"straight": [None], "cut": [Fault("kill", "step", 1, 8), None]}.items():
         for fault in faults:
@@ -277,7 +277,7 @@ def test_a_run_resumes_in_another_mode_on_another_number_of_ranks(
     config: str, kind: str, inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     saves = {"sharded": ("2", "0"), "elastic": ("0", "2")}[kind]
-    every = (f"checkpoint.every_n_steps={saves[0]}", f"checkpoint.elastic_every_n_steps={saves[1]}")
+    every = (f"checkpoint.every={saves[0]}", f"checkpoint.elastic_every={saves[1]}")
     runs = {}
     for name, segments in {
         "straight": [(1, "auto", None)],

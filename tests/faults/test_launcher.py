@@ -69,7 +69,7 @@ def test_a_signal_to_the_launcher_saves_and_the_same_command_resumes(
     number: signal.Signals, inputs: tuple[Path, Path], reference: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    argv = arguments_for(run, *inputs, "checkpoint.every_n_steps=0", "checkpoint.elastic_every_n_steps=0")
+    argv = arguments_for(run, *inputs, "checkpoint.every=0", "checkpoint.elastic_every=0")
     process = launch(argv, "--signals-to-handle", SIGNALS, fault=("step", "6", "slow:5", "0"))
     wait_for_step(run, 5)
     process.send_signal(number)

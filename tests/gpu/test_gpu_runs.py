@@ -104,7 +104,7 @@ def test_saved_weights_equal_the_live_ones_bit_for_bit_on_every_rank(
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8} if device_type == "cuda" else {}
     model = make_model("llama", **sizes)
     settings: dict[str, Any] = {"global_batch_size": 4 * num_ranks, "max_steps": 4, "epochs": 9, "adapter": None}
-    settings |= {"parallel": {"mode": mode}, "validation": {"every_n_steps": 0}, "precision": "fp32"}
+    settings |= {"parallel": {"mode": mode}, "validation": {"every": 0}, "precision": "fp32"}
     data = {"packed": True, "sources": [{"path": "synthetic:train:24:3"}], "validation_share": 0.0}
     config = make_config(model, tmp_path, data=data, **settings)
     prepared = prepare(config.data, model, tmp_path / "prepared")
@@ -117,7 +117,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: P
     """On CPU: tests/faults."""
     num_ranks = max(1, torch.cuda.device_count())
     whole, rest = tmp_path / "whole", tmp_path / "rest"
-    options = ["max_steps=4", "epochs=9", "precision=fp32", "checkpoint.every_n_steps=2"]
+    options = ["max_steps=4", "epochs=9", "precision=fp32", "checkpoint.every=2"]
     for folder, more in ((whole, []), (rest, [f"resume={whole / 'run' / 'checkpoints' / 'checkpoint-2'}"])):
         results = run_ranks(run_kind_on_rank, num_ranks, arguments_for(folder, *options, *more), "lora")
         assert [result["code"] for result in results] == [0] * num_ranks, results

@@ -82,7 +82,7 @@ def test_a_process_without_a_launcher_outlives_its_parent(tmp_path: Path) -> Non
 
 def test_a_training_run_ends_with_its_launcher_and_says_so(tmp_path: Path) -> None:
     words = ["train", "--config", "lora_tiny", "--nproc", "2", "output_dir=run", "data.seq_len=512"]
-    words += ["data.sources.0.path=synthetic:train:300:1", "data.overlong=drop", "validation.every_n_steps=0"]
+    words += ["data.sources.0.path=synthetic:train:300:1", "data.overlong=drop", "validation.every=0"]
     launcher = subprocess.Popen([sys.executable, "-m", "fctune.cli", *words], cwd=tmp_path, env=ENVIRONMENT)
     metrics = tmp_path / "run" / "metrics.jsonl"
     assert wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, 240)

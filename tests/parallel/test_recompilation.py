@@ -91,7 +91,7 @@ def test_graphs_are_few_and_constant_over_layouts_epoch_ends_and_validation(
     data = {"packed": True, "seq_len": 512, "sources": [{"path": "synthetic:train:60:3"}]} | changes.get("data", {})
     sizes = {"global_batch_size": 7, "micro_batch_size": 2, "epochs": 2, "max_steps": None}
     # Seven packs a step leave a micro-batch of one row, and on two ranks one without rows.
-    settings = {"compile": True, "precision": "fp32", "validation": {"every_n_steps": 2}} | sizes | changes
+    settings = {"compile": True, "precision": "fp32", "validation": {"every": 2}} | sizes | changes
     config = make_config(make_model("llama", num_hidden_layers=4), tmp_path, **(settings | {"data": data}))
     prepared = prepare(config.data, Path(config.model.path), tmp_path / "prepared")
     for result in run_ranks(count_graphs, world_size, config, prepared.path):

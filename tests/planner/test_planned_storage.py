@@ -49,7 +49,7 @@ def count_most_on_disk(root: Path, num_steps: int, every: int, elastic_every: in
 def test_planned_checkpoints_are_those_the_store_keeps_plus_at_most_two(
     num_steps: int, every: int, elastic_every: int, keep: int, nth: int | None, tmp_path: Path
 ) -> None:
-    checkpoint = {"every_n_steps": every, "elastic_every_n_steps": elastic_every, "keep_last": keep}
+    checkpoint = {"every": every, "elastic_every": elastic_every, "keep_last": keep}
     config = make_config(LLAMA, 512, adapter={"rank": 8}, checkpoint=checkpoint | {"keep_every_n_steps": nth})
     storage = plan_storage(make_memory(config, 79.1), config, 8, None, 1.0, 1e-4, 1, num_steps)
     planned = storage.checkpoints_bytes // storage.checkpoint_bytes

@@ -56,7 +56,7 @@ def test_a_run_says_what_trains_and_which_export_to_serve(whole: tuple[Path, str
     [
         ((2, *SPREAD), (1,)),
         pytest.param((1,), (2, *SPREAD), marks=pytest.mark.slow),
-        pytest.param((2, *SPREAD, "checkpoint.every_n_steps=2"), (2, *SPREAD), marks=pytest.mark.slow),
+        pytest.param((2, *SPREAD, "checkpoint.every=2"), (2, *SPREAD), marks=pytest.mark.slow),
     ],
 )
 def test_a_run_resumes_with_its_experts_spread_or_not(
@@ -79,7 +79,7 @@ def test_a_run_resumes_with_its_experts_spread_or_not(
         ("parallel.expert=3", "parallel.expert=3: does not divide the 2 ranks of this run"),
         ("parallel.mode=ddp", "parallel.expert=2: needs ranks that shard the other weights, and ddp shards none"),
         ("compile=true", "parallel.expert=2: blocks that exchange tokens are not compiled"),
-        ("eval={every_n_steps: 1}", "parallel.expert=2: ranks generate at their own pace"),
+        ("eval={every: 1}", "parallel.expert=2: ranks generate at their own pace"),
     ],
 )
 def test_what_cannot_combine_with_spread_experts_is_refused(

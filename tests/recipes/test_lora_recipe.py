@@ -56,7 +56,7 @@ def test_starting_over_keeps_the_earlier_run(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_contains_adapters_and_their_optimizer_and_little_else(tmp_path: Path) -> None:
-    assert run_ranks(run_on_rank, 2, arguments_for(tmp_path, "checkpoint.every_n_steps=1"))[0]["code"] == 0
+    assert run_ranks(run_on_rank, 2, arguments_for(tmp_path, "checkpoint.every=1"))[0]["code"] == 0
     adapter = load_file(tmp_path / "run" / "export" / "adapter" / "adapter_model.safetensors")
     needed = sum(tensor.numel() for tensor in adapter.values()) * 4 * 3  # float32: weights and AdamW's two moments
     folder = tmp_path / "run" / "checkpoints" / "checkpoint-1"

@@ -68,7 +68,7 @@ def test_a_run_records_its_switches_in_all_that_it_writes(
     rows = write_rows(mixed_rows(40))
     argv = arguments_for(
         tmp_path, f"model.path={model}", "model.template_args.enable_thinking=false", f"data.sources.0.path={rows}",
-        "checkpoint.elastic_every_n_steps=1", kind=kind,
+        "checkpoint.elastic_every=1", kind=kind,
     )  # fmt: skip
     (result,) = run_ranks(run_kind_on_rank, 1, argv, kind)
     assert result["code"] == 0, result

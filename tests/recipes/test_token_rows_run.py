@@ -58,7 +58,7 @@ def test_auto_names_the_tokens_and_exports_their_rows(whole: tuple[Path, dict[st
 
 @pytest.mark.parametrize(
     ("num_ranks", "sharded"),
-    [pytest.param(2, "checkpoint.every_n_steps=2", marks=pytest.mark.slow), (1, "checkpoint.every_n_steps=0")],
+    [pytest.param(2, "checkpoint.every=2", marks=pytest.mark.slow), (1, "checkpoint.every=0")],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path, num_ranks: int, sharded: str
@@ -130,7 +130,7 @@ def test_identical_markers_are_written_only_if_their_rows_train(
         weights[name][1405] = weights[name][1404]
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     changes = [f"model.path={base}", "data.sources.0.path=synthetic:train:500:1", "max_steps=60", "precision=fp32"]
-    changes += [f"adapter.train_tokens={choice}", "lr_scheduler.num_warmup_steps=2"]
+    changes += [f"adapter.train_tokens={choice}", "lr_scheduler.warmup=2"]
     result = run(tmp_path, 1, *changes)
     assert result["code"] == 0, result["err"]
     model = load_model(tmp_path / "run" / "export" / "merged")

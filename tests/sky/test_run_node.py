@@ -171,7 +171,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
     """Start a real run on one rank, in a separate session, and wait for its first steps."""
     environment = environment_of(folder, FCTUNE_CPU_RANKS="1")
     rows = "data.sources.0.path=synthetic:train:400:1"
-    command = [str(ROOT / "sky" / "run_node.sh"), rows, "validation.every_n_steps=0", "parallel.mode=auto", *overrides]
+    command = [str(ROOT / "sky" / "run_node.sh"), rows, "validation.every=0", "parallel.mode=auto", *overrides]
     with open(folder / "shown.txt", "ab") as shown:
         process = subprocess.Popen(
             command, env=environment, start_new_session=True, stdout=shown, stderr=subprocess.STDOUT

@@ -56,10 +56,10 @@ def sky(cluster: Cluster) -> SkyPilot:
 def trial(cluster: Cluster) -> str:
     """Write the demo's config with shorter packs and a checkpoint every 10 steps to the shared disk."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "tiny_lora.yaml").read_text())
-    config["checkpoint"] = {"every_n_steps": 10}
+    config["checkpoint"] = {"every": 10}
     config["data"]["seq_len"] = 512
     config["log_every_n_steps"] = 5
-    config["validation"] = {"every_n_steps": 0}
+    config["validation"] = {"every": 0}
     path = cluster.shared / "trial.yaml"
     path.write_text(yaml.safe_dump(config))
     return "/mnt/shared/trial.yaml"

@@ -32,7 +32,7 @@ def run_steps(world: World, model: Path, folder: Path) -> list[dict[str, Any]]:
         def close(self) -> None: ...
 
     written: list[dict[str, Any]] = []
-    config = make_config(model, folder, adapter=None, max_steps=3, validation={"every_n_steps": 2})
+    config = make_config(model, folder, adapter=None, max_steps=3, validation={"every": 2})
     shaped = build_base(config, model, world)
     layout = plan_parallelism(shaped, config, world)
     prepared = prepare_data(config, model, None, world)

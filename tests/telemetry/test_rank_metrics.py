@@ -87,7 +87,7 @@ def test_a_waiting_rank_is_seen_by_all_ranks_with_one_collective_per_interval(
     make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = make_model()
-    changes = {"parallel": {"mode": "ddp"}, "validation": {"every_n_steps": 0}, "max_steps": NUM_STEPS}
+    changes = {"parallel": {"mode": "ddp"}, "validation": {"every": 0}, "max_steps": NUM_STEPS}
     config = make_config(model, tmp_path, log_every_n_steps=3, price_per_gpu_hour=2.0, **changes)
     path = prepare(config.data, model, tmp_path / "prepared").path
     first, second = run_ranks(train_with_a_slow_disk, 2, config, path)

@@ -68,7 +68,7 @@ def run(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., dict[s
             "max_steps": 4,
             "epochs": 9,
         }
-        settings |= {"validation": {"every_n_steps": 0}, "precision": "bf16"} | changes
+        settings |= {"validation": {"every": 0}, "precision": "bf16"} | changes
         config = make_config(path, tmp_path, **settings)
         prepared = prepare(config.data, path, tmp_path / "prepared")
         result: dict[str, Any] = run_ranks(run_steps, 1, config, prepared.path)[0]

@@ -25,7 +25,7 @@ def test_two_ranks_match_one_process(model_type: str, adapter: dict[str, object]
         (1, {}),
         (2, {"parallel": {"mode": "fsdp"}, "activation_checkpointing": {"fraction": 1.0}}),
     ):
-        keys = {"max_steps": 5, "global_batch_size": 3, "validation": {"every_n_steps": 0}, "data": DATA} | changes
+        keys = {"max_steps": 5, "global_batch_size": 3, "validation": {"every": 0}, "data": DATA} | changes
         config = make_config(base, tmp_path, adapter=adapter, **keys)
         prepared = prepare(config.data, base, tmp_path / "prepared")
         results.append(run_ranks(run_training, world_size, config, prepared.path)[0])

@@ -29,7 +29,7 @@ def run_and_count(world: World, argv: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_the_step_after_a_save_reports_its_cost(is_async: bool, tmp_path: Path) -> None:
-    overrides = ["epochs=4", "max_steps=6", "checkpoint.every_n_steps=2", f"checkpoint.async_save={is_async}".lower()]
+    overrides = ["epochs=4", "max_steps=6", "checkpoint.every=2", f"checkpoint.async_save={is_async}".lower()]
     (result,) = run_ranks(run_and_count, 1, arguments_for(tmp_path, *overrides))
     assert result["code"] == 0, result
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -76,7 +76,7 @@ def count_collectives(world: World, config: RunConfig, path: Path, holds_gradien
 def counted(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., dict[str, Any]]:
     def count(world_size: int, holds_gradients: bool = True, **changes: Any) -> dict[str, Any]:
         sizes = {"global_batch_size": world_size * NUM_MICRO_BATCHES, "micro_batch_size": 1}
-        config = make_config(make_model(), tmp_path, validation={"every_n_steps": 0}, **sizes, **changes)
+        config = make_config(make_model(), tmp_path, validation={"every": 0}, **sizes, **changes)
         prepared = prepare(config.data, Path(config.model.path), tmp_path / "prepared")
         result: dict[str, Any] = run_ranks(count_collectives, world_size, config, prepared.path, holds_gradients)[0]
         return result
@@ -138,7 +138,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_on_all_ranks(
         precision="fp32",
         parallel=parallel,
         optimizer=optimizer,
-        validation={"every_n_steps": 0},
+        validation={"every": 0},
     )
     prepared = prepare(config.data, Path(config.model.path), tmp_path / "prepared")
     assert run_ranks(train_until_not_finite, 2, config, prepared.path) == [True, True]

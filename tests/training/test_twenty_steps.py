@@ -35,7 +35,7 @@ TWENTY_STEPS: dict[str, Any] = {
     "epochs": 9,
     "optimizer": {"_component_": "torch.optim.AdamW", "lr": LR, "weight_decay": 0.01},
     "clip_grad_norm": CLIP,
-    "validation": {"every_n_steps": 0},
+    "validation": {"every": 0},
 }
 
 

@@ -19,7 +19,7 @@ STEPS: dict[str, Any] = {
     "epochs": 30,
     "data": {"packed": True, "seq_len": 512, "overlong": "drop"},
     "global_batch_size": 3,
-    "validation": {"every_n_steps": 0},
+    "validation": {"every": 0},
 }
 
 

@@ -69,7 +69,7 @@ def make_config(model: Path, output: Path, **changes: Any) -> RunConfig:
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-2},
         "lr_scheduler": {"name": "constant"},
         "clip_grad_norm": 0.5,
-        "validation": {"every_n_steps": 5},
+        "validation": {"every": 5},
     }
     for key, value in changes.items():
         if isinstance(value, dict) and isinstance(raw.get(key), dict):

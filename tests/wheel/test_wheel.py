@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 pytestmark = pytest.mark.slow
 
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-SMALL = ["data.sources.0.path=synthetic:train:200:1", "max_steps=4", "validation.every_n_steps=0"]
+SMALL = ["data.sources.0.path=synthetic:train:200:1", "max_steps=4", "validation.every=0"]
 
 
 @pytest.fixture(scope="module")

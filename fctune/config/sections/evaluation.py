@@ -6,25 +6,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, Null, Range
+from fctune.config.fields import AT_LEAST_1, Null, Range
+from fctune.config.intervals import IsInterval
+
+VALIDATION_CASES = "validation"  # of the run's own held-out conversations
 
 
 @dataclass(kw_only=True, slots=True)
 class ValidationConfig:
     """Loss on the validation split."""
 
-    every_n_steps: Annotated[int, AT_LEAST_0] = 100
-    """Steps between measurements; 0: never."""
+    every: Annotated[int | str, IsInterval()] = "10%"
+    """Interval of measurements: a share of the run (`10%`), steps (`100`), or a time (`30min`); 0: never. The last step
+    is always measured."""
 
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
     """Tool-call accuracy during training, by generation on held-out cases."""
 
-    every_n_steps: Annotated[int, AT_LEAST_0] = 0
-    """Steps between evaluations; 0: never."""
-    cases: str | None = None
-    """JSONL file of cases with `messages`, `tools` and `expected_calls`; required if `every_n_steps` is set."""
+    every: Annotated[int | str, IsInterval()] = 0
+    """Interval of evaluations: a share of the run (`25%`), steps, or a time; 0: never. The last step is always
+    evaluated."""
+    cases: str = "validation"
+    """JSONL file of cases with `messages`, `tools` and `expected_calls`; or `validation`, which asks for one turn of
+    each conversation with tools that `data.validation_share` holds out."""
     max_cases: Annotated[int | None, AT_LEAST_1, Null("all cases")] = None
     """Use only the first N cases."""
     max_new_tokens: Annotated[int, AT_LEAST_1] = 256
@@ -38,9 +44,8 @@ class EvalConfig:
 
     def check(self, where: str, problems: list[str]) -> None:
         """Check that the cases exist."""
-        if self.every_n_steps and self.cases is None:
+        if self.cases != VALIDATION_CASES and not Path(self.cases).is_file():
             problems.append(
-                f"{where}.cases: missing; name a JSONL file of held-out cases, or set {where}.every_n_steps=0"
+                f"{where}.cases={self.cases}: no such file (relative paths start at {Path.cwd()}); name a JSONL file "
+                f"of held-out cases, or {VALIDATION_CASES}"
             )
-        if self.cases is not None and not Path(self.cases).is_file():
-            problems.append(f"{where}.cases={self.cases}: no such file (relative paths start at {Path.cwd()})")

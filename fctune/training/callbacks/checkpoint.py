@@ -70,15 +70,14 @@ class CheckpointCallback(Callback):
             CheckpointError: a save failed and ``checkpoint.on_error`` is stop.
         """
         self.raise_if_failed()
-        best = self.checkpointer.state.best
-        every, elastic_every = self.config.every_n_steps, self.config.elastic_every_n_steps
+        best, timers = self.checkpointer.state.best, self.checkpointer.state.timers
         if best is not None and best["step"] == step:
             self.save("elastic", step)
             self._link(self._wait(), "best")
         if not is_last:  # ``finish`` saves the last step
-            if elastic_every and step % elastic_every == 0:
+            if timers.is_due("elastic checkpoint", self.config.elastic_every, step):
                 self.save("elastic", step)
-            if every and step % every == 0:
+            if timers.is_due("checkpoint", self.config.every, step):
                 self.save("sharded", step)
         self._warn_of_grace()
         return False

@@ -30,7 +30,7 @@ class EvaluationCallback(Callback):
 
         The last step is always evaluated.
         """
-        if step % self.config.every_n_steps and not is_last:
+        if not self.state.timers.is_due("evaluation", self.config.every, step) and not is_last:
             return {}
         if not is_last and not self.evaluation.is_within_budget():
             return {"eval_skipped": "max_share_of_time"}

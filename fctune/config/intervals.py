@@ -1,0 +1,110 @@
+"""Lengths within a run as configs give them: steps (``500``), time (``10min``), or a share of the run (``5%``)."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+NEVER = 0
+
+_UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|%)")
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A length in exactly one unit; ``steps=0`` is never."""
+
+    steps: int | None = None
+    seconds: float | None = None
+    share: float | None = None  # of the run's steps
+
+    @property
+    def is_never(self) -> bool:
+        """True for an interval that never ends."""
+        return self.steps == NEVER
+
+    def in_steps(self, num_steps: int, step_s: float | None = None) -> int | None:
+        """Return the interval in whole steps, at least 1, or 0 for never; None for a time without ``step_s``.
+
+        Args:
+            num_steps: steps of the run.
+            step_s: seconds of a step, which a time is divided by.
+        """
+        if self.steps is not None:
+            return self.steps
+        if self.share is not None:
+            return max(1, math.ceil(self.share * num_steps - 1e-9))  # 3% of 100 is 3, whatever 0.03 * 100 rounds to
+        assert self.seconds is not None
+        return None if not step_s else max(1, math.ceil(self.seconds / step_s))
+
+    def __str__(self) -> str:
+        if self.share is not None:
+            return f"{100 * self.share:g}% of the run"
+        if self.seconds is not None:
+            return format_duration(self.seconds)
+        return "never" if self.is_never else f"{self.steps:,} steps"
+
+
+def parse_interval(value: int | str) -> Interval:
+    """Parse ``500`` (steps), ``90s``, ``10min``, ``2h``, ``5%`` (of the run) or ``0`` (never).
+
+    Raises:
+        ValueError: the value is none of these.
+    """
+    if isinstance(value, int):
+        if value < 0:
+            raise ValueError("expected 0 (never) or more steps")
+        return Interval(steps=value)
+    if value.strip().isdigit():
+        return Interval(steps=int(value))
+    found = _PATTERN.fullmatch(value.strip())
+    if found is None:
+        raise ValueError("expected steps (500), a time (90s, 10min, 2h), a share of the run (5%), or 0 for never")
+    number, unit = float(found[1]), found[2]
+    if number == 0:
+        return Interval(steps=NEVER)
+    if unit == "%":
+        if number > 100:
+            raise ValueError("expected at most 100%")
+        return Interval(share=number / 100)
+    return Interval(seconds=number * _UNITS_S[unit])
+
+
+def format_duration(seconds: float) -> str:
+    """Format a time with the unit that suits it, such as ``10 min``."""
+    if seconds < 120:
+        return f"{seconds:,.3g} s"
+    return f"{seconds / 60:,.3g} min" if seconds < 7200 else f"{seconds / 3600:,.3g} h"
+
+
+@dataclass(frozen=True, slots=True)
+class IsInterval:
+    """Constraint of a field that ``parse_interval`` reads; ``has_times`` is False where a time makes no sense."""
+
+    has_times: bool = True
+
+    def find_problems(self, key: str, value: Any, null: str) -> list[str]:
+        """Check that the value is an interval."""
+        expected = "steps (100) or a share of the run (3%)"
+        try:
+            interval = parse_interval(value)
+        except ValueError as error:
+            return [f"{key}={value}: {error if self.has_times else 'expected ' + expected}{null}"]
+        if interval.seconds is not None and not self.has_times:
+            return [f"{key}={value}: expected {expected}, not a time{null}"]
+        return []
+
+    def describe(self) -> str:
+        """Describe the values of such a field."""
+        return "steps, time or share" if self.has_times else "steps or share"
+
+
+def is_never(value: int | str) -> bool:
+    """Return True for an interval that never ends; False also for text that is no interval."""
+    try:
+        return parse_interval(value).is_never
+    except ValueError:
+        return False

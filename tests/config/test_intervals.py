@@ -1,0 +1,99 @@
+"""Lengths within a run: steps, times and shares, and the warnings of lengths that do not suit the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fctune.config.intervals import parse_interval
+from fctune.config.loading import load_config
+from fctune.config.run_length import RunLength, find_length_warnings
+from fctune.config.schema import LRSchedulerConfig
+from fctune.training.schedule import lr_factor
+from tests.conftest import ROOT
+
+CONFIG = ROOT / "configs" / "tiny_lora.yaml"
+
+
+@pytest.mark.parametrize(
+    ("value", "num_steps", "step_s", "steps"),
+    [
+        (500, 84, None, 500),
+        ("500", 84, None, 500),
+        (0, 84, None, 0),
+        ("0%", 84, None, 0),
+        ("5%", 84, None, 5),  # rounded up
+        ("3%", 100, None, 3),
+        ("3%", 10, None, 1),
+        ("100%", 84, None, 84),
+        ("10min", 84, None, None),
+        ("10min", 84, 13.3, 46),
+        ("90s", 84, 30.0, 3),
+        ("1.5h", 84, 540.0, 10),
+        ("1s", 84, 30.0, 1),
+    ],
+)
+def test_an_interval_in_steps(value: int | str, num_steps: int, step_s: float | None, steps: int | None) -> None:
+    assert parse_interval(value).in_steps(num_steps, step_s) == steps
+
+
+@pytest.mark.parametrize("value", ["10m", "10 minutes", "-5%", "%", "", "1e3", -1, "200%"])
+def test_what_is_no_interval_is_refused(value: int | str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        parse_interval(value)
+
+
+def test_a_share_of_the_run_warms_up_whatever_its_length() -> None:
+    for num_steps in (10, 84, 1000):
+        factor = lr_factor(LRSchedulerConfig(name="constant", warmup="10%"), num_steps)
+        below = [step for step in range(num_steps) if factor(step) < 1]
+        assert below == list(range(-(-num_steps // 10)))
+
+
+GOOD = ["global_batch_size=64", "lr_scheduler.warmup=3%", "validation.every=10%"]
+GOOD_LENGTH = RunLength(300, packs=6400, step_s=10.0)
+
+
+def warn(length: RunLength, *overrides: str) -> list[str]:
+    return find_length_warnings(load_config(CONFIG, [*GOOD, *overrides]), length)
+
+
+def test_a_run_that_suits_its_data_has_no_warning() -> None:
+    assert warn(GOOD_LENGTH) == []
+    assert warn(RunLength(300, packs=6400)) == []  # a run does not know its speed when it starts
+
+
+@pytest.mark.parametrize(
+    ("length", "overrides", "words"),
+    [
+        (RunLength(84, 4000, 13.0), ["lr_scheduler.warmup=100"], "the learning rate never reaches optimizer.lr"),
+        (RunLength(84, 4000, 13.0), ["checkpoint.every=500"], "nothing is saved before its end"),
+        (RunLength(84, 4000), ["checkpoint.every=500"], "nothing is saved before its end"),
+        (GOOD_LENGTH, ["checkpoint.every=0", "checkpoint.elastic_every=0"], "nothing is saved before its end"),
+        (RunLength(300, 6400, 10.0, save_s=900.0), [], "a save takes 15 min, so training would wait"),
+        (GOOD_LENGTH, ["validation.every=400"], "validation loss is measured only at its end"),
+        (GOOD_LENGTH, ["validation.every=0"], "validation loss is never measured"),
+        (GOOD_LENGTH, ["data.validation_share=0"], "nothing is held out"),
+        (RunLength(300, 6400, 10.0, has_validation=False), [], "nothing is held out"),
+        (RunLength(49, 3136, 10.0), [], "49 steps in all, fewer than 50"),
+        (RunLength(60, 310, 60.0), ["epochs=12"], "an epoch is only 5 steps; lower global_batch_size (64 packs)"),
+        (
+            RunLength(6, 380, is_upper_bound=True),
+            ["data.max_samples=380"],
+            "data.max_samples=380 leaves at most 6 steps in all",
+        ),
+    ],
+)
+def test_what_does_not_suit_the_length_is_said_with_its_remedy(
+    length: RunLength, overrides: list[str], words: str
+) -> None:
+    warnings = warn(length, *overrides)
+    assert len(warnings) == 1
+    assert words in warnings[0]
+    assert any(remedy in warnings[0] for remedy in ("; set ", "; lower "))
+
+
+def test_a_short_run_needs_no_checkpoint_and_a_trial_no_steps(tmp_path: Path) -> None:
+    assert warn(RunLength(84, 4000, 2.0), "checkpoint.every=500") == []
+    assert warn(RunLength(4, 4000), "max_steps=4", "checkpoint.every=0") == []
