@@ -30,8 +30,8 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup sky demo demo-reasoning test test-slow test-wheel test-sky test-slurm faults bench bench-gpu \
-  bench-startup test-gpu lint reference docs tiny-base clean
+.PHONY: setup sky demo demo-reasoning test test-slow test-wheel test-sky test-slurm test-monitoring faults bench \
+  bench-gpu bench-startup test-gpu lint reference docs tiny-base clean
 
 setup: $(READY)
 
@@ -108,6 +108,12 @@ test-slurm: setup sky
 	@tests/slurm/packages.sh slurmctld slurmd slurm-client munge openssh-server openssh-client rsync curl
 	@# On two loaded cores, SkyPilot's time-outs sometimes expire: failures are retried once.
 	$(BIN)/python -m pytest -m slurm tests/slurm || $(BIN)/python -m pytest -m slurm --last-failed tests/slurm
+
+# Load rules, scrape configs and the dashboard's queries into a real Prometheus and Alertmanager, and plan infra/nebius
+# with terraform, if it is installed: 1 minute.
+test-monitoring: setup
+	@tests/slurm/packages.sh prometheus prometheus-alertmanager
+	$(BIN)/python -m pytest -m "slow or not slow" tests/telemetry/test_prometheus_server.py tests/infra
 
 # Kill runs at random N times, and compare each with an uninterrupted run: about 3 seconds per kill.
 faults: setup

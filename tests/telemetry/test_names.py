@@ -80,12 +80,22 @@ def test_the_dashboard_queries_only_metrics_of_the_endpoint() -> None:
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     queries += [variable["definition"] for variable in dashboard["templating"]["list"] if "definition" in variable]
     for expression in queries:
-        names = set(re.findall(r"fctune_\w+", expression))
-        assert names, expression
-        assert names <= exposed, expression
+        assert re.search(r"\b(fctune|DCGM_FI|node|kubelet)_\w+|\bALERTS\b", expression), expression
+        assert set(re.findall(r"fctune_\w+", expression)) <= exposed, expression
         assert expression.count("(") == expression.count(")")
     shown = {name for expression in queries for name in re.findall(r"fctune_\w+", expression)}
     assert {"fctune_loss", "fctune_tokens_per_s", "fctune_eval_accuracy", "fctune_alerts_total"} <= shown
+
+
+def test_the_alerting_rules_use_only_metrics_of_the_endpoint_and_say_what_to_do() -> None:
+    exposed = {m.prometheus for m in METRICS if m.kind != "text"} | {"fctune_num_steps", "fctune_alerts_total"}
+    groups = yaml.safe_load((MONITORING / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+    for rule in rules:
+        assert set(re.findall(r"\bfctune_\w+", rule["expr"])) <= exposed, rule["alert"]
+        assert rule["labels"]["severity"] in ("critical", "warning", "info"), rule["alert"]
+        assert set(rule["annotations"]) == {"summary", "description"}, rule["alert"]
 
 
 def test_dashboard_panels_do_not_overlap() -> None:
@@ -103,7 +113,8 @@ def test_dashboard_panels_do_not_overlap() -> None:
 
 def test_the_scrape_config_reads_its_targets_from_a_file() -> None:
     scrape = yaml.safe_load((MONITORING / "prometheus.yml").read_text(encoding="utf-8"))
-    (job,) = scrape["scrape_configs"]
+    job = scrape["scrape_configs"][0]
+    assert job["job_name"] == "fctune"
     assert job["file_sd_configs"][0]["files"] == ["runs.json"]
     assert "metrics_path" not in job  # the default, /metrics, is the endpoint's path
 
