@@ -70,8 +70,10 @@ class CallChecker:
     """
 
     def __init__(self, category: str, functions: Sequence[Mapping[str, Any]], answers: Sequence[Answer]) -> None:
-        self._category = category
         self._answers = answers
+        self._is_call_due = "irrelevance" not in category if "relevance" in category else None
+        self._is_parallel = "parallel" in category
+        self._num_due = len(answers) if self._is_parallel or "multiple" in category else 1
         self._functions = [_find_function(category, functions, answer) for answer in answers]
         language = language_of(category)
         prepared: dict[int, _Prepared] = {}
@@ -85,16 +87,14 @@ class CallChecker:
         Args:
             calls: The model's calls. In the Java and JavaScript categories each value is a string of source text.
         """
-        category, answers = self._category, self._answers
-        if "relevance" in category:
-            return _check_relevance("irrelevance" not in category, calls)
-        is_parallel = "parallel" in category
-        num_due = len(answers) if is_parallel or "multiple" in category else 1
-        if len(calls) != num_due:
-            return BfclVerdict(False, f"{len(calls)} calls instead of {num_due}")
+        answers = self._answers
+        if self._is_call_due is not None:
+            return _check_relevance(self._is_call_due, calls)
+        if len(calls) != self._num_due:
+            return BfclVerdict(False, f"{len(calls)} calls instead of {self._num_due}")
         require = self._comparison.require
         try:
-            if not is_parallel:
+            if not self._is_parallel:
                 is_exact = require(self._functions[0], calls[0], answers[0]) and len(answers) == 1
                 return _EXACT if is_exact else _VALID
             remaining = list(calls)

@@ -20,11 +20,6 @@ class ChannelReasoning(ReasoningFormat):
     _end: ClassVar[re.Pattern[str]]
     """The mark that ends a message, or the header of the next one, in group ``next``."""
 
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """The mark that ends every header."""
-        return (_MESSAGE,)
-
     def split(self, text: str, is_open: bool | None = None) -> Reasoning | None:
         """Find all messages of reasoning; see ``ReasoningFormat.split``."""
         end = len(text)
@@ -71,6 +66,7 @@ class GptOss(ChannelReasoning):
     template_signatures = (TemplateSignature(("<|channel|>", "analysis")),)
     vllm_parser = "openai_gptoss"
     sglang_parser = "gpt-oss"
+    marks = ("analysis",)
     _header = re.compile(
         r"(?:^[^<]*|<\|start\|>[^<]*)?<\|channel\|>(?P<channel>[^<]*)(?:<\|constrain\|>[^<]*)?<\|message\|>"
     )
@@ -88,6 +84,7 @@ class Muse(ChannelReasoning):
     template_signatures = (TemplateSignature(("to=self", _MESSAGE)),)
     vllm_parser = "muse_glimmer"
     sglang_parser = "muse"
+    marks = ("to=self<|message|>",)
     _header = re.compile(r"(?:<\|start\|>\s*assistant\s*)?to=(?P<recipient>[^\s<]{1,256})<\|message\|>")
     _end = re.compile(r"<\|eo[mt]\|>|(?P<next>(?:<\|start\|>\s*assistant\s*)?to=[^\s<]{1,256}<\|message\|>)")
 

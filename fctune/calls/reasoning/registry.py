@@ -5,6 +5,9 @@ The formats are found in the modules of this package; nothing about any one of t
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 from fctune.calls import reasoning
 from fctune.calls.discovery import find_formats, match_signature, sort_signatures
 from fctune.calls.reasoning.base import Reasoning, ReasoningFormat
@@ -21,6 +24,8 @@ def detect_reasoning(chat_template: str) -> ReasoningFormat | None:
 def find_reasoning(text: str) -> Reasoning | None:
     """Find the reasoning at the start of a text whose model, and so its format, is unknown; None if there is none."""
     # Most texts have no mark, and splitting them in every format takes longer than reading their calls.
+    if not any(map(text.__contains__, _WORDS)):
+        return None
     for found in dict.fromkeys([found for mark, found in _BY_MARK if mark in text]):
         reasoning = found.split(text)
         if reasoning is not None and not text[: reasoning.spans[0][0]].strip():
@@ -34,3 +39,12 @@ _DISTINCT = {
     for found in sorted(REASONING_FORMATS.values(), key=lambda found: not found.first_call)
 }
 _BY_MARK = [(mark, found) for found in _DISTINCT.values() for mark in found.marks]
+
+
+def _find_words(marks: Iterable[str]) -> list[str]:
+    """Return few words of which every mark contains one; searching a text for them takes less time than for marks."""
+    words = sorted({max(re.findall("[A-Za-z]+", mark), key=len) for mark in marks}, key=len)
+    return [word for i, word in enumerate(words) if not any(shorter in word for shorter in words[:i])]
+
+
+_WORDS = _find_words(mark for mark, _ in _BY_MARK)
