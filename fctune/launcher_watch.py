@@ -27,7 +27,7 @@ def end_with_launcher() -> None:
     """
     if not _is_launched() or sys.platform != "linux":
         return
-    _set_death_signal(signal.SIGKILL)
+    set_death_signal(signal.SIGKILL)
     if _is_orphan():  # the launcher died before the line above
         os._exit(1)
 
@@ -39,7 +39,7 @@ def watch_launcher(record: Callable[[], None]) -> None:
     launcher = os.getppid()
     threading.Thread(target=_watch, args=(launcher, record), name="launcher-watch", daemon=True).start()
     if sys.platform == "linux":
-        _set_death_signal(0)
+        set_death_signal(0)
 
 
 def _watch(launcher: int, record: Callable[[], None]) -> None:
@@ -65,7 +65,8 @@ def _is_orphan() -> bool:
         return True
 
 
-def _set_death_signal(number: int) -> None:
+def set_death_signal(number: int) -> None:
+    """Let the kernel send this process a signal when its parent dies; 0: none. Linux only."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 

@@ -99,4 +99,6 @@ for _ in {1..5}; do
 done
 code=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["code"])' "$output_dir/exit.json" 2>/dev/null)
 [ "${code:-0}" != 0 ] || code=1
+# Stopped for good, as fctune sweep stops the worst runs: with another code, the job would be restarted.
+[ "$code" != 75 ] || [ ! -f "$output_dir/stop-for-good" ] || exit 0
 exit "$code"

@@ -22,6 +22,7 @@ from fctune.cli import (
     report,
     score,
     serve,
+    sweep,
     train,
     watch,
 )
@@ -59,7 +60,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="fctune", description="Fine-tune chat models to call functions.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    groups = (train, config, data, plan, preflight, eval_options, score, report, watch, acceptance, push, serve)
+    groups = (train, sweep, config, data, plan, preflight, eval_options, score, report, watch, acceptance, push, serve)
     for group in groups:
         group.add_commands(commands)
     return parser

@@ -1,4 +1,4 @@
-"""Write the generated pages of the documentation: every config key, command and metric.
+"""Write the generated pages of the documentation: every config key, key of a sweep, command and metric.
 
 python -m fctune.cli.reference [DIR]      # default: docs/reference
 """
@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fctune.cli import make_parser
-from fctune.config.reference import render_config_reference
+from fctune.config.reference import render_config_reference, render_sections
+from fctune.sweep.spec import SweepConfig
 from fctune.telemetry.names import METRICS
 
 
@@ -20,9 +21,23 @@ def main() -> int:
     directory = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/reference")
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.md").write_text(render_config_reference(), encoding="utf-8")
+    (directory / "sweep.md").write_text(render_sweep_reference(), encoding="utf-8")
     (directory / "commands.md").write_text(render_command_reference(), encoding="utf-8")
     (directory / "metrics.md").write_text(render_metric_reference(), encoding="utf-8")
     return 0
+
+
+def render_sweep_reference() -> str:
+    """Return ``docs/reference/sweep.md``: every key of a sweep's file."""
+    lines = [
+        "# Keys of a sweep",
+        "",
+        "Every key of the file that [`fctune sweep`](../sweeps.md) reads.",
+        "",
+        "Generated from `fctune/sweep/spec.py` by `make reference`.",
+        *render_sections(SweepConfig),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def render_metric_reference() -> str:

@@ -46,8 +46,8 @@ class Composition:
         """
         self._merge(self.values, layer, (), origin)
 
-    def apply_overrides(self, overrides: Sequence[str], problems: list[str]) -> None:
-        """Apply ``key=value`` and ``~key`` of the command line."""
+    def apply_overrides(self, overrides: Sequence[str], problems: list[str], origin: str = COMMAND_LINE) -> None:
+        """Apply ``key=value`` and ``~key``."""
         for override in overrides:
             if override.removeprefix("~").partition("=")[0] == EXTENDS:
                 problems.append(f"{override}: only a file can extend another; write `{EXTENDS}: FILE` into one")
@@ -57,18 +57,18 @@ class Composition:
             path: Key = tuple(int(part) if part.isdigit() else part for part in key.split("."))
             self._forget(path)
             if not override.startswith("~"):
-                self.origins[path] = COMMAND_LINE
+                self.origins[path] = origin
 
     def origin_of(self, path: Key) -> str | None:
         """Return the layer of a value; None for a value that no layer gives."""
         given: Any = self.values
         for part in path:
-            if isinstance(given, dict) and part in given:
-                given = given[part]
-            elif isinstance(given, list) and isinstance(part, int) and part < len(given):
-                given = given[part]
-            else:
+            items: dict[Any, Any] = given if isinstance(given, dict) else {}
+            if isinstance(given, list):
+                items = dict(enumerate(given))
+            if part not in items:
                 return None
+            given = items[part]
         return next((self.origins[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.origins), None)
 
     def _merge(self, into: dict[str, Any], layer: dict[str, Any], where: Key, origin: str) -> None:

@@ -24,20 +24,24 @@ def render_config_reference() -> str:
         "",
         "Every key of a run's config. `key=value` on the command line overrides a key (`optimizer.lr=1e-4`,",
         "`data.sources.0.path=rows.jsonl`), and `~key` drops one. `fctune config check CONFIG` checks a config, and",
-        "`fctune config schema` prints its JSON Schema. `extends: FILE`, or a list of files, merges a config over others;",
-        "`fctune config show CONFIG` prints the result ([Train](../train.md#configs-that-extend-others)).",
+        "`fctune config schema` prints its JSON Schema. `extends: FILE`, or a list of files, merges a config over",
+        "others; `fctune config show CONFIG` prints the result ([Train](../train.md#configs-that-extend-others)).",
         "",
         "Generated from `fctune/config/schema.py` and `fctune/config/sections/` by `make reference`.",
     ]
-    for key, section in _sections(RunConfig, ""):
-        lines += ["", f"## {f'`{key}`' if key else 'Top level'}", "", _summarise(section), ""]
-        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    return "\n".join([*lines, *render_sections(RunConfig)]) + "\n"
+
+
+def render_sections(schema: type[Any]) -> Iterator[str]:
+    """Yield the lines of a table of keys for each section of a schema."""
+    for key, section in _sections(schema, ""):
+        yield from ["", f"## {f'`{key}`' if key else 'Top level'}", "", _summarise(section), ""]
+        yield from ["| key | type | default | meaning |", "|---|---|---|---|"]
         docs = read_field_docs(section)
         for spec, hint, constraints in _fields(section):
             meaning = docs[spec.name] + "".join(f" Null: {c.meaning}." for c in constraints if isinstance(c, Null))
             cells = (f"`{spec.name}`", _describe_type(hint, constraints), _describe_default(spec), meaning)
-            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines) + "\n"
+            yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def json_schema() -> dict[str, Any]:
@@ -106,7 +110,8 @@ def _describe_type(hint: Any, constraints: tuple[Any, ...]) -> str:
     bounds = "".join(f" ({c.describe()})" for c in constraints if isinstance(c, Range))
     if origin is list:
         inner, _ = _section_of(args[0])
-        return f"list of {'sections' if inner else _TYPE_NAMES[args[0]] + 's'}{bounds}"
+        items = "sections" if inner else "mappings" if get_origin(args[0]) is dict else _TYPE_NAMES[args[0]] + "s"
+        return f"list of {items}{bounds}"
     if origin is dict:
         return "mapping"
     return ("section" if dataclasses.is_dataclass(hint) else _TYPE_NAMES[hint]) + bounds

@@ -148,7 +148,7 @@ class RunDirectory:
             self._write("run.json", self._run)
             for file in (self.metrics, self.path / "alerts.jsonl"):
                 _drop_steps_after(file, step)
-            for name in ("exit.json", "stop"):
+            for name in ("exit.json", "stop", "stop-for-good"):
                 (self.path / name).unlink(missing_ok=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"output_dir={self.path}: the run in it cannot be resumed ({error}).") from None

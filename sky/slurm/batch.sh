@@ -1,6 +1,7 @@
 # Sourced by the sbatch scripts of this folder: their common code around srun. Not to be run directly.
 # shellcheck shell=bash
 
+[ -z "${FCTUNE_SWEEP:-}" ] || printf -v CONFIG '%s/configs/%03d.yaml' "$FCTUNE_SWEEP" "$SLURM_ARRAY_TASK_ID"
 export CONFIG=${CONFIG:-configs/llama3_1_8b_lora.yaml}
 export FCTUNE_SHARED=${FCTUNE_SHARED:-$HOME/fctune} FCTUNE_NETWORK=${FCTUNE_NETWORK:-/tmp/fctune-$SLURM_JOB_ID}
 mkdir -p "$FCTUNE_SHARED"

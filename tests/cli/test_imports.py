@@ -18,6 +18,7 @@ COMMANDS = [
         ("fctune.cli", *words.split(), "--help")
         for words in (
             "train",
+            "sweep",
             "config ls",
             "config cp",
             "config schema",
@@ -56,6 +57,7 @@ COMMANDS = [
     ("fctune.cli", "data", "show", "no/such.jsonl", "--tokenizer", "fctune/assets/tiny_base"),
     ("fctune.cli", "report", "no/such"),
     ("fctune.cli", "watch", "no/such"),
+    ("fctune.cli", "sweep", "no/such"),
     ("fctune.cli", "eval", "--model", "no/such", "--suite", "smoke"),
     ("fctune.cli", "eval", "--model", "fctune/assets/tiny_base", "--suite", "no_such"),
     ("fctune.cli", "compare", "no/such", "no/such"),

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from fctune.cli.reference import render_command_reference, render_metric_reference
+from fctune.cli.reference import render_command_reference, render_metric_reference, render_sweep_reference
 from fctune.config.fields import read_field_docs
 from fctune.config.reference import render_config_reference
 from fctune.config.schema import RunConfig
@@ -25,6 +25,10 @@ def test_the_command_page_is_current() -> None:
 
 def test_the_metric_page_is_current() -> None:
     assert (REFERENCE / "metrics.md").read_text() == render_metric_reference(), "run `make reference`"
+
+
+def test_the_sweep_page_is_current() -> None:
+    assert (REFERENCE / "sweep.md").read_text() == render_sweep_reference(), "run `make reference`"
 
 
 def test_every_key_is_on_the_config_page() -> None:

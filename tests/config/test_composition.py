@@ -35,7 +35,8 @@ def test_later_files_win_mappings_merge_and_lists_are_replaced(tmp_path: Path) -
     write(tmp_path / "bases" / "fast.yaml", "extends: null\nepochs: 7\ndata: {seq_len: 1024}\nadapter: {rank: 4}\n")
     top = write(
         tmp_path / "top.yaml",
-        "extends: [bases/base.yaml, bases/fast.yaml]\nadapter: {modules: [v_proj]}\ndata: {sources: [{path: synthetic:train:20:3}]}\n",
+        "extends: [bases/base.yaml, bases/fast.yaml]\nadapter: {modules: [v_proj]}\n"
+        "data: {sources: [{path: synthetic:train:20:3}]}\n",
     )
     config = load_config(top, ["epochs=9"])
     assert config.adapter is not None

@@ -34,6 +34,7 @@ LAYERS = (
     "acceptance",
     "launch",
     "report",
+    "sweep",
     "assets",
     "cli",
 )

@@ -156,3 +156,10 @@ def test_environment_overrides_reach_the_run(tmp_path: Path) -> None:
     assert environment["CONFIG"] == "configs/x.yaml"
     assert environment["SEED"] == "5"
     assert environment["FCTUNE_SHARED"] == str(tmp_path / "fctune")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_task_of_a_sweeps_array_takes_the_config_of_its_run(name: str, tmp_path: Path) -> None:
+    more = {"FCTUNE_SWEEP": "/shared/study", "SLURM_ARRAY_TASK_ID": "8", "CONFIG": "configs/x.yaml"}
+    assert start(tmp_path, name, 0, False, **more).wait(30) == 0
+    assert "CONFIG=/shared/study/configs/008.yaml" in calls(tmp_path, "environment")
