@@ -234,7 +234,7 @@ def list_overrides(folder: Path, num_devices: int, is_toy: bool, on_gpus: bool) 
     config = "configs/acceptance_2x8_h100.yaml" if on_gpus and not is_toy else "configs/acceptance_cpu.yaml"
     overrides = [f"device={'cuda' if on_gpus else 'cpu'}", "nodes=1", f"ranks_per_node={num_devices}", "gpu=null"]
     overrides += ["thresholds={}", f"required=[{', '.join(required)}]", f"output_dir={folder / 'run'}"]
-    overrides += [f"storage.{disk}_dir={folder / disk}" for disk in ("node", "shared")]
+    overrides += [f"storage.{disk}_dir={folder / disk}" for disk in ("node", "network", "shared")]
     if not is_toy:
         overrides += ["compute.sustain_s=8", "storage.mib=256", "limits.total_s=200"]
     elif on_gpus:

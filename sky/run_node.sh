@@ -50,8 +50,33 @@ esac
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$FCTUNE_NETWORK/cache/inductor}
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$FCTUNE_NETWORK/cache/triton}
 
-# Copy the output to a log file on the shared volume; tee ignores the signals that request a stop.
-exec > >(trap '' USR1 TERM INT; exec tee -a "$log") 2>&1
+# Copy the output to a log file on the shared volume and one on this node's disk; tee ignores the signals that request a
+# stop.
+mirror=$FCTUNE_NETWORK/logs/$(basename "$output_dir")
+mkdir -p "$mirror" || echo "$0: $mirror cannot be created; logs are only in ${log%/*}" >&2
+exec > >(trap '' USR1 TERM INT; exec tee -a "$log" "$mirror/${log##*/}") 2>&1
+
+# The head also copies the run's metrics and record there, every minute and at the end. It never stops a run.
+copy_records() {
+  local file
+  for file in metrics.jsonl run.json exit.json alerts.jsonl; do
+    [ ! -f "$output_dir/$file" ] || cp -p "$output_dir/$file" "$mirror/$file"
+  done
+} 2> /dev/null
+copier=''
+if [ "$node" = 0 ] && [ -d "$mirror" ]; then
+  # The pipe is never written to, so `read` waits without a process that would outlive this one.
+  (trap '' USR1 TERM INT; while :; do read -rt 60 <> <(:); copy_records; done) > /dev/null 2>&1 &
+  copier=$!
+fi
+finish_mirror() {
+  [ -n "$copier" ] || return 0
+  kill -KILL "$copier" 2> /dev/null
+  copy_records
+  if [ -n "${MIRROR_CHECKPOINTS:-}" ]; then
+    cp -a "$output_dir/checkpoints" "$output_dir/export" "$mirror/" || echo "$0: checkpoints were not copied to $mirror" >&2
+  fi
+}
 
 # Slurm signals every process of a job, and torchrun forwards the signals that it receives, so a worker would get two,
 # which makes it exit without saving. Therefore torchrun ignores stop requests: workers receive the signals sent to them
@@ -92,13 +117,14 @@ wait "$torchrun" 2>/dev/null; last=$?  # torchrun may have ended during a trap; 
 
 # torchrun replaces every worker's exit code with 1. Rank 0 writes the real one to exit.json, which may appear late on
 # other nodes.
-[ "$ended" = 0 ] && exit 0
+[ "$ended" != 0 ] || { finish_mirror; exit 0; }
 for _ in {1..5}; do
   [ -f "$output_dir/exit.json" ] && break
   sleep 1
 done
 code=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["code"])' "$output_dir/exit.json" 2>/dev/null)
 [ "${code:-0}" != 0 ] || code=1
+finish_mirror
 # Stopped for good, as fctune sweep stops the worst runs: with another code, the job would be restarted.
 [ "$code" != 75 ] || [ ! -f "$output_dir/stop-for-good" ] || exit 0
 exit "$code"

@@ -288,7 +288,7 @@ _PHASES: dict[str, tuple[tuple[str, ...], Callable[[Judge, Ranks], None]]] = {
     "pairs": (("links",), judge_pairs),
     "collectives_node": (("collectives_node",), functools.partial(judge_collectives, scope="node")),
     "collectives_all": (("collectives_all",), functools.partial(judge_collectives, scope="all")),
-    "storage": (("storage_node", "storage_shared"), _judge_storage),
+    "storage": (("storage_node", "storage_network", "storage_shared"), _judge_storage),
     "training_node": (("training_node",), functools.partial(_judge_training, scope="node")),
     "training_all": (("training_all",), functools.partial(_judge_training, scope="all")),
     "checkpoint": (("checkpoint",), _judge_checkpoint),
@@ -299,5 +299,5 @@ PHASES = tuple(_PHASES)
 SPEED_CHECKS = {
     "compute": ("compute", "memory", "transfer"),
     "pairs": ("links",),
-    "storage": ("storage_node", "storage_shared"),
+    "storage": ("storage_node", "storage_network", "storage_shared"),
 }

@@ -72,7 +72,8 @@ class StorageConfig:
     """Files that are written, flushed, read back and removed."""
 
     shared_dir: str | None = None  # null: not measured
-    node_dir: str | None = None
+    node_dir: str | None = None  # on each node's own disk
+    network_dir: str | None = None  # on each node's network volume
     mib: int = 1024  # per rank, sequential
     num_small_files: int = 200  # per rank
     small_kib: int = 64

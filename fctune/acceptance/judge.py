@@ -40,6 +40,7 @@ _NEXT_STEPS = {
     "collective_data": "Take the rank out of service. If none is listed, run again with NCCL_NVLS_ENABLE=0 and "
     "NCCL_ALGO=Ring: if the errors disappear, the reduction in the NVLink switch is faulty.",
     "storage_node": "Check the host's disk (dmesg, smartctl) and what else writes to it.",
+    "storage_network": "Check the volume's class and size, which set its rate, and what else uses it.",
     "storage_shared": "Check the shared disk's mount options and quota, and what else uses it.",
     "training_node": "If compute and collectives pass, profile a step; otherwise fix those first.",
     "training_all": "If collectives_all passes, compare with parallel.mode=hsdp; otherwise fix that first.",

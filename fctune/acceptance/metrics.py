@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "point_to_point")
 DTYPES = ("fp32", "bf16", "fp8")
 SCOPES = ("node", "all")  # each node separately, all nodes together
-DISKS = ("node", "shared")
+DISKS = ("node", "network", "shared")
 
 # In the order in which they are judged and shown.
 CHECKS = {
@@ -29,6 +29,7 @@ CHECKS = {
     "collectives_all": "collectives of all nodes",
     "collective_data": "results of collectives are correct",
     "storage_node": "the node's disk",
+    "storage_network": "the node's network volume",
     "storage_shared": "the shared disk",
     "training_node": "training steps on each node separately",
     "training_all": "training steps on all nodes",

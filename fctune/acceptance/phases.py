@@ -158,7 +158,7 @@ class Phases:
                 sample[disk] = {"skipped": f"storage.{disk}_dir is not set"}
                 continue
             session.time_left()
-            num_sharing = launch.ranks_per_node if disk == "node" else launch.world_size
+            num_sharing = launch.world_size if disk == "shared" else launch.ranks_per_node
             session.enter(f"checking the {disk} disk")
             session.publish(f"obstacle {disk}", find_obstacle(config, directory, num_sharing))
             session.barrier(f"the {disk} disk", session.limits.build_s)

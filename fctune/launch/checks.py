@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from fctune.config.run_length import find_length_warnings
 from fctune.config.schema import RunConfig
-from fctune.errors import ConfigError
+from fctune.errors import ConfigError, DataError
 from fctune.launch.hub import check_hub, is_downloaded, list_hub_repositories
 from fctune.launch.problems import Problem
 from fctune.network import find_interface
+from fctune.planner.data_size import find_run_length
 from fctune.planner.memory import MemoryModel
 from fctune.planner.models import find_architecture, shape_model
 from fctune.planner.storage import plan_storage
@@ -189,9 +191,20 @@ def check_tokens(config: RunConfig, environment: Mapping[str, str]) -> list[Prob
     return [Problem("telemetry.wandb: WANDB_API_KEY is empty", remedy)]
 
 
+def check_length(config: RunConfig) -> list[Problem]:
+    """Note settings that do not suit the length of the run, as far as its data is known."""
+    try:
+        length = find_run_length(config)
+    except DataError as error:
+        return [Problem(str(error), "")]
+    warnings = [] if length is None else find_length_warnings(config, length)
+    return [Problem(warning, "", "note") for warning in warnings]
+
+
 def check_head(config: RunConfig, mounts: Mounts, environment: Mapping[str, str]) -> list[Problem]:
     """Run the checks that the head makes for all nodes: shared disk space, tokens and hub access."""
-    return [*check_space(config, mounts), *check_tokens(config, environment), *check_hub(config, environment)]
+    access = [*check_tokens(config, environment), *check_hub(config, environment)]
+    return [*check_space(config, mounts), *access, *check_length(config)]
 
 
 def describe_node() -> dict[str, Any]:

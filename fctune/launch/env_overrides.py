@@ -21,6 +21,7 @@ ENV_OVERRIDES = {
     "LEARNING_RATE": "optimizer.lr",
     "SEED": "seed",
     "OUTPUT_DIR": "output_dir",
+    "WANDB_PROJECT": "telemetry.wandb.project",
 }
 
 _REPLACE_SOURCES = "data.sources=[{path: null}]"  # DATASET replaces all sources of a config
@@ -67,6 +68,18 @@ class LaunchSpec:
         return "\n".join([*lines, f"arguments=({' '.join(map(shlex.quote, self.arguments))})"]) + "\n"
 
 
+def _split_overrides(text: str) -> list[str]:
+    """Split OVERRIDES at its spaces, as a shell does.
+
+    Raises:
+        ConfigError: a quotation mark is missing.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"OVERRIDES={text}: {error}; write key=value pairs as on a command line.") from None
+
+
 def resolve_launch(config: Path, environment: Mapping[str, str], overrides: Sequence[str], shared: Path) -> LaunchSpec:
     """Combine a config file with environment variables and command-line overrides, in increasing precedence.
 
@@ -80,6 +93,7 @@ def resolve_launch(config: Path, environment: Mapping[str, str], overrides: Sequ
         if environment.get(name):
             arguments += [_REPLACE_SOURCES] if name == "DATASET" else []
             arguments.append(f"{key}={environment[name]}")
+    arguments += _split_overrides(environment.get("OVERRIDES", ""))
     arguments += overrides
     output_dir = shared / load_run_config(config, arguments).output_dir
     arguments.append(f"output_dir={output_dir}")

@@ -130,6 +130,16 @@ def init_token_rows_(model: CausalLM, model_dir: Path) -> None:
         copy_full_(module.token_rows, read_rows(plan, weight, module.ids))
 
 
+def count_parameters(model: CausalLM) -> dict[str, int]:
+    """Count the parameters of an unsharded model: all, those that train, and those of them in rows of tokens."""
+    trained = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
+    return {
+        "total": sum(p.numel() for p in model.parameters()),
+        "trained": sum(numel for _, numel in trained),
+        "token_rows": sum(numel for name, numel in trained if name.endswith("token_rows")),
+    }
+
+
 def trained_token_ids(model: CausalLM) -> tuple[int, ...]:
     """Return the tokens whose rows train, ascending."""
     rows: Any = model.embedding

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fctune.config.run_length import RunLength
 from fctune.config.schema import RunConfig
 from fctune.data.chosen_template import read_chosen_template
 from fctune.data.fingerprint import FileDigests, fingerprint_inputs
 from fctune.data.loader import ROW_MULTIPLE, shuffled
-from fctune.data.prepared_set import PreparedSet, open_prepared, prepared_root
+from fctune.data.prepared_set import PreparedSet, open_prepared, prepared_root, resolve_batch_size
 from fctune.errors import ConfigError
 
 # Assumed share of packed positions that hold a token, and of tokens that are supervised, without a prepared set. The
@@ -77,6 +78,27 @@ def count_steps(config: RunConfig, rows: DataSize | None) -> int | None:
         return config.max_steps
     steps = config.epochs * math.ceil(rows.packs / config.global_batch_size)
     return steps if config.max_steps is None else min(steps, config.max_steps)
+
+
+def find_run_length(config: RunConfig) -> RunLength | None:
+    """Return the length of a run without its model: counted in its prepared set, or bounded by its rows; None if unknown.
+
+    Raises:
+        DataError: the prepared set is damaged.
+    """
+    found = find_prepared(config, None)
+    if found is not None:
+        prepared, _ = found
+        config = resolve_batch_size(config, prepared.num_tokens("train"), prepared.num_packs("train"))
+        packs, has_validation = prepared.num_packs("train"), prepared.num_packs("validation") > 0
+    elif config.data.max_samples is not None and config.global_batch_tokens is None:
+        # A pack holds one row or more.
+        packs, has_validation = max(1, config.data.max_samples * len(config.data.sources)), True
+    else:
+        return None
+    steps = config.epochs * math.ceil(packs / config.global_batch_size)
+    steps = steps if config.max_steps is None else min(steps, config.max_steps)
+    return RunLength(steps, packs, is_upper_bound=found is None, has_validation=has_validation)
 
 
 def find_prepared(config: RunConfig, model_dir: Path | None) -> tuple[PreparedSet, str] | None:

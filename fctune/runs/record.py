@@ -67,6 +67,11 @@ _RUN_SCHEMA = {
         "command": {"type": "array"},
         "versions": {"type": "object"},
         "resumed": {"type": "array", "items": _RESTART},
+        "parameters": {
+            "type": "object",
+            "required": ["total", "trained", "token_rows"],
+            "additionalProperties": _COUNT,
+        },
         "closing": {"type": "object", "additionalProperties": {"type": "number"}},
         "data": {"type": "object", "properties": {"inputs": _INPUTS}},
         "hosts": {"type": "array"},

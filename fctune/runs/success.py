@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from statistics import fmean
 from typing import Any, Literal
 
 from fctune.config.sections.success import SuccessConfig
@@ -34,6 +36,8 @@ _SCALING_KEYS = (
     "checkpoint.",
 )
 _OUT_OF_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|MemoryError|ALLOC_FAILED", re.I)
+_MIN_QUARTER = 5  # steps whose mean is compared
+_DECREASE_TOLERANCE = 1.02  # noise between quarters of a loss that no longer falls
 _NO_GPU = "not on a GPU"
 
 
@@ -96,6 +100,13 @@ def judge_run(
     judge("scaling", ">=", thresholds.min_scaling, scaling, ".1%", reason)
     if thresholds.no_out_of_memory:
         criteria.append(_judge_memory(record))
+    if thresholds.trainable_parameters is not None:
+        criteria.append(_judge_trainable(record, thresholds.trainable_parameters))
+    judge("merged model, GB", "<=", thresholds.max_model_gb, _measure_export(record), ".2f", "nothing is exported yet")
+    if thresholds.loss_decreases:
+        criteria.append(_judge_decrease(record))
+    if thresholds.final_checkpoint:
+        criteria.append(_judge_final_checkpoint(record))
     found = find_throughput(record)
     width = "" if found is None else f", {found.width} prompts at a time"
     generated = None if found is None else found.tokens_per_s
@@ -131,6 +142,48 @@ def _find_accuracy(record: RunRecord, accuracies: Sequence[Accuracy]) -> tuple[f
         return lowest, f", {suite}"
     found = record.metrics.latest("eval_accuracy")
     return (None, "") if found is None else (found[1], f" while training, step {found[0]:,}")
+
+
+def _judge_trainable(record: RunRecord, expected: int) -> Criterion:
+    counts = record.run.get("parameters")
+    name, threshold = "trainable parameters", f"= {expected:,}"
+    if counts is None:
+        return Criterion(name, threshold, "not measured", None, "the run has not recorded them")
+    found = counts["trained"] - counts["token_rows"]
+    return Criterion(name, threshold, "PASS" if found == expected else "FAIL", found, f"{found:,}")
+
+
+def _measure_export(record: RunRecord) -> float | None:
+    """Return the size of the exported merged model in GB; None without one."""
+    sizes = [file.stat().st_size for file in (record.path / "export" / "merged").glob("*") if file.is_file()]
+    return sum(sizes) / 1e9 if sizes else None
+
+
+def _judge_decrease(record: RunRecord) -> Criterion:
+    """Compare the mean losses of the run's quarters."""
+    name, losses = "steady decrease of the loss", record.metrics.values("loss")
+    if len(losses) < 4 * _MIN_QUARTER:
+        reason = f"needs {4 * _MIN_QUARTER} steps, has {len(losses)}"
+        return Criterion(name, "", "not measured", None, reason)
+    ends = [len(losses) * quarter // 4 for quarter in range(5)]
+    means = [fmean(losses[start:end]) for start, end in itertools.pairwise(ends)]
+    is_falling = all(later <= _DECREASE_TOLERANCE * earlier for earlier, later in itertools.pairwise(means))
+    is_lower = is_falling and means[-1] < means[0]
+    shown = ", ".join(f"{mean:.4g}" for mean in means)
+    return Criterion(name, "", "PASS" if is_lower else "FAIL", means[-1] - means[0], f"quarters: {shown}")
+
+
+def _judge_final_checkpoint(record: RunRecord) -> Criterion:
+    name, last = "final checkpoint", record.num_steps
+    if record.exit is None:
+        return Criterion(name, "", "not measured", None, "the run has not ended")
+    link = record.path / "checkpoints" / "final"
+    saved = [one for one in record.checkpoints if one.name == link.resolve().name]
+    if not saved:
+        return Criterion(name, "", "FAIL", None, f"{link} is not a complete checkpoint")
+    step = saved[0].step
+    is_last = step == (record.metrics.steps[-1] if record.metrics.steps else last)
+    return Criterion(name, "", "PASS" if is_last else "FAIL", step, f"{saved[0].name}")
 
 
 def _judge_memory(record: RunRecord) -> Criterion:

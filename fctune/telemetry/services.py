@@ -40,9 +40,9 @@ class WandbSink:
         self._init_timeout_s = init_timeout_s
         self._id = _keep_id(folder / "wandb" / "run_id")
         try:
-            self._run = self._start(config.mode)
+            self._run = self._start("online" if config.mode == "auto" else config.mode)
         except self._wandb.errors.Error as error:
-            if config.mode != "online":
+            if config.mode not in ("auto", "online"):
                 raise
             reason = str(error).splitlines()[0].rstrip(".")
             logger.warning(

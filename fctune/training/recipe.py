@@ -29,7 +29,7 @@ from fctune.models.causal_lm import CausalLM
 from fctune.models.export import Prompting
 from fctune.models.hub import WEIGHT_FILES, digest_model
 from fctune.models.run_config import resolve_base
-from fctune.models.token_rows import trained_token_ids
+from fctune.models.token_rows import count_parameters, trained_token_ids
 from fctune.parallel.layout import ParallelLayout
 from fctune.parallel.sharding import GradientSync
 from fctune.telemetry.device import total_memory
@@ -118,7 +118,9 @@ class FineTuning(ABC):
         warn_of_length(self.config, self.prepared, self.num_steps, self.world)
         hosts = distributed.all_gather_objects(platform.node())
         if self.world.is_main:
-            details: dict[str, Any] = {"state_layers": self.model.state_layers} if self.model.state_layers else {}
+            details: dict[str, Any] = {"parameters": count_parameters(self.model)}
+            if self.model.state_layers:
+                details["state_layers"] = self.model.state_layers
             if self.config.global_batch_tokens is not None:
                 details["config"] = self.config.to_dict()
             self.run.directory.describe(num_steps=self.num_steps, data=self.prepared.describe(), hosts=hosts, **details)

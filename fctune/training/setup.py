@@ -16,6 +16,7 @@ from torch._functorch import config as functorch
 from fctune import distributed
 from fctune.checkpoint.state import TrainState
 from fctune.config.components import resolve_component
+from fctune.config.loading import read_environment
 from fctune.config.run_length import RunLength, find_length_warnings
 from fctune.config.schema import RunConfig
 from fctune.config.sections.telemetry import TelemetryConfig
@@ -254,7 +255,8 @@ def open_sinks(
     open_service = functools.partial(BackgroundSink, rest_s=1.0)
     telemetry = config.telemetry or TelemetryConfig()
     wandb, prometheus = telemetry.wandb, telemetry.prometheus
-    if wandb is not None and wandb.mode != "disabled":
+    has_wandb = wandb is not None and (wandb.mode != "auto" or bool(read_environment().get("WANDB_API_KEY")))
+    if wandb is not None and has_wandb and wandb.mode != "disabled":
         services.append(open_service("wandb", lambda: WandbSink(wandb, run.path, config.to_dict())))
     if telemetry.tensorboard:
         services.append(open_service("tensorboard", lambda: TensorBoardSink(run.path / "tensorboard")))

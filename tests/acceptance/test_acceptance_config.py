@@ -48,7 +48,7 @@ def test_the_quick_profile_measures_less_and_fits_in_a_minute() -> None:
     assert quick.limits.total_s + quick.limits.grace_s < 60
     assert full.limits.total_s + full.limits.grace_s < 600
     assert quick.thresholds == full.thresholds
-    assert len(full.required) == 17
+    assert len(full.required) == 18
     # An upper bound from sizes and durations, without the start and process groups.
     sizes = len(quick.collectives.operations) * len(quick.collectives.sizes_mib) * 2
     assert quick.compute.sustain_s + sizes * quick.collectives.max_s < 20

@@ -91,7 +91,7 @@ def test_the_job_requests_what_the_config_requires_on_two_different_nodes() -> N
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["clusterIP"] == "None"
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-    for directory in (config.storage.shared_dir, config.storage.node_dir):
+    for directory in (config.storage.shared_dir, config.storage.node_dir, config.storage.network_dir):
         assert any(str(directory).startswith(mount) for mount in mounts), directory
 
 

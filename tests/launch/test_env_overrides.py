@@ -23,6 +23,7 @@ VALUES = {  # a valid value of each key that no config uses
     "LEARNING_RATE": "1.25e-5",
     "SEED": "19",
     "OUTPUT_DIR": "runs/mine",
+    "WANDB_PROJECT": "mine",
 }
 
 
@@ -30,10 +31,14 @@ def read_offered_variables() -> set[str]:
     return set(re.findall(r"^(?:# )?export ([A-Z_]+)=", (ROOT / ".env.example").read_text(), re.M))
 
 
+BASE = (OVERRIDES[0], "telemetry.wandb.project=plain")
+
+
 @pytest.mark.parametrize("name", ENV_OVERRIDES)
 def test_a_variable_sets_its_key_and_nothing_else(name: str, tmp_path: Path) -> None:
-    plain = resolve_launch(TINY, {}, OVERRIDES[:1], tmp_path).config.to_dict()
-    overridden = resolve_launch(TINY, {name: VALUES[name]}, OVERRIDES[:1] if name != "MODEL" else (), tmp_path)
+    kept = [line for line in BASE if not line.startswith(f"{ENV_OVERRIDES[name]}=")]
+    plain = resolve_launch(TINY, {}, BASE, tmp_path).config.to_dict()
+    overridden = resolve_launch(TINY, {name: VALUES[name]}, kept, tmp_path)
     config = overridden.config.to_dict()
     value = config
     *parents, last = ENV_OVERRIDES[name].split(".")
@@ -53,6 +58,15 @@ def test_an_empty_variable_sets_nothing_and_the_command_line_takes_precedence(tm
     empty = resolve_launch(TINY, dict.fromkeys(ENV_OVERRIDES, ""), OVERRIDES, tmp_path)
     assert empty.config == resolve_launch(TINY, {}, OVERRIDES, tmp_path).config
     assert resolve_launch(TINY, {"SEED": "1"}, (*OVERRIDES, "seed=2"), tmp_path).config.seed == 2
+
+
+def test_overrides_are_split_like_words_of_a_shell_and_come_before_the_command_line(tmp_path: Path) -> None:
+    given = {"OVERRIDES": "seed=7 epochs=2 'adapter.modules=[q_proj, v_proj]'", "SEED": "1"}
+    config = resolve_launch(TINY, given, (*OVERRIDES, "epochs=3"), tmp_path).config
+    assert config.adapter is not None
+    assert (config.seed, config.epochs, config.adapter.modules) == (7, 3, ["q_proj", "v_proj"])
+    with pytest.raises(ConfigError, match="OVERRIDES=seed='7: No closing quotation; write key=value pairs"):
+        resolve_launch(TINY, {"OVERRIDES": "seed='7"}, OVERRIDES, tmp_path)
 
 
 def test_dataset_replaces_all_sources_of_a_config(tmp_path: Path) -> None:

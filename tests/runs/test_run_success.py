@@ -40,6 +40,57 @@ def test_figures_are_compared_with_the_thresholds(tmp_path: Path) -> None:
         assert (judged[name].status, judged[name].value) == ("not measured", None)
 
 
+def test_trainable_parameters_are_counted_without_token_rows(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 60, success=SuccessConfig(trainable_parameters=161_480_704))
+    name = "trainable parameters = 161,480,704"
+    assert judge(tmp_path / "run")[name].status == "not measured"
+    for extra, status in ((0, "PASS"), (1, "FAIL")):
+        directory.describe(parameters={"total": 9, "trained": 161_480_704 + 64 + extra, "token_rows": 64})
+        assert judge(tmp_path / "run")[name].status == status
+
+
+def test_the_loss_falls_steadily_if_no_quarter_is_above_the_one_before(tmp_path: Path) -> None:
+    name = "steady decrease of the loss"
+    for index, (quarters, status) in enumerate(
+        [((4, 3, 2, 1), "PASS"), ((4, 3, 3.05, 3), "PASS"), ((4, 2, 3, 1), "FAIL"), ((4, 4.05, 4.1, 4.15), "FAIL")]
+    ):
+        directory = make_run(tmp_path / f"{index}", 0)
+        for number, loss in enumerate(quarters):
+            write_steps(directory, 10 * number + 1, 10 * number + 10, loss=loss)
+        assert judge(tmp_path / f"{index}")[name].status == status, quarters
+    assert judge_short(tmp_path) == "not measured"
+
+
+def judge_short(folder: Path) -> str:
+    make_run(folder / "short", 19)
+    return judge(folder / "short")["steady decrease of the loss"].status
+
+
+def test_the_final_checkpoint_is_that_of_the_last_step_and_complete(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    make_run(run, 50)
+    assert judge(run)["final checkpoint"].status == "FAIL"
+    for step, status in ((40, "FAIL"), (50, "PASS")):
+        folder = run / "checkpoints" / f"elastic-checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (run / "checkpoints" / "final").unlink(missing_ok=True)
+        (run / "checkpoints" / "final").symlink_to(folder.name)
+        assert judge(run)["final checkpoint"].status == "FAIL"  # not marked as complete
+        (folder / "_ELASTIC_SUCCESS").touch()
+        assert judge(run)["final checkpoint"].status == status
+
+
+def test_the_size_of_the_exported_model_is_limited(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 50, success=SuccessConfig(max_model_gb=0.001))
+    name = "merged model, GB <= 0.00"
+    assert judge(tmp_path / "run")[name].status == "not measured"
+    merged = tmp_path / "run" / "export" / "merged"
+    merged.mkdir(parents=True)
+    for size, status in ((900_000, "PASS"), (1_100_000, "FAIL")):
+        (merged / "model.safetensors").write_bytes(bytes(size))
+        assert judge(tmp_path / "run")[name].status == status
+
+
 def test_the_loss_threshold_is_lower_for_full_training(tmp_path: Path) -> None:
     for name, adapter in (("lora", AdapterConfig()), ("full", None)):
         make_run(tmp_path / name, 90, scale=1.5, adapter=adapter)

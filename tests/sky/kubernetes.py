@@ -40,7 +40,7 @@ try:
     config.setdefault("config", {}).setdefault("kubernetes", {})["provision_timeout"] = 8
     config.pop("service", None)  # used only by `sky serve`, which launches the rest
     task = sky.Task.from_yaml_config(config)
-    task.update_secrets([(name, secret) for name in config.get("secrets", {})])
+    task.update_secrets([(name, secret) for name in ("HF_TOKEN", "VLLM_API_KEY")])
     execution.launch(task, cluster_name="fct", stream_logs=False)
 except Exception as error:
     print(f"refused: {type(error).__name__}: {error}")

@@ -28,12 +28,12 @@ class PodRequest(NamedTuple):
     num_cpus: int
     memory_gb: int
     is_fast: bool = False  # uses the fast network
-    has_disk: bool = False  # a separate one for each pod
+    disk: str = ""  # size of a separate one for each pod
 
 
 TASKS = {
-    "finetune": PodRequest(2, 8, 100, 1000, is_fast=True, has_disk=True),
-    "acceptance": PodRequest(2, 8, 64, 1400, is_fast=True),
+    "finetune": PodRequest(2, 8, 100, 1000, is_fast=True, disk="2000Gi"),
+    "acceptance": PodRequest(2, 8, 64, 1400, is_fast=True, disk="200Gi"),
     "eval": PodRequest(1, 1, 8, 64),
     "serve": PodRequest(1, 1, 8, 64),
 }
@@ -85,11 +85,11 @@ def check_pod(spec: dict[str, Any], expected: PodRequest, claim: str) -> None:
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     assert volumes[mounts["/mnt/shared"]]["persistentVolumeClaim"]["claimName"] == claim
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
-    assert ("/mnt/network" in mounts) == expected.has_disk
-    if expected.has_disk:
+    assert ("/mnt/network" in mounts) == bool(expected.disk)
+    if expected.disk:
         disk = volumes[mounts["/mnt/network"]]["ephemeral"]["volumeClaimTemplate"]["spec"]
         assert disk["accessModes"] == ["ReadWriteOnce"]
-        assert disk["resources"]["requests"]["storage"] == "2000Gi"
+        assert disk["resources"]["requests"]["storage"] == expected.disk
     variables = {variable["name"]: variable.get("value") for variable in container["env"]}
     added = container.get("securityContext", {}).get("capabilities", {}).get("add", [])
     assert variables.get("NCCL_IB_HCA") == ("mlx5" if expected.is_fast else None)

@@ -131,6 +131,23 @@ def test_each_launcher_results_in_the_same_command(launcher: str, tmp_path: Path
         assert "SIGTERM" not in option(words, "--signals-to-handle")
 
 
+def test_logs_and_records_are_copied_to_the_nodes_disk(tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", EXIT_JSON="0")
+    output = Path(environment["RUN"])
+    (output / "checkpoints").mkdir(parents=True)
+    (output / "export").mkdir()
+    (output / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert run(script, environment).returncode == 0
+    mirror = tmp_path / "network" / "logs" / "tiny_lora"
+    assert (mirror / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert (mirror / "exit.json").read_text() == '{"code": 0}'
+    assert (mirror / "node-0.log").is_file()
+    assert not (mirror / "checkpoints").exists()
+    assert run(script, environment | {"MIRROR_CHECKPOINTS": "1"}).returncode == 0
+    assert (mirror / "checkpoints").is_dir()
+
+
 def test_the_config_selects_the_recipe(tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)
     done = run(script, environment_of(tmp_path, CONFIG=FULL, FCTUNE_CPU_RANKS="1"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from fctune.config.fields import SHARE, Null
+from fctune.config.fields import AT_LEAST_1, SHARE, Null, Range
 
 _NO_CRITERION = Null("no criterion")
 
@@ -30,5 +30,14 @@ class SuccessConfig:
     """Tokens/s per GPU relative to a run on fewer GPUs."""
     no_out_of_memory: bool = True
     """No out-of-memory error."""
+    trainable_parameters: Annotated[int | None, AT_LEAST_1, _NO_CRITERION] = None
+    """Exact number of trainable parameters, without the rows of tokens that train besides adapters."""
+    max_model_gb: Annotated[float | None, Range(gt=0), _NO_CRITERION] = None
+    """Greatest size of the exported merged model in GB."""
+    loss_decreases: bool = True
+    """Steady decrease: the mean loss of each quarter of the run is at most 2% above the quarter before, and of the last
+    below the first."""
+    final_checkpoint: bool = True
+    """The checkpoint of the last step is complete."""
     min_inference_tokens_per_s: Annotated[float | None, _NO_CRITERION] = 100.0
     """Inference speed in tokens/s."""

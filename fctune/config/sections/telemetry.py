@@ -18,8 +18,8 @@ class WandbConfig:
     """Team or user."""
     name: Annotated[str | None, Null("the last component of `output_dir`")] = None
     """Name of the run."""
-    mode: Literal["online", "offline", "disabled"] = "online"
-    """`online` falls back to offline without a key or network."""
+    mode: Literal["auto", "online", "offline", "disabled"] = "online"
+    """`online` falls back to offline without a key or network; `auto` is `online` if WANDB_API_KEY is set, else off."""
 
 
 @dataclass(kw_only=True, slots=True)
