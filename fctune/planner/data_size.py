@@ -81,7 +81,7 @@ def count_steps(config: RunConfig, rows: DataSize | None) -> int | None:
 
 
 def find_run_length(config: RunConfig) -> RunLength | None:
-    """Return the length of a run without its model: counted in its prepared set, or bounded by its rows; None if unknown.
+    """Return the length of a run, counted in its prepared set or bounded by its rows; None if neither is known.
 
     Raises:
         DataError: the prepared set is damaged.
