@@ -34,6 +34,7 @@ from fctune.data.loader import Batch, GlobalLoader
 from fctune.data.prepared_set import open_prepared, prepare
 from fctune.distributed import World
 from fctune.errors import ConfigError
+from fctune.models.architecture import ALL_LINEAR
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import export_adapter, export_merged
 from fctune.models.hub import WEIGHT_FILES, digest_model
@@ -122,11 +123,6 @@ def prepare_sets(root: Path) -> None:
         (root / _link_name(is_packed)).symlink_to(path)
 
 
-def choose_modules(entry: Entry) -> list[str] | str:
-    """Return ``adapter.modules`` of an entry."""
-    return list(entry.modules) or "all-linear"
-
-
 def _make_row(number: int) -> dict[str, Any]:
     """Return a short row, another one for each number; a pack holds a few of them."""
     name, town = f"get_{number}", "Bergen Oslo " * (1 + number % 4)
@@ -164,7 +160,7 @@ class Bench:
 
     def config(self, name: str, **changes: Any) -> RunConfig:
         """Return the config of a run: ``lora`` or ``full``."""
-        modules = choose_modules(self.entry) if name == "lora" else None
+        modules = ALL_LINEAR if name == "lora" else None
         return make_run(self.model_dir, self.folder / name, modules, self.is_packed, **changes)
 
     def loader(self, config: RunConfig) -> GlobalLoader:
@@ -367,7 +363,7 @@ def train_on_ranks(world: World, entry: Entry, folder: Path, sets: Path, is_pack
     losses = {}
     for name, mode in (("lora", "ddp"), ("full", "fsdp")):
         output = folder / f"{name}_on_ranks"
-        modules = choose_modules(entry) if name == "lora" else None
+        modules = ALL_LINEAR if name == "lora" else None
         config = make_run(folder / "model", output, modules, is_packed, parallel={"mode": mode})
         model, gradient_sync = load(config, world)
         recorder, state = Recorder(), start_state(model, config, NUM_STEPS, gradient_sync)

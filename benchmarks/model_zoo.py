@@ -124,7 +124,6 @@ class Entry:
         changes: Values of the config, or of its text model's, in place of the default's shrunk ones.
         sections: Configs of the other parts of a vision-language model; None for a text model.
         text_type: Architecture of the text model of a vision-language model.
-        modules: What gets an adapter, where PEFT refuses one on some linear; empty: every linear and expert.
         real: Values that transformers' default config lacks, without which it builds no model.
     """
 
@@ -133,7 +132,6 @@ class Entry:
     changes: Mapping[str, Any] = field(default_factory=dict)
     sections: Mapping[str, Any] | None = None
     text_type: str = ""
-    modules: tuple[str, ...] = ()
     real: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -226,11 +224,7 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("apertus", "Apertus"),
     Entry("arcee", "AFM-4.5B"),
     Entry("afmoe", "Trinity"),
-    Entry(
-        "falcon_h1",
-        "Falcon-H1",
-        modules=("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "gate_proj", "up_proj", "down_proj"),
-    ),
+    Entry("falcon_h1", "Falcon-H1"),
     Entry("bamba", "Bamba", {"attn_layer_indices": [1, 3]}, real={"attn_layer_indices": [9, 18, 27]}),
     Entry("minimax_m2", "MiniMax M2"),
     Entry("llama4_text", "Llama 4, text only"),

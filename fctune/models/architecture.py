@@ -176,9 +176,19 @@ class Architecture(ABC):
         """Names of what can take a LoRA adapter."""
         return (*self.linear_names, *self.expert_names, *self.router_names, self.head)
 
+    @property
+    def refused_by_peft(self) -> tuple[str, ...]:
+        """Names of linears on which PEFT loads no adapter in a model of this family."""
+        return ()
+
     def resolve_adapter_modules(self, modules: Sequence[str] | str) -> tuple[str, ...]:
-        """Return the names that ``adapter.modules`` selects; ``all-linear`` selects every linear and expert."""
-        return (*self.linear_names, *self.expert_names) if modules == ALL_LINEAR else tuple(modules)
+        """Return the names that ``adapter.modules`` selects; ``all-linear`` selects every linear and expert.
+
+        It leaves out those that PEFT refuses, so that every exported adapter loads.
+        """
+        if modules != ALL_LINEAR:
+            return tuple(modules)
+        return tuple(name for name in (*self.linear_names, *self.expert_names) if name not in self.refused_by_peft)
 
     def find_adapter_problems(self, modules: Sequence[str] | str) -> list[str]:
         """Check the value of ``adapter.modules``; one line per problem, with the nearest known name."""
@@ -187,6 +197,11 @@ class Architecture(ABC):
             problems.append(
                 f"adapter.modules: {self.head} cannot take an adapter, because this model ties it to its embeddings; "
                 "leave it out"
+            )
+        if refused := [name for name in self.refused_by_peft if name in modules]:
+            problems.append(
+                f"adapter.modules: PEFT loads no adapter on {', '.join(refused)} of this family; leave it out, or use "
+                f"{ALL_LINEAR}, which does"
             )
         return problems
 

@@ -31,6 +31,7 @@ from fctune.data.prepared_set import (
     resolve_batch_size,
 )
 from fctune.distributed import World
+from fctune.models.architecture import ALL_LINEAR
 from fctune.models.attention import choose_attention_kernel
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
@@ -142,6 +143,8 @@ def select_adapters_(model: CausalLM, config: RunConfig, model_dir: Path, prepar
         return choose_tokens(adapter, model_dir, model.architecture, candidates, config.model.add_tokens)
 
     apply_lora_(model, adapter)
+    if adapter.modules == ALL_LINEAR and (refused := model.architecture.refused_by_peft):
+        logger.info("adapters: none on %s, where PEFT would not load them", ", ".join(refused))
     if counts := describe_adapters(model):
         logger.info("adapters: %s", counts)
     if world.is_main and (warning := find_frozen_experts(model)):

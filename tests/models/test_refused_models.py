@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from benchmarks.model_zoo import find_entry, save_config
 from fctune.config.schema import AdapterConfig
 from fctune.errors import CheckpointError, ConfigError
+from fctune.models.architecture import Architecture
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import materialize_
-from fctune.models.lora import apply_lora_
+from fctune.models.lora import LoRALinear, apply_lora_
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import find_model_problems, read_architecture
 from tests.models.tiny_models import TEXT_MODELS, save_tiny_model
@@ -107,6 +108,30 @@ def test_modules_that_the_model_does_not_have_are_named_with_the_nearest(tmp_pat
     with pytest.raises(ConfigError) as caught:
         build_tiny("qwen3_moe", tmp_path, AdapterConfig(rank=2, modules=["q_prj"]))
     check_sentences(str(caught.value), "no such module: q_prj", "did you mean q_proj", "known: ", "down_proj")
+
+
+def test_adapters_that_peft_would_not_load_are_refused_if_named(tmp_path: Path) -> None:
+    save_config(find_entry("falcon_h1"), tmp_path / "model")
+    model = read_architecture(tmp_path / "model").build_model(64, FLOAT32)
+    with pytest.raises(ConfigError) as caught:
+        apply_lora_(model, AdapterConfig(rank=2, modules=["q_proj", "out_proj"]))
+    check_sentences(str(caught.value), "PEFT loads no adapter on out_proj", "leave it out")
+
+
+@pytest.mark.parametrize("model_type", ["falcon_h1", "nemotron_h", "gemma4", "olmoe"])
+def test_peft_finds_the_linears_that_all_linear_adapts_and_refuses_none(model_type: str, tmp_path: Path) -> None:
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraModel
+
+    save_config(find_entry(model_type), tmp_path / "model")
+    architecture = read_architecture(tmp_path / "model")
+    model = architecture.build_model(64, FLOAT32)
+    apply_lora_(model, AdapterConfig(rank=2, modules="all-linear"))
+    adapted = {name for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    plain: Any = architecture.build_model(64, FLOAT32)
+    names = Architecture.peft_targets(architecture, "all-linear")
+    found = LoraModel(plain.decoder, LoraConfig(r=2, target_modules=names), "default").targeted_module_names
+    assert {f"decoder.{name}" for name in found} == adapted
 
 
 # By claim: the model type, and parts of the message.

@@ -36,6 +36,9 @@ DEQUANTIZED = ("mxfp4", "fp8")
 # Positions of a model whose config.json gives no limit, such as one without positional embeddings.
 _UNLIMITED = 2**31
 
+# Linears on which PEFT 0.18 refuses adapters, by model_type: ``_check_lora_target_modules_mamba`` in its tuners_utils.
+_REFUSED_BY_PEFT = {"falcon_h1": ("out_proj",)}
+
 _PEFT_LEAVES = {
     "lora_a": "lora_A.weight",
     "lora_b": "lora_B.weight",
@@ -79,6 +82,11 @@ class TransformersArchitecture(Architecture):
     def embedding(self) -> str:
         """Name of the token embedding."""
         return self.layout.embedding
+
+    @property
+    def refused_by_peft(self) -> tuple[str, ...]:
+        """Names of linears on which PEFT loads no adapter in a model of this family."""
+        return _REFUSED_BY_PEFT.get(self.model_type, ())
 
     def to_hf_name(self, name: str) -> str:
         """Convert the name of one of our parameters to Hugging Face's; adapter parameters keep their last component."""
