@@ -67,6 +67,11 @@ def spread_experts_(model: CausalLM, num_ranks: int, device_type: str) -> set[nn
     return spread
 
 
+def find_expert_parameters(model: CausalLM) -> set[nn.Parameter]:
+    """Return the parameters with one part per expert, adapters among them, which ``spread_experts_`` spreads."""
+    return {p for _, owner in _iter_owners(model) for _, _, p in _iter_parameters(owner)}
+
+
 def is_spread(parameter: Tensor) -> bool:
     """Return whether a parameter is one that ``spread_experts_`` has made."""
     return isinstance(parameter, DTensor) and _EXPERT in (parameter.device_mesh.mesh_dim_names or ())

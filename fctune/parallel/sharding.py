@@ -6,14 +6,15 @@ import itertools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from fctune.config.sections.parallel import ParallelConfig
 from fctune.models.causal_lm import CausalLM
-from fctune.parallel.expert_parallel import reduce_expert_gradients_, spread_experts_
+from fctune.parallel.expert_parallel import is_spread, reduce_expert_gradients_, spread_experts_
 from fctune.parallel.footprint import can_hold_gradients
 from fctune.parallel.layout import Hardware, ParallelLayout
 
@@ -104,9 +105,14 @@ def _fully_shard_(
 
 
 def _can_hold_gradients(model: CausalLM, hardware: Hardware) -> bool:
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [_held_part(p) for p in model.parameters() if p.requires_grad]
     num_bytes = sum(p.numel() * (4 if model.precision.is_mixed else p.element_size()) for p in trained)
     return can_hold_gradients(num_bytes, hardware.memory_bytes)
+
+
+def _held_part(parameter: Tensor) -> Tensor:
+    """Return the tensor that a rank has a full gradient of: its part of spread experts, else the parameter."""
+    return parameter.to_local() if is_spread(parameter) and isinstance(parameter, DTensor) else parameter
 
 
 def reshard_(model: CausalLM) -> None:

@@ -15,6 +15,7 @@ from fctune.models.causal_lm import CausalLM
 from fctune.models.loss import MAX_LOGITS, chunk_rows
 from fctune.models.precision import PrecisionPolicy
 from fctune.parallel.activations import is_checkpointed
+from fctune.parallel.expert_parallel import find_expert_parameters
 from fctune.parallel.footprint import GIB, SAFE_SHARE, Footprint, can_hold_gradients
 from fctune.planner.blocks import BlockActivations, count_block_activations
 from fctune.planner.memory_timeline import Peak, Setting, Timeline
@@ -57,10 +58,12 @@ class MemoryModel:
         self.config, self.device_bytes = config, device_bytes
         self.supervised_share, self.max_logits = supervised_share, max_logits
         self.architecture = model.architecture
-        self.blocks = [ParameterGroup(block.named_parameters()) for block in model.blocks]
+        num_parts = config.parallel.expert
+        spread = find_expert_parameters(model) if num_parts > 1 else set()
+        self.blocks = [ParameterGroup(block.named_parameters(), spread, num_parts) for block in model.blocks]
         in_blocks = {id(p) for block in model.blocks for p in block.parameters()}
         self.root = ParameterGroup((n, p) for n, p in model.named_parameters() if id(p) not in in_blocks)
-        self.all = ParameterGroup(model.named_parameters())
+        self.all = ParameterGroup(model.named_parameters(), spread, num_parts)
         self.buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         self._states: dict[int, Footprint] = {}
         self.keeps_unsharded_gradients = can_hold_gradients(self.reduction_bytes(self.all), device_bytes)
@@ -75,7 +78,8 @@ class MemoryModel:
     def sharded_state(self, setting: Setting) -> Footprint:
         """Return the largest shard of weights, gradients and optimizer state, on the device or the host.
 
-        Parameters are split by rows; smaller shards are padded to the same size.
+        Parameters are split by rows; smaller shards are padded to the same size. Experts that are spread over fewer
+        ranks than hold the shards have larger parts.
         """
         if setting.shard not in self._states:
             self._states[setting.shard] = self._count_state(setting.shard)
@@ -138,14 +142,22 @@ class MemoryModel:
         return setting.mode in ("fsdp", "hsdp") or self.precision.is_mixed or self.config.parallel.cpu_offload
 
     def unsharded_bytes(self, tensors: ParameterGroup) -> int:
-        """Return the bytes of a group's unsharded weights in the dtype that they are gathered in."""
+        """Return the bytes of a group's unsharded weights in the dtype that they are gathered in; no spread experts."""
         if self.precision.is_mixed:
             return tensors.numel * self.precision.compute_dtype.itemsize
-        return sum(t.num_bytes for t in tensors.tensors)
+        return sum(t.num_bytes for t in tensors.sharded)
+
+    def copied_bytes(self, tensors: ParameterGroup) -> int:
+        """Return the bytes of a group's spread experts that are cast to the compute dtype while they multiply."""
+        width = self.precision.compute_dtype.itemsize
+        return sum(t.local_numel(1) * width for t in tensors.spread if t.itemsize != width and not t.is_adapter)
 
     def gradient_bytes(self, tensors: ParameterGroup) -> tuple[int, int]:
-        """Return the bytes of a group's unsharded gradients and of the buffer that they are reduced from."""
-        trained = [t for t in tensors.tensors if t.is_trained]
+        """Return the bytes of a group's unsharded gradients and of the buffer that they are reduced from.
+
+        Those of spread experts are the gradients that the rank keeps.
+        """
+        trained = [t for t in tensors.sharded if t.is_trained]
         if self.precision.is_mixed:
             numel = sum(t.numel for t in trained)
             return numel * self.precision.compute_dtype.itemsize, numel * 4
@@ -171,8 +183,10 @@ class MemoryModel:
         return sum(tensors.local_bytes(t, num_shards) for t in tensors.tensors if t.is_trained)
 
     def reduction_bytes(self, tensors: ParameterGroup) -> int:
-        """Return the bytes of a group's unsharded gradients in the dtype that they are reduced in."""
-        return sum(t.numel * (4 if self.precision.is_mixed else t.itemsize) for t in tensors.tensors if t.is_trained)
+        """Return the bytes of a group's unsharded gradients in their reduction's dtype, of spread experts a part."""
+        width = 4 if self.precision.is_mixed else 0
+        unsharded = sum(t.numel * (width or t.itemsize) for t in tensors.sharded if t.is_trained)
+        return unsharded + sum(t.local_numel(1) * t.itemsize for t in tensors.spread if t.is_trained)
 
     def chunk_elements(self, num_rows: int) -> int:
         """Return the number of logits computed at once for ``num_rows`` positions (see ``fctune.models.loss``)."""

@@ -61,7 +61,9 @@ class Timeline:
         kept = work.kept_policy_op if config.activation_checkpointing.policy == "op" else work.kept_policy_block
         chosen = [is_checkpointed(index, setting.fraction) for index in range(self.num_blocks)]
         self.is_checkpointed = chosen
-        self.kept = [kept * self.tokens if again else work.total(self.tokens) for again in chosen]
+        copied = memory.copied_bytes(max(memory.blocks, key=memory.copied_bytes))
+        self.all_kept = work.total(self.tokens) + copied  # by a block that is not checkpointed
+        self.kept = [kept * self.tokens if again else self.all_kept for again in chosen]
         if config.activation_checkpointing.offload:
             # The inputs of a few checkpointed blocks are in transfer; the others are on the host.
             share = min(1.0, _BLOCKS_IN_TRANSFER / max(1, sum(chosen)))
@@ -110,7 +112,7 @@ class Timeline:
                 self._accumulated(self.num_blocks),
                 gathered=self._gathered(index, buffers=2 * self.gather_buffers),
                 activations=sum(self.kept[:index]),
-                working=work.total(self.tokens) + work.dequantization_constant,
+                working=self.all_kept + work.dequantization_constant,
             ),
         )
 
@@ -133,8 +135,7 @@ class Timeline:
 
     def _backward(self, index: int) -> Peak:
         work = self.memory.block_activations
-        extra = work.backward_extra(self.tokens)
-        total = work.total(self.tokens)
+        extra, total = work.backward_extra(self.tokens), self.all_kept
         is_checkpointed = self.is_checkpointed[index]
         has_next = index + 1 < self.num_blocks
         held = self._accumulated(index + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,19 @@ _QUANTIZED = {"8bit": (256, 8, 1024), "4bit": (128, 4, 64), "Fp8": (256, 8, 0)}
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """Shape and kind of one parameter."""
+    """Shape and kind of one parameter.
+
+    Attributes:
+        num_parts: ranks that hold an equal part each under expert parallelism, whatever the shards of other
+            parameters; None for those that are sharded.
+    """
 
     shape: tuple[int, ...]
     itemsize: int
     is_trained: bool
     is_adapter: bool
     is_nf4: bool
+    num_parts: int | None = None
 
     @property
     def numel(self) -> int:
@@ -38,18 +45,33 @@ class ParameterShape:
 
     def local_numel(self, num_shards: int) -> int:
         """Return the number of elements in the largest shard, which splits rows like ``torch.chunk``."""
+        if self.num_parts is not None:
+            return self.numel // self.num_parts
         return math.ceil(self.shape[0] / num_shards) * math.prod(self.shape[1:])
 
 
 class ParameterGroup:
-    """Parameters that are sharded together: one block, the ends of the model, or all of it."""
+    """Parameters that are sharded together: one block, the ends of the model, or all of it.
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]]):
+    Args:
+        named: the parameters by name.
+        spread: those that expert parallelism spreads over ranks.
+        num_parts: the number of these ranks, ``parallel.expert``.
+    """
+
+    def __init__(
+        self, named: Iterable[tuple[str, Tensor]], spread: AbstractSet[Tensor] = frozenset(), num_parts: int = 1
+    ):
         self.tensors = [
-            ParameterShape(tuple(p.shape), p.element_size(), p.requires_grad, is_adapter(name), is_nf4(p))
+            ParameterShape(
+                *(tuple(p.shape), p.element_size(), p.requires_grad, is_adapter(name), is_nf4(p)),
+                num_parts if p in spread else None,
+            )
             for name, p in named
         ]
-        self.numel = sum(t.numel for t in self.tensors)
+        self.sharded = [t for t in self.tensors if t.num_parts is None]
+        self.spread = [t for t in self.tensors if t.num_parts is not None]
+        self.numel = sum(t.numel for t in self.sharded)
 
     def local_bytes(self, tensor: ParameterShape, num_shards: int) -> int:
         """Return the bytes of one rank's shard of a parameter."""

@@ -25,6 +25,7 @@ from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Setting
 from fctune.planner.models import shape_model
 from fctune.training.setup import build_base, shard_and_load_, start_state
+from tests.models.expert_samples import save_base
 from tests.planner.sample_plans import GIB, WIDE, parse_small_config
 from tests.ranks import run_ranks
 
@@ -83,6 +84,36 @@ def test_planned_state_equals_real_shards_to_the_byte(
     state = memory.device_state(Setting(mode, copies, world_size // copies, 0.0, 1))
     planned = {name: getattr(state, name) for name in ("parameters", "adapters", "gradients", "optimizer")}
     assert planned | {"buffers": memory.buffers} == held
+
+
+@pytest.mark.parametrize(
+    ("parallel", "raw"),
+    [
+        ({"mode": "fsdp", "expert": 2}, {"precision": "bf16_mixed"}),  # two groups of two ranks
+        (
+            {"mode": "hsdp", "replicate": 2, "expert": 4},
+            {"precision": "bf16", "adapter": ADAPTER | {"modules": ["q_proj", "experts.down_proj"]}},
+        ),
+    ],
+    ids=["full", "lora"],
+)
+def test_planned_state_of_spread_experts_is_what_four_ranks_hold(
+    parallel: dict[str, Any], raw: dict[str, Any], tmp_path: Path
+) -> None:
+    model_dir = save_base("qwen3_moe", tmp_path, num_experts=4)
+    raw = raw | {"model": {"path": str(model_dir)}, "parallel": parallel}
+    held = run_ranks(measure_state, 4, raw, model_dir)[0]
+    config = parse_small_config(raw)
+    memory = MemoryModel(shape_model(config, read_architecture(model_dir)), config, 80 * GIB)
+    copies = parallel.get("replicate", 1)
+    setting = Setting(parallel["mode"], copies, 4 // copies, 0.0, 1)
+    state = memory.device_state(setting)
+    planned = {name: getattr(state, name) for name in ("parameters", "adapters", "gradients", "optimizer")}
+    assert planned | {"buffers": memory.buffers} == held
+    # Experts stay where they are: FSDP gathers the other weights alone.
+    experts = sum(t.numel for t in memory.all.tensors if len(t.shape) == 3)
+    gathered = sum(block.numel for block in memory.blocks) + memory.root.numel
+    assert gathered + experts == sum(t.numel for t in memory.all.tensors)
 
 
 def keep_of_block(config: RunConfig, model_dir: Path, dtype: torch.dtype, num_tokens: int) -> int:
