@@ -22,8 +22,9 @@ class Linear(NamedTuple):
     """A linear that can be frozen or take an adapter."""
 
     module: str  # name in ``adapter.modules``
-    key: str  # unique within the model and equal for every source; seeds the dropout of its adapter
+    key: str  # unique within the model and equal for every source
     path: str  # argument of ``nn.Module.get_submodule`` and ``set_submodule``
+    input_key: str  # key of the first linear that reads the same tensor; seeds the dropout of its adapters
 
 
 class ExpertWeight(NamedTuple):

@@ -23,8 +23,12 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
+def _high_half(x: Tensor) -> Tensor:
+    return (x >> 32).to(torch.int32)
+
+
 class TokenKeys:
-    """Keys of the tokens in the current forward, int64 ``[b, s]``, shared by all adapters; None outside of training."""
+    """Keys of the tokens in the current forward, int32 ``[b, s]``, shared by all adapters; None outside of training."""
 
     def __init__(self) -> None:
         self.value: Tensor | None = None
@@ -32,7 +36,7 @@ class TokenKeys:
     def set_rows(self, row_keys: Tensor, seq_len: int) -> None:
         """Derive a key for each position of each row from the row keys, int64 ``[b]``."""
         positions = torch.arange(seq_len, device=row_keys.device) * _GOLDEN
-        self.value = _mix(row_keys[:, None] + positions[None])
+        self.value = _high_half(_mix(row_keys[:, None] + positions[None]))
 
 
 def row_key(seed: int, step: int, row: int) -> int:
@@ -42,28 +46,36 @@ def row_key(seed: int, step: int, row: int) -> int:
 
 
 def channel_keys(name: str, size: int, device: torch.device | None = None) -> Tensor:
-    """Return keys of a module's input channels, int64 ``[size]``, so that modules drop independently.
+    """Return keys of an input's channels, int32 ``[size]``, so that inputs of different names drop independently.
 
     Modules must store them as a buffer: computed in the forward, compilation for the CPU turns the index times a 63-bit
     constant into a loop variable, whose overflow is undefined in C++, and the loop may never end.
     """
     salt = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True) >> 1
-    return torch.arange(size, device=device) * _GOLDEN + salt
+    return _high_half(_mix(torch.arange(size, device=device) * _GOLDEN + salt))
 
 
 def mix_keys(numbers: Tensor) -> Tensor:
-    """Return keys, int64, for small numbers, such as those of experts; combine them with others by exclusive or."""
-    return _mix((numbers + 1) * _GOLDEN)
+    """Return keys, int32, for small numbers, such as those of experts; combine them with others by exclusive or."""
+    return _high_half(_mix((numbers + 1) * _GOLDEN))
 
 
 def keyed_dropout(x: Tensor, p: float, token_keys: Tensor, channels: Tensor) -> Tensor:
     """Zero each element of ``x [..., d]`` with probability ``p`` and scale the others by 1 / (1 - p).
 
+    An element is dropped by the high bits of x (2 x + 1) modulo 2^32, for x the sum of both keys: a permutation, in
+    which each bit depends on all lower ones (RC6, https://people.csail.mit.edu/rivest/pubs/RRSY98.pdf). Keys are random
+    already, and backward computes the mask again from so few sums and products; a compiler would keep it, had it
+    operations on bits.
+
     Args:
         x: input.
         p: probability, less than 1.
-        token_keys: int64 ``[...]``.
-        channels: result of ``channel_keys`` for the module, int64 ``[d]``.
+        token_keys: int32 ``[...]``.
+        channels: result of ``channel_keys`` for the input, int32 ``[d]``.
     """
-    uniform = (_mix(token_keys[..., None] ^ channels) >> 40) & 0xFFFFFF  # 24 bits
-    return torch.where(uniform >= int(p * 2**24), x / (1 - p), torch.zeros((), dtype=x.dtype, device=x.device))
+    # Each input has token keys of its own, because a compiler keeps masks that depend on a tensor used far apart.
+    token_keys = token_keys + channels[:1]
+    mixed = token_keys[..., None] + channels
+    is_kept = mixed * (2 * mixed + 1) >= int(p * 2**32) - 2**31
+    return torch.where(is_kept, x / (1 - p), torch.zeros((), dtype=x.dtype, device=x.device))

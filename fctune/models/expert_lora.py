@@ -52,7 +52,7 @@ class ExpertLoRA(nn.Module):
         self.lora_b = nn.Parameter(torch.empty(num_experts, out_dim, config.rank, **options))
         self.is_transposed, self.scaling, self.dropout = is_transposed, scaling, config.dropout
         self.channel_keys: Tensor
-        empty = torch.empty(in_dim, dtype=torch.int64, device=weight.device)
+        empty = torch.empty(in_dim, dtype=torch.int32, device=weight.device)
         self.register_buffer("channel_keys", empty, persistent=False)
         self._key, self._token_keys = key, token_keys
 
@@ -61,7 +61,7 @@ class ExpertLoRA(nn.Module):
         self.channel_keys.copy_(channel_keys(self._key, len(self.channel_keys)))
 
     def make_row_keys(self, tokens: Tensor, experts: Tensor) -> Tensor | None:
-        """Return the dropout keys of rows, int64 ``[n]``; None if nothing is dropped.
+        """Return the dropout keys of rows, int32 ``[n]``; None if nothing is dropped.
 
         Args:
             tokens: the token that each row is of, as its index in the flattened batch, int64 ``[n]``.

@@ -15,9 +15,10 @@ from torch.nn.functional import linear
 
 from fctune.config.sections.adapter import AdapterConfig, BaseDtype
 from fctune.errors import ConfigError
+from fctune.models.adapter_input import AdapterInput
 from fctune.models.architecture import EXPERT_ADAPTERS, ROUTER_ADAPTER
 from fctune.models.causal_lm import CausalLM
-from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout
+from fctune.models.dropout import channel_keys
 from fctune.models.expert_lora import ExpertLoRA, RouterLoRA, adapt_router_
 from fctune.models.frozen_linear import FrozenLinear
 from fctune.models.torchtune.names import to_own_path
@@ -33,6 +34,8 @@ def is_adapter(name: str) -> bool:
 class LoRALinear(FrozenLinear):
     """``x W' + b + scaling * dropout(x) A' B'``: a frozen linear with a trained low-rank part.
 
+    Linears that read the same tensor share its dropout and the product with their A matrices: see ``AdapterInput``.
+
     Shapes: ``weight [out, in]``, ``lora_a [rank, in]``, ``lora_b [out, rank]``. The adapter is stored in float32
     (float64 for a float64 base) and cast to the input's dtype for the products.
 
@@ -43,11 +46,11 @@ class LoRALinear(FrozenLinear):
         base: linear to adapt.
         config: the ``adapter`` section of the run's config.
         base_dtype: storage of the frozen weight.
-        key: name of the linear within the model; seeds its dropout.
-        token_keys: keys of the tokens in the current forward, shared by all adapters of the model.
+        key: name of the linear within the model.
+        shared: the input that it reads, with other linears or alone.
     """
 
-    def __init__(self, base: nn.Linear, config: AdapterConfig, base_dtype: BaseDtype, key: str, token_keys: TokenKeys):
+    def __init__(self, base: nn.Linear, config: AdapterConfig, base_dtype: BaseDtype, key: str, shared: AdapterInput):
         super().__init__(base, base_dtype)
         out_dim, in_dim = base.weight.shape
         options: dict[str, Any] = {"dtype": wide_dtype(base.weight.dtype), "device": base.weight.device}
@@ -55,31 +58,32 @@ class LoRALinear(FrozenLinear):
         self.lora_b = nn.Parameter(torch.empty(out_dim, config.rank, **options))
         self.magnitude = nn.Parameter(torch.empty(out_dim, **options)) if config.dora else None
         self.scaling = adapter_scaling(config)
-        self.dropout = config.dropout
         self.channel_keys: Tensor
-        empty = torch.empty(in_dim, dtype=torch.int64, device=base.weight.device)
+        empty = torch.empty(in_dim, dtype=torch.int32, device=base.weight.device)
         self.register_buffer("channel_keys", empty, persistent=False)
-        self.key, self._token_keys = key, token_keys
+        self.key, self._input = key, shared
+        self._index = shared.add_reader(self)
 
     def init_buffers_(self) -> None:
-        """Compute the dropout keys of the input channels."""
-        self.channel_keys.copy_(channel_keys(self.key, len(self.channel_keys)))
+        """Compute the dropout keys of the input's channels."""
+        self.channel_keys.copy_(channel_keys(self._input.key, len(self.channel_keys)))
 
     def forward(self, x: Tensor, token_keys: Tensor | None = None) -> Tensor:
         """Project ``[..., in]`` to ``[..., out]``; ``token_keys [...]`` are needed if x is not the complete batch."""
         base = self.project(x) if self.magnitude is None else self.multiply(x)
-        inner = x
-        if self.dropout and self.training:
-            token_keys = self._token_keys.value if token_keys is None else token_keys
-            assert token_keys is not None, "an adapter with dropout was called without token keys"
-            inner = keyed_dropout(x, self.dropout, token_keys, self.channel_keys)
-        low_rank = self.scaling * linear(linear(inner, self.lora_a.to(x.dtype)), self.lora_b.to(x.dtype))
+        inner, lora_b = self._input.multiply(self._index, x, token_keys), self.lora_b.to(x.dtype)
+        if torch.compiler.is_compiling():
+            # One kernel adds, scales and computes what follows; ``addmm`` on CUDA would copy the base's output first.
+            total = base + self.scaling * linear(inner, lora_b)
+        else:
+            rows = torch.addmm(base.flatten(0, -2), inner.flatten(0, -2), lora_b.t(), alpha=self.scaling)
+            total = rows.view_as(base)
         if self.magnitude is None:
-            return base + low_rank
+            return total
         with torch.no_grad():
             norms = row_norms(self.dequantized_weight(), self.lora_a, self.lora_b, self.scaling)
         scale = (self.magnitude / norms).to(x.dtype)
-        out = (base + low_rank) * scale
+        out = total * scale
         return out if self.bias is None else out + self.bias
 
 
@@ -116,12 +120,14 @@ def apply_lora_(model: CausalLM, config: AdapterConfig) -> None:
     modules = model.architecture.resolve_adapter_modules(config.modules)
     _check_experts(model, config, modules)
     model.requires_grad_(False)
-    for module, key, path in list(model.linears()):
+    inputs: dict[str, AdapterInput] = {}
+    for module, key, path, input_key in list(model.linears()):
         # The loss is most sensitive to the head, so it is never quantised.
         base_dtype: BaseDtype = "bf16" if module == model.architecture.head else config.base
         if module in modules:
             base: Any = model.get_submodule(path)
-            model.set_submodule(path, LoRALinear(base, config, base_dtype, key, model.token_keys))
+            shared = inputs.setdefault(input_key, AdapterInput(input_key, config.dropout, model.token_keys))
+            model.set_submodule(path, LoRALinear(base, config, base_dtype, key, shared))
         elif base_dtype != "bf16":
             base = model.get_submodule(path)
             model.set_submodule(path, FrozenLinear(base, base_dtype))

@@ -120,6 +120,8 @@ def compile_blocks_(model: CausalLM) -> None:
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = _MAX_GRAPHS
     dynamo.fail_on_recompile_limit_hit = True
+    # Adapters that share an input keep its product until the last of them has run, in forward and in recomputation.
+    dynamo.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     # DDP's buckets would split blocks into several graphs; their gradients are reduced as they are computed anyway.
     dynamo.optimize_ddp = False
     for block in model.blocks:

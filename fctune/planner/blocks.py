@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -42,7 +43,7 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
 
     In eager mode, a linear that is trained or has an adapter keeps its input; attention keeps its three inputs, its
     output and a float32 per head; a norm keeps its input and a float32; SwiGLU keeps both branches and the activated
-    one. With dropout, each adapter keeps its own dropped input and a byte mask; with DoRA, each adapted linear keeps
+    one. With dropout, the adapters of an input keep it dropped, and a byte mask; with DoRA, each adapted linear keeps
     the sum that it scales. When compiled, functorch's min-cut partitioner recomputes the activation, RoPE's tables and
     some of DoRA's sums, so that slightly less is kept than counted here. What other blocks than these keep in eager
     mode is counted in a forward pass on the meta device (``fctune.planner.block_tracing``).
@@ -63,8 +64,11 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
     activated = sum(branch.output.in_dim for branch in mlps)
     inner = sum(adapter.rank for _ in adapted) if adapter is not None else 0
     # Adapters are stored in float32; computing in float32 needs no copy.
-    copied = adapter.rank * width if adapter is not None and width < 4 else 0
-    copies = copied * sum(linear.in_dim + linear.out_dim for linear in adapted)
+    rank, is_copied = (adapter.rank if adapter is not None else 0), width < 4
+    copies = rank * width * sum(linear.out_dim for linear in adapted) if is_copied else 0
+    # The A matrices of the linears that share an input are stacked.
+    inputs = find_adapter_inputs(a, block, adapter)
+    copies += sum(rank * width * one.in_dim * one.num_adapters for one in inputs if is_copied or one.num_adapters > 1)
     kept = 2 * d + mixed + inner
     masks = 0
     if config.compile:
@@ -73,8 +77,11 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
         kept += activated  # of the gate
         small += 2 * 4 * a.head_dim  # RoPE's table at each position, for q and k
     if adapter is not None and adapter.dropout > 0:
-        masks = sum(linear.in_dim for linear in adapted)
-        kept += masks
+        kept += sum(one.in_dim for one in inputs)
+        if config.compile:
+            small += 4 * len(inputs)  # token keys, of which backward computes the masks again
+        else:
+            masks = sum(one.in_dim for one in inputs)
     else:
         kept += sum(d for branch in block.branches if any(linear in keeping for linear in branch.inputs))
         kept += sum(branch.output.in_dim for branch in mlps if branch.output in keeping)
@@ -87,7 +94,7 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
     is_output_kept = adapter is None or any(branch.output in adapted for branch in mlps)
     temporary = ((2 if is_output_kept else 3) * activated + d) * width
     if masks:
-        temporary = max(temporary, 24 * max(linear.in_dim for linear in adapted))  # three 64-bit hashes at once
+        temporary = max(temporary, 12 * max(one.in_dim for one in inputs))  # three 32-bit hashes at once
     temporary = max(temporary, experts_temporary * width)
     largest = max(block.linears, key=lambda linear: linear.in_dim * linear.out_dim)
     constant = 0
@@ -106,6 +113,24 @@ def find_adapted(a: Architecture, weights: Sequence[Shape], adapter: AdapterConf
     """Return those of a block's linears, or of its experts' weights, that get adapters."""
     chosen = () if adapter is None else a.resolve_adapter_modules(adapter.modules)
     return [weight for weight in weights if weight.name in chosen]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInput:
+    """A tensor that linears with adapters read, by its size and their number."""
+
+    in_dim: int
+    num_adapters: int
+
+
+def find_adapter_inputs(a: Architecture, block: Block, adapter: AdapterConfig | None) -> list[AdapterInput]:
+    """Return the inputs of a block's adapters; the linears before the mixing of a branch share theirs."""
+    inputs: list[AdapterInput] = []
+    for branch in block.branches:
+        sizes = Counter(linear.in_dim for linear in find_adapted(a, branch.inputs, adapter))
+        inputs += [AdapterInput(in_dim, count) for in_dim, count in sizes.items()]
+        inputs += [AdapterInput(linear.in_dim, 1) for linear in find_adapted(a, (branch.output,), adapter)]
+    return inputs
 
 
 def _count_experts(a: Architecture, block: Block, config: RunConfig) -> tuple[int, int]:
@@ -127,12 +152,17 @@ def _count_experts(a: Architecture, block: Block, config: RunConfig) -> tuple[in
 
 
 def _every_second_product(a: Architecture, block: Block, config: RunConfig) -> int:
-    """Return the elements per token of every second matrix product of a block, which policy op keeps."""
+    """Return the elements per token of every second matrix product of a block, which policy op keeps.
+
+    Of the linears that share an input, the first one's base comes first, then the product with all A matrices.
+    """
     outputs: list[int] = []
-    adapter = config.adapter
-    adapted = find_adapted(a, block.linears, adapter)
-    for linear in block.linears:
-        outputs.append(linear.out_dim)
-        if adapter is not None and linear in adapted:
-            outputs += [adapter.rank, linear.out_dim]
+    for branch in block.branches:
+        for readers in (branch.inputs, (branch.output,)):
+            stacked = config.adapter.rank * len(find_adapted(a, readers, config.adapter)) if config.adapter else 0
+            for linear in readers:
+                outputs.append(linear.out_dim)
+                if find_adapted(a, (linear,), config.adapter):
+                    outputs += [stacked, linear.out_dim] if stacked else [linear.out_dim]
+                    stacked = 0
     return sum(outputs[1::2])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fctune.config.schema import RunConfig
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.architecture import Architecture
-from fctune.planner.blocks import find_adapted
+from fctune.planner.blocks import find_adapted, find_adapter_inputs
 
 _WIDE = 4  # bytes of float32, in which eager RoPE computes
 
@@ -29,7 +29,7 @@ def count_bytes_moved(a: Architecture, config: RunConfig, width: int) -> BytesMo
     """Count the bytes that the kernels of this run move per token and block.
 
     In eager mode, each operator reads its inputs and writes its output; compiled, adjacent operators are fused.
-    Adapters add their thin matrix products, which move much memory for little arithmetic, their scaling and their sum.
+    Adapters add their thin matrix products, which move much memory for little arithmetic, and their sum.
 
     Args:
         a: sizes of the model.
@@ -49,13 +49,13 @@ def count_bytes_moved(a: Architecture, config: RunConfig, width: int) -> BytesMo
         )
     if config.adapter is None:
         return plain
-    added = [
-        _adapter(linear.in_dim, linear.out_dim, config.adapter, config.compile, width)
-        for linear in find_adapted(a, a.largest_block.linears, config.adapter)
+    block, adapter, is_compiled = a.largest_block, config.adapter, config.compile
+    inputs = [_adapter_input(one.in_dim, adapter, is_compiled, width) for one in find_adapter_inputs(a, block, adapter)]
+    outputs = [
+        _adapter_output(one.out_dim, adapter, is_compiled, width) for one in find_adapted(a, block.linears, adapter)
     ]
-    return BytesMoved(
-        plain.forward + sum(moved.forward for moved in added), plain.backward + sum(moved.backward for moved in added)
-    )
+    parts = [plain, *inputs, *outputs]
+    return BytesMoved(sum(part.forward for part in parts), sum(part.backward for part in parts))
 
 
 def count_fused_bytes(a: Architecture, width: int) -> BytesMoved:
@@ -79,17 +79,23 @@ def _sizes(a: Architecture) -> tuple[int, int, int]:
     return a.embed_dim, activated, (a.num_heads + a.num_kv_heads) * a.head_dim
 
 
-def _adapter(in_dim: int, out_dim: int, adapter: AdapterConfig, is_compiled: bool, width: int) -> BytesMoved:
-    """Count one adapter: two thin products forward, four backward, its scaling and sum; dropout hashes 64-bit keys.
+def _adapter_input(in_dim: int, adapter: AdapterConfig, is_compiled: bool, width: int) -> BytesMoved:
+    """Count what reads the input of adapters: one product forward, two backward, and the sum of gradients.
 
-    DoRA scales the sum, and its backward computes gradients of the sum and of the scales.
+    Dropout hashes 32-bit keys; compiled, it keeps the hash in registers and computes it again in backward.
     """
-    dropped = 0
+    dropped = dropped_back = 0
     if adapter.dropout:
-        dropped = 2 * width * in_dim if is_compiled else (250 + 4 * width) * in_dim
-    dropped_back = in_dim * (1 + (2 if is_compiled else 4) * width) if adapter.dropout else 0
-    sums = 3 if is_compiled else 5
+        dropped = 2 * width if is_compiled else 38 + 4 * width
+        dropped_back = 2 * width if is_compiled else 1 + 4 * width
+    return BytesMoved(in_dim * (width + dropped), in_dim * (5 * width + dropped_back))
+
+
+def _adapter_output(out_dim: int, adapter: AdapterConfig, is_compiled: bool, width: int) -> BytesMoved:
+    """Count what makes the output of an adapted linear: one product forward, two backward, and the sum with the base.
+
+    Compiled, a kernel reads both; in eager mode, ``addmm`` copies the base's output and adds to it. DoRA scales the
+    sum, and its backward computes gradients of the sum and of the scales.
+    """
     scaled, scaled_back = ((1, 3) if is_compiled else (2, 6)) if adapter.dora else (0, 0)
-    forward = (in_dim + out_dim + (sums + scaled) * out_dim) * width
-    backward = (2 * in_dim + 2 * out_dim + ((1 if is_compiled else 2) + scaled_back) * out_dim + 3 * in_dim) * width
-    return BytesMoved(forward + dropped, backward + dropped_back)
+    return BytesMoved((4 + scaled) * out_dim * width, (2 + scaled_back) * out_dim * width)

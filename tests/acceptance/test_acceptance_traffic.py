@@ -75,6 +75,7 @@ def test_the_uncompiled_step_is_estimated_well_above_its_threshold(config: Accep
     assert not run.compile
     limit = config.thresholds["training_node_tokens_per_s"].warn
     assert limit is not None
-    assert estimate_rate(run, model_dir) > 1.2 * limit
+    rate = estimate_rate(run, model_dir)
+    assert rate > 1.2 * limit
     run.adapter.dropout = 0.1
-    assert estimate_rate(run, model_dir) < limit, "with dropout, healthy devices would be reported"
+    assert limit < estimate_rate(run, model_dir) < 9 / 10 * rate

@@ -38,7 +38,8 @@ class Counter(TorchDispatchMode):
         is_view = all(t.untyped_storage().data_ptr() in owned for t in outputs)
         name = str(operator)
         is_cast = any(RANK in t.shape for t in inputs) and "_to_copy" in name
-        is_weight = is_cast or "vector_norm" in name  # once per step, whatever the number of tokens
+        # Once per step, whatever the number of tokens.
+        is_weight = is_cast or all(TOKENS not in t.shape for t in inputs + outputs)
         if (
             not is_view
             and not is_weight
@@ -71,9 +72,14 @@ def plan_block(a: Architecture, model_dir: Path, raw: dict[str, Any]) -> BytesMo
     """Return the planned traffic without norms and the adapters' products."""
     config = parse_small_config(raw | {"model": {"path": str(model_dir)}, "precision": "bf16"})
     moved = count_bytes_moved(a, config, WIDTH)
-    products = sum(one.in_dim + one.out_dim for one in a.largest_block.linears) * WIDTH if config.adapter else 0
+    norms = a.embed_dim * WIDTH
+    if config.adapter is None:
+        return BytesMoved(moved.forward - 4 * norms, moved.backward - 6 * norms)
+    # Queries, keys and values read the same tensor, and so do gate and up.
+    inputs = WIDTH * (3 * a.embed_dim + a.largest_block.linears[-1].in_dim)
+    outputs = WIDTH * sum(one.out_dim for one in a.largest_block.linears)
     return BytesMoved(
-        moved.forward - 4 * a.embed_dim * WIDTH - products, moved.backward - 6 * a.embed_dim * WIDTH - 2 * products
+        moved.forward - 4 * norms - inputs - 4 * outputs, moved.backward - 6 * norms - 2 * inputs - 2 * outputs
     )
 
 

@@ -16,7 +16,7 @@ from fctune.models.causal_lm import CausalLM, Linear
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.torchtune.architecture import TorchtuneArchitecture
 from fctune.models.torchtune.layers import replace_layers_
-from fctune.models.torchtune.names import HEAD, LINEAR_PATHS
+from fctune.models.torchtune.names import HEAD, LINEAR_PATHS, SHARED_INPUTS
 
 
 class TorchtuneCausalLM(CausalLM):
@@ -60,8 +60,9 @@ class TorchtuneCausalLM(CausalLM):
         """Iterate over the linears of the blocks, block by block, and then the head."""
         for index, _ in enumerate(self.blocks):
             for module, path in LINEAR_PATHS.items():
-                yield Linear(module, f"{index}.{module}", f"decoder.layers.{index}.{path}")
-        yield Linear(HEAD, HEAD, "decoder.output")
+                input_key = f"{index}.{SHARED_INPUTS.get(module, module)}"
+                yield Linear(module, f"{index}.{module}", f"decoder.layers.{index}.{path}", input_key)
+        yield Linear(HEAD, HEAD, "decoder.output", HEAD)
 
     def hidden_states(
         self,

@@ -18,6 +18,9 @@ LINEAR_PATHS = {
     "down_proj": "mlp.w2",
 }
 
+# Linear -> the first one of the block that reads the same tensor.
+SHARED_INPUTS = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+
 # Path inside a torchtune block -> path inside a Hugging Face block.
 _BLOCK_PATHS = {
     "attn.q_proj": "self_attn.q_proj",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from fctune.models.transformers.experts import iter_expert_weights, iter_routers
 from fctune.models.transformers.float64 import keep_float64_
 from fctune.models.transformers.fused_norms import fuse_norms_
 from fctune.models.transformers.modules import Layout, build_decoder, iter_linears, read_layout
+from fctune.models.transformers.shared_inputs import recorded_inputs
 from fctune.models.transformers.state_layers import separate_conversations_
 
 
@@ -92,6 +93,10 @@ class TransformersCausalLM(CausalLM):
     Args:
         decoder: transformers' model, with its parameters on the meta device and its buffers on the CPU.
         layout: names of its modules.
+
+    Attributes:
+        first_readers: for the key of a linear, that of the first one of its block that reads the same tensor; what is
+            not in it reads a tensor of its own.
     """
 
     decoder: Any  # transformers' PreTrainedModel, whose annotations a type checker cannot follow
@@ -108,6 +113,7 @@ class TransformersCausalLM(CausalLM):
         self.needs_packing_proof = True
         self.decoder = decoder
         self.layout = layout
+        self.first_readers: Mapping[str, str] = {}
         self._bounds: DocumentBounds | None = None
         # Memory for parameters is given to buffers, too, whose values are lost by that.
         self._buffers_of_decoder = {name: buffer.clone() for name, buffer in decoder.named_buffers()}
@@ -169,8 +175,11 @@ class TransformersCausalLM(CausalLM):
         """Iterate over the linears of the blocks, block by block, and then the head."""
         for index, block in enumerate(self.blocks):
             for name, key, path in iter_linears(block):
-                yield Linear(name, f"{index}.{key}", f"decoder.{self.layout.stack}.{index}.{path}")
-        yield Linear(self.layout.head, self.layout.head, f"decoder.{self.layout.head}")
+                key = f"{index}.{key}"
+                input_key = self.first_readers.get(key, key)
+                yield Linear(name, key, f"decoder.{self.layout.stack}.{index}.{path}", input_key)
+        head = self.layout.head
+        yield Linear(head, head, f"decoder.{head}", head)
 
     def expert_weights(self) -> Iterator[ExpertWeight]:
         """Iterate over the weights of the experts, block by block."""
@@ -237,8 +246,9 @@ def build_model(
         ConfigError: ``max_seq_len`` exceeds the model's positions, or transformers cannot build the model.
     """
     architecture.check_seq_len(max_seq_len)
-    uses = _find_uses(architecture, max_seq_len, precision, attention_kernel)
+    uses, first_readers = _inspect(architecture, max_seq_len, precision, attention_kernel)
     model = _build(architecture, precision, attention_kernel)
+    model.first_readers = first_readers
     if attention_kernel != "per_document":
         is_flex = attention_kernel == "flex"
         model.windows = tuple(dict.fromkeys(use.window for use in uses if is_flex or use.needs_flex))
@@ -246,15 +256,20 @@ def build_model(
 
 
 @functools.lru_cache(maxsize=8)
-def _find_uses(
+def _inspect(
     architecture: TransformersArchitecture,
     max_seq_len: int,
     precision: PrecisionPolicy,
     attention_kernel: AttentionKernel,
-) -> tuple[AttentionUse, ...]:
-    """Return how a model's layers attend, see ``check_attention``; a run and its plan build several such models."""
+) -> tuple[tuple[AttentionUse, ...], Mapping[str, str]]:
+    """Return how a model's layers attend, see ``check_attention``, and which linears read the same tensor.
+
+    A run and its plan build several such models, so the result is kept.
+    """
     checked = _build(architecture, precision, attention_kernel)  # keeps what its forward on the meta device caches
-    return check_attention(checked, checked.decoder, architecture, max_seq_len)
+    with recorded_inputs(checked.blocks) as first_readers:
+        uses = check_attention(checked, checked.decoder, architecture, max_seq_len)
+    return uses, first_readers
 
 
 def _build(
