@@ -138,11 +138,7 @@ def push(model: str, name: str, is_private: bool, revision: str | None, environm
     """
     from huggingface_hub import create_repo, upload_folder
 
-    folder = _find_export(Path(model))
-    if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(
-            f"{folder}: contains no .safetensors file, so no weights. Check it with python -m eval.validate."
-        )
+    folder = find_export(Path(model))
     token = environment.get("HF_TOKEN") or None
     try:
         repository = create_repo(name, token=token, private=is_private, exist_ok=True)
@@ -161,10 +157,20 @@ def push(model: str, name: str, is_private: bool, revision: str | None, environm
     return str(commit.commit_url)
 
 
-def _find_export(path: Path) -> Path:
+def find_export(path: Path) -> Path:
+    """Return the model or adapter directory of a run's output directory, or the directory itself.
+
+    Raises:
+        ConfigError: There is none.
+        CheckpointError: The directory has no weights.
+    """
     for folder in (path, path / "export" / "merged", path / "export" / "adapter"):
         if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
-            return folder
+            if any(folder.glob("*.safetensors")):
+                return folder
+            raise CheckpointError(
+                f"{folder}: contains no .safetensors file, so no weights. Check it with python -m eval.validate."
+            )
     raise ConfigError(
         f"{path}: nothing to upload: neither it nor its export/ holds a model (config.json) or an adapter "
         "(adapter_config.json). Pass a completed run's output directory or a model directory."

@@ -63,7 +63,7 @@ def add_setup(page: Page, record: RunRecord, suffix: str = "") -> None:
     ]
     rows: list[list[object]] = [
         ["model", config.get("model", {}).get("path")],
-        ["trained", _describe_method(config.get("adapter")) if config else None],
+        ["trained", describe_method(config.get("adapter")) if config else None],
         ["data", ", ".join(sources)],
         ["sequence length", data.get("seq_len")],
         ["global batch size", config.get("global_batch_size")],
@@ -203,7 +203,8 @@ def _make_facts(rows: list[list[object]]) -> str:
     return f'<div class="facts">{make_table([("", False), ("Value", False)], rows)}</div>'
 
 
-def _describe_method(adapter: dict[str, Any] | None) -> str:
+def describe_method(adapter: dict[str, Any] | None) -> str:
+    """Describe what was trained: all weights, or adapters with their settings."""
     if not adapter:
         return "all weights"
     kinds = [adapter.get("scaling", "standard"), *(["DoRA"] if adapter.get("dora") else [])]

@@ -154,6 +154,8 @@ def test_an_export_is_uploaded_as_one_private_commit_without_hidden_files(hub: H
     done = push(hub, str(tmp_path / "run"), "me/tuned")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"{hub.url}/me/tuned/commit/{COMMIT}"
+    card = hub.commits["me/tuned"].pop("README.md").decode()
+    assert "function-calling" in card
     assert hub.commits["me/tuned"] == files
     assert hub.created[0]["visibility"] == "private"
     assert "may-write" not in done.stdout + done.stderr

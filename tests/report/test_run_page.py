@@ -14,15 +14,10 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.formats.registry import FORMATS
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.success import SuccessConfig
-from fctune.evaluation.judging import judge_answer
 from fctune.evaluation.paired import compare_rows
-from fctune.evaluation.results import ResultsFile
 from fctune.evaluation.suites import Suite, load_suite
-from fctune.evaluation.summary import summarise_run
-from fctune.generation.engine import Answer
 from fctune.report.run_page import write_run_html
 from fctune.runs.record import read_run
 from fctune.runs.results import find_accuracies
@@ -32,7 +27,15 @@ from fctune.telemetry.alerts import Alert
 from fctune.training.run_directory import RunDirectory
 from tests.conftest import ROOT
 from tests.report.browser import BINARY, needs_chromium, open_page, take_screenshot
-from tests.runs.sample_runs import change_run, make_config, make_run, tear, write_steps
+from tests.runs.sample_runs import (
+    change_run,
+    make_config,
+    make_run,
+    render_correct,
+    tear,
+    write_results,
+    write_steps,
+)
 
 HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror=alert(1)>&amp;'
 
@@ -40,24 +43,6 @@ HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror=
 @pytest.fixture(scope="module")
 def smoke() -> Suite:
     return load_suite(ROOT / "eval" / "suites" / "smoke.yaml")
-
-
-def write_results(path: Path, suite: Suite, texts: list[str], model: str) -> list[dict[str, Any]]:
-    """Write results as an evaluation does."""
-    settings = {"suite": suite.name, "cases_digest": suite.digest(), "max_new_tokens": 256}
-    file = ResultsFile(path)
-    file.start(settings)
-    rows = []
-    for case, text in zip(suite.cases, texts, strict=True):
-        rows.append(judge_answer(case, Answer(0, text), FORMATS["hermes"]).to_row())
-        file.append(rows[-1])
-    file.finish([case.id for case in suite.cases])
-    file.write_summary({"model": model, "adapter": None, **summarise_run(suite, rows, settings)})
-    return rows
-
-
-def render_correct(suite: Suite) -> list[str]:
-    return [FORMATS["hermes"].render(case.expected) or "You are welcome." for case in suite.cases]
 
 
 @pytest.fixture(scope="module")

@@ -8,18 +8,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fctune.calls.formats.registry import FORMATS
 from fctune.config.schema import RunConfig
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.config.sections.model import ModelConfig
+from fctune.evaluation.judging import judge_answer
+from fctune.evaluation.results import ResultsFile
+from fctune.evaluation.suites import Suite
+from fctune.evaluation.summary import summarise_run
+from fctune.generation.engine import Answer
 from fctune.telemetry.sinks import JsonlSink
 from fctune.training.run_directory import RunDirectory
 
 
 def make_config(path: Path, **changes: Any) -> RunConfig:
-    data = DataConfig(sources=[SourceConfig(path="synthetic:train:100:1")])
-    given: dict[str, Any] = {"adapter": AdapterConfig(rank=8, alpha=16.0), **changes}
-    return RunConfig(output_dir=str(path), model=ModelConfig(path="models/base"), data=data, **given)
+    given: dict[str, Any] = {
+        "model": ModelConfig(path="models/base"),
+        "data": DataConfig(sources=[SourceConfig(path="synthetic:train:100:1")]),
+        "adapter": AdapterConfig(rank=8, alpha=16.0),
+        **changes,
+    }
+    return RunConfig(output_dir=str(path), **given)
 
 
 def make_steps(first: int, last: int, scale: float = 1.0) -> Iterator[dict[str, Any]]:
@@ -91,3 +101,21 @@ def tear(directory: RunDirectory) -> None:
 def change_run(directory: RunDirectory, **changes: Any) -> None:
     path = directory.path / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def write_results(path: Path, suite: Suite, texts: list[str], model: str) -> list[dict[str, Any]]:
+    """Write results as an evaluation does."""
+    settings = {"suite": suite.name, "cases_digest": suite.digest(), "max_new_tokens": 256}
+    file = ResultsFile(path)
+    file.start(settings)
+    rows = []
+    for case, text in zip(suite.cases, texts, strict=True):
+        rows.append(judge_answer(case, Answer(0, text), FORMATS["hermes"]).to_row())
+        file.append(rows[-1])
+    file.finish([case.id for case in suite.cases])
+    file.write_summary({"model": model, "adapter": None, **summarise_run(suite, rows, settings)})
+    return rows
+
+
+def render_correct(suite: Suite) -> list[str]:
+    return [FORMATS["hermes"].render(case.expected) or "You are welcome." for case in suite.cases]

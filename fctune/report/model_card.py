@@ -1,0 +1,155 @@
+"""The model card of an export: what it was trained from and on, its measured accuracy, and how to serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fctune.calls.server_parsers import read_server_parsers
+from fctune.report.eval_page import format_bounds
+from fctune.report.run_sections import describe_method
+from fctune.report.run_text import format_number, format_seconds
+from fctune.runs.figures import describe_run
+from fctune.runs.record import RunRecord
+from fctune.runs.results import Accuracy
+
+FILE_NAME = "README.md"
+WRITTEN_BY = "<!-- Written by fctune push, which replaces it. Remove this line to keep your own changes. -->"
+
+
+def make_model_card(
+    export: Path, name: str, record: RunRecord | None = None, accuracies: Sequence[Accuracy] = ()
+) -> str:
+    """Return the card in Markdown, with the header that the Hugging Face hub reads.
+
+    Only what was recorded or measured is written; a section without any is left out.
+
+    Args:
+        export: The model or adapter directory.
+        name: OWNER/NAME of the repository.
+        record: The run that made the export; None: unknown.
+        accuracies: Evaluations of the export.
+    """
+    is_adapter = (export / "adapter_config.json").is_file()
+    config = record.config if record else {}
+    base = name_on_hub(str(config.get("model", {}).get("path", "")))
+    sources = config.get("data", {}).get("sources", ())
+    header: dict[str, Any] = {
+        "library_name": "peft" if is_adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["function-calling", "tool-use", "fctune"],
+    }
+    if base is not None:
+        header |= {"base_model": base, "base_model_relation": "adapter" if is_adapter else "finetune"}
+    datasets = [found for source in sources if (found := name_on_hub(source["path"])) is not None]
+    if datasets:
+        header["datasets"] = sorted(set(datasets))
+    sections = [
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n{WRITTEN_BY}",
+        f"# {name.split('/')[-1]}",
+        _describe(is_adapter, base, config),
+        *_list_accuracies(accuracies),
+        *(_describe_training(record) if record else ()),
+        *_describe_serving(export, name, is_adapter, base),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def name_on_hub(path: str) -> str | None:
+    """Return OWNER/NAME of a path ``hf:OWNER/NAME[@REVISION][:SPLIT]``; None for a local path."""
+    if not path.startswith("hf:"):
+        return None
+    spec = path.removeprefix("hf:").partition("@")[0].split(":")[0]
+    return None if spec.startswith(("/", ".")) or spec.count("/") > 1 else spec
+
+
+def _describe(is_adapter: bool, base: str | None, config: dict[str, Any]) -> str:
+    kind = "An adapter that makes" if is_adapter else "A model fine-tuned to make"
+    origin = f" of [{base}](https://huggingface.co/{base})" if base else ""
+    what = f"{kind} a chat model{origin} call tools" if is_adapter else f"{kind} tool calls"
+    of = f", trained from [{base}](https://huggingface.co/{base})" if base and not is_adapter else ""
+    method = f" Method: {describe_method(config.get('adapter'))}." if config else ""
+    return f"{what}{of}, with fctune.{method}"
+
+
+def _list_accuracies(accuracies: Sequence[Accuracy]) -> list[str]:
+    """Return one section with a table of each suite: accuracy with its 95 % interval, and the base model's."""
+    if not accuracies:
+        return []
+    parts = [
+        "## Accuracy",
+        "Share of cases with exactly the right calls, with 95 % Wilson intervals; differences are tested in pairs "
+        "(McNemar).",
+    ]
+    for accuracy in accuracies:
+        compared = {one.category: one for one in accuracy.compare()}
+        head = ["category", "cases", "accuracy", "interval", *(["base", "p"] if compared else [])]
+        lines = [_row(head), _row(["---"] * len(head))]
+        for category, found in accuracy.rates():
+            cells = [category, f"{found['n']:,}", f"{found['rate']:.1%}", format_bounds(found)]
+            if compared:
+                one = compared[category]
+                cells += [f"{one.num_right_before / one.n:.1%}", f"{one.p_value:.2g}"]
+            lines.append(_row(cells))
+        parts += [f"### {accuracy.suite}", "\n".join(lines)]
+    return parts
+
+
+def _describe_training(record: RunRecord) -> list[str]:
+    figures, config, run = describe_run(record), record.config, record.run
+    data = config.get("data", {})
+    sources = [
+        f"`{name_on_hub(source['path']) or Path(source['path']).name}`"
+        + (f" (weight {source['weight']:g})" if source.get("weight", 1.0) != 1.0 else "")
+        for source in data.get("sources", ())
+    ]
+    size = run.get("world_size")
+    facts = {
+        "data": ", ".join(sources),
+        "sequence length": data.get("seq_len"),
+        "steps": f"{figures.num_steps:,} of {record.num_steps:,}" if record.num_steps else figures.num_steps or None,
+        "sequences a step": config.get("global_batch_size"),
+        "tokens": format_number(figures.tokens_total),
+        "final training loss": format_number(figures.final_loss),
+        "validation loss": format_number(figures.validation_loss),
+        "hardware": f"{size} x {run.get('device')}" if size and run.get("device") else run.get("device"),
+        "time": format_seconds(figures.time.elapsed_s),
+        "GPU-hours": format_number(figures.time.gpu_hours),
+        "seed": config.get("seed"),
+        "versions": ", ".join(f"{package} {version}" for package, version in run.get("versions", {}).items()),
+    }
+    lines = [_row(["", ""]), _row(["---", "---"])]
+    lines += [_row([name, str(value)]) for name, value in facts.items() if value not in (None, "")]
+    return ["## Training", "\n".join(lines)]
+
+
+def _describe_serving(export: Path, name: str, is_adapter: bool, base: str | None) -> list[str]:
+    parsers = read_server_parsers(export) or {}
+    commands = []
+    for server, start in (
+        ("vllm", f"vllm serve {base if is_adapter else name} --enable-auto-tool-choice"),
+        ("sglang", f"python -m sglang.launch_server --model-path {base if is_adapter else name}"),
+    ):
+        found = parsers.get(server, {})
+        if found.get("tool_call_parser") is None or (is_adapter and (base is None or server == "sglang")):
+            continue
+        start += f" --tool-call-parser {found['tool_call_parser']}"
+        if found.get("reasoning_parser"):
+            start += f" --reasoning-parser {found['reasoning_parser']}"
+        if is_adapter:
+            start += f" --enable-lora --lora-modules {name.split('/')[-1]}={name}"
+        commands.append(start)
+    if not commands:
+        return []
+    lead = (
+        "Tools are passed as in OpenAI's API (`tools=[...]`); the chat template writes them into the prompt. The "
+        "parsers below read the calls as the model was trained to write them."
+    )
+    return ["## Serving", lead, "```bash\n" + "\n".join(commands) + "\n```"]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
