@@ -43,6 +43,7 @@ class Job:
     distributed: bool = False  # use torchtune's distributed recipe even on one rank
     adapter: bool = True
     base: str = "bf16"  # fctune only: storage of the frozen base
+    config: str | None = None  # fctune only: a file of configs/ that decides all but model, rows and steps
     checkpointed: float = 0.0  # share of the blocks; other tools support only 0 and 1
     device: str = "cpu"
     has_weights: bool = True  # otherwise weights are drawn on the device

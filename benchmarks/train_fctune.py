@@ -9,9 +9,13 @@ import torch
 
 from benchmarks.job import ALPHA, CLIP, LEARNING_RATE, MODULES, RANK, WEIGHT_DECAY, Job, Recorder
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def fctune_config(job: Job, out: Path) -> dict[str, Any]:
     """Return the config of the run."""
+    if job.config is not None:
+        return shipped_config(job, out)
     config: dict[str, Any] = {
         "output_dir": str(out),
         "model": {"path": job.model_dir},
@@ -38,6 +42,21 @@ def fctune_config(job: Job, out: Path) -> dict[str, Any]:
     if job.adapter:
         config["adapter"] = {"rank": RANK, "alpha": ALPHA, "modules": MODULES, "base": job.base}
     return config
+
+
+def shipped_config(job: Job, out: Path) -> dict[str, Any]:
+    """Return a config of ``configs/`` with the model, rows, length, batch and steps of the job, without saves."""
+    from fctune.config.loading import read_yaml_mapping
+
+    config = read_yaml_mapping(ROOT / "configs" / str(job.config))
+    config["output_dir"], config["model"] = str(out), {"path": job.model_dir}
+    data = {"sources": [{"path": str(Path(job.rows_dir) / "rows.jsonl")}], "validation_share": 0.0}
+    config["data"] |= data | {"seq_len": job.seq_len}
+    config |= {"global_batch_size": job.rows_a_step, "epochs": 1_000, "max_steps": job.steps, "resume": "never"}
+    return config | {
+        "checkpoint": {"every_n_steps": 0, "elastic_every_n_steps": 0},
+        "validation": {"every_n_steps": 0},
+    }
 
 
 def train(job: Job, recorder: Recorder) -> None:

@@ -1,6 +1,7 @@
 """Run a function on several gloo ranks of this machine.
 
-Processes are forked from a server that has made the slow imports, so a group starts in a fraction of a second.
+Processes are forked from a server that has made the slow imports, so a group starts in a fraction of a second. On a
+machine with GPUs they start afresh, since some of these imports look for GPUs, after which CUDA refuses a fork.
 """
 
 from __future__ import annotations
@@ -15,8 +16,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torchtune.modules", "transformers", "fctune.training.setup", "peft"])
+
+def start_context(*preloaded: str) -> Any:
+    """Return the context that starts ranks here; a server imports the modules first, on machines without GPUs."""
+    import torch
+
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    context.set_forkserver_preload(list(preloaded))
+    return context
+
+
+context = start_context("torch", "torchtune.modules", "transformers", "fctune.training.setup", "peft")
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 240) -> list[Any]:

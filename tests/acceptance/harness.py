@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -15,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import ROOT
+from tests.ranks import start_context
 
 CONFIG = ROOT / "configs" / "acceptance_cpu.yaml"
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torchtune.modules", "fctune.acceptance.run"])
+_context = start_context("torch", "torchtune.modules", "fctune.acceptance.run")
 
 # Overrides for a short run.
 SHORT = ("~training", "compute.sustain_s=0.2", "collectives.repetitions=3", "collectives.sizes_mib=[0.015625, 4.0]")

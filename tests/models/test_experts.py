@@ -41,6 +41,15 @@ def test_grouped_experts_equal_transformers(model_type: str) -> None:
         torch.testing.assert_close(grad, expected_grads[name], rtol=0, atol=tolerance, msg=name)
 
 
+def test_experts_of_transformers_5_17_have_no_norm_behind_them() -> None:
+    model = make_reference("qwen3_moe")
+    expected, _ = run(model, EXPERTS_IMPLEMENTATION)
+    for _, experts in iter_experts(model):
+        vars(experts).pop("has_post_expert_norm", None)
+    found, _ = run(model, EXPERTS_IMPLEMENTATION)
+    assert torch.equal(found, expected)
+
+
 def test_bfloat16_experts_are_as_close_to_float64_as_transformers_own() -> None:
     model = make_reference("gpt_oss", torch.bfloat16)
     exact, _ = run(make_reference("gpt_oss", torch.bfloat16).double(), "eager")

@@ -117,7 +117,8 @@ def _run_experts(experts: Any, rows: Tensor, keys: Tensor | None, ends: Tensor) 
     inner = _project(experts, up, rows, keys, ends)
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     out = _project(experts, down, inner, keys, ends)
-    return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
+    has_norm = getattr(experts, "has_post_expert_norm", False)  # missing in transformers 5.17
+    return experts.post_expert_norm(out) if has_norm else out
 
 
 def _project(experts: Any, name: str, x: Tensor, keys: Tensor | None, ends: Tensor) -> Tensor:

@@ -225,11 +225,13 @@ def _fuse(
     rule: Any, target: str, names: Mapping[str, Sequence[str]], original: Any, headers: Mapping[str, TensorHeader]
 ) -> dict[str, Source]:
     """Apply one rule's operations to the tensors that its patterns match; returns the sources of its targets."""
-    rule = rule.copy(rule._original_source_patterns, rule._original_target_patterns, operations=rule.operations)
+    patterns = (rule._original_source_patterns, rule._original_target_patterns)
+    fresh = type(rule)(*patterns, operations=rule.operations)  # rule.copy is missing in transformers 5.17
+    fresh.scope_prefix, fresh.base_model_prefix = rule.scope_prefix, rule.base_model_prefix
     for pattern, matched in names.items():
         for name in matched:
-            rule.add_tensor(target, name, pattern, LazyTensor(Stored(headers[name])))
-    made = rule.convert(target, model=original, config=original.config)
+            fresh.add_tensor(target, name, pattern, LazyTensor(Stored(headers[name])))
+    made = fresh.convert(target, model=original, config=original.config)
     tensors = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
     return {name: tensor.source for name, tensor in tensors.items()}
 

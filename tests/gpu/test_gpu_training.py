@@ -20,7 +20,10 @@ from fctune.training.setup import start_state
 from tests.ranks import run_ranks
 from tests.training.training_runs import Recorder, build_trainable, make_config
 
-pytestmark = pytest.mark.gpu
+
+def _report_waits(mode: str) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 class SyncCounter(Callback):
@@ -33,10 +36,10 @@ class SyncCounter(Callback):
         self._context = warnings.catch_warnings(record=True)
         self._seen = self._context.__enter__()
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
+        _report_waits("warn")
 
     def after_optimizer_update(self, step: int) -> None:
-        torch.cuda.set_sync_debug_mode("default")
+        _report_waits("default")
         self.counts.append(sum("synchroniz" in str(w.message) for w in self._seen or []))
         self._context.__exit__(None, None, None)
 
@@ -77,34 +80,48 @@ def run(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., dict[s
     return start
 
 
+@pytest.mark.gpu
 def test_the_host_waits_for_the_device_once_per_step(run: Callable[..., dict[str, Any]]) -> None:
     result = run(optimizer={"fused": True})
     assert result["kernel"] == "varlen"
     assert result["waits"][1:] == [1, 1, 1]
 
 
+def on_cuda(changes: dict[str, Any]) -> Any:
+    return pytest.param("cuda", changes, marks=pytest.mark.gpu, id=f"cuda-{changes}")
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("device_type", "changes"),
     [
-        {"compile": True},
-        {"activation_checkpointing": {"fraction": 1.0}},
-        {"activation_checkpointing": {"fraction": 1.0, "offload": True}},
-        {"activation_checkpointing": {"fraction": 0.5, "policy": "op"}, "compile": True},
-        {"adapter": {"base": "float8"}},
-        {"adapter": {"base": "nf4"}},
-        {"parallel": {"mode": "fsdp"}},
-        {"parallel": {"mode": "fsdp", "cpu_offload": True}},
-        {"precision": "fp32"},
+        pytest.param("cpu", {"activation_checkpointing": {"fraction": 1.0}}, id="cpu-recomputed"),
+        *(
+            on_cuda(changes)
+            for changes in (
+                {"compile": True},
+                {"activation_checkpointing": {"fraction": 1.0}},
+                {"activation_checkpointing": {"fraction": 1.0, "offload": True}},
+                {"activation_checkpointing": {"fraction": 0.5, "policy": "op"}, "compile": True},
+                {"adapter": {"base": "float8"}},
+                {"adapter": {"base": "nf4"}},
+                {"adapter": {"base": "float8"}, "compile": True},
+                {"adapter": {"base": "nf4"}, "compile": True},
+                {"parallel": {"mode": "fsdp"}},
+                {"parallel": {"mode": "fsdp", "cpu_offload": True}},
+                {"precision": "fp32"},
+            )
+        ),
     ],
-    ids=str,
+    indirect=["device_type"],
 )
 def test_memory_saving_options_change_losses_only_slightly(
-    changes: dict[str, Any], run: Callable[..., dict[str, Any]]
+    device_type: str, changes: dict[str, Any], run: Callable[..., dict[str, Any]]
 ) -> None:
     plain, changed = run(), run(**changes)
     assert changed["losses"] == pytest.approx(plain["losses"], rel=0.02)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16_mixed", "float8", "float8_mixed"])
 def test_all_weights_train_in_every_precision(precision: str, run: Callable[..., dict[str, Any]]) -> None:
     optimizer = {"lr": 1e-3, "fused": True}
