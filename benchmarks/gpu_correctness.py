@@ -68,7 +68,7 @@ def losses_and_gradients(model: CausalLM, device: torch.device, is_packed: bool 
                 part = {name: tensor[row : row + 1, start:stop] for name, tensor in batch.items()}
                 loss = model(tokens=part["tokens"], labels=part["labels"])
                 loss.backward()
-                total += float(loss)
+                total += loss.item()
     return total, torch.cat([p.grad.flatten().double().cpu() for p in model.parameters() if p.grad is not None])
 
 
@@ -87,7 +87,8 @@ def check(model_dir: Path, device: torch.device) -> dict[str, Any]:
     def compare(name: str, model: CausalLM, dtype: torch.dtype, is_packed: bool = True) -> None:
         loss, gradient = losses_and_gradients(model, device, is_packed)
         errors = [abs(loss - true[0]) / abs(true[0]), relative(gradient, true[1])]
-        tolerance = TOLERANCES[dtype]
+        # The tables of rotary embeddings are float32, whose last bit differs between devices.
+        tolerance = max(TOLERANCES[dtype], 0.0 if device == cpu else 1e-7)
         results[name] = {"errors": errors, "tolerance": tolerance, "ok": all(e <= tolerance for e in errors)}
 
     for dtype in TOLERANCES:

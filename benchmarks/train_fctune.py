@@ -13,50 +13,44 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def fctune_config(job: Job, out: Path) -> dict[str, Any]:
-    """Return the config of the run."""
-    if job.config is not None:
-        return shipped_config(job, out)
-    config: dict[str, Any] = {
+    """Return the config of the run: the job's settings, or those of its file in ``configs/``."""
+    rows = {"sources": [{"path": str(Path(job.rows_dir) / "rows.jsonl")}], "validation_share": 0.0}
+    config: dict[str, Any] = _read_shipped(job.config) if job.config is not None else _settings_of(job)
+    config["data"] |= rows | {"seq_len": job.seq_len}
+    return config | {
         "output_dir": str(out),
         "model": {"path": job.model_dir},
-        "data": {
-            "sources": [{"path": str(Path(job.rows_dir) / "rows.jsonl")}],
-            "validation_share": 0.0,
-            "seq_len": job.seq_len,
-            "packed": job.packed,
-        },
-        "precision": job.dtype,
         "global_batch_size": job.rows_a_step,
-        "micro_batch_size": job.micro_batch_size,
         "epochs": 1_000,
         "max_steps": job.steps,
+        "checkpoint": {"every": job.save_every, "elastic_every": 0, "keep_last": 1},
+        "validation": {"every": 0},
+        "resume": "never",
+    }
+
+
+def _settings_of(job: Job) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "data": {"packed": job.packed},
+        "precision": job.dtype,
+        "micro_batch_size": job.micro_batch_size,
         "optimizer": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "fused": True},
         "lr_scheduler": {"name": "constant"},
         "clip_grad_norm": CLIP,
         "activation_checkpointing": {"fraction": job.checkpointed},
         "compile": job.compile,
-        "checkpoint": {"every": job.save_every, "elastic_every": 0, "keep_last": 1},
-        "validation": {"every": 0},
-        "resume": "never",
     }
     if job.adapter:
         config["adapter"] = {"rank": RANK, "alpha": ALPHA, "modules": MODULES, "base": job.base}
     return config
 
 
-def shipped_config(job: Job, out: Path) -> dict[str, Any]:
-    """Return a config of ``configs/`` with the model, rows, length, batch and steps of the job, without saves."""
-    from fctune.config.loading import read_yaml_mapping
+def _read_shipped(name: str) -> dict[str, Any]:
+    from fctune.config.loading import compose_config
+    from fctune.config.schema import RunConfig
 
-    config = read_yaml_mapping(ROOT / "configs" / str(job.config))
-    config["output_dir"], config["model"] = str(out), {"path": job.model_dir}
-    data = {"sources": [{"path": str(Path(job.rows_dir) / "rows.jsonl")}], "validation_share": 0.0}
-    config["data"] |= data | {"seq_len": job.seq_len}
-    config |= {"global_batch_size": job.rows_a_step, "epochs": 1_000, "max_steps": job.steps, "resume": "never"}
-    return config | {
-        "checkpoint": {"every_n_steps": 0, "elastic_every_n_steps": 0},
-        "validation": {"every_n_steps": 0},
-    }
+    values: dict[str, Any] = compose_config(ROOT / "configs" / name, RunConfig).values
+    return values
 
 
 def train(job: Job, recorder: Recorder) -> None:
