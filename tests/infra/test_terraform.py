@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -84,6 +85,29 @@ def test_a_misspelt_attribute_is_found(tmp_path: Path, reattach: str) -> None:
     assert found.returncode == 1
     assert 'An argument named "fabric" is not expected here' in found.stderr
     assert 'The argument "infiniband_fabric" is required' in found.stderr
+
+
+@needs_terraform
+def test_soperator_gives_the_recipe_the_variables_that_it_has(tmp_path: Path) -> None:
+    """A recipe with the names of the real one's variables stands in for it: it cannot be fetched."""
+    root = tmp_path / "soperator"
+    shutil.copytree(NEBIUS / "soperator", root)
+    known = json.loads((ROOT / "tests" / "infra" / "soperator_variables.json").read_text(encoding="utf-8"))
+    main = (root / "main.tf").read_text()
+    source, count = re.subn(r'source += "git::[^"]+\?ref=(\w+)"', 'source = "./recipe"', main)
+    assert count == 1
+    assert f"?ref={known['commit']}" in main
+    (root / "main.tf").write_text(source)
+    (root / "recipe").mkdir()
+    declared = [f'variable "{name}" {{}}' for name in known["required"]]
+    declared += [f'variable "{name}" {{\n  default = null\n}}' for name in known["optional"]]
+    shown = ("slurm_nodeset_workers", "filestore_jail_submounts")
+    declared += [f'output "{name}" {{\n  value = var.{name}\n}}' for name in shown]
+    (root / "recipe" / "main.tf").write_text("\n".join(declared))
+    terraform = Terraform(root, tmp_path / "data", "{}")
+    terraform.check("init", "-backend=false")
+    terraform.check("validate")
+    assert "Success! 3 passed, 0 failed" in terraform.check("test")
 
 
 @needs_terraform
