@@ -13,10 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 from fctune.config.loading import load_config
+from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.config.sections.evaluation import EvalConfig
+from fctune.data.conversation import Conversation
+from fctune.data.prepared_set import prepare
+from fctune.data.sources.reader import read_source
 from fctune.data.synthetic import iter_cases
 from fctune.distributed import World
-from fctune.errors import ConfigError
+from fctune.errors import ConfigError, DataError
+from fctune.evaluation.held_out import find_held_out_cases
 from fctune.evaluation.live import LiveEvaluation, build_answering, check_answering_memory
 from fctune.generation.in_process import InProcessEngine
 from fctune.models.base_weights import load_base_
@@ -164,3 +169,37 @@ def test_evaluation_of_a_model_that_fits_on_no_device_is_refused_at_the_start() 
     check_answering_memory(model, 10, num_bytes + 10)
     with pytest.raises(ConfigError, match=r"eval\.every: answering needs the complete model on each device"):
         check_answering_memory(model, 11, num_bytes + 10)
+
+
+def test_a_run_can_ask_the_conversations_that_it_holds_out(tmp_path: Path) -> None:
+    overrides = ["data.validation_share=0.2", "eval.every=100%", "eval.cases=validation", "eval.max_cases=7"]
+    rows = ["data.sources.0.path=synthetic:train:100:1", "max_steps=2", "eval.max_new_tokens=8"]
+    result = run_ranks(run_on_rank, 1, argv(tmp_path / "run", *overrides, *rows))[0]
+    assert result["code"] == 0, result
+    assert metrics_of(tmp_path / "run")[-1]["eval_num_cases"] == 7
+
+
+def test_held_out_cases_are_those_of_the_validation_split(tmp_path: Path) -> None:
+    source = SourceConfig(path="synthetic:train:100:1")
+    config = DataConfig(sources=[source, source], validation_share=0.3, seq_len=1024)  # the same rows twice
+    prepared = prepare(config, TINY_BASE, tmp_path)
+    cases = find_held_out_cases(config, prepared)
+    flat, _ = prepared.packs["validation"]
+    held_out = {int(digest) for digest in prepared.digests[flat]}
+    assert {int(case.id, 16) for case in cases} == held_out
+    assert len(cases) == len(held_out) > 10
+    conversations = {c.digest(): c for c in read_source(source.path) if isinstance(c, Conversation)}
+    for case in cases:
+        messages = conversations[case.id].messages
+        answer = messages[len(case.prompt.messages)]
+        assert case.prompt.messages == messages[: len(case.prompt.messages)]
+        assert (answer.role, answer.calls) == ("assistant", case.expected)
+    assert {case.category for case in cases} == {"call", "no_call"}
+    few = find_held_out_cases(config, prepared, 4)
+    assert len({case.id for case in few}) == len(few) == 4
+
+
+def test_a_run_without_held_out_tools_is_refused(tmp_path: Path) -> None:
+    config = DataConfig(sources=[SourceConfig(path="synthetic:train:10:1")], validation_share=0, seq_len=1024)
+    with pytest.raises(DataError, match=r"eval\.cases=validation: no held-out conversation has tools"):
+        find_held_out_cases(config, prepare(config, TINY_BASE, tmp_path))
