@@ -31,7 +31,7 @@ ranks=${FCTUNE_CPU_RANKS:-$gpus}
 [ "$ranks" -gt 0 ] || { echo "$0: no GPU on $(hostname); to run on CPUs, set FCTUNE_CPU_RANKS=N" >&2; exit 1; }
 
 export FCTUNE_SHARED=${FCTUNE_SHARED:-/mnt/shared} FCTUNE_NETWORK=${FCTUNE_NETWORK:-/mnt/network}
-export HF_HOME=${HF_HOME:-$FCTUNE_SHARED/huggingface}
+export HF_HOME=${HF_HOME:-$FCTUNE_SHARED/huggingface} FCTUNE_CACHE=${FCTUNE_CACHE:-$FCTUNE_SHARED/cache}
 
 # The preflight writes the launch here once all nodes are fit: trains, output_dir, log, arguments.
 launch=$(mktemp)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +27,14 @@ TINY_BASE = ROOT / "fctune" / "assets" / "tiny_base"
 REAL_DATA = ROOT.parent / "shared" / "data"
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each test a cache of its own, and its subprocesses."""
+    monkeypatch.setenv("FCTUNE_CACHE", str(tmp_path / "cache"))
+
+
 def pytest_configure() -> None:
+    os.environ["FCTUNE_CACHE"] = tempfile.mkdtemp(prefix="fctune-tests-")  # of fixtures that tests share
     # A shell starts background jobs with Ctrl-C ignored, and the commands that tests start would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

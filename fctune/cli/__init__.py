@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from fctune import __version__
 from fctune.cli import (
     acceptance,
+    clean,
     config,
     data,
     eval_options,
@@ -60,7 +61,22 @@ def make_parser() -> Parser:
     parser = Parser(prog="fctune", description="Fine-tune chat models to call functions.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    groups = (train, sweep, config, data, plan, preflight, eval_options, score, report, watch, acceptance, push, serve)
+    groups = (
+        train,
+        sweep,
+        config,
+        data,
+        plan,
+        preflight,
+        eval_options,
+        score,
+        report,
+        watch,
+        acceptance,
+        push,
+        serve,
+        clean,
+    )
     for group in groups:
         group.add_commands(commands)
     return parser

@@ -209,8 +209,9 @@ def _show_row(arguments: argparse.Namespace) -> int:
 
 
 def _prepare_data(arguments: argparse.Namespace) -> int:
+    from fctune.config.cache import prepared_root
     from fctune.data.chosen_template import read_chosen_template
-    from fctune.data.prepared_set import describe_counts, prepare, prepared_root
+    from fctune.data.prepared_set import describe_counts, prepare
 
     config = load_run_config(arguments.config, arguments.overrides)
     console = Terminal()

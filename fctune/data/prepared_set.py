@@ -118,6 +118,7 @@ def prepare(
                 "Free some space, or choose another directory with data.prepared_dir."
             ) from None
     digests.save()
+    os.utime(path)  # last use, for `fctune clean`
     return open_prepared(path)
 
 
@@ -151,12 +152,6 @@ def open_prepared(path: Path) -> PreparedSet:
         packs=packs,  # type: ignore[arg-type]
         **arrays,
     )
-
-
-def prepared_root(config: RunConfig) -> Path:
-    """Return the directory that holds the prepared sets of a run."""
-    data = config.data
-    return Path(data.prepared_dir) if data.prepared_dir else Path(config.output_dir).parent / "prepared"
 
 
 def resolve_batch_size(config: RunConfig, tokens: int, packs: int) -> RunConfig:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from fctune.config.cache import prepared_root
 from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
 from fctune.config.sections.model import ModelSource
@@ -37,7 +38,6 @@ def resolve_base(config: RunConfig) -> Path:
     model_dir = resolve_model_dir(config.model.path)
     if not config.model.add_tokens:
         return model_dir
-    from fctune.data.prepared_set import prepared_root  # slow imports, torch among them, that few configs need
     from fctune.models.added_tokens import extend_base
 
     return extend_base(model_dir, config.model.add_tokens, prepared_root(config))

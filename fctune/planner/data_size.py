@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fctune.config.cache import prepared_root
 from fctune.config.run_length import RunLength
 from fctune.config.schema import RunConfig
 from fctune.data.chosen_template import read_chosen_template
 from fctune.data.fingerprint import FileDigests, fingerprint_inputs
 from fctune.data.loader import ROW_MULTIPLE, shuffled
-from fctune.data.prepared_set import PreparedSet, open_prepared, prepared_root, resolve_batch_size
+from fctune.data.prepared_set import PreparedSet, open_prepared, resolve_batch_size
 from fctune.errors import ConfigError
 
 # Assumed share of packed positions that hold a token, and of tokens that are supervised, without a prepared set. The

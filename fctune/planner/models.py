@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from fctune.config.cache import prepared_root
 from fctune.config.schema import RunConfig
 from fctune.config.sections.model import ModelSource
-from fctune.data.prepared_set import prepared_root
 from fctune.errors import ConfigError
 from fctune.gpus import GPUS, Gpu
 from fctune.models.added_tokens import count_vocabulary, find_extended_path

@@ -15,6 +15,7 @@ from torch._functorch import config as functorch
 
 from fctune import distributed
 from fctune.checkpoint.state import TrainState
+from fctune.config.cache import prepared_root
 from fctune.config.components import resolve_component
 from fctune.config.loading import read_environment
 from fctune.config.run_length import RunLength, find_length_warnings
@@ -27,10 +28,10 @@ from fctune.data.prepared_set import (
     describe_counts,
     open_prepared,
     prepare,
-    prepared_root,
     resolve_batch_size,
 )
 from fctune.distributed import World
+from fctune.errors import DataError
 from fctune.models.architecture import ALL_LINEAR
 from fctune.models.attention import choose_attention_kernel
 from fctune.models.base_weights import load_base_
@@ -73,7 +74,16 @@ def prepare_data(config: RunConfig, model_dir: Path, chat_template: ChosenTempla
 
     root, switches = prepared_root(config), config.model.template_args
     path = distributed.run_on_rank_0(lambda: prepare(config.data, model_dir, root, show, switches, chat_template).path)
-    prepared = distributed.run_on_all_ranks(lambda: open_prepared(path))
+
+    def open_on_rank() -> PreparedSet:
+        if not path.is_dir():
+            raise DataError(
+                f"{path}: rank {world.rank} does not see the prepared set that rank 0 wrote. Set data.prepared_dir or "
+                "FCTUNE_CACHE to a directory that all nodes share."
+            )
+        return open_prepared(path)
+
+    prepared = distributed.run_on_all_ranks(open_on_rank)
     for line in describe_counts(prepared):
         logger.info("data: %s", line)
     return prepared

@@ -114,7 +114,7 @@ def test_prepare_writes_the_set_that_training_opens(tmp_path: Path, capsys: pyte
     overrides = [f"output_dir={tmp_path / 'run'}", "data.sources.0.path=synthetic:train:30:1"]
     overrides.append(f"model.path={ROOT / 'fctune' / 'assets' / 'tiny_base'}")
     assert main([*arguments, *overrides]) == 0
-    (prepared,) = (path for path in (tmp_path / "prepared").iterdir() if path.is_dir())
+    (prepared,) = (path for path in (tmp_path / "cache" / "prepared").iterdir() if path.is_dir())
     stamp = (prepared / "meta.json").stat().st_mtime_ns
     assert main([*arguments, *overrides]) == 0
     assert (prepared / "meta.json").stat().st_mtime_ns == stamp

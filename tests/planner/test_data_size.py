@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from fctune.config.cache import prepared_root
 from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
 from fctune.data.fingerprint import fingerprint_inputs
 from fctune.data.loader import GlobalLoader
-from fctune.data.prepared_set import prepare, prepared_root
+from fctune.data.prepared_set import prepare
 from fctune.errors import DataError
 from fctune.planner.data_size import measure_data
 from tests.conftest import ROOT, TINY_BASE

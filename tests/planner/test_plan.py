@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from fctune.cli import main
+from fctune.config.cache import prepared_root
 from fctune.config.loading import load_config
-from fctune.data.prepared_set import prepare, prepared_root
+from fctune.data.prepared_set import prepare
 from fctune.errors import ConfigError
 from fctune.gpus import GPUS, find_gpu
 from fctune.planner.memory import MemoryModel

@@ -77,5 +77,6 @@ class DataConfig:
     special_tokens_in_content: Literal["fail", "escape", "keep"] = "fail"
     """Rows that spell a special token of the tokenizer, such as `<|im_end|>`, in a message, tool or argument: report
     them as invalid, encode the token as plain text, or keep it as the control token."""
-    prepared_dir: Annotated[str | None, Null("`prepared` next to `output_dir`")] = None
-    """Directory of prepared (tokenised and packed) sets."""
+    prepared_dir: Annotated[str | None, Null("`prepared` in FCTUNE_CACHE, which is ~/.cache/fctune by default")] = None
+    """Directory of prepared (tokenised and packed) sets, which all nodes share. `fctune clean` lists and removes
+    them."""

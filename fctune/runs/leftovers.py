@@ -1,0 +1,107 @@
+"""What runs leave behind and can be removed: prepared sets, earlier runs and compiled kernels."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["prepared set", "earlier run", "run", "cache"]
+
+_MOVED_ASIDE = re.compile(r"(.+)\.\d+")  # a run that `resume=never` renamed
+_RECENT_S = 600.0  # a run that has written since may be running on another machine, whose locks are not seen
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A directory that could be removed, and the reason to keep it, if there is one."""
+
+    kind: Kind
+    path: Path
+    num_bytes: int
+    age_s: float  # since its last use
+    keep: str = ""  # why it is kept; empty: it can be removed
+
+    def remove(self) -> None:
+        """Remove the directory; an interruption leaves a hidden one that the next clean removes."""
+        hidden = self.path.with_name(f".{self.path.name}.removed")
+        self.path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def find_leftovers(
+    prepared: Path, runs: Path, caches: Sequence[Path] = (), min_age_s: float = 0.0, has_all_runs: bool = False
+) -> list[Leftover]:
+    """List what could be removed, the largest of each kind first.
+
+    Args:
+        prepared: directory of prepared sets.
+        runs: directory of runs; a run whose ``.lock`` is held or that has just written is kept, with its prepared set.
+        caches: directories of compiled kernels.
+        min_age_s: keep what has been used since.
+        has_all_runs: offer every ended run, not only those that a later run of the same name has replaced.
+    """
+    now = time.time()
+    folders = [file.parent for file in sorted(runs.glob("*/run.json"))]
+    live = {folder for folder in folders if is_live(folder, now)}
+    in_use = {path for folder in live if (path := _read_prepared_path(folder)) is not None}
+    found: list[Leftover] = []
+
+    def add(kind: Kind, path: Path, used_at: float, keep: str) -> None:
+        age_s = max(0.0, now - used_at)
+        keep = keep or ("" if age_s >= min_age_s else "too recent")
+        found.append(Leftover(kind, path, count_bytes(path), age_s, keep))
+
+    for file in sorted([*prepared.glob("*/meta.json"), *prepared.glob("*/config.json")]):  # sets, and extended bases
+        add("prepared set", file.parent, file.parent.stat().st_mtime, "in use" if file.parent in in_use else "")
+    for path in sorted([*prepared.glob(".*.removed"), *runs.glob(".*.removed")]):
+        add("cache", path, 0.0, "")
+    for folder in folders:
+        moved = _MOVED_ASIDE.fullmatch(folder.name)
+        is_replaced = moved is not None and (runs / moved[1] / "run.json").is_file()
+        keep = "running" if folder in live else "" if is_replaced or has_all_runs else "the newest of its name"
+        add("earlier run" if is_replaced else "run", folder, _last_written(folder), keep)
+    for path in caches:
+        if path.is_dir():
+            add("cache", path, _last_written(path), "in use" if live else "")
+    return sorted(found, key=lambda one: (one.kind, -one.num_bytes))
+
+
+def is_live(folder: Path, now: float) -> bool:
+    """Return True if a run holds its directory's lock, or wrote in the last ten minutes and has not ended."""
+    try:
+        with open(folder / ".lock", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock, or none on this file system: the times below decide
+        pass
+    return not (folder / "exit.json").is_file() and now - _last_written(folder) < _RECENT_S
+
+
+def count_bytes(folder: Path) -> int:
+    """Return the bytes of all files below a directory, without following links."""
+    return sum(path.lstat().st_size for path in _iter_files(folder))
+
+
+def _iter_files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def _last_written(folder: Path) -> float:
+    names = ("metrics.jsonl", "exit.json", "run.json")
+    times = [(folder / name).stat().st_mtime for name in names if (folder / name).is_file()]
+    return max(times, default=folder.stat().st_mtime)
+
+
+def _read_prepared_path(folder: Path) -> Path | None:
+    try:
+        return Path(json.loads((folder / "run.json").read_text(encoding="utf-8"))["data"]["path"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
