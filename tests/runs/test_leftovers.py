@@ -57,7 +57,11 @@ def test_only_replaced_runs_are_offered_by_default_and_recent_ones_kept(tmp_path
     assert removable(tmp_path, min_age_s=86400.0) == {"old"}
 
 
-def test_the_command_removes_nothing_until_it_is_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_removes_nothing_until_it_is_told_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
     kept = make_run(tmp_path / "runs" / "mine", 3).path
     replaced = make_run(tmp_path / "runs" / "mine.1", 3).path
     prepared = make_prepared(tmp_path / "prepared", "set")
