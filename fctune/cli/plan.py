@@ -40,7 +40,19 @@ def add_commands(commands: Any) -> None:
     plan.add_argument("--rows", type=int, metavar="N", help="number of rows, if the data is not prepared")
     plan.add_argument("--mean-tokens", type=float, metavar="X", help="mean tokens per row, if the data is not prepared")
     plan.add_argument(
-        "--price", type=float, metavar="X", help="price of a GPU-hour, in the config's currency; default: the config's"
+        "--price",
+        type=float,
+        metavar="X",
+        help="price of a GPU-hour, in the config's currency; default: the config's, else the list price",
+    )
+    plan.add_argument(
+        "--prices", type=Path, metavar="FILE", help="YAML with prices in place of those of fctune/planner/prices.yaml"
+    )
+    plan.add_argument(
+        "--shared-gib", type=float, default=2000.0, metavar="X", help="size of the shared disk; default: %(default)s"
+    )
+    plan.add_argument(
+        "--network-gib", type=float, default=2000.0, metavar="X", help="network disk of a node; default: %(default)s"
     )
     plan.add_argument(
         "--efficiency",
@@ -60,6 +72,7 @@ def add_commands(commands: Any) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     from fctune.gpus import GPUS, find_gpu
     from fctune.planner.plan_request import PlanRequest
+    from fctune.planner.prices import Prices, read_prices
 
     options = {
         "--gpu-memory-gib": arguments.gpu_memory_gib,
@@ -73,6 +86,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.model is not None and not Path(arguments.model).is_dir():  # before the slow imports
         problems.add(f"--model {arguments.model}: no such directory; pass the one with the model's config.json.")
     gpu = problems.collect(lambda: find_gpu(arguments.gpu, options))
+    prices = problems.collect(lambda: read_prices(arguments.prices))
     rate = arguments.failures_per_gpu_day
     request = problems.collect(
         lambda: PlanRequest(
@@ -86,6 +100,9 @@ def _plan(arguments: argparse.Namespace) -> int:
             efficiency=arguments.efficiency,
             disk_gb_s=arguments.disk_gb_s,
             is_searching=arguments.search,
+            prices=prices or Prices(),
+            shared_gib=arguments.shared_gib,
+            network_gib=arguments.network_gib,
             **({} if rate is None else {"failures_per_gpu_day": rate}),
         )
     )

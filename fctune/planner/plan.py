@@ -16,6 +16,7 @@ from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Peak, Setting
 from fctune.planner.models import check_run, extend_architecture, find_architecture, find_planned_tokens, shape_model
 from fctune.planner.plan_request import PlanRequest
+from fctune.planner.prices import CURRENCY, Cost, Prices, compute_cost
 from fctune.planner.rule_of_thumb import RuleOfThumb, estimate_flops_by_rule, estimate_memory_by_rule
 from fctune.planner.speed import EFFICIENCY_RANGE, Flops, StepTime
 from fctune.planner.storage import Storage
@@ -118,6 +119,21 @@ class Plan:
         low, high = (self.storage.hours(self.num_steps, step_s) for step_s in (self.quickest_s, self.slowest_s))
         return None if low is None or high is None or low == high else (low, high)
 
+    @property
+    def cost(self) -> Cost | None:
+        """Cost of the run by part; None without a price of a GPU-hour or a known number of steps."""
+        request, hours = self.request, self.hours
+        if hours is None or request.price is None:
+            return None
+        return compute_cost(
+            request.prices if self.config.currency == CURRENCY else Prices(),
+            request.price,
+            hours,
+            self.world_size,
+            request.shared_gib,
+            request.network_gib * request.nodes,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain values in the layout of ``VERSION``: bytes and seconds, None if unknown."""
         request, hours = self.request, self.hours
@@ -155,6 +171,7 @@ class Plan:
             "hours_range": self.hours_range,
             "gpu_hours": gpu_hours,
             "cost": None if gpu_hours is None or request.price is None else gpu_hours * request.price,
+            "costs": None if self.cost is None else asdict(self.cost) | {"total": self.cost.total},
             "currency": self.config.currency,
             "storage": self.storage.to_json(),
             "variants": [_describe_variant(v) for v in self.variants],
@@ -182,7 +199,10 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
         DataError: the prepared set is damaged.
     """
     if request.price is None:
-        request = replace(request, price=config.price_per_gpu_hour)
+        price = config.price_per_gpu_hour
+        if price is None and config.currency == CURRENCY and request.gpu.name in request.prices.gpu_hour:
+            price = request.prices.gpu_hour[request.gpu.name].price
+        request = replace(request, price=price)
     world_size = request.nodes * request.gpus_per_node
     problems = ConfigProblems()
     found = problems.collect(lambda: find_architecture(config.model.path, request.model, config.model.source))

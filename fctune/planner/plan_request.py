@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fctune.errors import ConfigProblems
 from fctune.gpus import Gpu
+from fctune.planner.prices import Prices
 
 # Unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 H100s (https://arxiv.org/abs/2407.21783).
 FAILURES_PER_GPU_DAY = 419 / 54 / 16_384
@@ -31,6 +32,9 @@ class PlanRequest:
     disk_gb_s: float = 1.0
     failures_per_gpu_day: float = FAILURES_PER_GPU_DAY
     is_searching: bool = False  # try other numbers of nodes too
+    prices: Prices = field(default_factory=Prices)  # of GPUs without ``price``, disks and traffic
+    shared_gib: float = 2000.0  # size of the shared disk that is paid for
+    network_gib: float = 2000.0  # size of each node's network disk
 
     def __post_init__(self) -> None:
         problems = ConfigProblems()
@@ -45,4 +49,7 @@ class PlanRequest:
             problems.add(f"--disk-gb-s {self.disk_gb_s:g}: expected a finite number greater than 0.")
         if not (self.failures_per_gpu_day >= 0 and math.isfinite(self.failures_per_gpu_day)):
             problems.add(f"--failures-per-gpu-day {self.failures_per_gpu_day:g}: expected 0 or more.")
+        for option, size in (("--shared-gib", self.shared_gib), ("--network-gib", self.network_gib)):
+            if not (size >= 0 and math.isfinite(size)):
+                problems.add(f"{option} {size:g}: expected 0 or more.")
         problems.raise_all()

@@ -11,6 +11,7 @@ from fctune.config.intervals import format_duration, parse_interval
 from fctune.parallel.footprint import GIB, LABELS, SAFE_SHARE
 from fctune.planner.plan import Plan, list_remedies
 from fctune.planner.plan_request import FAILURES_PER_GPU_DAY
+from fctune.planner.prices import Cost
 from fctune.planner.speed import EFFICIENCY_RANGE
 from fctune.planner.storage import MAX_LOST_SHARE
 from fctune.planner.variants import WORTHWHILE_SPEEDUP, Variant
@@ -130,6 +131,8 @@ def _print_time(console: Console, plan: Plan) -> None:
         )
     if plan.hours is not None:
         _say(console, _describe_cost(plan, plan.hours), "bold")
+        if plan.cost is not None:
+            _say(console, _describe_parts(plan, plan.cost))
         _say(console, _describe_schedule(plan, plan.num_steps or 0))
     for warning in plan.warnings:
         _say(console, warning, "yellow")
@@ -142,6 +145,24 @@ def _print_time(console: Console, plan: Plan) -> None:
             "embedding as a matrix product, and ignores attention, padding, memory traffic and the network",
             "dim",
         )
+
+
+def _describe_parts(plan: Plan, cost: Cost) -> str:
+    request, currency = plan.request, plan.config.currency
+    sizes = f"{request.shared_gib:,.0f} GiB", f"{request.nodes} x {request.network_gib:,.0f} GiB"
+    parts = {
+        "GPUs": cost.gpus,
+        f"shared disk of {sizes[0]}": cost.shared_disk,
+        f"network disks of {sizes[1]}": cost.network_disks,
+        "traffic": cost.traffic,
+    }
+    shown = [f"{name} {part:,.2f}" for name, part in parts.items() if part is not None]
+    missing = [name for name, part in parts.items() if part is None]
+    listed = request.prices.gpu_hour.get(request.gpu.name)
+    is_listed = listed is not None and listed.price == request.price and plan.config.price_per_gpu_hour is None
+    line = f"cost: {cost.total:,.2f} {currency} = {' + '.join(shown)}"
+    line += f"; without {', '.join(missing)}, whose price is not known (--prices)" if missing else ""
+    return line + (f"; list price of a GPU-hour: {listed}" if is_listed else "")
 
 
 def _describe_schedule(plan: Plan, num_steps: int) -> str:

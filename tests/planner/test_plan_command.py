@@ -124,10 +124,10 @@ def test_options_that_are_already_set_are_not_listed(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "num_idle", "num_packs"),
     [
-        (["--nodes", "64"], 0, 512),
-        (["--nodes", "65"], 8, 512),
+        (["--nodes", "64", "global_batch_size=512"], 0, 512),
+        (["--nodes", "65", "global_batch_size=512"], 8, 512),
         (["--nodes", "2", "global_batch_size=1"], 15, 1),
-        (["--nodes", "2", "--rows", "50", "--mean-tokens", "800"], 6, 10),
+        (["--nodes", "2", "--rows", "50", "--mean-tokens", "800", "global_batch_size=512"], 6, 10),
     ],
 )
 def test_gpus_without_data_are_counted_in_the_plan_as_a_run_counts_its_ranks(
