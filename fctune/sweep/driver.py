@@ -99,7 +99,8 @@ class SweepDriver:
         self._launcher.submit(batch)
         for run in batch:
             number = len(run.attempts)
-            self._show(f"{run.title}: started{f', attempt {number}' if number > 1 else ''}")
+            verb = "submitted" if self._launcher.is_remote else "started"
+            self._show(f"{run.title}: {verb}{f', attempt {number}' if number > 1 else ''}")
 
     def _conclude_ended(self, active: set[str] | None) -> None:
         if active is None:

@@ -166,6 +166,16 @@ def test_the_exit_code_is_the_one_in_exit_json(recorded_code: str, code: int, tm
     assert done.returncode == code, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(("recorded_code", "code"), [("75", 0), ("1", 1)])
+def test_a_run_that_is_stopped_for_good_is_not_restarted(recorded_code: str, code: int, tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", EXIT_JSON=recorded_code, TUNE_CODE="1")
+    Path(environment["RUN"]).mkdir(parents=True)
+    Path(environment["RUN"], "stop-for-good").touch()
+    done = run(script, environment)
+    assert done.returncode == code, done.stdout + done.stderr
+
+
 def test_nothing_starts_on_an_unfit_node_or_with_an_invalid_config(tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)
     environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +79,19 @@ class SkyPilot:
         self._write_home()
         self._write_replacements()
 
-    def run(self, *words: str, timeout_s: float = 120, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run ``sky`` to completion."""
+    def run(
+        self, *words: str, timeout_s: float = 120, check: bool = True, program: Sequence[str] = ("sky",)
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``sky``, or another program on the desk, to completion."""
         done = subprocess.run(
-            self._command(words),
+            self._command(words, program),
             cwd=self.project,
             capture_output=True,
             text=True,
             timeout=timeout_s,
             stdin=subprocess.DEVNULL,
         )
-        shown = f"$ sky {' '.join(words)}\n{done.stdout}{done.stderr}[{done.returncode}]\n\n"
+        shown = f"$ {' '.join([*program, *words])}\n{done.stdout}{done.stderr}[{done.returncode}]\n\n"
         with open(self.cluster.log / "sky.out", "a") as log:
             log.write(shown)
         assert not check or done.returncode == 0, shown
@@ -110,7 +113,7 @@ class SkyPilot:
         (self.project / name).write_text(yaml.safe_dump(task, sort_keys=False))
         return name
 
-    def _command(self, words: tuple[str, ...]) -> list[str]:
+    def _command(self, words: Sequence[str], program: Sequence[str] = ("sky",)) -> list[str]:
         environment = {
             "HOME": str(self.home),
             "PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
@@ -121,7 +124,9 @@ class SkyPilot:
             "HF_TOKEN": SECRET,
         }
         cleared = ["env", "-i", *(f"{name}={value}" for name, value in environment.items())]
-        return self.cluster.at_desk(["bash", "-c", 'cd "$0" && exec "$@"', str(self.project), *cleared, "sky", *words])
+        return self.cluster.at_desk(
+            ["bash", "-c", 'cd "$0" && exec "$@"', str(self.project), *cleared, *program, *words]
+        )
 
     def _write_home(self) -> None:
         self.port = find_port()

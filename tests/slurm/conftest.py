@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import yaml
 from tests.conftest import ROOT
 from tests.sky.skypilot import need_skypilot
 from tests.slurm.client import SkyPilot
-from tests.slurm.cluster import Cluster, why_not
+from tests.slurm.cluster import UID, Cluster, copy_project, why_not
 
 KEPT = ROOT / "runs" / "test-slurm"
 
@@ -38,7 +40,11 @@ def keep_logs(cluster: Cluster) -> None:
     for folder in ("log", "desk/sky_logs", "desk/.sky/api_server", "shared/logs"):
         if (cluster.root / folder).is_dir():
             shutil.copytree(cluster.root / folder, KEPT / folder, symlinks=True)
-    for path in [*cluster.home.glob("fctune/train_*"), *cluster.shared.glob("runs/*/*.json*")]:
+    for path in [
+        *cluster.home.glob("fctune/train_*"),
+        *cluster.shared.glob("runs/*/*.json*"),
+        *cluster.shared.glob("sweeps/*/*.*"),
+    ]:
         target = KEPT / path.relative_to(cluster.root)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
@@ -50,6 +56,15 @@ def sky(cluster: Cluster) -> SkyPilot:
     """Return SkyPilot on the desk."""
     need_skypilot()
     return SkyPilot(cluster)
+
+
+@pytest.fixture(scope="session")
+def clone(cluster: Cluster) -> Path:
+    """Create a clone with a .venv in the home that all nodes see."""
+    folder = copy_project(cluster.home / "fctune")
+    (folder / ".venv").symlink_to(ROOT / ".venv")
+    subprocess.run(["chown", "--recursive", "--no-dereference", f"{UID}:{UID}", str(cluster.home)], check=True)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.slurm.cluster import UID, Cluster, copy_project, wait_until
+from tests.slurm.cluster import Cluster, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
@@ -53,15 +52,6 @@ class Job:
         wait_until(lambda: self.run.newest_checkpoint() or self.run.ended(), f"a checkpoint of job {self.id}", 120)
         assert self.run.ended() is None, self.run.ended()
         return self.run.newest_checkpoint()
-
-
-@pytest.fixture(scope="module")
-def clone(cluster: Cluster) -> Path:
-    """Create a clone with a .venv in the home that all nodes see."""
-    folder = copy_project(cluster.home / "fctune")
-    (folder / ".venv").symlink_to(ROOT / ".venv")
-    subprocess.run(["chown", "--recursive", "--no-dereference", f"{UID}:{UID}", str(cluster.home)], check=True)
-    return folder
 
 
 @pytest.fixture(autouse=True)
