@@ -22,7 +22,8 @@ from fctune.sweep.study import Study, SweepRun
 
 _STOP_FILES = ("stop-for-good", "stop")  # in this order: the first tells the launch scripts not to restart the run
 _COPIED = ("run.json", "metrics.jsonl", "exit.json", "alerts.jsonl")
-_SHORTEST_LIMIT_S, _SUBMIT_LIMIT_S = 60, 600
+_COMMAND_LIMIT_S, _SUBMIT_LIMIT_S = 60, 600
+_CLEARED = {"CONFIG", "OVERRIDES", *ENV_OVERRIDES} - {"WANDB_PROJECT"}  # would change every run of an array
 
 
 class Launcher(Protocol):
@@ -168,9 +169,7 @@ class _RemoteLauncher:
     def __init__(self, study: Study) -> None:
         spec = study.sweep.spec
         self._study, self._spec, self._launcher = study, spec, spec.launcher
-        self._environment = {
-            name: value for name, value in read_environment().items() if name not in (*ENV_OVERRIDES, "CONFIG")
-        }
+        self._environment = {name: value for name, value in read_environment().items() if name not in _CLEARED}
 
     def exit_code(self, run: SweepRun) -> int | None:
         """Return None: a job is no child of this process."""
@@ -238,14 +237,14 @@ class SlurmLauncher(_RemoteLauncher):
                 *self._launcher.options,
                 self._launcher.script,
             ]
-            done = self._run(command, _SHORTEST_LIMIT_S, FCTUNE_SWEEP=str(self._study.path))
+            done = self._run(command, _COMMAND_LIMIT_S, FCTUNE_SWEEP=str(self._study.path))
             if done.returncode:
                 raise ConfigError(f"sbatch failed: {_last_line(done)}")
 
     def list_active(self) -> set[str] | None:
         """Return the tasks in the queue as ``NAME_TASK``."""
         try:
-            done = self._run(["squeue", "--me", "--array", "--noheader", "--format=%j_%K"], _SHORTEST_LIMIT_S)
+            done = self._run(["squeue", "--me", "--array", "--noheader", "--format=%j_%K"], _COMMAND_LIMIT_S)
         except subprocess.TimeoutExpired:
             return None
         return set(done.stdout.split()) if done.returncode == 0 else None
@@ -302,7 +301,9 @@ class SkyLauncher(_RemoteLauncher):
         """Copy what the page and early stopping read from the jobs' disk."""
         if self._host is None or not runs:
             return
-        filters = [f"--include=/{run.name}/" for run in runs] + [f"--include=/*/{name}" for name in _COPIED]
+        filters = [f"--include=/{self._study.output_dir(run).name}/" for run in runs] + [
+            f"--include=/*/{name}" for name in _COPIED
+        ]
         remote = f"{self._host}:{self._study.run_root}/runs/"
         self._rsync([*filters, "--exclude=*", "--delete", remote, f"{self._study.path}/runs/"], is_needed=False)
 
@@ -311,8 +312,8 @@ class SkyLauncher(_RemoteLauncher):
         if self._host is None:
             super().request_stop(run)
             return
-        folder = self._study.run_root / "runs" / run.name
-        self._run(["ssh", self._host, "touch", *(f"{folder}/{name}" for name in _STOP_FILES)], _SHORTEST_LIMIT_S)
+        folder = self._study.output_dir(run)
+        self._run(["ssh", self._host, "touch", *(f"{folder}/{name}" for name in _STOP_FILES)], _COMMAND_LIMIT_S)
 
     def _rsync(self, words: Sequence[str], is_needed: bool = True) -> None:
         done = self._run(["rsync", "--archive", *words], _SUBMIT_LIMIT_S)

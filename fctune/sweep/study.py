@@ -2,7 +2,7 @@
 
 study.json          the sweep's identity, and each run's settings and attempts
 configs/NNN.yaml    complete config of a run
-runs/NNN/           output directory of a run
+runs/STUDY-NNN/     output directory of a run; its name is also that of its logs on a cluster
 logs/NNN.log        what the run printed, all attempts one after another
 """
 
@@ -112,7 +112,11 @@ class Study:
 
     def run_dir(self, run: SweepRun) -> Path:
         """Return the output directory of a run, or its copy on this machine."""
-        return self.path / "runs" / run.name
+        return self.path / "runs" / self.output_dir(run).name
+
+    def output_dir(self, run: SweepRun) -> Path:
+        """Return the output directory of a run as its job sees it."""
+        return self.run_root / "runs" / f"{self.path.name}-{run.name}"
 
     def config_path(self, run: SweepRun) -> Path:
         """Return the config of a run."""
@@ -200,7 +204,7 @@ class Study:
         composition = compose_config(self.sweep.config, RunConfig)
         composition.apply_overrides(to_overrides(flatten(spec.overrides)), [], "sweep")
         composition.apply_overrides(to_overrides(run.settings), [], f"run {run.name}")
-        output_dir = output_dir or self.run_root / "runs" / run.name
+        output_dir = output_dir or self.output_dir(run)
         composition.apply_overrides([f"output_dir={output_dir}"], [], "sweep")
         return render_with_origins(composition.values, composition)
 
@@ -216,9 +220,7 @@ class Study:
         for run in runs:
             settings = [*fixed, *to_overrides(run.settings)]
             try:
-                checked = load_run_config(
-                    self.sweep.config, [*settings, f"output_dir={self.run_root / 'runs' / run.name}"]
-                )
+                checked = load_run_config(self.sweep.config, [*settings, f"output_dir={self.output_dir(run)}"])
                 config = config or checked
             except ConfigError as error:
                 lines = str(error).split("\n")

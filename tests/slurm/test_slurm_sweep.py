@@ -51,7 +51,7 @@ def read_rows(study: Path) -> dict[str, dict[str, str]]:
 def count_most_at_once(study: Path) -> int:
     """Return the largest number of runs that had started and not ended at the same time."""
     events = []
-    for run in (study / "runs").glob("[0-9]*"):
+    for run in (study / "runs").glob(f"{study.name}-*"):
         started = datetime.fromisoformat(json.loads((run / "run.json").read_text())["started_at"]).timestamp()
         events += [(started, 1), ((run / "exit.json").stat().st_mtime, -1)]
     return max(accumulate(change for _, change in sorted(events)))
@@ -86,7 +86,8 @@ def test_an_array_of_six_runs_survives_the_sweeps_own_death(cluster: Cluster, cl
     assert (study / "comparison.html").is_file()
     for name, row in rows.items():
         steps = [
-            json.loads(line)["step"] for line in (study / "runs" / name / "metrics.jsonl").read_text().splitlines()
+            json.loads(line)["step"]
+            for line in (study / "runs" / f"array-{name}" / "metrics.jsonl").read_text().splitlines()
         ]
         assert steps == list(range(1, int(row["steps"]) + 1))
         assert "preflight: " in (study / "logs" / f"{name}.log").read_text()

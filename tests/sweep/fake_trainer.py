@@ -36,7 +36,7 @@ def main() -> int:
         seen = {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "nproc": options["--nproc"], "at": time.time()}
         file.write(json.dumps(seen) + "\n")
     attempt = len((output / "attempts.jsonl").read_text().splitlines())
-    faults = json.loads(os.environ.get("FAKE_FAULTS", "{}")).get(output.name, [])
+    faults = json.loads(os.environ.get("FAKE_FAULTS", "{}")).get(output.name.rpartition("-")[2], [])
     fault = faults[attempt - 1] if attempt <= len(faults) else ""
     started = "2026-01-01T00:00:00Z"
     (output / "run.json").write_text(json.dumps({"config": config, "num_steps": STEPS, "started_at": started}))

@@ -62,7 +62,11 @@ def test_managed_jobs_are_limited_and_adopted_by_a_restarted_sweep(
     with monkeypatch.context() as patch:
         ended = SimpleNamespace(sleep=lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
         patch.setattr("fctune.sweep.driver.time", ended)
-        assert main(["sweep", str(sweep)]) == 130
+        handler = signal.getsignal(signal.SIGINT)
+        try:
+            assert main(["sweep", str(sweep)]) == 130
+        finally:
+            signal.signal(signal.SIGINT, handler)  # an interrupted command ignores Ctrl-C from then on
     assert [words[words.index("--name") + 1] for words in commands() if words[1:3] == ["jobs", "launch"]] == [
         "study-000-1",
         "study-001-1",
@@ -88,7 +92,7 @@ def test_a_study_on_another_disk_is_mirrored_over_ssh(
     assert "stopped early" in (study / "results.csv").read_text()
     assert (study / "results.csv").read_text().splitlines()[1].split(",")[3] == "0.001"
     for number in range(6):
-        copied, original = (folder / "runs" / f"{number:03d}" for folder in (study, remote))
+        copied, original = (folder / "runs" / f"study-{number:03d}" for folder in (study, remote))
         assert (copied / "metrics.jsonl").read_text() == (original / "metrics.jsonl").read_text()
         assert f"output_dir: {original} " in (study / "configs" / f"{number:03d}.yaml").read_text()
     assert not list(study.glob("runs/*/attempts.jsonl")), "only what the sweep reads is copied"

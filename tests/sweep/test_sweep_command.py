@@ -62,7 +62,7 @@ def test_a_sweep_runs_all_settings_and_leaves_the_best_config(
     for row in rows:
         config = load_config(study / "configs" / f"{row['run']}.yaml")
         assert str(config.optimizer["lr"]) == row["optimizer.lr"]
-        assert config.output_dir == str(study / "runs" / row["run"])
+        assert config.output_dir == str(study / "runs" / f"study-{row['run']}")
 
 
 @needs_chromium
@@ -131,7 +131,7 @@ def test_a_run_that_the_user_stops_for_good_is_not_resumed(
 ) -> None:
     monkeypatch.setenv("FAKE_STEP_S", "0.03")
     process = start(write_sweep(at_once=6))
-    run = tmp_path / "study" / "runs" / "003"
+    run = tmp_path / "study" / "runs" / "study-003"
     wait_until(lambda: (run / "metrics.jsonl").exists(), process)
     (run / "stop-for-good").touch()
     (run / "stop").touch()
@@ -164,7 +164,7 @@ def start(sweep: Path) -> subprocess.Popen[str]:
 def test_a_sweep_ended_at_any_time_is_resumed_by_the_same_command(
     number: signal.Signals, write_sweep: WriteSweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "0.03")
+    monkeypatch.setenv("FAKE_STEP_S", "0.08")
     sweep, study = write_sweep(), tmp_path / "study"
     process = start(sweep)
     wait_until(

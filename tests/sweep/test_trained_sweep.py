@@ -57,7 +57,7 @@ def test_two_real_runs_are_compared_by_what_they_wrote(tmp_path: Path) -> None:
     rows = read_rows(tmp_path / "study")
     assert [row["run"] for row in rows] == ["001", "000"], "a rate of nearly 0 learns nothing"
     for row in rows:
-        losses = read_metric(tmp_path / "study" / "runs" / row["run"], "loss")
+        losses = read_metric(tmp_path / "study" / "runs" / f"study-{row['run']}", "loss")
         assert len(losses) == 3
         assert float(row["loss"]) == pytest.approx(sum(losses) / 3)
     assert "best: fctune train" in shown
@@ -84,7 +84,7 @@ def test_six_runs_survive_a_kill_and_the_best_config_repeats_the_best_run(tmp_pa
     assert len(rows) == 6
     assert {row["status"] for row in rows} <= {"completed", "stopped early"}
     for row in rows:
-        steps = read_metric(study / "runs" / row["run"], "step")
+        steps = read_metric(study / "runs" / f"study-{row['run']}", "step")
         assert steps == list(range(1, int(row["steps"]) + 1)), "no step is lost or repeated"
     best = rows[0]
     assert best["status"] == "completed"
@@ -92,7 +92,7 @@ def test_six_runs_survive_a_kill_and_the_best_config_repeats_the_best_run(tmp_pa
     again = start(tmp_path, "train", "study/best.yaml", "--nproc", "1", "output_dir=again")
     _, errors = again.communicate(timeout=300)
     assert again.returncode == 0, errors
-    original = study / "runs" / best["run"]
+    original = study / "runs" / f"study-{best['run']}"
     assert read_metric(tmp_path / "again", "data_digest") == read_metric(original, "data_digest")
     assert read_metric(tmp_path / "again", "validation_loss")[-1] == pytest.approx(
         float(best["validation_loss"]), rel=1e-4
