@@ -30,8 +30,12 @@ _PRODUCTS = {
 }
 
 
-def apply_activation_checkpointing_(model: CausalLM, config: ActivationCheckpointingConfig, device_type: str) -> None:
+def apply_activation_checkpointing_(
+    model: CausalLM, config: ActivationCheckpointingConfig, device_type: str, fraction: float | None = None
+) -> None:
     """Make an evenly spread fraction of the blocks recompute their activations in backward, in place.
+
+    ``fraction`` is the one that ``MemoryModel.choose_fraction`` returns; None takes the config's.
 
     A block saves only its input (policy ``block``), or also the outputs of attention and of every second matrix product
     (policy ``op``), which are cheaper to store than to recompute. Offloading keeps the inputs in the host's memory.
@@ -44,10 +48,11 @@ def apply_activation_checkpointing_(model: CausalLM, config: ActivationCheckpoin
             "activation_checkpointing.offload: moves activations between a CUDA device and the host, and this run is "
             "on CPU; set activation_checkpointing.offload=false."
         )
+    fraction = (config.fraction or 0.0) if fraction is None else fraction
     offloading = _Offloading() if config.offload else None
     contexts: dict[str, Any] = {"context_fn": _save_costly_context} if config.policy == "op" else {}
     for index, block in enumerate(model.blocks):
-        if is_checkpointed(index, config.fraction):
+        if is_checkpointed(index, fraction):
             # Dropout is a function of step, row and position, so recomputation needs no random state.
             block.forward = functools.partial(
                 checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **contexts

@@ -37,12 +37,16 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """``replicate`` copies of the model, each sharded over ``shard`` ranks; ``reason`` is for the log."""
+    """``replicate`` copies of the model, each sharded over ``shard`` ranks; ``reason`` is for the log.
+
+    ``fraction`` is the share of the blocks that are checkpointed; see ``MemoryModel.choose_fraction``.
+    """
 
     mode: Literal["none", "ddp", "fsdp", "hsdp"]
     replicate: int
     shard: int
     reason: str
+    fraction: float = 0.0
 
     def __str__(self) -> str:
         shape = {

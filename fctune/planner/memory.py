@@ -26,6 +26,9 @@ from fctune.planner.parameters import ParameterGroup, optimizer_state_bytes
 _CONTEXT_BYTES = int(0.6 * GIB)
 _NCCL_BYTES = int(0.9 * GIB)
 
+# Shares of checkpointed blocks among which a run chooses: multiples of one divided by this.
+_FRACTION_STEPS = 8
+
 # Share of a step's temporary memory that the caching allocator cannot reuse. An assumption.
 _FRAGMENTATION = 0.04
 
@@ -114,10 +117,26 @@ class MemoryModel:
 
     def required(self, world_size: int, num_shards: int) -> Footprint:
         """Return the peak footprint of the config as it is, with each replica sharded over ``num_shards`` ranks."""
+        return self._required(world_size, num_shards, self.choose_fraction(world_size, num_shards))
+
+    def choose_fraction(self, world_size: int, num_shards: int) -> float:
+        """Return the share of the blocks that are checkpointed: the config's, or the smallest that fits in memory.
+
+        That is all of them if none fits, and none if the memory is unknown.
+        """
+        if (configured := self.config.activation_checkpointing.fraction) is not None:
+            return configured
+        fractions = [step / _FRACTION_STEPS for step in range(_FRACTION_STEPS + 1)]
+        if self.device_bytes is None:
+            return fractions[0]
+        limit = SAFE_SHARE * self.device_bytes
+        fitting = (f for f in fractions if self._required(world_size, num_shards, f).total <= limit)
+        return next(fitting, fractions[-1])
+
+    def _required(self, world_size: int, num_shards: int, fraction: float) -> Footprint:
         mode = "fsdp" if num_shards > 1 else "ddp" if world_size > 1 else "none"
-        replicas = max(1, world_size // num_shards)
-        fraction, size = self.config.activation_checkpointing.fraction, self.config.micro_batch_size
-        return self.peak(self.with_accumulation(Setting(mode, replicas, num_shards, fraction, size))).footprint
+        setting = Setting(mode, max(1, world_size // num_shards), num_shards, fraction, self.config.micro_batch_size)
+        return self.peak(self.with_accumulation(setting)).footprint
 
     def with_accumulation(self, setting: Setting) -> Setting:
         """Return a setting with its micro-batches per step, none larger than a rank's share of the global batch."""

@@ -73,7 +73,7 @@ class VariantSearch:
         need = partial(memory.required, world_size)
         layout = choose_parallel_layout(config.parallel, hardware, config.adapter is not None, need)
         check_layout(config, self.model, layout.mode, layout.shard)
-        fraction = config.activation_checkpointing.fraction
+        fraction = memory.choose_fraction(world_size, layout.shard)
         setting = Setting(layout.mode, layout.replicate, layout.shard, fraction, config.micro_batch_size)
         return self.memory.with_accumulation(setting), layout.reason
 

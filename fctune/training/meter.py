@@ -186,7 +186,7 @@ def count_flops(model: CausalLM, config: RunConfig | None = None) -> FlopCounter
     head = a.vocab_size * a.embed_dim
     recomputed, is_block = 0.0, True
     if config is not None:
-        fraction = config.activation_checkpointing.fraction
+        fraction = config.activation_checkpointing.fraction or 0.0  # a run has chosen it by now
         recomputed = int(a.num_layers * fraction + 1e-9) / a.num_layers
         is_block = config.activation_checkpointing.policy == "block"
     return FlopCounter(

@@ -50,6 +50,7 @@ from fctune.training.setup import (
     open_sinks,
     plan_parallelism,
     prepare_data,
+    record_checkpointing,
     shard_and_load_,
     start_state,
     warn_of_length,
@@ -113,6 +114,7 @@ class FineTuning(ABC):
         self.config = choose_batch_size(self.config, self.prepared)
         self.select_trainable_()
         self.layout = plan_parallelism(self.model, self.config, self.world)
+        given, self.config = self.config, record_checkpointing(self.config, self.layout)
         self.loader = self.build_loader()
         self.num_steps = count_steps(self.config, self.loader, self.world)
         warn_of_length(self.config, self.prepared, self.num_steps, self.world)
@@ -121,7 +123,7 @@ class FineTuning(ABC):
             details: dict[str, Any] = {"parameters": count_parameters(self.model)}
             if self.model.state_layers:
                 details["state_layers"] = self.model.state_layers
-            if self.config.global_batch_tokens is not None:
+            if given.global_batch_tokens is not None or given.activation_checkpointing.fraction is None:
                 details["config"] = self.config.to_dict()
             self.run.directory.describe(num_steps=self.num_steps, data=self.prepared.describe(), hosts=hosts, **details)
         gradient_sync = self.load_checkpoint()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -184,17 +185,27 @@ def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> Parall
         check_layout(config, model, layout.mode, layout.shard)
         check_expert_parallelism(model, config.parallel.expert, world.world_size)
         warning = check_memory(hardware, layout, has_adapter, required, config.model.path)
-        apply_activation_checkpointing_(model, config.activation_checkpointing, world.device.type)
+        layout = replace(layout, fraction=memory.choose_fraction(world.world_size, layout.shard))
+        apply_activation_checkpointing_(model, config.activation_checkpointing, world.device.type, layout.fraction)
         return layout, warning
 
     layout, warning = distributed.run_on_all_ranks(choose)
     if config.compile:
         compile_blocks_(model)
     logger.info("layout: %s", layout)
+    num_blocks, num_checkpointed = len(memory.blocks), memory.count_checkpointed(layout.fraction)
+    how = "the least that fits" if config.activation_checkpointing.fraction is None else "as configured"
+    logger.info("activation checkpointing: %d of %d blocks (%s)", num_checkpointed, num_blocks, how)
     logger.info("estimated memory per rank: %s", required(layout.shard))
     if warning is not None and world.is_main:
         logger.warning("memory: %s", warning)
     return layout
+
+
+def record_checkpointing(config: RunConfig, layout: ParallelLayout) -> RunConfig:
+    """Return the config with the share of checkpointed blocks that ``plan_parallelism`` has chosen."""
+    checkpointing = replace(config.activation_checkpointing, fraction=layout.fraction)
+    return replace(config, activation_checkpointing=checkpointing)
 
 
 def shard_and_load_(

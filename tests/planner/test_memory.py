@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -232,3 +233,24 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(make_model: Callable
         return memory.peak(tried).footprint.total
 
     assert need(largest) <= SAFE_SHARE * memory.device_bytes < need(largest + 1)
+
+
+def test_as_few_blocks_are_checkpointed_as_memory_needs(make_model: Callable[..., Path]) -> None:
+    model_dir = make_model("llama", num_hidden_layers=16)
+    raw = {"model": {"path": str(model_dir)}, "precision": "bf16", "adapter": ADAPTER, "micro_batch_size": 64}
+    config = parse_small_config(raw)
+    architecture = read_architecture(model_dir)
+    model = shape_model(config, architecture)
+
+    def need(fraction: float) -> int:
+        fixed = parse_small_config(raw | {"activation_checkpointing": {"fraction": fraction}})
+        return MemoryModel(model, fixed, None).required(8, 1).total
+
+    sizes = [need(step / 8) for step in range(9)]
+    assert sizes == sorted(sizes, reverse=True)
+    for step, size in enumerate(sizes):
+        memory = MemoryModel(model, config, math.ceil(size / SAFE_SHARE))
+        assert memory.choose_fraction(8, 1) == step / 8
+        assert memory.required(8, 1).total == size
+    assert MemoryModel(model, config, 1).choose_fraction(8, 1) == 1.0, "nothing fits: as little as possible"
+    assert MemoryModel(model, config, None).choose_fraction(8, 1) == 0.0, "the memory is unknown"

@@ -22,6 +22,7 @@ def test_a_run_writes_the_files_that_scripts_rely_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     described = json.loads((run / "run.json").read_text())
     assert described["config"]["global_batch_size"] == 8
+    assert described["config"]["activation_checkpointing"]["fraction"] == 0.0  # chosen: the tiny model fits
     assert described["seed"] == 42
     assert described["world_size"] == 2
     assert described["num_steps"] == 2

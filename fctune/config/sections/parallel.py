@@ -52,8 +52,10 @@ class ParallelConfig:
 class ActivationCheckpointingConfig:
     """Activations to recompute in the backward pass, which trades time for memory."""
 
-    fraction: Annotated[float, SHARE] = 0.0
-    """Share of the blocks to checkpoint, spread evenly."""
+    fraction: Annotated[float | None, SHARE, Null("the least that memory needs")] = None
+    """Share of the blocks to checkpoint, spread evenly. By default, the smallest in steps of an eighth with which a
+    step fits in the memory of a device, by the planner's estimate; the run says at its start which, and records it in
+    `run.json`."""
     policy: Literal["block", "op"] = "block"
     """Tensors to keep: a block's input only, or also its attention output and every second matrix product."""
     offload: bool = False
