@@ -308,8 +308,16 @@ def test_runs_and_gpus_are_found_among_the_pods_of_a_cluster(tmp_path: Path) -> 
     pods: list[dict[str, str]] = [
         {"pod_ip": "10.0.0.1", "pod_label_skypilot_head_node": "1", "pod_label_skypilot_cluster_name": "fctune-ab12"},
         {"pod_ip": "10.0.0.2", "pod_label_skypilot_head_node": "0", "pod_label_skypilot_cluster_name": "fctune-ab12"},
-        {"pod_ip": "10.0.0.3", "pod_label_app": "fctune-train", "pod_label_batch_kubernetes_io_job_completion_index": "0"},
-        {"pod_ip": "10.0.0.4", "pod_label_app": "fctune-train", "pod_label_batch_kubernetes_io_job_completion_index": "1"},
+        {
+            "pod_ip": "10.0.0.3",
+            "pod_label_app": "fctune-train",
+            "pod_label_batch_kubernetes_io_job_completion_index": "0",
+        },
+        {
+            "pod_ip": "10.0.0.4",
+            "pod_label_app": "fctune-train",
+            "pod_label_batch_kubernetes_io_job_completion_index": "1",
+        },
         {"pod_ip": "10.0.0.5", "pod_label_app": "grafana"},
         {"pod_ip": "10.0.0.6", "pod_label_skypilot_head_node": "1", "pod_phase": "Pending"},
         {"pod_ip": "10.0.0.7", "pod_label_app_kubernetes_io_name": "dcgm-exporter"},
