@@ -68,7 +68,7 @@ def test_the_cluster_is_valid_and_planned_as_its_tests_say(tmp_path: Path, reatt
     planned = terraform.check("test")
     passed = re.search(r"Success! (\d+) passed, 0 failed", planned)
     assert passed, planned
-    assert int(passed[1]) >= 18, planned
+    assert int(passed[1]) >= 20, planned
 
 
 @needs_terraform

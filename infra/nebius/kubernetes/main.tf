@@ -52,7 +52,8 @@ resource "nebius_mk8s_v1_node_group" "gpu" {
   name             = "${var.name}-gpu"
   labels           = local.labels
   version          = var.kubernetes_version
-  fixed_node_count = var.gpu_nodes
+  fixed_node_count = var.gpu_nodes_min == null ? var.gpu_nodes : null
+  autoscaling      = var.gpu_nodes_min == null ? null : { min_node_count = var.gpu_nodes_min, max_node_count = var.gpu_nodes }
 
   # A new template replaces nodes one by one; an extra GPU node for the time of the change may not be available.
   strategy = { max_surge = { count = 0 }, max_unavailable = { count = 1 } }

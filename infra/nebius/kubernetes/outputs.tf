@@ -15,7 +15,7 @@ output "kubeconfig_command" {
 }
 
 output "gpus" {
-  description = "GPUs that are paid for."
+  description = "GPUs that are paid for; with gpu_nodes_min, at most."
   value       = 8 * var.gpu_nodes
 }
 

@@ -118,6 +118,16 @@ variable "gpu_nodes" {
   }
 }
 
+variable "gpu_nodes_min" {
+  description = "Let idle GPU nodes be removed down to this number, and added up to gpu_nodes when pods wait. Null: never."
+  type        = number
+  default     = null
+  validation {
+    condition     = var.gpu_nodes_min == null || try(var.gpu_nodes_min >= 0 && var.gpu_nodes_min < var.gpu_nodes && floor(var.gpu_nodes_min) == var.gpu_nodes_min, false)
+    error_message = "gpu_nodes_min must be a whole number below gpu_nodes, or null."
+  }
+}
+
 variable "infiniband_fabric" {
   description = "Fabric that holds your capacity, as shown in the web console under Limits; it must fit region and platform."
   type        = string

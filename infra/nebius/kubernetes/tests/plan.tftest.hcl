@@ -142,7 +142,25 @@ run "skypilot_gets_the_context_that_the_kubeconfig_command_creates" {
   }
 }
 
+run "idle_nodes_are_removed_if_asked" {
+  variables {
+    gpu_nodes_min = 0
+  }
+  assert {
+    condition     = nebius_mk8s_v1_node_group.gpu.autoscaling == { min_node_count = 0, max_node_count = 2 } && nebius_mk8s_v1_node_group.gpu.fixed_node_count == null
+    error_message = "not from 0 to 2 nodes"
+  }
+}
+
 # --- bad input: one variable each ---
+
+run "rejects_a_minimum_that_is_no_less_than_the_maximum" {
+  command = plan
+  variables {
+    gpu_nodes_min = 2
+  }
+  expect_failures = [var.gpu_nodes_min]
+}
 
 run "rejects_h100_where_there_is_none" {
   command = plan
