@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from fctune import __version__
 from fctune.cli import (
     acceptance,
+    chat,
     clean,
     config,
     data,
@@ -70,6 +71,7 @@ def make_parser() -> Parser:
         preflight,
         eval_options,
         score,
+        chat,
         report,
         watch,
         acceptance,

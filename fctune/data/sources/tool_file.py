@@ -32,13 +32,22 @@ def read_tool_files(paths: Sequence[Path]) -> tuple[Tool, ...]:
             raise ConfigError(f"{path}: cannot be read as tools ({reason}).") from None
         if not texts[-1].strip():
             raise ConfigError(f"{path}: empty; expected tools as JSON.")
+    return read_tool_texts(texts, list(map(str, paths)))
+
+
+def read_tool_texts(texts: Sequence[str], names: Sequence[str]) -> tuple[Tool, ...]:
+    """Return the tools of texts, which may be pages of one list; ``names`` say in errors where each came from.
+
+    Raises:
+        ConfigError: A text is not JSON of tools, there are no tools, or the page after the last is missing.
+    """
     try:
-        tools, _ = ReadContext().read_tools(texts, "", Counter())
+        tools, _ = ReadContext().read_tools(list(texts), "", Counter())
     except RowError as error:
         place = _PLACE.fullmatch(error.pointer)
         assert place is not None
-        where = f"{paths[int(place[1])]}: {place[2]}: " if place[2] else f"{paths[int(place[1])]}: "
+        where = f"{names[int(place[1])]}: {place[2]}: " if place[2] else f"{names[int(place[1])]}: "
         raise ConfigError(f"{where}{error.reason}.") from None
     if not tools:
-        raise ConfigError(f"{', '.join(map(str, paths))}: no tools in it; expected a list of tools as JSON.")
+        raise ConfigError(f"{', '.join(names)}: no tools in it; expected a list of tools as JSON.")
     return tools

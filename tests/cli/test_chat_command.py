@@ -1,0 +1,132 @@
+"""``fctune chat`` shows a model's calls, and runs nothing that the user has not named and confirmed."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from fctune.calls.formats.registry import FORMATS
+from fctune.calls.reasoning.registry import find_reasoning
+from fctune.cli import main
+from fctune.data.conversation import Call, Conversation
+from fctune.data.sources.reader import read_source
+from fctune.generation import in_process
+from fctune.generation.engine import Answer
+from tests.conftest import TINY_BASE
+
+TOOLS = [
+    {
+        "name": "get_time",
+        "description": "The time in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "returns": {"type": "object", "properties": {"hour": {"type": "integer"}, "zone": {"enum": ["CET", "EST"]}}},
+    }
+]
+CALL = FORMATS["hermes"].render([Call("get_time", {"city": "Oslo"})])
+
+
+class ScriptedEngine(in_process.InProcessEngine):
+    """The engine with a model that says what it is told to; the template and its call format are real."""
+
+    texts: ClassVar[list[str]] = []
+    prompts: ClassVar[list[Conversation]] = []
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        type(self).prompts = []
+
+    def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:
+        (prompt,) = prompts
+        self._encode(prompts, max_new_tokens)
+        self.prompts.append(prompt)
+        text = self.texts[len(self.prompts) - 1]
+        yield Answer(0, text, reasoning=find_reasoning(text))
+
+
+@pytest.fixture
+def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command on typed lines, with the model's texts; returns what it prints."""
+    monkeypatch.setattr(in_process, "InProcessEngine", ScriptedEngine)
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+
+    def run(typed: str, texts: list[str], *options: str) -> str:
+        monkeypatch.setattr(ScriptedEngine, "texts", texts)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        assert main(["chat", str(TINY_BASE), "--tools", str(tmp_path / "tools.json"), *options]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_a_call_is_shown_and_its_typed_result_reaches_the_model(chat: Callable[..., str], tmp_path: Path) -> None:
+    row = tmp_path / "row.jsonl"
+    shown = chat(f'What time is it in Oslo?\n{{"hour": 9}}\n/save {row}\n', [CALL, "It is nine."])
+    assert 'get_time({"city": "Oslo"})' in shown
+    assert "It is nine." in shown
+    user, asked, result = ScriptedEngine.prompts[1].messages
+    assert user.content == "What time is it in Oslo?"
+    assert asked.calls[0].arguments == {"city": "Oslo"}
+    assert (result.role, result.content, result.call_id) == ("tool", '{"hour": 9}', asked.calls[0].id)
+    (saved,) = read_source(str(row))
+    assert isinstance(saved, Conversation)
+    assert [message.role for message in saved.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_a_simulated_result_obeys_the_tools_schema(chat: Callable[..., str]) -> None:
+    chat("Time in Oslo?\n", [CALL, "One."], "--simulate")
+    assert json.loads(str(ScriptedEngine.prompts[1].messages[-1].content)) == {"hour": 1, "zone": "CET"}
+
+
+@pytest.mark.parametrize(("reply", "is_run"), [("y", True), ("n", False), ("", False)])
+def test_a_command_runs_only_when_confirmed(reply: str, is_run: bool, chat: Callable[..., str], tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    command = f"{sys.executable} -c \"import sys; open('{trace}', 'w').write(sys.stdin.read()); print('ten')\""
+    typed = "" if is_run else "typed\n"
+    chat(f"Time in Oslo?\n{reply}\n{typed}", [CALL, "Fine."], "--exec", f"get_time={command}")
+    assert trace.exists() == is_run
+    assert ScriptedEngine.prompts[1].messages[-1].content == ("ten" if is_run else "typed")
+    if is_run:
+        assert json.loads(trace.read_text()) == {"city": "Oslo"}
+
+
+def test_a_failing_or_endless_command_is_a_result_that_says_so(chat: Callable[..., str]) -> None:
+    for code, said in (
+        ("import sys; sys.exit('broken')", "broken"),
+        ("import time; time.sleep(60)", "no result within"),
+    ):
+        options = ["--exec", f'get_time={sys.executable} -c "{code}"', "--exec-timeout", "2"]
+        chat("Time in Oslo?\ny\n", [CALL, "Sorry."], *options)
+        assert said in str(ScriptedEngine.prompts[1].messages[-1].content)
+
+
+def test_a_cancelled_call_and_a_malformed_one_leave_a_conversation_that_goes_on(chat: Callable[..., str]) -> None:
+    shown = chat("Time?\n/cancel\nAgain.\n", [CALL, "<tool_call>{"])
+    assert [m.role for m in ScriptedEngine.prompts[1].messages] == ["user", "user"]
+    assert "malformed call" in shown
+
+
+def test_reasoning_is_folded(chat: Callable[..., str]) -> None:
+    shown = chat("Hi\n/reasoning\n", ["<think>They greet me.</think>Hello."])
+    assert shown.index("[reasoning, 3 words") < shown.index("Hello.") < shown.index("They greet me.")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tools", "nowhere.json"], "nowhere.json: cannot be read"),
+        (["--exec", "get_time=date"], "no tool get_time in --tools"),
+        (["--exec", "get_time"], "expected TOOL=COMMAND"),
+        (["--max-new-tokens", "0"], "expected 1 or more"),
+    ],
+)
+def test_wrong_options_are_refused_before_the_model_is_loaded(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", str(TINY_BASE), *options]) == 2
+    assert message in capsys.readouterr().err
