@@ -96,7 +96,14 @@ class SweepDriver:
         for run, job in zip(batch, jobs, strict=True):
             self._study.begin_attempt(run, job)
         self._study.save()
-        self._launcher.submit(batch)
+        try:
+            self._launcher.submit(batch)
+        except ConfigError:
+            started = self._launcher.list_active() or set()
+            for run in batch:
+                if run.attempts[-1].job not in started:
+                    run.attempts.pop()  # it never began
+            raise
         for run in batch:
             number = len(run.attempts)
             verb = "submitted" if self._launcher.is_remote else "started"

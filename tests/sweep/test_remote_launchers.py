@@ -99,10 +99,13 @@ def test_a_study_on_another_disk_is_mirrored_over_ssh(
 
 
 def test_a_command_that_fails_ends_the_sweep_with_its_last_line(
-    write_sweep: WriteSweep, commands: Callable[[], list[list[str]]], capsys: pytest.CaptureFixture[str]
+    write_sweep: WriteSweep, commands: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["sweep", str(write_sweep(launcher={"kind": "sky", "options": ["refuse"], "poll_s": 0.1}))]) == 2
+    launcher = {"kind": "sky", "options": ["refuse"], "poll_s": 0.1}
+    assert main(["sweep", str(write_sweep(launcher=launcher))]) == 2
     assert "sky jobs launch failed: ValueError: no resource matches" in capsys.readouterr().err
+    assert not any(run["attempts"] for run in read_runs(tmp_path / "study")), "no run has failed"
+    assert main(["sweep", str(write_sweep(launcher=launcher | {"options": []}))]) == 0
 
 
 @pytest.mark.parametrize(("kind", "key"), [("slurm", "script"), ("sky", "task")])
