@@ -1,11 +1,14 @@
-"""Every GPU benchmark in one command: correctness, then speed and memory, then profiles.
+"""Every GPU benchmark in one command: correctness, then speed, memory, saves, loading, generation and acceptance.
 
-    python -m benchmarks.gpu --out results.jsonl [--rows correctness,lora_8b,...] [--toy]
+    python -m benchmarks.gpu [--out benchmarks/results/gpu.json] [--rows correctness,lora_8b,...] [--again] [--toy]
 
-Each row runs in separate processes with its own time limit and appends one JSON line to ``--out`` when it ends. Rows
-already in ``--out`` are skipped, so the work can be split with ``--rows``, or resumed by running the command again. The
-models have the shapes of Llama-3.1-8B and Llama-3.2-3B and random weights drawn on the device; the training data is
-this project's synthetic set, packed. ``--toy`` runs every row on a toy model, on the CPU if there is no GPU.
+Rows run in the order of their value, each in processes of its own with a time limit, until ``--minutes`` are over. Each
+enters the results when it ends; rows that succeeded are skipped by the next run, so the command can be repeated until
+all are there. ``python -m benchmarks.gpu_report`` writes docs/gpu-results.md from the results.
+
+The models have the shapes of Llama-3.1-8B and Llama-3.2-3B and random weights drawn on the device; the training data is
+this project's synthetic set, packed. LoRA runs on one GPU, full fine-tuning on all. ``--toy`` runs every row on a toy
+model for a few steps, on the CPU if there is no GPU.
 
 Token counts exclude padding. FLOPs per token are counted as other projects do: 6N when all weights train and 4N over a
 frozen base (N with embeddings, without adapters), and the same plus 12 x layers x width x seq_len for attention, as in
@@ -23,8 +26,10 @@ import math
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,7 +38,7 @@ from typing import Any
 import torch
 
 from benchmarks.job import Job, to_json
-from benchmarks.training import PACKAGES, ROOT, describe_machine, measure
+from benchmarks.training import PACKAGES, RESULTS, ROOT, describe_machine, measure
 from benchmarks.workload import SHAPES, Shape, write_model, write_rows
 
 
@@ -43,45 +48,39 @@ class Bench:
     def __init__(self, folder: Path, is_toy: bool):
         self.folder, self.is_toy = folder, is_toy
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.num_gpus = max(1, torch.cuda.device_count())
         if not is_toy and self.device == "cpu":
             raise SystemExit("no CUDA device; --toy runs every row on the CPU")
 
     def rows(self) -> dict[str, tuple[float, Callable[[float], dict[str, Any]]]]:
         """Return name -> (time limit in seconds, function that runs the row within a limit)."""
         lora, full = self.lora(), self.full()
-        ours = {"compile": True}
-        none, every = {"checkpointed": 0.0}, {"checkpointed": 1.0}
+        ours = {"compile": not self.is_toy}
         fp8 = lora.replace(**ours, base="float8")
-        tune = {"tool": "torchtune", "compile": True}
+        tune = {"tool": "torchtune", "compile": not self.is_toy}
         trl = {"tool": "trl", "liger": self.device == "cuda", "attention": "sdpa"}
+        none_and_all = [{"checkpointed": 0.0}, {"checkpointed": 1.0}]
         return {
             "correctness": (240, lambda limit: self.call(["-m", "benchmarks.gpu_correctness"], limit)),
-            "tests": (
-                400,
-                lambda limit: self.call(["-m", "pytest", "-m", "gpu", "-q", "tests"], limit, may_be_none=True),
-            ),
-            "lora_8b": (420, self.best([lora.replace(**ours, micro_batch_size=n, rows_a_step=4) for n in (2, 1)])),
+            "lora_8b_shipped": (240, self.best([lora.replace(**ours, config="llama3_1_8b_lora.yaml")])),
+            "lora_8b": (240, self.best([lora.replace(**ours)])),
             "lora_8b_dense": (240, self.best([lora.replace(**ours, rows_dir=self.dense_dir())])),
-            "lora_8b_shipped": (300, self.best([lora.replace(**ours, config="llama3_1_8b_lora.yaml")])),
-            "lora_8b_float8": (300, self.best([fp8])),
+            "lora_8b_float8": (240, self.best([fp8])),
+            "full_8b": (240, self.best([full.replace(**ours)])),
+            "full_8b_float8": (240, self.best([full.replace(**ours, dtype="float8")])),
             "lora_8b_nf4": (240, self.best([lora.replace(**ours, base="nf4")])),
-            "lora_8b_torchtune": (480, self.best([lora.replace(**tune, **part) for part in (none, every)])),
-            "lora_8b_torchtune_unpacked": (
-                240,
-                self.best([lora.replace(**tune, packed=False, rows_a_step=32, micro_batch_size=8)]),
-            ),
-            "lora_8b_trl": (480, self.best([lora.replace(**trl, **part) for part in (none, every)])),
-            "full_8b_bf16": (300, self.best([full.replace(**ours)])),
-            "full_8b_float8": (300, self.best([full.replace(**ours, dtype="float8")])),
-            "full_8b_master": (300, self.best([full.replace(**ours, dtype="bf16_mixed")])),
-            "full_8b_torchtune": (300, self.best([full.replace(**tune)])),
-            "full_8b_trl": (300, self.best([full.replace(**trl)])),
-            "profile_lora_8b": (240, self.profile(lora.replace(**ours))),
-            "profile_full_8b": (240, self.profile(full.replace(**ours))),
-            "planner": (900, self.plans()),
-            "acceptance": (420, self.acceptance),
-            "checkpoint_lora_8b": (360, self.stall(lora.replace(**ours))),
-            "checkpoint_full_3b": (480, self.stall(full.replace(**ours, model_dir=self.model_dir("3b")))),
+            "planner": (420, self.plans()),
+            "save_lora_8b": (240, self.stall(lora.replace(**ours))),
+            "acceptance": (300, self.acceptance),
+            "inference_3b": (240, self.inference),
+            "profile_lora_8b": (180, self.profile(lora.replace(**ours))),
+            "lora_8b_torchtune": (360, self.best([lora.replace(**tune, **part) for part in none_and_all])),
+            "lora_8b_trl": (360, self.best([lora.replace(**trl, **part) for part in none_and_all])),
+            "full_8b_torchtune": (300, self.best([full.replace(**tune, ranks=1)])),
+            "full_8b_trl": (300, self.best([full.replace(**trl, ranks=1)])),
+            "profile_full_8b": (180, self.profile(full.replace(**ours))),
+            "full_8b_master": (240, self.best([full.replace(**ours, dtype="bf16_mixed")])),
+            "save_full_3b": (300, self.stall(full.replace(**ours, model_dir=self.model_dir("3b")))),
         }
 
     # --- jobs ---
@@ -91,8 +90,9 @@ class Bench:
         return self.job("8b", 4_096).replace(micro_batch_size=2, rows_a_step=4)
 
     def full(self) -> Job:
-        """Full fine-tuning: 8,192 tokens, packed, bfloat16 weights and optimizer, every block checkpointed."""
-        return self.job("8b", 8_192).replace(adapter=False, checkpointed=1.0, micro_batch_size=1, rows_a_step=2)
+        """Full fine-tuning on all GPUs: 8,192 tokens, packed, bfloat16 throughout, all blocks checkpointed."""
+        job = self.job("8b", 8_192).replace(adapter=False, checkpointed=1.0, micro_batch_size=1)
+        return job.replace(ranks=self.num_gpus, rows_a_step=2 * self.num_gpus)
 
     def job(self, shape: str, seq_len: int) -> Job:
         """Return the settings that all rows share."""
@@ -107,8 +107,8 @@ class Bench:
             threads=1 if self.device == "cpu" else 4,
             device=self.device,
             has_weights=False,
-            warmup=1 if self.is_toy else 4,
-            steps=3 if self.is_toy else 14,
+            warmup=1 if self.is_toy else 3,
+            steps=2 if self.is_toy else 11,
         )
 
     def shape(self, name: str) -> Shape:
@@ -150,7 +150,7 @@ class Bench:
 
         def run(limit: float) -> dict[str, Any]:
             found = []
-            for job, one in measure_each(jobs, limit):
+            for job, one in measure_each(jobs[:1] if self.is_toy else jobs, limit):
                 found.append({"settings": job.name, "job": json.loads(to_json(job))} | one)
                 found[-1].pop("supervised_by_step", None)
             good = [one for one in found if "error" not in one]
@@ -162,18 +162,21 @@ class Bench:
         return run
 
     def describe(self, job: Job, found: dict[str, Any]) -> dict[str, Any]:
-        """Return throughput, peak memory and FLOP rates of a run."""
+        """Return throughput, peak memory and FLOP rates of a run, for each GPU."""
         sizes = json.loads((Path(job.model_dir) / "config.json").read_text())
         shape = self.shape(Path(job.model_dir).name)
         factor = 4 if job.adapter else 6
         weights = factor * shape.num_parameters
         attention = 12 * sizes["num_hidden_layers"] * sizes["hidden_size"] * job.seq_len
-        rate = found["real_per_s"]
+        rate = found["real_per_s"] / job.ranks
         return {
             "tokens_per_s": round(rate, 1),
-            "supervised_per_s": round(found["supervised_per_s"], 1),
+            "supervised_per_s": round(found["supervised_per_s"] / job.ranks, 1),
             "padding_share": round(found["padding_share"], 4),
-            "peak_gib": round(found["peak_mib"] / 1024, 2),
+            "peak_gib": round(found["peak_mib"] / job.ranks / 1024, 2),
+            "gpus": job.ranks,
+            "setup_s": round(found["setup_s"], 1),
+            "first_step_s": round(found["first_step_s"], 1),
             "losses": found["losses"],
             f"tflops_{factor}N": round(weights * rate / 1e12, 3),
             f"tflops_{factor}N_and_dense_attention": round((weights + attention) * rate / 1e12, 3),
@@ -181,18 +184,16 @@ class Bench:
         }
 
     def plans(self) -> Callable[[float], dict[str, Any]]:
-        """Compare measured with planned peak memory: LoRA at two lengths and full fine-tuning, each with none, half and
-        all of the blocks checkpointed, eager and compiled.
+        """Compare measured with planned peak memory: LoRA at two lengths and full fine-tuning, recomputed to different
+        shares, mostly eager.
         """
-        short = {"warmup": 2, "steps": 4}
-        lora = [self.job("8b", length).replace(**short, micro_batch_size=2) for length in (4_096, 8_192)]
-        full = self.job("3b", 4_096).replace(**short, adapter=False, dtype="bf16_mixed")
-        jobs = [one.replace(checkpointed=share) for one in (*lora, full) for share in (0.0, 0.5, 1.0)]
-        jobs += [
-            lora[0].replace(compile=True, checkpointed=0.5),
-            full.replace(compile=True),
-            full.replace(dtype="bf16"),
-        ]
+        short = {"warmup": 1, "steps": 3}
+        lora = self.job("8b", 4_096).replace(**short, micro_batch_size=2)
+        long = self.job("8b", 8_192).replace(**short, micro_batch_size=2, checkpointed=1.0)
+        full = self.job("3b", 4_096).replace(**short, adapter=False)
+        jobs = [lora, full.replace(dtype="bf16_mixed"), lora.replace(checkpointed=0.5), long]
+        jobs += [full.replace(checkpointed=0.5), lora.replace(base="nf4"), lora.replace(compile=True)]
+        jobs = jobs[:2] if self.is_toy else jobs
 
         def run(limit: float) -> dict[str, Any]:
             rows = []
@@ -210,6 +211,11 @@ class Bench:
         """Run the acceptance test on this machine and compare its figures with independent ones."""
         flags = ["--machine", *(["--toy"] if self.is_toy else []), "--out", str(self.folder / "acceptance.json")]
         return self.call(["-m", "benchmarks.acceptance", *flags], limit)
+
+    def inference(self, limit: float) -> dict[str, Any]:
+        """Measure loading and generation of the 3B shape."""
+        flags = ["--model", self.model_dir("3b"), *(["--toy"] if self.is_toy else [])]
+        return self.call(["-m", "benchmarks.gpu_inference", *flags], limit)
 
     def profile(self, job: Job) -> Callable[[float], dict[str, Any]]:
         """Profile one step; the result is its table of kernels by time."""
@@ -241,7 +247,7 @@ class Bench:
 
         return run
 
-    def call(self, command: list[str], limit: float, may_be_none: bool = False) -> dict[str, Any]:
+    def call(self, command: list[str], limit: float) -> dict[str, Any]:
         """Run a program; return its last line if that is JSON, otherwise the end of its output."""
         try:
             done = subprocess.run(
@@ -250,46 +256,81 @@ class Bench:
         except subprocess.TimeoutExpired:
             return {"ok": False, "error": f"timed out after {limit:.0f} s"}
         lines = (done.stdout + done.stderr).strip().splitlines()
-        found: dict[str, Any] = {"ok": done.returncode == 0 or (may_be_none and done.returncode == 5)}
+        found: dict[str, Any] = {"ok": done.returncode == 0}
         with suppress(ValueError, IndexError):
             return found | json.loads(done.stdout.strip().splitlines()[-1])
         return found | {"output": lines[-25:]}
 
 
 def main() -> None:
-    """Run the requested rows and print one line for each."""
+    """Run the requested rows, print one line for each and add it to the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rows", help="names, comma-separated; default: every row not in --out yet")
-    parser.add_argument("--out", type=Path, required=True, help="JSONL file to append to")
-    parser.add_argument("--folder", type=Path, help="directory for models and rows, kept (default: temporary)")
+    parser.add_argument("--rows", help="names, comma-separated; default: all")
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json", help="results to add to")
+    parser.add_argument("--again", action="store_true", help="run rows again that succeeded")
+    parser.add_argument("--minutes", type=float, default=40, help="start no row after as many minutes")
     parser.add_argument("--limit", type=float, default=math.inf, help="most seconds for a row (default: its own limit)")
+    parser.add_argument("--folder", type=Path, help="directory for models and rows, kept (default: temporary)")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--list", action="store_true", help="print the names and their limits in seconds")
     arguments = parser.parse_args()
+    ends = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(arguments.folder or Path(folder), arguments.toy)
         rows = bench.rows()
         if arguments.list:
             print("\n".join(f"{name:<28} {limit:>4.0f}" for name, (limit, _) in rows.items()))
             return
-        done = _names_in(arguments.out)
-        names = arguments.rows.split(",") if arguments.rows else [name for name in rows if name not in done]
+        results = Results(arguments.out)
+        names = arguments.rows.split(",") if arguments.rows else list(rows)
         if unknown := [name for name in names if name not in rows]:
             raise SystemExit(f"no such row: {', '.join(unknown)} (known: {', '.join(rows)})")
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            limit, row = rows[name]
-            started = time.perf_counter()
-            found = row(min(limit, arguments.limit))
-            line = {"row": name, "toy": arguments.toy} | found
-            line |= {
-                "row_s": round(time.perf_counter() - started, 1),
-                "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
-            }
-            line |= {"device": describe_gpu(), "versions": _versions()}
-            with open(arguments.out, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-            print(format_line(line), flush=True)
+        names = [name for name in names if arguments.again or not results.has(name)]
+
+        def run(name: str) -> bool:
+            limit = min(rows[name][0], arguments.limit, ends - time.monotonic())
+            if limit < 20:
+                print(f"{name:<28} not started: {arguments.minutes:g} minutes are over", flush=True)
+                return False
+            line = run_row(rows[name][1], limit) | {"toy": arguments.toy}
+            results.add(name, line)
+            print(format_line(name, line), flush=True)
+            return bool(line["ok"])
+
+        with ThreadPoolExecutor(2 if arguments.toy else 1) as pool:  # toy rows measure nothing
+            done = list(pool.map(run, names))
+    raise SystemExit(not all(done))
+
+
+class Results:
+    """The file of results: the last line of each row, by name."""
+
+    def __init__(self, file: Path):
+        self._file, self._lock = file, threading.Lock()
+        self._rows: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+    def has(self, name: str) -> bool:
+        """Return whether a row succeeded."""
+        return name in self._rows and bool(self._rows[name]["ok"])
+
+    def add(self, name: str, line: dict[str, Any]) -> None:
+        """Add a row, or replace it; a failure does not replace a success."""
+        with self._lock:
+            if not line["ok"] and self.has(name):
+                return
+            self._rows[name] = line
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            part = self._file.with_suffix(".part")
+            part.write_text(json.dumps(self._rows, indent=1) + "\n", encoding="utf-8")
+            part.replace(self._file)
+
+
+def run_row(row: Callable[[float], dict[str, Any]], limit: float) -> dict[str, Any]:
+    """Run a row within a limit; the result says when, on what device and with which versions."""
+    started = time.perf_counter()
+    found = row(limit)
+    found |= {"row_s": round(time.perf_counter() - started, 1), "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}"}
+    return found | {"device": describe_gpu(), "versions": _versions()}
 
 
 def measure_each(jobs: list[Job], limit: float) -> Iterator[tuple[Job, dict[str, Any]]]:
@@ -329,14 +370,14 @@ def _plan(job: Job, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def format_line(line: dict[str, Any]) -> str:
+def format_line(name: str, line: dict[str, Any]) -> str:
     """Format a result as one line for the terminal."""
     if not line["ok"]:
         tried = line.get("tried") or [line]
         why = str(tried[-1].get("error") or tried[-1].get("output") or tried[-1]).strip().splitlines()[-1][:160]
-        return f"{line['row']:<28} FAILED in {line['row_s']:.0f} s: {why}"
-    shown = {k: v for k, v in line.items() if k.startswith(("tokens_per", "peak", "tflops", "added", "stall"))}
-    return f"{line['row']:<28} {line['row_s']:>5.0f} s  " + "  ".join(f"{k} {v:,}" for k, v in shown.items())
+        return f"{name:<28} FAILED in {line['row_s']:.0f} s: {why}"
+    shown = {k: v for k, v in line.items() if k.startswith(("tokens_per", "peak", "added", "load_", "generated"))}
+    return f"{name:<28} {line['row_s']:>5.0f} s  " + "  ".join(f"{k} {v:,}" for k, v in shown.items())
 
 
 def describe_gpu() -> dict[str, Any]:
@@ -354,13 +395,6 @@ def _versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-def _names_in(file: Path) -> set[str]:
-    if not file.exists():
-        return set()
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return {line["row"] for line in lines if line["ok"]}
 
 
 if __name__ == "__main__":

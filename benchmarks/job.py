@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -77,11 +78,13 @@ class Recorder:
     counts: list[tuple[int, int, int, int]] = field(default_factory=list)  # all, not padding, supervised, trained
     counts_at: list[int] = field(default_factory=list)  # number of micro-batches at the end of each step
     start_mib: float = 0.0
+    begun: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Mark the start of training, after loading."""
         self.start_mib = _resident_mib()
+        self.begun = time.perf_counter()
 
     def count(self, places: int, real: int, supervised: int, trained: int | None = None) -> None:
         """Record the token counts of a micro-batch."""
@@ -116,6 +119,8 @@ class Recorder:
             "trained": trained,
             "supervised_by_step": [counts[2] for counts in by_step],
             "losses": self.losses,
+            "setup_s": time.time() - psutil.Process().create_time() - (time.perf_counter() - self.begun),
+            "first_step_s": self.ends[0] - self.begun,
             "peak_mib": peak,
             "start_mib": self.start_mib,
             **self.extra,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ def fctune_config(job: Job, out: Path) -> dict[str, Any]:
     return config | {
         "output_dir": str(out),
         "model": {"path": job.model_dir},
+        "compile": job.compile,
         "global_batch_size": job.rows_a_step,
         "epochs": 1_000,
         "max_steps": job.steps,
@@ -38,7 +40,6 @@ def _settings_of(job: Job) -> dict[str, Any]:
         "lr_scheduler": {"name": "constant"},
         "clip_grad_norm": CLIP,
         "activation_checkpointing": {"fraction": job.checkpointed},
-        "compile": job.compile,
     }
     if job.adapter:
         config["adapter"] = {"rank": RANK, "alpha": ALPHA, "modules": MODULES, "base": job.base}
@@ -50,6 +51,7 @@ def _read_shipped(name: str) -> dict[str, Any]:
     from fctune.config.schema import RunConfig
 
     values: dict[str, Any] = compose_config(ROOT / "configs" / name, RunConfig).values
+    values.pop("eval", None)
     return values
 
 
@@ -66,7 +68,7 @@ def train(job: Job, recorder: Recorder) -> None:
     if not job.has_weights:
         _draw_weights_of_fctune()
     problems: list[str] = []
-    parsed = parse_config(fctune_config(job, Path(job.rows_dir) / "out" / "fctune"), problems)
+    parsed = parse_config(fctune_config(job, Path(job.rows_dir) / "out" / f"fctune-{os.getpid()}"), problems)
     assert not problems, problems
     config: RunConfig = parsed  # type: ignore[assignment]
     world = distributed.init_distributed()

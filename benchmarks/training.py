@@ -72,11 +72,12 @@ def measure(job: Job, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             process.terminate()  # torchrun ends its workers
             try:
-                process.communicate(timeout=30)
+                output, _ = process.communicate(timeout=30)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.communicate()
-            return {"error": f"not done after {timeout_s:.0f} s"}
+                output, _ = process.communicate()
+            last = "\n".join(output.strip().splitlines()[-5:])
+            return {"error": f"{last}\nnot done after {timeout_s:.0f} s"}
         files = sorted(Path(folder).glob("*.json"))
         if process.returncode or len(files) != job.ranks:
             return {"error": "\n".join(output.strip().splitlines()[-15:])}
