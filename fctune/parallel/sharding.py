@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import torch
@@ -95,6 +96,8 @@ def _fully_shard_(
     }
     blocks = list(model.blocks)
     for block in blocks:
+        for module in _find_other_dtypes(block):
+            fully_shard(module, reshard_after_forward=config.reshard_after_forward, **options)
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
     # Backward starts with the head, where forward ended: resharding it in between would save no memory.
     fully_shard(model, reshard_after_forward=False, **options)
@@ -102,6 +105,21 @@ def _fully_shard_(
     for block, following in itertools.pairwise(units):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
+
+
+def _find_other_dtypes(block: nn.Module) -> list[nn.Module]:
+    """Return the modules whose trained weights have another dtype than most of the block's, such as a float32 router.
+
+    FSDP reduces the gradients of one dtype per unit, so these are units of their own.
+    """
+    sizes: Counter[torch.dtype] = Counter()
+    owners: dict[nn.Module, set[torch.dtype]] = {}
+    for module in block.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad:
+                sizes[parameter.dtype] += parameter.numel()
+                owners.setdefault(module, set()).add(parameter.dtype)
+    return [module for module, dtypes in owners.items() if dtypes != {max(sizes, key=lambda dtype: sizes[dtype])}]
 
 
 def _can_hold_gradients(model: CausalLM, hardware: Hardware) -> bool:

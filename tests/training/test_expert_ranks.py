@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from fctune.data.prepared_set import prepare
 from fctune.training.meter import count_flops
@@ -81,6 +83,25 @@ def test_spread_experts_with_biases_train_all_their_weights_as_on_one_rank(tmp_p
     base = save_base("gpt_oss", tmp_path / "base", with_tokenizer=True, num_experts=4)
     runs = [(1, {}), (4, {"parallel": {"expert": 2}})]  # two groups of two
     check_equal(train_all(base, tmp_path, runs, adapter=None))
+
+
+def test_a_float32_router_in_a_bfloat16_model_trains_in_shards(tmp_path: Path) -> None:
+    base = save_base("ernie4_5_moe", tmp_path / "base", with_tokenizer=True, num_experts=4)
+    common = {"adapter": None, "precision": "bf16", "max_steps": 3, "validation": {"every_n_steps": 0}, "data": SMALL}
+    results = []
+    for world_size in (1, 2):
+        config = make_config(base, tmp_path, **common, optimizer={"_component_": "torch.optim.AdamW", "lr": 1e-3})
+        config.parallel.mode = "fsdp"
+        prepared = prepare(config.data, base, tmp_path / "prepared")
+        results.append(run_ranks(run_training, world_size, config, prepared.path)[0])
+    router = "model.layers.1.mlp.gate.weight"
+    moved, other = (torch.from_numpy(result["weights"][router]) for result in results)
+    start = load_file(base / "model.safetensors")[router]
+    assert float((moved - start).abs().median()) > 1e-3  # three steps of 1e-3
+    assert float((moved - other).abs().median()) < 1e-4
+    assert not torch.equal(other, other.bfloat16().float())
+    for one, two in zip(results[0]["metrics"], results[1]["metrics"], strict=True):
+        assert math.isclose(one["loss"], two["loss"], rel_tol=5e-3)
 
 
 def test_flops_count_the_experts_that_a_token_chooses() -> None:
