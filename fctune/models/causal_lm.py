@@ -55,6 +55,7 @@ class CausalLM(nn.Module, ABC):
         precision: dtypes of the weights and of the computation.
         attention_kernel: implementation of attention within packed rows; batches carry bounds made for it.
         windows: sliding windows of the layers that use flex attention; None: see ``attention.make_bounds``.
+        attention_warning: why the layers' attention was not compared with their masks; None if it was.
         state_layers: number and kind of the layers that carry state along a row, such as convolutions, and how they
             keep its conversations apart; empty if there are none.
         needs_packing_proof: a run checks with its weights that the conversations of a packed row stay apart.
@@ -68,6 +69,7 @@ class CausalLM(nn.Module, ABC):
         self.precision = precision
         self.attention_kernel = attention_kernel
         self.windows: tuple[int | None, ...] | None = None
+        self.attention_warning: str | None = None
         self.state_layers = ""
         self.needs_packing_proof = False
         self.token_keys = TokenKeys()

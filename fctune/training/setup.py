@@ -133,6 +133,8 @@ def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:
         if not config.compile and world.is_main:
             logger.warning("precision=%s without compile=true is slower than bfloat16", config.precision)
     logger.info("attention: %s", attention)
+    if model.attention_warning is not None and world.is_main:
+        logger.warning("attention: %s", model.attention_warning)
     if model.state_layers:
         logger.info("layers with state: %s", model.state_layers)
     return model

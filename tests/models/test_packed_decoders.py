@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from benchmarks.model_zoo import find_entry, save_config
 from fctune.config.sections.parallel import ActivationCheckpointingConfig
 from fctune.models.attention import make_bounds
 from fctune.models.loss import sum_supervised_loss
+from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import read_architecture
 from fctune.parallel.activations import apply_activation_checkpointing_
 from tests.models.dense_samples import FAMILIES, LENGTHS, draw_conversations, make_model, make_reference, pack
 
@@ -69,3 +73,22 @@ def test_recomputed_blocks_have_the_bounds_of_their_batch(model_type: str, polic
     loss.backward()
     for one, other in zip(plain.parameters(), recomputing.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kernel", "windows"),
+    [
+        ("qwen3", "varlen", ()),
+        ("qwen3", "flex", (None,)),
+        ("gemma2", "varlen", (16, None)),  # its soft cap needs flex attention in every layer
+        ("gpt_oss", "varlen", (16, None)),  # its sinks do
+        ("olmo3", "varlen", ()),
+        ("olmo3", "flex", (16, None)),
+    ],
+)
+def test_models_are_built_for_the_kernels_of_gpus_with_the_windows_of_their_layers(
+    model_type: str, kernel: Any, windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    save_config(find_entry(model_type), tmp_path / "model")
+    architecture = read_architecture(tmp_path / "model", "transformers")
+    assert architecture.build_model(64, PrecisionPolicy.uniform(torch.bfloat16), kernel).windows == windows

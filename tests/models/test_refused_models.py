@@ -20,7 +20,7 @@ from fctune.models.causal_lm import materialize_
 from fctune.models.lora import LoRALinear, apply_lora_
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import find_model_problems, read_architecture
-from tests.models.tiny_models import TEXT_MODELS, save_tiny_model
+from tests.models.tiny_models import SIZES, TEXT_MODELS, save_tiny_model
 
 FLOAT32 = PrecisionPolicy.uniform(torch.float32)
 
@@ -149,6 +149,20 @@ def test_models_whose_layers_cannot_train_are_refused_when_they_are_built(claim:
     with pytest.raises(ConfigError) as caught:
         architecture.build_model(64, FLOAT32)
     check_sentences(str(caught.value), model_type, *parts)
+
+
+def test_attention_that_cannot_be_checked_without_weights_is_reported(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    for model_type, is_checked in (("qwen3", True), ("jetmoe", False)):  # JetMoE reads how many tokens an expert has
+        config = AutoConfig.for_model(model_type, **SIZES | {"kv_channels": 8, "num_local_experts": 4})
+        config.save_pretrained(tmp_path / model_type)
+        model = read_architecture(tmp_path / model_type, "transformers").build_model(64, FLOAT32, "flex")
+        assert (model.attention_warning is None) == is_checked
+        assert model.windows is None or is_checked  # unknown windows are those of flex attention's default
+        if model.attention_warning is not None:
+            assert "'jetmoe'" in model.attention_warning
+            assert "compare its first losses" in model.attention_warning
 
 
 def refuse(*arguments: Any, **options: Any) -> NoReturn:

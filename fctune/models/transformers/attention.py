@@ -71,7 +71,7 @@ def running_bounds() -> DocumentBounds | None:
 
 @contextmanager
 def recorded_attention() -> Iterator[dict[int, AttentionUse]]:
-    """Record how each layer attends, by the identity of its module, while the context is open."""
+    """Record how each layer attends, by the identity of its module, while the context is open; nothing is computed."""
     _RUNNING.record = {}
     try:
         yield _RUNNING.record
@@ -102,6 +102,8 @@ def attend_packed(
         _check_layer(module, query, key, attention_mask, is_causal, options)
         is_flex = needs_flex(query, value, softcap, s_aux)
         _RUNNING.record[id(module)] = AttentionUse(sliding_window or None, is_flex)
+        # Kernels of CUDA refuse meta tensors.
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     window, cap = sliding_window or None, softcap or None
     out = attend(q, k, v, _RUNNING.bounds, scale=scaling, window=window, softcap=cap, sinks=s_aux)

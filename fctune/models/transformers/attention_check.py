@@ -6,10 +6,9 @@ the mask alone would be trained with another attention than its own.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +22,20 @@ from fctune.models.causal_lm import CausalLM
 from fctune.models.transformers.architecture import TransformersArchitecture
 from fctune.models.transformers.attention import ATTENTION, AttentionUse, recorded_attention
 
-logger = logging.getLogger("fctune")
-
 _NUM_TOKENS = 8
+
+
+class AttentionFindings(NamedTuple):
+    """How the layers of a model attend.
+
+    Attributes:
+        uses: features of attention that the layers use.
+        warning: why this could not be checked, so that ``uses`` is empty; None if it was.
+    """
+
+    uses: tuple[AttentionUse, ...]
+    warning: str | None = None
+
 
 # Function of a batch index, a head index, positions of queries and positions of keys: may the query see the key?
 _Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -33,8 +43,8 @@ _Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def check_attention(
     model: CausalLM, decoder: Any, architecture: TransformersArchitecture, max_seq_len: int
-) -> tuple[AttentionUse, ...]:
-    """Run a meta model's layers without weights, and return how they attend; nothing if they need values to run.
+) -> AttentionFindings:
+    """Run a meta model's layers without weights, and return how they attend, or a warning if they need values to run.
 
     Raises:
         ConfigError: a layer attends in a way that our attention does not have, up to ``max_seq_len`` tokens.
@@ -54,8 +64,12 @@ def check_attention(
             "on the number of ranks; choose another model."
         ) from None
     except RuntimeError as error:  # layers whose path depends on values cannot run on the meta device
-        logger.debug("attention cannot be checked without weights: %s", error)
-        return ()
+        reason = " ".join(str(error).split())[:120]
+        return AttentionFindings(
+            (),
+            f"layers of model_type={family!r} need values to run ({reason}), so their windows were not compared with "
+            "their masks; before a long run, compare its first losses with transformers'",
+        )
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
@@ -83,7 +97,7 @@ def check_attention(
             f"{where}: layers of model_type={family!r} see {_describe(windows)} tokens, but their masks show them "
             f"{_describe(meant)}; lower data.seq_len to {shortest}, or choose another model."
         )
-    return tuple(dict.fromkeys(uses.values()))
+    return AttentionFindings(tuple(dict.fromkeys(uses.values())))
 
 
 class _RandomnessError(Exception):

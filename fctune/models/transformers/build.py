@@ -16,8 +16,8 @@ from fctune.models.causal_lm import CausalLM, ExpertWeight, Linear, Router
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.token_rows import TokenEmbedding
 from fctune.models.transformers.architecture import TransformersArchitecture
-from fctune.models.transformers.attention import AttentionUse, run_block
-from fctune.models.transformers.attention_check import check_attention
+from fctune.models.transformers.attention import run_block
+from fctune.models.transformers.attention_check import AttentionFindings, check_attention
 from fctune.models.transformers.balance import make_router_balance
 from fctune.models.transformers.embeddings import keep_embedding_
 from fctune.models.transformers.experts import iter_expert_weights, iter_routers
@@ -246,12 +246,13 @@ def build_model(
         ConfigError: ``max_seq_len`` exceeds the model's positions, or transformers cannot build the model.
     """
     architecture.check_seq_len(max_seq_len)
-    uses, first_readers = _inspect(architecture, max_seq_len, precision, attention_kernel)
+    findings, first_readers = _inspect(architecture, max_seq_len, precision, attention_kernel)
     model = _build(architecture, precision, attention_kernel)
     model.first_readers = first_readers
-    if attention_kernel != "per_document":
+    model.attention_warning = findings.warning
+    if attention_kernel != "per_document" and findings.warning is None:
         is_flex = attention_kernel == "flex"
-        model.windows = tuple(dict.fromkeys(use.window for use in uses if is_flex or use.needs_flex))
+        model.windows = tuple(dict.fromkeys(use.window for use in findings.uses if is_flex or use.needs_flex))
     return model
 
 
@@ -261,15 +262,15 @@ def _inspect(
     max_seq_len: int,
     precision: PrecisionPolicy,
     attention_kernel: AttentionKernel,
-) -> tuple[tuple[AttentionUse, ...], Mapping[str, str]]:
+) -> tuple[AttentionFindings, Mapping[str, str]]:
     """Return how a model's layers attend, see ``check_attention``, and which linears read the same tensor.
 
     A run and its plan build several such models, so the result is kept.
     """
     checked = _build(architecture, precision, attention_kernel)  # keeps what its forward on the meta device caches
     with recorded_inputs(checked.blocks) as first_readers:
-        uses = check_attention(checked, checked.decoder, architecture, max_seq_len)
-    return uses, first_readers
+        findings = check_attention(checked, checked.decoder, architecture, max_seq_len)
+    return findings, first_readers
 
 
 def _build(
