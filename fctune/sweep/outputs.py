@@ -191,7 +191,7 @@ def _make_table(study: Study, rows: list[Row]) -> str:
             status_text = status + (f", attempt {len(row.run.attempts)}" if len(row.run.attempts) > 1 else "")
         cells: list[object] = [row.run.name]
         cells += [_format_setting(row.run.settings[key]) if key in row.run.settings else "" for key in keys]
-        cells += [format_figure(row.value, ".5g"), Cell(status_text, _TONES[status])]
+        cells += [format_figure(row.value, ".5g"), Cell(status_text, _TONES[status], "white-space: nowrap")]
         cells += [
             f"{figures.num_steps:,}" if figures else "",
             format_figure(figures.tokens_per_s, ",.0f") if figures else "",
