@@ -16,7 +16,7 @@ from fctune.errors import DataError
 
 IGNORE = -100  # label of an unsupervised position
 
-# Lengths of unpacked rows are multiples of this: float8 products over the tokens of a micro-batch need them.
+# Lengths of unpacked rows are multiples of this or more: float8 products over the tokens of a micro-batch need them.
 ROW_MULTIPLE = 16
 
 
@@ -90,6 +90,7 @@ class GlobalLoader:
         pad_to: length of unpacked rows.
         has_full_batches: pad every micro-batch to as many rows, and packed rows to as many conversations, so that all
             micro-batches of a run, of both splits, have one shape.
+        row_multiple: lengths of unpacked rows are multiples of this.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class GlobalLoader:
         is_shuffled: bool = True,
         pad_to: Literal["longest", "seq_len"] = "longest",
         has_full_batches: bool = False,
+        row_multiple: int = ROW_MULTIPLE,
     ):
         self.prepared = prepared
         self.split: Split = split
@@ -109,6 +111,7 @@ class GlobalLoader:
         self.is_shuffled = is_shuffled
         self.has_constant_length = prepared.is_packed or pad_to == "seq_len"
         self.has_full_batches = has_full_batches
+        self.row_multiple = row_multiple
         # The conversations of the fullest pack, and the padding.
         self._num_lengths = prepared.max_pack_size + 1 if has_full_batches else 0
         self.steps_per_epoch = math.ceil(prepared.num_packs(split) / global_batch_size)
@@ -196,7 +199,7 @@ class GlobalLoader:
         num_rows = micro_batch_size if self.has_full_batches else max(1, len(packs))
         is_real = bool(packs) or self.has_full_batches
         longest = max([1, *(self._pack_length(p) for p in packs.values())])
-        length = min(self.prepared.seq_len, math.ceil(longest / ROW_MULTIPLE) * ROW_MULTIPLE)
+        length = min(self.prepared.seq_len, math.ceil(longest / self.row_multiple) * self.row_multiple)
         if self.has_constant_length and is_real:
             length = self.prepared.seq_len
         shape = (num_rows, length)

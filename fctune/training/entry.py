@@ -31,7 +31,7 @@ from fctune.runs.success import format_criteria, judge_run
 from fctune.telemetry.device import describe_device, total_memory
 from fctune.terminal import LogHandler, escape_controls
 from fctune.training.callbacks.stop import STOPPED, Stopped, StopRequest
-from fctune.training.host_memory import return_freed_memory
+from fctune.training.host_memory import reuse_freed_memory
 from fctune.training.loop import NonFiniteError
 from fctune.training.out_of_memory import is_out_of_memory
 from fctune.training.peers import RankProcess, describe_process, find_killed_rank, is_lost_connection
@@ -122,7 +122,7 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
     end_with_launcher()
     world = distributed.init_distributed()
     if world.device.type == "cpu":
-        return_freed_memory()
+        reuse_freed_memory()
     _start_logging(world)
     run: Run | None = None
     recipe: Recipe | None = None

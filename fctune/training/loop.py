@@ -13,11 +13,12 @@ from fctune.checkpoint.fault_hooks import fire
 from fctune.checkpoint.state import TrainState
 from fctune.config.intervals import is_never
 from fctune.config.schema import RunConfig
-from fctune.data.loader import GlobalLoader
+from fctune.data.loader import ROW_MULTIPLE, GlobalLoader
 from fctune.data.prepared_set import PreparedSet, Split
 from fctune.distributed import World
 from fctune.errors import DataError
 from fctune.models.causal_lm import CausalLM
+from fctune.models.document_attention import CPU_TILE
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.meter import Meter
@@ -44,7 +45,17 @@ def build_loader(config: RunConfig, prepared: PreparedSet, split: Split = "train
         is_shuffled=split == "train",
         pad_to=config.data.pad_to,
         has_full_batches=config.compile or torch.cuda.is_available(),
+        row_multiple=_find_row_multiple(config),
     )
+
+
+def _find_row_multiple(config: RunConfig) -> int:
+    """Return the multiple of which lengths of unpacked rows are: on CPUs, 16-bit products keep kernels for each.
+
+    A model of two small blocks keeps 11 MiB for a shape of its batch, until the process ends.
+    """
+    keeps = not torch.cuda.is_available() and config.precision in ("bf16", "bf16_mixed")
+    return CPU_TILE if keeps else ROW_MULTIPLE
 
 
 def count_steps(config: RunConfig, loader: GlobalLoader, world: World) -> int:

@@ -40,6 +40,7 @@ from fctune.training.callbacks.evaluation import EvaluationCallback
 from fctune.training.callbacks.hang_watch import HangWatch
 from fctune.training.callbacks.stop import StopCallback
 from fctune.training.entry import Run
+from fctune.training.host_memory import HostMemoryCallback
 from fctune.training.loop import build_loader, count_steps, train
 from fctune.training.out_of_memory import MemorySnapshot, suggest_less_memory
 from fctune.training.run_directory import installed_versions
@@ -180,6 +181,8 @@ class FineTuning(ABC):
         self.callbacks = [watch, StopCallback(run.request, self.checkpoint), self.checkpoint]
         if evaluation is not None:
             self.callbacks.append(EvaluationCallback(config.eval, evaluation, state))
+        if world.device.type == "cpu":
+            self.callbacks.append(HostMemoryCallback())
         if run.resume is not None and run.resume.state["world_size"] != world.world_size:
             logger.info("world size: was %d, is %d", run.resume.state["world_size"], world.world_size)
             self.checkpoint.save("elastic", state.step)

@@ -89,7 +89,7 @@ def plan_block(a: Architecture, model_dir: Path, raw: dict[str, Any]) -> BytesMo
 def test_eager_blocks_move_the_planned_bytes(
     adapter: dict[str, Any] | None, make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers, "rms_norm", lambda x, _, weight, eps: FusedNorm.apply(x, weight))
+    monkeypatch.setattr(layers, "rms_norm", lambda x, weight, eps: FusedNorm.apply(x, weight))
     raw = {} if adapter is None else {"adapter": adapter}
     model_dir = make_model("llama", **WIDE)
     real, formula = measure_block(model_dir, raw), plan_block(read_architecture(model_dir), model_dir, raw)

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 from torchtune.models.qwen2._positional_embeddings import Qwen2RotaryPositionalEmbeddings
 from torchtune.modules import MultiHeadAttention
 from torchtune.modules import RMSNorm as TorchtuneRMSNorm
 
 from fctune.models.attention import DocumentBounds, attend
+from fctune.models.norms import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim of ``[..., d]``."""
-        return rms_norm(x, (x.shape[-1],), self.scale, self.eps)
+        return rms_norm(x, self.scale, self.eps)
 
 
 class Rotary(nn.Module):

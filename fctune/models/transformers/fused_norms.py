@@ -1,4 +1,4 @@
-"""Root mean square norms by torch's fused kernel, wherever a probe shows that a family's norm is that one.
+"""Root mean square norms by one function, wherever a probe shows that a family's norm is one.
 
 transformers' norms take six operations, each of which keeps or moves a tensor of the activations' size. Families differ
 in what a norm does with its weight, so each class is tried on numbers instead of being known by its name.
@@ -8,26 +8,45 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
+from torch.nn.functional import rms_norm as torch_rms_norm
+
+from fctune.models.norms import is_rowwise, rms_norm, rowwise_rms_norm
 
 _NUM_ROWS = 3
 
 
 def fuse_norms_(decoder: nn.Module) -> None:
-    """Compute norms that are plain root mean square norms by torch's kernel, in place; others stay as they are."""
+    """Compute plain root mean square norms by our function, in place; others stay as they are.
+
+    Norms that add one to their weight, as Gemma's do, are ours on CPUs only: elsewhere, torch's kernel would round the
+    sum to half precision.
+    """
     for module in decoder.modules():
         eps = _find_eps(module)
-        if eps is not None and _is_rms_norm(module, eps):
+        if eps is None:
+            continue
+        offset = _find_offset(module, eps)
+        if offset == 0.0:
             module.forward = functools.partial(_normalise, module, eps)
+        elif offset is not None:
+            module.forward = functools.partial(_normalise_with_offset, module, eps, offset, module.forward)
 
 
 def _normalise(module: Any, eps: float, hidden_states: Tensor) -> Tensor:
-    weight: Tensor = module.weight
-    return rms_norm(hidden_states, weight.shape, weight, eps)
+    return rms_norm(hidden_states, module.weight, eps)
+
+
+def _normalise_with_offset(
+    module: Any, eps: float, offset: float, own: Callable[[Tensor], Tensor], hidden_states: Tensor
+) -> Tensor:
+    if is_rowwise(hidden_states):
+        return rowwise_rms_norm(hidden_states, module.weight, eps, offset)
+    return own(hidden_states)
 
 
 def _find_eps(module: nn.Module) -> float | None:
@@ -42,8 +61,8 @@ def _find_eps(module: nn.Module) -> float | None:
     return eps[0] if weight.dim() == 1 else None
 
 
-def _is_rms_norm(module: nn.Module, eps: float) -> bool:
-    """Return whether a module equals torch's norm on random numbers of several sizes, in float32."""
+def _find_offset(module: nn.Module, eps: float) -> float | None:
+    """Return what a module adds to its weight if it equals a norm on random numbers of several sizes, in float32."""
     weight: Any = module.weight
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(len(weight), generator=generator)
@@ -54,7 +73,10 @@ def _is_rms_norm(module: nn.Module, eps: float) -> bool:
         with torch.no_grad():
             own = torch.func.functional_call(module, {"weight": probe}, (x,))
     except (TypeError, RuntimeError):  # of a module with another signature
-        return False
-    expected = rms_norm(x, probe.shape, probe, eps)
-    is_alike = isinstance(own, Tensor) and own.shape == expected.shape
-    return is_alike and torch.allclose(own, expected, rtol=1e-5, atol=1e-6)
+        return None
+    for offset in (0.0, 1.0):
+        expected = torch_rms_norm(x, probe.shape, probe + offset, eps)
+        is_alike = isinstance(own, Tensor) and own.shape == expected.shape
+        if is_alike and torch.allclose(own, expected, rtol=1e-5, atol=1e-6):
+            return offset
+    return None
