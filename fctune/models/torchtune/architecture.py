@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fctune.errors import ConfigError
 from fctune.models.architecture import ALL_LINEAR, Architecture, Block, Branch, LinearShape
 from fctune.models.torchtune import names
+from fctune.models.torchtune.lazy_datasets import lazy_datasets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,7 +119,8 @@ class TorchtuneArchitecture(Architecture):
         self, max_seq_len: int, precision: PrecisionPolicy, attention_kernel: AttentionKernel = "per_document"
     ) -> CausalLM:
         """Build the model on the meta device; see ``Architecture.build_model``."""
-        from fctune.models.torchtune.build import build_model  # imports torchtune, which takes seconds
+        with lazy_datasets():
+            from fctune.models.torchtune.build import build_model  # imports torchtune, which takes seconds
 
         return build_model(self, max_seq_len, precision, attention_kernel)
 
