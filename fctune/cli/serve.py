@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
+import subprocess
 import sys
 from typing import Any
 
 from fctune.cli.parser import add_template_args_argument
+from fctune.errors import ConfigError
 
 
 def add_commands(commands: Any) -> None:
     """Add ``fctune serve`` to the command-line parser."""
     serve = commands.add_parser("serve", help="serve a run's export with vLLM and the matching tool parser")
-    serve.add_argument("model", metavar="PATH", help="a run's output directory, or a model directory")
+    serve.add_argument("model", metavar="PATH", help="a run's output directory, a model directory or an adapter")
     serve.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     serve.add_argument("--name", help="the served model's name; default: the run's")
     serve.add_argument("--python", default=sys.executable, help="Python with vLLM; default: this one")
@@ -29,8 +30,33 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     options = server_options(arguments.model, arguments.name, arguments.template_args)
     command = [arguments.python, "-m", "vllm.entrypoints.openai.api_server", *options, "--port", str(arguments.port)]
-    command += shlex.split(arguments.vllm)
+    try:
+        command += shlex.split(arguments.vllm)
+    except ValueError as error:
+        raise ConfigError(f"--vllm {arguments.vllm}: {error}.") from None
     print(shlex.join(command), flush=True)
-    if not arguments.print_only:
-        os.execvp(command[0], command)
-    return 0
+    if arguments.print_only:
+        return 0
+    _require_vllm(arguments.python)
+    from fctune.launch.server_process import run_server
+
+    url = f"http://127.0.0.1:{arguments.port}/v1"
+
+    def announce(seconds: float) -> None:
+        print(f"ready after {seconds:.0f} s: {url}   (fctune chat {url}; Ctrl-C ends it)", flush=True)
+
+    return run_server(command, arguments.port, announce)
+
+
+def _require_vllm(python: str) -> None:
+    """Say in one line that vLLM is missing, where Python would show a traceback."""
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        done = subprocess.run([python, "-c", look], capture_output=True, check=False)
+    except OSError as error:
+        raise ConfigError(f"--python {python}: cannot be started ({error.strerror}).") from None
+    if done.returncode:
+        raise ConfigError(
+            f"{python} has no vLLM. Install it in an environment of its own (pip install vllm), and pass --python "
+            "THAT/bin/python."
+        )

@@ -11,7 +11,7 @@ from fctune.calls.formats.registry import FORMATS, detect_format
 from fctune.calls.server_parsers import find_server_parsers, read_server_parsers
 from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError
-from fctune.generation.model_files import find_model
+from fctune.generation.model_files import ModelFiles, find_model
 
 
 def server_options(model: str, name: str | None = None, template_args: Mapping[str, Any] | None = None) -> list[str]:
@@ -25,26 +25,66 @@ def server_options(model: str, name: str | None = None, template_args: Mapping[s
         name: the served model's name; None uses the directory's name, for a run the run's.
         template_args: switches of the chat template, over those recorded with the model; a request's own come first.
 
+    An adapter is served on its base, under ``name``; the base keeps its own.
+
     Raises:
-        ConfigError: the model does not exist, is only an adapter, or uses a call format that vLLM cannot parse.
+        ConfigError: the model does not exist, uses a call format that vLLM cannot parse, or is an adapter that vLLM
+            cannot load.
     """
     files = find_model(model)
-    if files.adapter_dir is not None:
-        raise ConfigError(f"{model}: contains only an adapter. Serve the run's merged model in export/merged instead.")
-    template = ChatTemplate(files.model_dir, template_args=template_args)
+    template = ChatTemplate(files.tokenizer_dir, template_args=template_args)
     call_format = detect_format(template.source)
-    parsers = (read_server_parsers(files.model_dir) or find_server_parsers(template))["vllm"]
+    parsers = (read_server_parsers(files.tokenizer_dir) or find_server_parsers(template))["vllm"]
     parser, reasoning_parser = parsers["tool_call_parser"], parsers["reasoning_parser"]
     if parser is None:
         known = ", ".join(name for name, other in FORMATS.items() if other.vllm_parser)
-        raise ConfigError(f"{files.model_dir}: vLLM has no tool parser for {call_format.name}; it supports {known}.")
+        raise ConfigError(
+            f"{files.tokenizer_dir}: vLLM has no tool parser for {call_format.name}; it supports {known}."
+        )
     served = name or Path(model).resolve().name
     return [
-        *("--model", str(files.model_dir), "--served-model-name", served),
+        *("--model", str(files.model_dir)),
+        *(_adapter_options(files, served) if files.adapter_dir else ("--served-model-name", served)),
         *("--enable-auto-tool-choice", "--tool-call-parser", parser),
         *(("--reasoning-parser", reasoning_parser) if reasoning_parser is not None else ()),
         *_template_options(template.template_args),
     ]
+
+
+def _adapter_options(files: ModelFiles, name: str) -> list[str]:
+    """Return the options that serve an adapter on its base, with the tokenizer and template of its training."""
+    assert files.adapter_dir is not None
+    try:
+        config = json.loads((files.adapter_dir / "adapter_config.json").read_text(encoding="utf-8"))
+        ranks = [int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{files.adapter_dir}/adapter_config.json: damaged ({type(error).__name__}: {error})."
+        ) from None
+    for key, what in _UNSERVED.items():
+        if config.get(key):
+            raise ConfigError(f"{files.adapter_dir}: vLLM cannot load {what}. Serve the run's export/merged instead.")
+    limit = next((limit for limit in _LORA_RANKS if limit >= max(ranks)), None)
+    if limit is None:
+        raise ConfigError(
+            f"{files.adapter_dir}: rank {max(ranks)}, and vLLM loads adapters up to rank {_LORA_RANKS[-1]}. Serve the "
+            "run's export/merged instead."
+        )
+    options = ["--enable-lora", "--max-lora-rank", str(limit), "--lora-modules", f"{name}={files.adapter_dir}"]
+    if files.tokenizer_dir != files.model_dir:
+        options += ["--tokenizer", str(files.tokenizer_dir)]
+    return options
+
+
+# Parts of adapters that vLLM 0.32 refuses, by their key in adapter_config.json.
+_UNSERVED = {
+    "use_dora": "DoRA's magnitudes",
+    "trainable_token_indices": "an adapter with rows of the embedding",
+    "modules_to_save": "an adapter with whole modules",
+    "target_parameters": "an adapter on experts",
+}
+# Values of vLLM's --max-lora-rank.
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def _template_options(template_args: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,14 +85,47 @@ def test_a_run_is_served_from_its_merged_export_under_its_own_name(tiny_base: Pa
     assert options[options.index("--served-model-name") + 1] == "mine"
 
 
-def test_a_missing_model_and_a_bare_adapter_are_rejected(tiny_base: Path, tmp_path: Path) -> None:
+def make_adapter(folder: Path, base: Path, **config: Any) -> str:
+    folder.mkdir()
+    given = {"base_model_name_or_path": str(base), "r": 12} | config
+    (folder / "adapter_config.json").write_text(json.dumps(given))
+    return str(folder)
+
+
+def test_a_missing_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such directory"):
         server_options(str(tmp_path / "none"))
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tiny_base)}))
-    with pytest.raises(ConfigError, match="contains only an adapter"):
-        server_options(str(adapter))
+
+
+def test_an_adapter_is_served_on_its_base_within_the_ranks_that_vllm_allows(tiny_base: Path, tmp_path: Path) -> None:
+    options = server_options(make_adapter(tmp_path / "mine", tiny_base, rank_pattern={"lm_head": 20}))
+    assert options[options.index("--model") + 1] == str(tiny_base)
+    assert options[options.index("--max-lora-rank") + 1] == "32"
+    assert options[options.index("--lora-modules") + 1] == f"mine={tmp_path / 'mine'}"
+    assert "--tokenizer" not in options
+    shutil.copyfile(tiny_base / "tokenizer.json", tmp_path / "mine" / "tokenizer.json")
+    shutil.copyfile(tiny_base / "tokenizer_config.json", tmp_path / "mine" / "tokenizer_config.json")
+    options = server_options(str(tmp_path / "mine"))
+    assert options[options.index("--tokenizer") + 1] == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"use_dora": True}, "cannot load DoRA's magnitudes"),
+        ({"trainable_token_indices": [1]}, "rows of the embedding"),
+        ({"target_parameters": ["experts.down_proj"]}, "adapter on experts"),
+        ({"r": 1024}, "rank 1024, and vLLM loads adapters up to rank 512"),
+        ({"r": None}, "adapter_config.json: damaged"),
+    ],
+    ids=["dora", "tokens", "experts", "rank", "damaged"],
+)
+def test_an_adapter_that_vllm_cannot_load_is_refused_with_the_remedy(
+    config: dict[str, Any], reason: str, tiny_base: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=reason) as found:
+        server_options(make_adapter(tmp_path / "adapter", tiny_base, **config))
+    assert "damaged" in str(found.value) or "export/merged" in str(found.value)
 
 
 def test_the_api_key_is_not_part_of_the_command(tiny_base: Path) -> None:

@@ -1,0 +1,108 @@
+"""Run a server until it ends or is asked to: started once its port is free, announced once it is healthy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import FrameType
+
+import httpx
+
+from fctune.errors import ConfigError
+
+_POLL_S = 0.5
+_GRACE_S = 30.0
+
+
+def run_server(
+    command: Sequence[str], port: int, announce: Callable[[float], None], start_limit_s: float = 1800.0
+) -> int:
+    """Run a server with OpenAI's API until it ends; SIGTERM and Ctrl-C end it and every process that it started.
+
+    Args:
+        command: Program and options; it gets a process group of its own.
+        port: The port that it listens on.
+        announce: Called with the seconds that it took, once ``/health`` answers.
+        start_limit_s: Seconds after which a server that is not healthy is ended.
+
+    Returns:
+        The server's exit code; 0 if it was asked to end.
+
+    Raises:
+        ConfigError: The port is taken, the program cannot be started, or the server ended or hung before it was
+            healthy.
+    """
+    _require_free(port)
+    signals: list[int] = []
+
+    def remember(number: int, _: FrameType | None) -> None:
+        signals.append(number)
+
+    previous = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        process = _start(command)
+        try:
+            started = time.monotonic()
+            is_announced = False
+            while not signals and process.poll() is None:
+                if not is_announced and _is_healthy(port):
+                    announce(time.monotonic() - started)
+                    is_announced = True
+                if not is_announced and time.monotonic() - started > start_limit_s:
+                    raise ConfigError(f"the server is not healthy after {start_limit_s:.0f} s; its output is above.")
+                time.sleep(_POLL_S)
+            if process.poll() is not None and not is_announced:
+                raise ConfigError(
+                    f"the server ended with code {process.returncode} before it was healthy; its output is above."
+                )
+        finally:
+            _end(process)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return 0 if signals else process.returncode
+
+
+def _require_free(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OverflowError:
+            raise ConfigError(f"--port {port}: expected 0 to 65535.") from None
+        except OSError as error:
+            raise ConfigError(f"--port {port}: cannot be listened on ({error.strerror}). Choose another.") from None
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(command, start_new_session=True)
+    except OSError as error:
+        raise ConfigError(f"{command[0]}: cannot be started ({error.strerror}).") from None
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2.0).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the server with the processes that it started: asked first, then killed."""
+    if process.poll() is None:
+        _signal_group(process, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+    _signal_group(process, signal.SIGKILL)
+    process.wait()
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError):  # nothing of the group is left
+        os.killpg(process.pid, number)
