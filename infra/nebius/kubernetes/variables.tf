@@ -248,12 +248,13 @@ variable "metrics_disk_gib" {
 }
 
 variable "grafana_password" {
-  description = "Password of Grafana's user admin. Set TF_VAR_grafana_password; it is not written to the state."
+  description = "Password of Grafana's user admin, if there is monitoring; it is not written to the state."
   type        = string
+  default     = null
   ephemeral   = true
   validation {
-    condition     = length(var.grafana_password) >= 12
-    error_message = "grafana_password must have at least 12 characters; create one with: openssl rand -base64 18."
+    condition     = !var.monitoring || try(length(var.grafana_password) >= 12, false)
+    error_message = "grafana_password must have at least 12 characters: set TF_VAR_grafana_password; create one with: openssl rand -base64 18."
   }
 }
 

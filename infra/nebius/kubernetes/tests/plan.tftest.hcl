@@ -111,9 +111,11 @@ run "monitoring_loads_the_rules_the_discovery_and_the_dashboard_of_this_reposito
   }
 }
 
-run "monitoring_can_be_left_out" {
+run "monitoring_can_be_left_out_and_then_needs_no_password" {
+  command = plan
   variables {
-    monitoring = false
+    monitoring       = false
+    grafana_password = null
   }
   assert {
     condition     = length(helm_release.monitoring) == 0 && output.grafana_command == null
