@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from fctune.config.components import resolve_component
 from fctune.config.loading import read_environment
 from fctune.config.run_length import RunLength, find_length_warnings
 from fctune.config.schema import RunConfig
-from fctune.config.sections.telemetry import TelemetryConfig
+from fctune.config.sections.telemetry import TelemetryConfig, WandbConfig
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.encoding import Counts
 from fctune.data.prepared_set import (
@@ -271,6 +271,11 @@ def start_state(model: CausalLM, config: RunConfig, num_steps: int, gradient_syn
     return TrainState(model, optimizer, scheduler, gradient_sync)
 
 
+def is_wandb_on(config: WandbConfig, environment: Mapping[str, str]) -> bool:
+    """Return True if a run logs to Weights & Biases; in mode ``auto``, if there is a key."""
+    return bool(environment.get("WANDB_API_KEY")) if config.mode == "auto" else config.mode != "disabled"
+
+
 def open_sinks(
     config: RunConfig, run: RunDirectory, num_steps: int, world: World, hosts: Sequence[str] = ()
 ) -> SinkGroup:
@@ -281,8 +286,7 @@ def open_sinks(
     open_service = functools.partial(BackgroundSink, rest_s=1.0)
     telemetry = config.telemetry or TelemetryConfig()
     wandb, prometheus = telemetry.wandb, telemetry.prometheus
-    has_wandb = wandb is not None and (wandb.mode != "auto" or bool(read_environment().get("WANDB_API_KEY")))
-    if wandb is not None and has_wandb and wandb.mode != "disabled":
+    if wandb is not None and is_wandb_on(wandb, read_environment()):
         services.append(open_service("wandb", lambda: WandbSink(wandb, run.path, config.to_dict())))
     if telemetry.tensorboard:
         services.append(open_service("tensorboard", lambda: TensorBoardSink(run.path / "tensorboard")))

@@ -23,7 +23,8 @@ except Exception as error:
     assert "datasets" in type(error).__module__ or "huggingface" in type(error).__module__ or isinstance(error, OSError)
 import datasets
 assert datasets.Dataset.from_list([{"a": 1}])[0] == {"a": 1}
-assert utils.split_dataset_by_node(datasets.Dataset.from_list([{"a": 1}, {"a": 2}]), rank=1, world_size=2)[0] == {"a": 2}
+rows = datasets.Dataset.from_list([{"a": 1}, {"a": 2}])
+assert utils.split_dataset_by_node(rows, rank=1, world_size=2)[0] == {"a": 2}
 print("done")
 """
 

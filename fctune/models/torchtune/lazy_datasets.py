@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 _NAME = "datasets"
 
@@ -36,7 +36,7 @@ def lazy_datasets() -> Iterator[None]:
 class _LazyModule(ModuleType):
     """Stands for a module of ``datasets``; its attributes are functions that call the real ones."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
