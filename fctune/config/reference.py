@@ -146,7 +146,10 @@ def _schema_of(cls: type[Any]) -> dict[str, Any]:
     required = []
     for spec, hint, constraints in _fields(cls):
         value = _default_of(spec)
-        properties[spec.name] = {"description": docs[spec.name], **_schema_of_type(hint, constraints)}
+        own = _schema_of_type(hint, constraints)
+        if dataclasses.is_dataclass(value):  # null selects the defaults, also over a section of an extended config
+            own = {"anyOf": [{"type": "null"}, own]}
+        properties[spec.name] = {"description": docs[spec.name], **own}
         if value is dataclasses.MISSING:
             required.append(spec.name)
         elif not dataclasses.is_dataclass(value):

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from fctune.cli import main
-from fctune.config.loading import read_yaml_mapping
+from fctune.config.loading import load_config, read_yaml_mapping
 from fctune.config.shipped import list_shipped_configs, list_shipped_recipes
 from tests.conftest import ROOT
 
@@ -34,6 +34,15 @@ def test_cp_copies_a_config_or_recipe_and_overwrites_only_by_force(
     assert target.read_text() == "edited"
     assert main(["config", "cp", name, str(target), "--force"]) == 0
     assert target.read_bytes() == original.read_bytes()
+
+
+def test_every_shipped_config_is_the_same_when_copied(tmp_path: Path) -> None:
+    for path in list_shipped_configs():
+        if path.name.startswith("acceptance_"):
+            continue
+        assert main(["config", "cp", path.stem, str(tmp_path), "--force"]) == 0
+        copied = load_config(tmp_path / path.name)
+        assert copied.to_dict() == load_config(path).to_dict()
 
 
 def test_cp_suggests_a_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from fctune.config.components import find_argument_problems, resolve_component
-from fctune.config.loading import load_config, parse_config, read_yaml_mapping
+from fctune.config.loading import compose_config, load_config, parse_config
+from fctune.config.schema import RunConfig
 from fctune.config.shipped import list_shipped_configs
 from fctune.errors import ConfigError
 from fctune.models.run_config import load_run_config
@@ -162,7 +163,7 @@ RUNS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.nam
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda p: p.name)
 def test_every_shipped_config_is_valid(path: Path) -> None:
-    raw = read_yaml_mapping(path)
+    raw = compose_config(path, RunConfig).values
     problems: list[str] = []
     assert parse_config(raw, problems), problems
     assert not problems
@@ -257,7 +258,7 @@ def test_arguments_of_torch_optimizers_are_read_from_source_as_torch_defines_the
 def test_every_shipped_config_works_with_an_optimizer_that_has_no_fused_update(config: Path) -> None:
     import torch
 
-    spec = read_yaml_mapping(config)["optimizer"] | {"_component_": "torchao.optim.AdamW8bit"}
+    spec = compose_config(config, RunConfig).values["optimizer"] | {"_component_": "torchao.optim.AdamW8bit"}
     assert spec["fused"]
     assert find_argument_problems(spec, "optimizer") == []
     component, arguments = resolve_component(spec)

@@ -75,6 +75,14 @@ def test_the_installed_library_is_the_wheels(python: Path, tmp_path: Path) -> No
     assert Path(done.stdout.strip()).is_relative_to(python.parents[1])
 
 
+def test_a_config_that_extends_another_works_in_place_and_copied(python: Path, tmp_path: Path) -> None:
+    shown = run(python, tmp_path, "fctune", "config", "show", "smollm3_3b_lora").stdout
+    assert "hermes_glaive_lora.yaml" in shown
+    run(python, tmp_path, "fctune", "config", "cp", "smollm3_3b_lora", ".")
+    assert (tmp_path / "bases" / "hermes_glaive_lora.yaml").is_file()
+    assert "valid" in run(python, tmp_path, "fctune", "config", "check", "./smollm3_3b_lora.yaml").stdout
+
+
 def test_an_empty_folder_trains_evaluates_and_runs_a_copied_recipe(python: Path, tmp_path: Path) -> None:
     assert "tiny_lora" in run(python, tmp_path, "fctune", "config", "ls").stdout
     run(python, tmp_path, "fctune", "train", "--config", "lora_tiny", "--nproc", "2", *SMALL)
