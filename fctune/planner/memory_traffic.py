@@ -19,6 +19,10 @@ class BytesMoved:
     forward: float
     backward: float
 
+    def plus(self, other: BytesMoved, times: int = 1) -> BytesMoved:
+        """Return the sum with a multiple of another's."""
+        return BytesMoved(self.forward + times * other.forward, self.backward + times * other.backward)
+
     def over(self, other: BytesMoved, recomputed: float) -> float:
         """Return the bytes in excess of another's, in a step that recomputes a share of the blocks."""
         more = (self.forward - other.forward) * (1 + recomputed)

@@ -12,6 +12,7 @@ from fctune.config.schema import RunConfig
 from fctune.data.prepared_set import resolve_batch_size
 from fctune.errors import ConfigProblems
 from fctune.planner.data_size import DataSize, count_steps, measure_data
+from fctune.planner.kernel_times import KernelTimes
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Peak, Setting
 from fctune.planner.models import check_run, extend_architecture, find_architecture, find_planned_tokens, shape_model
@@ -43,6 +44,7 @@ class Plan:
     compute_width: int  # bytes per element in matrix products
     efficiency: float
     time: StepTime
+    kernel_times: KernelTimes | None  # None if the run is not compiled
     slowest_s: float  # step time at the low end of the efficiency range
     quickest_s: float  # step time at the high end
     rows: DataSize | None
@@ -167,6 +169,7 @@ class Plan:
             "warnings": self.warnings,
             "step": self.time.to_json()
             | {"flops_per_token": asdict(self.flops) | {"total": self.flops.total}, "efficiency": self.efficiency},
+            "kernels_us_per_token": None if self.kernel_times is None else self.kernel_times.to_json(),
             "hours": hours,
             "hours_range": self.hours_range,
             "gpu_hours": gpu_hours,
@@ -241,6 +244,7 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
         compute_width=memory.precision.compute_dtype.itemsize,
         efficiency=search.efficiency,
         time=search.time(setting),
+        kernel_times=search.kernel_times(setting) if config.compile else None,
         slowest_s=search.time(setting, EFFICIENCY_RANGE[0]).total_s,
         quickest_s=search.time(setting, EFFICIENCY_RANGE[1]).total_s,
         rows=rows,

@@ -202,24 +202,40 @@ def memory_traffic_seconds(memory: MemoryModel, gpu: Gpu, fraction: float) -> fl
 
 
 def float8_savings(memory: MemoryModel, gpu: Gpu, flops: Flops, tokens: float, micro_batches: int) -> float:
-    """Return the seconds that float8 products save over bfloat16, each at its best rate, minus the rounding.
+    """Return the seconds that float8 products save over bfloat16, each at its best rate, minus the rounding."""
+    if (ratio := float8_ratio(memory, gpu)) == 1:
+        return 0.0
+    before = tokens * (flops.products + flops.recomputed) / (gpu.bf16_tflops * 1e12 * _BF16_SHARE)
+    return before * (1 - 1 / ratio) - count_rounding_bytes(memory, tokens, micro_batches) / _memory_bytes_per_s(gpu)
+
+
+def float8_ratio(memory: MemoryModel, gpu: Gpu) -> float:
+    """Return how many times as fast products are in float8 as in bfloat16, at the best rates; 1 if the run has none."""
+    adapter = memory.config.adapter
+    is_base = adapter is not None and adapter.base == "float8"
+    if gpu.fp8_tflops is None or not (memory.precision.has_float8_matmuls or is_base):
+        return 1.0
+    return gpu.fp8_tflops * _FLOAT8_SHARE / (gpu.bf16_tflops * _BF16_SHARE)
+
+
+def count_rounding_bytes(memory: MemoryModel, tokens: float, micro_batches: int) -> float:
+    """Return the bytes that rounding to float8 moves.
 
     Each rounding reads a tensor for its largest value, then reads it again and writes one byte per element: for the
-    input and weight of a product in forward and backward, and for the gradient in backward.
+    input and weight of a product in forward and backward, and for the gradient in backward. Compiled, the linears that
+    read the same tensor share its rounding.
     """
     adapter, a = memory.config.adapter, memory.architecture
     is_base = adapter is not None and adapter.base == "float8"
-    if gpu.fp8_tflops is None or not (memory.precision.has_float8_matmuls or is_base):
-        return 0.0
-    work = tokens * (flops.products + flops.recomputed)
-    before, after = gpu.bf16_tflops * 1e12 * _BF16_SHARE, gpu.fp8_tflops * 1e12 * _FLOAT8_SHARE
     linears = [linear for block in a.blocks for linear in block.linears]
     inputs, outputs = sum(one.in_dim for one in linears), sum(one.out_dim for one in linears)
+    if memory.config.compile:
+        branches = [branch for block in a.blocks for branch in block.branches]
+        inputs = sum(sum({one.in_dim for one in branch.inputs}) + branch.output.in_dim for branch in branches)
     # A frozen base is rounded once, before training.
     weights = 0 if is_base else 2 * sum(one.in_dim * one.out_dim for one in linears)
     numbers = tokens * ((1 if is_base else 2) * inputs + outputs) + micro_batches * weights
-    rounding = numbers * (2 * memory.precision.compute_dtype.itemsize + 1) / _memory_bytes_per_s(gpu)
-    return work * (1 / before - 1 / after) - rounding
+    return numbers * (2 * memory.precision.compute_dtype.itemsize + 1)
 
 
 def count_communication(memory: MemoryModel, setting: Setting, micro_batches: int) -> tuple[float, float, float]:

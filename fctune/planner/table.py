@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 from rich.console import Console
 from rich.table import Table
@@ -107,6 +107,14 @@ def _print_time(console: Console, plan: Plan) -> None:
         f"{_seconds(time.exposed_s)} waiting for the network (of {_seconds(time.collectives_s)} in total){host} + "
         f"{_seconds(time.update_s)} update",
     )
+    if plan.kernel_times is not None:
+        times = plan.kernel_times
+        parts = ", ".join(f"{name} {value:.1f}" for name, value in asdict(times).items() if value >= 0.05)
+        _say(
+            console,
+            f"kernel by kernel, at rates profiled on an H100: {times.total:.1f} microseconds a token ({parts}), "
+            f"{times.tokens_per_s:,.0f} tokens/s per GPU with padding, without the network",
+        )
     if plan.compute_width > 2 and rate == plan.request.gpu.bf16_tflops:
         _say(
             console,

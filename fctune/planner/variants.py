@@ -10,6 +10,7 @@ from fctune.config.schema import RunConfig
 from fctune.models.causal_lm import CausalLM
 from fctune.parallel.layout import Hardware, check_layout, choose_parallel_layout
 from fctune.planner.data_size import DataSize
+from fctune.planner.kernel_times import KernelTimes, estimate_kernel_times
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Peak, Setting
 from fctune.planner.models import is_valid_layout
@@ -101,6 +102,11 @@ class VariantSearch:
             efficiency,
             self.slots_per_pack,
         )
+
+    def kernel_times(self, setting: Setting) -> KernelTimes:
+        """Return the time of each kind of kernel in a setting, compiled."""
+        tokens = setting.micro_batch_size * self.config.data.seq_len
+        return estimate_kernel_times(self.memory, self.request.gpu, setting.fraction, self.flops(setting), tokens)
 
     def storage(self, setting: Setting, num_steps: int | None) -> Storage:
         """Return the disk space, and the time that saves and failures take, of a setting."""
