@@ -134,6 +134,10 @@ def add_time(page: Page, figures: Figures, suffix: str) -> None:
                 else f" at {figures.price:g} {figures.currency}: {figures.cost:,.2f} {figures.currency}"
             )
             lead += " (one per rank)" if figures.cost is None else ""
+        if figures.costs is not None and figures.costs.shared_disk is not None:
+            files, disk = f"{figures.files_gib:,.2f} GiB of files", figures.costs.shared_disk
+            both = f"{figures.costs.total:,.2f} {figures.currency}"
+            lead += f". With the shared disk for its {files}, {disk:,.2f} {figures.currency}, the total is {both}"
         lead += ". Goodput is the share of the time spent computing steps that count."
     title = "Time" if figures.cost is None else "Time and cost"
     page.add_section(f"{title}{suffix}", page.make_chart(chart), table, lead=lead)

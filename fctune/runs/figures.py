@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fctune.planner.prices import CURRENCY, Cost, Prices, compute_cost, read_prices
+from fctune.runs.leftovers import count_bytes
 from fctune.runs.metrics_file import MetricsFile
 from fctune.runs.record import RunRecord
 from fctune.runs.time_use import TimeUse, account_for_time
@@ -38,11 +40,22 @@ class Figures:
     time: TimeUse
     price: float | None  # of a GPU-hour
     currency: str  # of the price
+    files_gib: float = 0.0  # of the run's directory
 
     @property
     def cost(self) -> float | None:
         """Price of all GPU-hours, in ``currency``; None without a price or without GPUs."""
         return None if self.price is None or self.time.gpu_hours is None else self.price * self.time.gpu_hours
+
+    @property
+    def costs(self) -> Cost | None:
+        """Cost of the GPUs, and of the shared disk for the run's own files while it ran, at list prices."""
+        hours = (self.time.elapsed_s or 0.0) / 3600
+        if self.cost is None or not hours:
+            return None
+        prices = read_prices() if self.currency == CURRENCY else Prices()
+        disk = compute_cost(prices, 0.0, hours, 0, self.files_gib, 0.0).shared_disk
+        return Cost(self.cost, disk, None, None)
 
 
 def describe_run(record: RunRecord, price: float | None = None) -> Figures:
@@ -73,6 +86,7 @@ def describe_run(record: RunRecord, price: float | None = None) -> Figures:
         time=account_for_time(record),
         price=record.config.get("price_per_gpu_hour") if price is None else price,
         currency=record.config.get("currency", "USD"),
+        files_gib=count_bytes(record.path) / 2**30,
     )
 
 

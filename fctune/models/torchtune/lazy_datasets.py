@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 _NAME = "datasets"
 
@@ -35,8 +35,6 @@ def lazy_datasets() -> Iterator[None]:
 
 class _LazyModule(ModuleType):
     """Stands for a module of ``datasets``; its attributes are functions that call the real ones."""
-
-    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
