@@ -87,7 +87,7 @@ def test_spread_experts_with_biases_train_all_their_weights_as_on_one_rank(tmp_p
 
 def test_a_float32_router_in_a_bfloat16_model_trains_in_shards(tmp_path: Path) -> None:
     base = save_base("ernie4_5_moe", tmp_path / "base", with_tokenizer=True, num_experts=4)
-    common = {"adapter": None, "precision": "bf16", "max_steps": 3, "validation": {"every_n_steps": 0}, "data": SMALL}
+    common = {"adapter": None, "precision": "bf16", "max_steps": 3, "validation": {"every": 0}, "data": SMALL}
     results = []
     for world_size in (1, 2):
         config = make_config(base, tmp_path, **common, optimizer={"_component_": "torch.optim.AdamW", "lr": 1e-3})
