@@ -177,18 +177,18 @@ class Architecture(ABC):
         return (*self.linear_names, *self.expert_names, *self.router_names, self.head)
 
     @property
-    def refused_by_peft(self) -> tuple[str, ...]:
-        """Names of linears on which PEFT loads no adapter in a model of this family."""
-        return ()
+    def unadaptable(self) -> Mapping[str, str]:
+        """Linears that take no adapter in this family, by name, with the reason."""
+        return {}
 
     def resolve_adapter_modules(self, modules: Sequence[str] | str) -> tuple[str, ...]:
         """Return the names that ``adapter.modules`` selects; ``all-linear`` selects every linear and expert.
 
-        It leaves out those that PEFT refuses, so that every exported adapter loads.
+        It leaves out linears that take no adapter, so that every exported adapter loads and has an effect.
         """
         if modules != ALL_LINEAR:
             return tuple(modules)
-        return tuple(name for name in (*self.linear_names, *self.expert_names) if name not in self.refused_by_peft)
+        return tuple(name for name in (*self.linear_names, *self.expert_names) if name not in self.unadaptable)
 
     def find_adapter_problems(self, modules: Sequence[str] | str) -> list[str]:
         """Check the value of ``adapter.modules``; one line per problem, with the nearest known name."""
@@ -198,11 +198,11 @@ class Architecture(ABC):
                 f"adapter.modules: {self.head} cannot take an adapter, because this model ties it to its embeddings; "
                 "leave it out"
             )
-        if refused := [name for name in self.refused_by_peft if name in modules]:
-            problems.append(
-                f"adapter.modules: PEFT loads no adapter on {', '.join(refused)} of this family; leave it out, or use "
-                f"{ALL_LINEAR}, which does"
-            )
+        problems += [
+            f"adapter.modules: {name} takes no adapter in this family, because {reason}; leave it out"
+            for name, reason in self.unadaptable.items()
+            if name in modules
+        ]
         return problems
 
     def check_seq_len(self, max_seq_len: int) -> None:

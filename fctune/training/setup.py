@@ -156,8 +156,9 @@ def select_adapters_(model: CausalLM, config: RunConfig, model_dir: Path, prepar
         return choose_tokens(adapter, model_dir, model.architecture, candidates, config.model.add_tokens)
 
     apply_lora_(model, adapter)
-    if adapter.modules == ALL_LINEAR and (refused := model.architecture.refused_by_peft):
-        logger.info("adapters: none on %s, where PEFT would not load them", ", ".join(refused))
+    if adapter.modules == ALL_LINEAR:
+        for name, reason in model.architecture.unadaptable.items():
+            logger.info("adapters: none on %s, because %s", name, reason)
     if counts := describe_adapters(model):
         logger.info("adapters: %s", counts)
     if world.is_main and (warning := find_frozen_experts(model)):

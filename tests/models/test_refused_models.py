@@ -110,12 +110,17 @@ def test_modules_that_the_model_does_not_have_are_named_with_the_nearest(tmp_pat
     check_sentences(str(caught.value), "no such module: q_prj", "did you mean q_proj", "known: ", "down_proj")
 
 
-def test_adapters_that_peft_would_not_load_are_refused_if_named(tmp_path: Path) -> None:
-    save_config(find_entry("falcon_h1"), tmp_path / "model")
+@pytest.mark.parametrize(
+    ("model_type", "module", "reason"), [("falcon_h1", "out_proj", "PEFT"), ("jamba", "dt_proj", "past any adapter")]
+)
+def test_adapters_that_would_not_load_or_do_nothing_are_refused_if_named(
+    model_type: str, module: str, reason: str, tmp_path: Path
+) -> None:
+    save_config(find_entry(model_type), tmp_path / "model")
     model = read_architecture(tmp_path / "model").build_model(64, FLOAT32)
     with pytest.raises(ConfigError) as caught:
-        apply_lora_(model, AdapterConfig(rank=2, modules=["q_proj", "out_proj"]))
-    check_sentences(str(caught.value), "PEFT loads no adapter on out_proj", "leave it out")
+        apply_lora_(model, AdapterConfig(rank=2, modules=["q_proj", module]))
+    check_sentences(str(caught.value), f"{module} takes no adapter", reason, "leave it out")
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "nemotron_h", "gemma4", "olmoe"])

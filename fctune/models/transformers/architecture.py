@@ -36,8 +36,16 @@ DEQUANTIZED = ("mxfp4", "fp8")
 # Positions of a model whose config.json gives no limit, such as one without positional embeddings.
 _UNLIMITED = 2**31
 
-# Linears on which PEFT 0.18 refuses adapters, by model_type: ``_check_lora_target_modules_mamba`` in its tuners_utils.
-_REFUSED_BY_PEFT = {"falcon_h1": ("out_proj",)}
+# Linears that take no adapter, by model_type: PEFT 0.18 refuses some (``_check_lora_target_modules_mamba`` in its
+# tuners_utils), and transformers multiplies with the weight of others itself.
+_PEFT_REFUSES, _PAST_ADAPTERS = "PEFT does not load one there", "its weight is multiplied past any adapter"
+_UNADAPTABLE = {
+    "falcon_h1": {"out_proj": _PEFT_REFUSES},
+    "falcon_mamba": {"out_proj": _PEFT_REFUSES, "dt_proj": _PAST_ADAPTERS},
+    "jamba": {"dt_proj": _PAST_ADAPTERS},
+    "mamba": {"out_proj": _PEFT_REFUSES, "dt_proj": _PAST_ADAPTERS},
+    "mamba2": {"out_proj": _PEFT_REFUSES},
+}
 
 _PEFT_LEAVES = {
     "lora_a": "lora_A.weight",
@@ -84,9 +92,9 @@ class TransformersArchitecture(Architecture):
         return self.layout.embedding
 
     @property
-    def refused_by_peft(self) -> tuple[str, ...]:
-        """Names of linears on which PEFT loads no adapter in a model of this family."""
-        return _REFUSED_BY_PEFT.get(self.model_type, ())
+    def unadaptable(self) -> Mapping[str, str]:
+        """Linears that take no adapter in this family, by name, with the reason."""
+        return _UNADAPTABLE.get(self.model_type, {})
 
     def to_hf_name(self, name: str) -> str:
         """Convert the name of one of our parameters to Hugging Face's; adapter parameters keep their last component."""
