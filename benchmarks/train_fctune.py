@@ -62,6 +62,7 @@ def train(job: Job, recorder: Recorder) -> None:
     from fctune.config.schema import RunConfig
     from fctune.telemetry.sinks import JsonlSink, SinkGroup
     from fctune.training.entry import open_run, start_run
+    from fctune.training.host_memory import reuse_freed_memory
     from recipes.full_fc_distributed import FullFunctionCallingRecipe
     from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 
@@ -72,6 +73,8 @@ def train(job: Job, recorder: Recorder) -> None:
     assert not problems, problems
     config: RunConfig = parsed  # type: ignore[assignment]
     world = distributed.init_distributed()
+    if world.device.type == "cpu":
+        reuse_freed_memory()
     run = open_run(config, world)
     start_run(run, config)
     recipe = (LoRAFunctionCallingRecipe if job.adapter else FullFunctionCallingRecipe)(config, world, run)

@@ -92,20 +92,20 @@ def train(job: Job, recorder: Recorder) -> None:
 
 
 def _build_transformers(job: Job) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[job.dtype]
     options = {} if job.attention is None else {"attn_implementation": job.attention}
     if job.has_weights:
-        return LlamaForCausalLM.from_pretrained(job.model_dir, dtype=dtype, **options)
-    config = LlamaConfig.from_pretrained(job.model_dir)
+        return AutoModelForCausalLM.from_pretrained(job.model_dir, dtype=dtype, **options)
+    config = AutoConfig.from_pretrained(job.model_dir)
     if job.attention is not None:
         config._attn_implementation = job.attention
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(job.device):
-            return LlamaForCausalLM(config)
+            return AutoModelForCausalLM.from_config(config)
     finally:
         torch.set_default_dtype(before)
 

@@ -45,7 +45,7 @@ _TURN = re.compile(r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\n\n(.*?)<\|eo
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a Llama 3.1 decoder with untied embeddings."""
+    """Sizes of a decoder: of Llama 3.1 with untied embeddings, unless ``config`` names another family."""
 
     vocab: int
     layers: int
@@ -53,6 +53,7 @@ class Shape:
     heads: int
     kv_heads: int
     hidden: int
+    config: tuple[tuple[str, Any], ...] = ()  # entries of config.json that replace Llama's
 
     @property
     def num_parameters(self) -> int:
@@ -85,6 +86,18 @@ SHAPES = {
     "50m": Shape(32_000, 6, 512, 8, 4, 1_408),
     "3b": Shape(128_256, 28, 3_072, 24, 8, 8_192),  # Llama-3.2-3B with an untied head
     "8b": Shape(128_256, 32, 4_096, 32, 8, 14_336),  # Llama-3.1-8B
+    "qwen2_0_5b": Shape(  # Qwen2.5-0.5B
+        *(151_936, 24, 896, 14, 2, 4_864),
+        config=(("model_type", "qwen2"), ("tie_word_embeddings", True), ("rms_norm_eps", 1e-6)),
+    ),
+    "gemma3_270m": Shape(  # Gemma 3 270M
+        *(262_144, 18, 640, 4, 1, 2_048),
+        config=(
+            *(("model_type", "gemma3_text"), ("tie_word_embeddings", True), ("head_dim", 256)),
+            *(("sliding_window", 512), ("query_pre_attn_scalar", 256), ("rms_norm_eps", 1e-6)),
+            ("layer_types", [f"{kind}_attention" for kind in (["sliding"] * 5 + ["full"]) * 3]),
+        ),
+    ),
 }
 
 
@@ -116,6 +129,10 @@ def write_model(folder: Path, shape: Shape, *, has_weights: bool, num_texts: int
             "original_max_position_embeddings": 8_192,
         },
     }
+    if shape.config:
+        del config["rope_parameters"], config["architectures"]
+        _write_other_family(folder, config | dict(shape.config), has_weights)
+        return
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if has_weights:
         from safetensors.torch import save_file
@@ -126,6 +143,18 @@ def write_model(folder: Path, shape: Shape, *, has_weights: bool, num_texts: int
             for name, (rows, columns) in shape.tensors().items()
         }
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_other_family(folder: Path, config: dict[str, Any], has_weights: bool) -> None:
+    """Write the config of a family other than Llama and, if ``has_weights``, bfloat16 weights from a seed."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    made = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    if has_weights:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).save_pretrained(folder)
+    else:
+        made.save_pretrained(folder)
 
 
 def _write_tokenizer(folder: Path, vocab: int, num_texts: int) -> int:

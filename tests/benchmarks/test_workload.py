@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.peers import shorten
 from benchmarks.train_trl import TEMPLATE
 from benchmarks.training import loss_after
 from benchmarks.workload import SHAPES, RowCounts, write_model, write_rows
@@ -14,6 +15,7 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
 from fctune.data.sources.reader import read_source
 from fctune.data.synthetic import iter_conversations
+from fctune.models.sources import read_architecture
 
 SEQ_LEN = 1_024
 
@@ -94,3 +96,12 @@ def test_the_loss_is_read_between_steps() -> None:
     assert loss_after(run, 150) == 3.0
     assert loss_after(run, 300) == 1.0
     assert loss_after(run, 10) == 4.0
+
+
+@pytest.mark.parametrize("name", ["qwen2_0_5b", "gemma3_270m"])
+def test_shapes_of_other_families_are_written_as_such(name: str, tmp_path: Path) -> None:
+    write_model(tmp_path, shorten(SHAPES[name], 2), has_weights=False, num_texts=50)
+    architecture = read_architecture(tmp_path)
+    assert (architecture.num_layers, architecture.embed_dim) == (2, SHAPES[name].width)
+    assert architecture.vocab_size == SHAPES[name].vocab
+    assert architecture.is_tied
