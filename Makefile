@@ -31,7 +31,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup sky demo demo-reasoning test test-slow test-wheel test-sky test-slurm test-monitoring faults bench \
-  bench-gpu bench-startup test-gpu lint reference docs tiny-base clean
+  bench-gpu real bench-startup test-gpu lint reference docs tiny-base clean
 
 setup: $(READY)
 
@@ -122,6 +122,10 @@ faults: setup
 # Compare with torchtune and TRL on the CPU; the machine must be idle. About 25 minutes. ROWS=FILE adds real rows.
 bench: setup
 	$(BIN)/python -m benchmarks.training $(if $(ROWS),--rows $(ROWS))
+
+# Fine-tune a real model on Seal-Tools and Glaive, and measure it before and after on BFCL: docs/real-model.md. Resumes.
+real: setup
+	$(BIN)/python -m benchmarks.real_model --model $(MODEL) --seal $(SEAL) --glaive $(GLAIVE) $(REAL_ARGS)
 
 # Run every GPU benchmark, one JSON line per row; rows already in the file are skipped.
 bench-gpu: setup

@@ -1,0 +1,343 @@
+"""Fine-tune a real model on real rows, and measure it before and after on BFCL and on tools that it has never seen.
+
+    python -m benchmarks.real_model --model DIR|hf:NAME --seal FILE --glaive FILE [--out DIR] [key=value ...]
+
+The rows are Seal-Tools (fairyshine/Seal-Tools) and Glaive (glaiveai/glaive-function-calling-v2), in any row format that
+fctune reads, and this project's synthetic set; see benchmarks/real_rows.py. A check prints that no question and no tool
+of BFCL is in them. ``key=value`` overrides keys of the config. Each step writes its result under --out and is skipped
+when it is there: after a kill, the same command resumes.
+
+--split validation measures a fifth of BFCL's cases and a second set of unseen tools, for choosing between settings;
+--split test measures the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.real_rows import (
+    BenchmarkFilter,
+    Mixture,
+    Split,
+    check_contamination,
+    in_share,
+    make_no_call_cases,
+    mix_rows,
+    read_rows,
+    split_by_tools,
+    to_cases,
+    write_rows,
+)
+from fctune.calls.formats.registry import detect_format
+from fctune.calls.metrics import wilson_interval
+from fctune.cli.eval_options import find_suite
+from fctune.data.chosen_template import ChosenTemplate, open_chosen_template
+from fctune.errors import CheckpointError, ConfigError, DataError
+from fctune.evaluation.bfcl import find_installed_data
+from fctune.evaluation.judging import Row, is_valid
+from fctune.evaluation.paired import compare_rows
+from fctune.evaluation.results import ResultsFile
+from fctune.evaluation.results import read_rows as read_results
+from fctune.evaluation.run import run_suite
+from fctune.evaluation.suites import Suite, load_suite
+from fctune.generation.endpoint import EndpointEngine
+from fctune.generation.engine import Engine
+
+CATEGORIES = (
+    *("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance"),
+    *("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple", "live_irrelevance"),
+)
+VALIDATION_SHARE = 0.2
+NUM_VALIDATION, NUM_TEST = 60, 120
+SplitName = Literal["validation", "test"]
+_ROOT = Path(__file__).resolve().parents[1]
+_CONCURRENCY = 32
+_SPARE_BYTES = 3 * 2**30
+
+
+def write_data(arguments: argparse.Namespace, mixture: Mixture) -> None:
+    """Write training rows and held-out cases under --out, and print what they share with BFCL.
+
+    Raises:
+        DataError: The rows are missing or too few, or they hold questions or tools of BFCL.
+    """
+    folder = rows_dir(arguments)
+    done = folder / "done.json"
+    recipe = {"mixture": dataclasses.asdict(mixture), "seal": arguments.seal, "glaive": arguments.glaive}
+    if done.is_file():
+        was = json.loads(done.read_text())
+        if was["recipe"] != recipe:
+            raise ConfigError(f"{folder}: holds rows of another mixture or other sources. Pass another --out.")
+        print(was["contamination"], flush=True)
+        return
+    seal, glaive = read_rows(arguments.seal), read_rows(arguments.glaive)
+    split = split_by_tools(seal, NUM_VALIDATION, NUM_TEST)
+    data_dir = Path(arguments.bfcl_data) if arguments.bfcl_data else find_installed_data()
+    benchmark = load_suite(find_suite("bfcl"), categories=CATEGORIES, bfcl_data=str(data_dir))
+    questions = [data_dir / f"BFCL_v4_{category}.json" for category in CATEGORIES]
+    allowed = BenchmarkFilter(questions, benchmark.cases)
+    rows = mix_rows(split.train, glaive, mixture, allowed.allows)
+    write_rows(folder / "train.jsonl", (row.to_openai() for row in rows))
+    _write_cases(folder, split)
+    contamination = check_contamination(folder / "train.jsonl", questions, benchmark.cases)
+    print(contamination.describe(), flush=True)
+    if contamination.num_found_questions or contamination.found_tools:
+        raise DataError(f"{folder / 'train.jsonl'}: holds a part of BFCL, see above. Nothing was trained.")
+    done.write_text(json.dumps({"recipe": recipe, "contamination": contamination.describe(), "rows": len(rows)}))
+
+
+def rows_dir(arguments: argparse.Namespace) -> Path:
+    """Return the directory of training rows and held-out cases."""
+    return Path(arguments.rows or arguments.out / "data")
+
+
+def _write_cases(folder: Path, split: Split) -> None:
+    others = [tool for row in split.train for tool in row.tools]
+    write_rows(folder / "test.jsonl", to_cases(split.test, "unseen_tools"))
+    no_call = make_no_call_cases(split.validation, others)
+    write_rows(
+        folder / "validation.jsonl", [*to_cases(split.validation, "unseen_tools"), *to_cases(no_call, "no_call")]
+    )
+
+
+def train(arguments: argparse.Namespace, model_dir: Path) -> Path:
+    """Train by ``fctune train`` and return the merged export; does nothing if the run has ended well.
+
+    Raises:
+        CheckpointError: The run failed.
+    """
+    run = arguments.out / "run"
+    export = run / "export" / "merged"
+    if not (export / "config.json").is_file() or not _has_ended_well(run):
+        command = [sys.executable, "-m", "fctune.cli", "train", str(arguments.config), "--nproc", "1"]
+        command += [f"model.path={model_dir}", f"data.sources.0.path={rows_dir(arguments) / 'train.jsonl'}"]
+        command += [f"output_dir={run}", *arguments.overrides]
+        code = subprocess.run(command, cwd=_ROOT).returncode
+        if code or not (export / "config.json").is_file():
+            raise CheckpointError(
+                f"{run}: training ended with code {code}; its own message is above. "
+                "Fix that and re-run the same command to resume."
+            )
+    return export
+
+
+def _has_ended_well(run: Path) -> bool:
+    try:
+        return bool(json.loads((run / "exit.json").read_text())["code"] == 0)
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def load_suites(
+    folder: Path, split: SplitName, limit: int | None, bfcl_data: str | None, has_plain_names: bool = False
+) -> list[Suite]:
+    """Load what is measured: BFCL's share of the split, unseen tools, and for the test the smoke suite.
+
+    Args:
+        folder: where ``write_data`` wrote the cases.
+        split: validation or test.
+        limit: at most this many cases of each category.
+        bfcl_data: the benchmark's data; None: that of the installed wheel.
+        has_plain_names: write underscores for dots in BFCL's names, as servers' protocols require.
+    """
+    full = load_suite(find_suite("bfcl"), categories=CATEGORIES, bfcl_data=bfcl_data, has_plain_names=has_plain_names)
+    is_validation = split == "validation"
+    share = tuple(case for case in full.cases if in_share(case.id, VALIDATION_SHARE) == is_validation)
+    suites = [Suite("bfcl", share, full.benchmark).select(limit=limit)]
+    suites.append(load_suite(folder / f"{split}.jsonl").select(limit=limit))
+    return suites if is_validation else [*suites, load_suite(find_suite("smoke"))]
+
+
+def measure(
+    model_dir: Path, suites: Sequence[Suite], out: Path, template: ChosenTemplate | None, arguments: argparse.Namespace
+) -> list[Row]:
+    """Ask a model all cases and return the rows; answers that are there already are kept."""
+    engine: Engine
+    if arguments.server is not None:
+        engine, call_format = EndpointEngine(arguments.server, concurrency=_CONCURRENCY), None
+    else:
+        from fctune.generation.in_process import InProcessEngine
+
+        engine = InProcessEngine(model_dir, batch_size=arguments.batch_size, chat_template=template)
+        call_format = detect_format(engine.template.source)
+    for suite in suites:
+        started = time.perf_counter()
+        results = ResultsFile(out / f"{suite.name}.jsonl")
+        found = run_suite(suite, engine, call_format, results, max_new_tokens=arguments.max_new_tokens)
+        assert found is not None
+        print(f"{out.name}: {suite.name}: {len(found):,} cases in {time.perf_counter() - started:.0f} s", flush=True)
+    return read_answers(out)
+
+
+def read_answers(folder: Path) -> list[Row]:
+    """Read the answers of all suites that ``measure`` wrote; categories of the smoke suite are named as such."""
+    rows: list[Row] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        found = read_results(path)
+        rows += [{**row, "category": f"smoke/{row['category']}"} for row in found] if path.stem == "smoke" else found
+    return rows
+
+
+def summarise(before: Sequence[Row] | None, after: Sequence[Row] | None) -> dict[str, Any]:
+    """Return for each category the rates of both readings with their intervals, and the paired comparison."""
+    measured = after or before or ()
+    categories = list(dict.fromkeys(row["category"] for row in measured))
+    compared = {one.category: one for one in compare_rows(before, after, has_total=False)} if before and after else {}
+    summary: dict[str, Any] = {}
+    for category in categories:
+        summary[category] = {"n": sum(row["category"] == category for row in measured)}
+        for name, rows in (("before", before), ("after", after)):
+            if rows:
+                summary[category][name] = _rates([row for row in rows if row["category"] == category])
+        if category in compared:
+            summary[category] |= {"difference": compared[category].difference, "p": compared[category].p_value}
+    return summary
+
+
+def _rates(rows: Sequence[Row]) -> dict[str, Any]:
+    num_right = sum(map(is_valid, rows))
+    low, high = wilson_interval(num_right, len(rows))
+    lenient = sum(is_valid(row["lenient"]) for row in rows)
+    return {"strict": num_right / len(rows), "low": low, "high": high, "lenient": lenient / len(rows)}
+
+
+def format_table(summary: dict[str, Any]) -> str:
+    """Return the summary as a Markdown table."""
+    lines = [
+        "| | cases | before | after | after, lenient | difference | p |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for category, one in summary.items():
+        before, after = (_format_rate(one.get(name)) for name in ("before", "after"))
+        lenient = f"{one['after']['lenient']:.1%}" if "after" in one else "-"
+        difference = "{:+.1%} ({:+.1%} to {:+.1%})".format(*one["difference"]) if "difference" in one else "-"
+        p = f"{one['p']:.1g}" if "p" in one else "-"
+        lines.append(f"| {category} | {one['n']} | {before} | {after} | {lenient} | {difference} | {p} |")
+    return "\n".join(lines)
+
+
+def _format_rate(rates: dict[str, float] | None) -> str:
+    return "-" if rates is None else "{strict:.1%} ({low:.1%} - {high:.1%})".format(**rates)
+
+
+def check_inputs(arguments: argparse.Namespace) -> Path:
+    """Check paths, disk and the model's tokenizer before any work, and return the model's directory.
+
+    Raises:
+        ConfigError: Something is missing; one sentence that says what, and what to do.
+    """
+    from fctune.data.chat_template import ChatTemplate
+    from fctune.models.hub import resolve_model_dir
+
+    if arguments.server is not None and arguments.only is None:
+        raise ConfigError("--server: pass --only before or --only after to say which of the two models it serves.")
+    model_dir = resolve_model_dir(arguments.model)
+    if not (model_dir / "config.json").is_file() or not any(model_dir.glob("*.safetensors")):
+        raise ConfigError(
+            f"--model {arguments.model}: no config.json with *.safetensors beside it. Pass a Hugging Face model "
+            "directory, or hf:NAME to download one."
+        )
+    for option in ("seal", "glaive"):
+        path = getattr(arguments, option)
+        if path is None or not (path.startswith("hf:") or Path(path).exists()):
+            raise ConfigError(
+                f"--{option} {path}: no such rows. Pass a file of them in any row format that `fctune data check` "
+                "reads, or hf:NAME."
+            )
+    # Rendering one prompt shows whether the tokenizer has what the template needs, such as an end-of-text token.
+    template = ChatTemplate(model_dir, chat_template=open_chosen_template(arguments.chat_template, "--chat-template "))
+    if not template.stop_ids:
+        raise ConfigError(f"--chat-template {arguments.chat_template}: {model_dir} has no token that ends a turn.")
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(arguments.out).free
+    except OSError as error:
+        raise ConfigError(f"--out {arguments.out}: cannot be written ({error.strerror}).") from None
+    needed = 3 * sum(file.stat().st_size for file in model_dir.glob("*.safetensors")) + _SPARE_BYTES
+    if free < needed:
+        raise ConfigError(
+            f"--out {arguments.out}: {free / 2**30:.1f} GiB are free, and checkpoints and exports need "
+            f"{needed / 2**30:.1f}. Free some, or pass a directory on another disk."
+        )
+    return model_dir
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.real_model", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", required=True, metavar="DIR|hf:NAME")
+    parser.add_argument("--seal", metavar="FILE", help="Seal-Tools rows")
+    parser.add_argument("--glaive", metavar="FILE", help="Glaive rows")
+    parser.add_argument("--out", type=Path, default=Path("runs/real"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--config", type=Path, default=_ROOT / "configs" / "gemma3_270m_lora.yaml", metavar="FILE")
+    parser.add_argument("--chat-template", default="hermes", metavar="NAME", help="default: %(default)s")
+    parser.add_argument("--split", choices=("validation", "test"), default="test", help="default: %(default)s")
+    parser.add_argument("--limit", type=int, metavar="N", help="at most N cases of each category; default: all")
+    parser.add_argument("--only", choices=("before", "after"), help="measure only the base, or only the result")
+    parser.add_argument("--server", metavar="URL", help="ask this server, not a model in process; needs --only")
+    parser.add_argument("--rows", type=Path, metavar="DIR", help="rows and cases, shared by several runs")
+    parser.add_argument("--mixture", nargs="*", default=[], metavar="KIND=N", help="rows by kind; see Mixture")
+    parser.add_argument("--bfcl-data", metavar="DIR", help="default: that of the installed bfcl-eval")
+    parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config")
+    return parser.parse_args(argv)
+
+
+def parse_mixture(pairs: Sequence[str]) -> Mixture:
+    """Return the mixture with the named numbers changed.
+
+    Raises:
+        ConfigError: A name is not a kind of row, or its value not a number.
+    """
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(Mixture)}
+    changes: dict[str, Any] = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        try:
+            changes[name] = kinds[name](value)
+        except (KeyError, ValueError):
+            raise ConfigError(f"--mixture {pair}: expected KIND=NUMBER with one of {', '.join(kinds)}.") from None
+    return Mixture(**changes)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 0 done, 2 wrong input."""
+    arguments = parse_arguments(argv)
+    try:
+        mixture = parse_mixture(arguments.mixture)
+        model_dir = check_inputs(arguments)
+        write_data(arguments, mixture)
+        is_trained = arguments.only != "before"
+        tuned = train(arguments, model_dir) if is_trained and arguments.server is None else None
+        is_served = arguments.server is not None
+        suites = load_suites(rows_dir(arguments), arguments.split, arguments.limit, arguments.bfcl_data, is_served)
+        folder = arguments.out / arguments.split
+        before = after = None
+        if arguments.only != "after":
+            template = open_chosen_template(arguments.chat_template, "--chat-template ")
+            before = measure(model_dir, suites, folder / "before", template, arguments)
+        if is_trained:
+            after = measure(tuned or model_dir, suites, folder / "after", None, arguments)
+    except (ConfigError, DataError, CheckpointError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    summary = summarise(before, after)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    table = format_table(summary)
+    (folder / "table.md").write_text(table + "\n")
+    print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,334 @@
+"""Training rows and held-out cases of the real-model benchmark, from Seal-Tools, Glaive and the synthetic set.
+
+Cases for testing and for choosing between settings are Seal-Tools questions whose tools are in no training row, called
+or offered. No training row has a question of BFCL, or a tool with the name of one of its tools: such rows are left out
+while mixing, and the result is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.real_options import add_options, make_list
+from benchmarks.real_requests import (
+    UNFIT,
+    ToolPool,
+    describe_parallel,
+    describe_request,
+    join_questions,
+    multiply_question,
+    offer,
+    rename_tools,
+    revalue_question,
+    take_tools_away,
+)
+from fctune.data.check import check_sources
+from fctune.data.check.overlap import OverlapIndex
+from fctune.data.check.similarity import WordHasher
+from fctune.data.conversation import Conversation, Message, Tool
+from fctune.data.sources import read_source
+from fctune.data.synthetic import iter_conversations
+from fctune.errors import DataError
+from fctune.evaluation.cases import Case
+
+# Rows that call a held-out tool cannot be trained on, so held-out questions are those whose tools few others need.
+_MAX_ROWS_PER_TOOL = 2
+_NUM_OTHERS = (0, 0, 0, 1, 1, 2, 3, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Numbers of training rows by kind.
+
+    Attributes:
+        natural: one-call questions of Seal-Tools with other values and further options.
+        seal_copies: times each Seal-Tools row appears, each time among other tools.
+        glaive: Glaive rows, as they are.
+        no_call: questions whose tools were taken away.
+        described: requests written from the description of a tool.
+        parallel: requests for several calls of one tool.
+        listed: the same requests where the tool takes a list of values in one call.
+        joined: two or three questions as one.
+        synthetic: rows of this project's synthetic set.
+        renamed_share: share of Seal-Tools' tools that are renamed to snake case or with a dot.
+        seed: seed of the random choices.
+    """
+
+    natural: int = 2000
+    seal_copies: int = 1
+    glaive: int = 300
+    no_call: int = 1600
+    described: int = 2200
+    parallel: int = 1400
+    listed: int = 700
+    joined: int = 300
+    synthetic: int = 300
+    renamed_share: float = 0.5
+    seed: int = 0
+
+
+class Split(NamedTuple):
+    """Seal-Tools rows by use; the tools that test and validation rows call are in no training row."""
+
+    train: list[Conversation]
+    validation: list[Conversation]
+    test: list[Conversation]
+    held_tools: frozenset[str]
+
+
+def split_by_tools(rows: Sequence[Conversation], num_validation: int, num_test: int) -> Split:
+    """Split rows so that no tool which a held-out row calls is called or offered in a training row.
+
+    Raises:
+        DataError: There are too few rows.
+    """
+    num_callers = Counter(name for row in rows for name in _called(row))
+    order = sorted(rows, key=lambda row: _hash(_question(row)))
+    free = [row for row in order if all(num_callers[name] <= _MAX_ROWS_PER_TOOL for name in _called(row))]
+    if len(free) < num_validation + num_test:
+        raise DataError(
+            f"Seal-Tools: {len(rows):,} rows, {len(free):,} of them with tools that few others call; "
+            f"{num_validation + num_test} are needed for validation and test. Pass the complete file."
+        )
+    test, validation = free[:num_test], free[num_test : num_test + num_validation]
+    held = frozenset(name for row in (*test, *validation) for name in _called(row))
+    questions = {_question(row) for row in (*test, *validation)}
+    train = [row for row in order if not held & _called(row) and _question(row) not in questions]
+    train = [replace(row, tools=tuple(tool for tool in row.tools if tool.name not in held)) for row in train]
+    return Split(train, validation, test, held)
+
+
+def to_cases(rows: Sequence[Conversation], kind: str) -> list[dict[str, Any]]:
+    """Return rows as the cases of an evaluation: their questions, and the calls of their last message."""
+    return [
+        {
+            "id": f"{kind}-{number}",
+            "kind": kind,
+            "messages": [message.to_openai() for message in row.messages[:-1]],
+            "tools": [tool.to_openai() for tool in row.tools],
+            "expected_calls": [{"name": c.name, "arguments": c.arguments} for c in row.messages[-1].calls],
+        }
+        for number, row in enumerate(rows)
+    ]
+
+
+def mix_rows(
+    seal: Sequence[Conversation],
+    glaive: Sequence[Conversation],
+    mixture: Mixture,
+    is_allowed: Callable[[Conversation], bool],
+) -> list[Conversation]:
+    """Return the training rows of a mixture in random order.
+
+    Args:
+        seal: Seal-Tools rows to train on.
+        glaive: Glaive rows.
+        mixture: numbers of rows by kind.
+        is_allowed: rows that may be trained on; others are left out or drawn again.
+    """
+    rng = random.Random(f"mixture:{mixture.seed}")
+    seal = [row for row in seal if is_allowed(replace(row, tools=()))]
+    tools = [tool for row in seal for tool in row.tools if is_allowed(Conversation((), (tool,)))]
+    pool = ToolPool(tools, seal)
+    seal = [row for row in seal if _called(row) <= pool.tools.keys()]
+    single = [row for row in seal if len(row.messages[-1].calls) == 1]
+    asked = [row for row in glaive if any(message.role == "user" for message in row.messages)]
+
+    def make_seal() -> Conversation:
+        return offer(seals.pop(), pool, rng.choice(_NUM_OTHERS), rng)
+
+    def make_no_call() -> Conversation:
+        draw = rng.random()
+        if draw < 0.45:
+            source = rng.choice(single)
+        elif draw < 0.55:
+            source = rng.choice(seal)
+        elif draw < 0.75 and asked:
+            source = rng.choice(asked)
+        else:
+            source = describe_request(pool, rng)
+        return take_tools_away(source, pool, rng)
+
+    def make_natural() -> Conversation:
+        made = revalue_question(rng.choice(single), pool, rng)
+        return offer(add_options(made, rng) if rng.random() < 0.6 else made, pool, rng.choice(_NUM_OTHERS), rng)
+
+    def make_described() -> Conversation:
+        made = describe_request(pool, rng)
+        return offer(add_options(made, rng) if rng.random() < 0.4 else made, pool, rng.choice(_NUM_OTHERS), rng)
+
+    def draw_parallel() -> Conversation:
+        made = multiply_question(rng.choice(single), pool, rng) if rng.random() < 0.4 else None
+        return made or describe_parallel(pool, rng)
+
+    def make_parallel() -> Conversation:
+        return offer(draw_parallel(), pool, rng.choice(_NUM_OTHERS), rng)
+
+    def make_listed() -> Conversation:
+        made = None
+        while made is None:
+            made = make_list(draw_parallel(), rng)
+        return offer(made, pool, rng.choice(_NUM_OTHERS), rng)
+
+    def make_joined() -> Conversation:
+        count = rng.choice((2, 2, 3))
+        parts = [describe_request(pool, rng) if rng.random() < 0.5 else rng.choice(single) for _ in range(count)]
+        return offer(join_questions(parts, rng), pool, rng.choice(_NUM_OTHERS), rng)
+
+    seals = [row for _ in range(mixture.seal_copies) for row in seal]
+    kinds: list[tuple[int, Callable[[], Conversation]]] = [
+        (len(seals), make_seal),
+        (mixture.natural, make_natural),
+        (mixture.no_call, make_no_call),
+        (mixture.described, make_described),
+        (mixture.parallel, make_parallel),
+        (mixture.listed, make_listed),
+        (mixture.joined, make_joined),
+    ]
+    rows = [
+        row
+        for count, make in kinds
+        for row in _draw_allowed(count, lambda make=make: rename_tools(make(), mixture.renamed_share, rng), is_allowed)
+    ]
+    rows += [row for row in glaive if is_allowed(row)][: mixture.glaive]
+    if mixture.synthetic:
+        # Three times as many are read, since those with tools of the benchmark are left out.
+        made = iter_conversations("train", 3 * mixture.synthetic, mixture.seed)
+        rows += [row for row in made if is_allowed(row)][: mixture.synthetic]
+    rng.shuffle(rows)
+    return rows
+
+
+def _draw_allowed(
+    count: int, make: Callable[[], Conversation], is_allowed: Callable[[Conversation], bool]
+) -> Iterator[Conversation]:
+    for _ in range(count):
+        for _ in range(20):  # a rename may hit the name of a tool of the benchmark
+            try:
+                row = make()
+            except IndexError:  # no source row is left
+                return
+            if is_allowed(row):
+                yield row
+                break
+
+
+class Contamination(NamedTuple):
+    """What a benchmark and training rows share."""
+
+    num_rows: int
+    num_questions: int
+    num_found_questions: int
+    num_tools: int
+    found_tools: tuple[str, ...]
+
+    def describe(self) -> str:
+        """Return one line to print."""
+        found = f" ({', '.join(self.found_tools[:5])})" if self.found_tools else ""
+        return (
+            f"contamination: {self.num_found_questions} of BFCL's {self.num_questions:,} questions and "
+            f"{len(self.found_tools)} of its {self.num_tools:,} tools{found} are in the {self.num_rows:,} training rows"
+        )
+
+
+class BenchmarkFilter:
+    """Tells which rows may be trained on: those without a question or a tool of a benchmark.
+
+    Args:
+        question_files: the benchmark's files of questions.
+        cases: its cases, with their tools.
+    """
+
+    def __init__(self, question_files: Sequence[Path], cases: Iterable[Case]):
+        hasher = WordHasher()
+        self._indexes = [OverlapIndex(str(file), "eval", hasher) for file in question_files]
+        self._names = {plain_name(tool.name) for case in cases for tool in case.prompt.tools}
+
+    def allows(self, row: Conversation) -> bool:
+        """Return True if the row has neither; looks for questions as ``fctune data check --eval-suite`` does."""
+        if any(plain_name(name) in self._names for name in ({tool.name for tool in row.tools} | _called(row))):
+            return False
+        for index in self._indexes:
+            num_rows = index.overlap.num_rows
+            index.add(row)
+            if index.overlap.num_rows > num_rows:
+                return False
+        return True
+
+
+def plain_name(name: str) -> str:
+    """Return a tool's name without case and separators, so that ``getWeather`` equals ``get_weather``."""
+    return "".join(filter(str.isalnum, name)).lower()
+
+
+def check_contamination(path: Path, question_files: Sequence[Path], benchmark: Iterable[Case]) -> Contamination:
+    """Look for a benchmark's questions and tools in a file of training rows.
+
+    Args:
+        path: the training rows.
+        question_files: the benchmark's files of questions, for the overlap that ``fctune data check`` reports.
+        benchmark: its cases.
+    """
+    report = check_sources([str(path)], eval_suites=[str(file) for file in question_files])
+    names = {plain_name(tool.name) for case in benchmark for tool in case.prompt.tools}
+    trained: set[str] = set()
+    num_rows = 0
+    for row in read_source(str(path)):
+        if isinstance(row, Conversation):
+            num_rows += 1
+            trained |= {tool.name for tool in row.tools}
+    found = tuple(sorted(name for name in trained if plain_name(name) in names))
+    num_items = sum(overlap.num_items for overlap in report.overlaps)
+    num_found = sum(overlap.num_found for overlap in report.overlaps)
+    return Contamination(num_rows, num_items, num_found, len(names), found)
+
+
+def read_rows(path: str) -> list[Conversation]:
+    """Read the usable rows of a source in any row format.
+
+    Raises:
+        DataError: The source is missing or has no usable rows.
+    """
+    rows = [row for row in read_source(path) if isinstance(row, Conversation)]
+    if not rows:
+        raise DataError(f"{path}: no usable row; `fctune data check {path}` lists why.")
+    return rows
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows as JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def make_no_call_cases(rows: Sequence[Conversation], others: Sequence[Tool], seed: int = 0) -> list[Conversation]:
+    """Return the questions of rows with one to four tools of other rows, which cannot answer them."""
+    rng = random.Random(f"no-call cases:{seed}")
+    pool = ToolPool(others, ())
+    made = [take_tools_away(row, pool, rng) for row in rows]
+    assert all(row.messages[-1] == Message("assistant", UNFIT) for row in made)
+    return made
+
+
+def in_share(text: str, share: float) -> bool:
+    """Return True for a share of texts, chosen by a hash."""
+    return _hash(text) < share
+
+
+def _hash(text: str) -> float:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "big") / 2**64
+
+
+def _question(row: Conversation) -> str:
+    return next((message.content or "" for message in row.messages if message.role == "user"), "")
+
+
+def _called(row: Conversation) -> set[str]:
+    return {call.name for message in row.messages for call in message.calls}
