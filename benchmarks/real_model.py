@@ -56,6 +56,7 @@ CATEGORIES = (
     *("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance"),
     *("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple", "live_irrelevance"),
 )
+UNSEEN = "unseen_tools"
 VALIDATION_SHARE = 0.2
 NUM_VALIDATION, NUM_TEST = 60, 120
 SplitName = Literal["validation", "test"]
@@ -138,23 +139,44 @@ def _has_ended_well(run: Path) -> bool:
 
 
 def load_suites(
-    folder: Path, split: SplitName, limit: int | None, bfcl_data: str | None, has_plain_names: bool = False
+    folder: Path,
+    split: SplitName,
+    categories: Sequence[str] = (),
+    limit: int | None = None,
+    bfcl_data: str | None = None,
+    has_plain_names: bool = False,
 ) -> list[Suite]:
-    """Load what is measured: BFCL's share of the split, unseen tools, and for the test the smoke suite.
+    """Load what is measured, in order: BFCL's categories, unseen tools, and for the test the smoke suite.
 
     Args:
         folder: where ``write_data`` wrote the cases.
         split: validation or test.
+        categories: names of what to measure; empty: everything.
         limit: at most this many cases of each category.
         bfcl_data: the benchmark's data; None: that of the installed wheel.
         has_plain_names: write underscores for dots in BFCL's names, as servers' protocols require.
+
+    Raises:
+        ConfigError: A category does not exist.
     """
-    full = load_suite(find_suite("bfcl"), categories=CATEGORIES, bfcl_data=bfcl_data, has_plain_names=has_plain_names)
+    known = (*CATEGORIES, UNSEEN, "smoke")
+    if unknown := [name for name in categories if name not in known]:
+        raise ConfigError(f"--categories {unknown[0]}: expected {', '.join(known)}.")
     is_validation = split == "validation"
-    share = tuple(case for case in full.cases if in_share(case.id, VALIDATION_SHARE) == is_validation)
-    suites = [Suite("bfcl", share, full.benchmark).select(limit=limit)]
-    suites.append(load_suite(folder / f"{split}.jsonl").select(limit=limit))
-    return suites if is_validation else [*suites, load_suite(find_suite("smoke"))]
+    suites = []
+    for name in categories or known:
+        if name == "smoke":
+            suites += [] if is_validation else [load_suite(find_suite("smoke"))]
+        elif name == UNSEEN:
+            cases = load_suite(folder / f"{split}.jsonl").cases
+            suites.append(Suite(UNSEEN, cases).select(limit=limit))
+        else:
+            full = load_suite(
+                find_suite("bfcl"), categories=[name], bfcl_data=bfcl_data, has_plain_names=has_plain_names
+            )
+            share = tuple(case for case in full.cases if in_share(case.id, VALIDATION_SHARE) == is_validation)
+            suites.append(Suite(name, share, full.benchmark).select(limit=limit))
+    return suites
 
 
 def measure(
@@ -283,6 +305,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--split", choices=("validation", "test"), default="test", help="default: %(default)s")
     parser.add_argument("--limit", type=int, metavar="N", help="at most N cases of each category; default: all")
     parser.add_argument("--only", choices=("before", "after"), help="measure only the base, or only the result")
+    parser.add_argument("--categories", nargs="+", default=[], metavar="NAME", help="what to measure; default: all")
     parser.add_argument("--server", metavar="URL", help="ask this server, not a model in process; needs --only")
     parser.add_argument("--rows", type=Path, metavar="DIR", help="rows and cases, shared by several runs")
     parser.add_argument("--mixture", nargs="*", default=[], metavar="KIND=N", help="rows by kind; see Mixture")
@@ -319,8 +342,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_data(arguments, mixture)
         is_trained = arguments.only != "before"
         tuned = train(arguments, model_dir) if is_trained and arguments.server is None else None
-        is_served = arguments.server is not None
-        suites = load_suites(rows_dir(arguments), arguments.split, arguments.limit, arguments.bfcl_data, is_served)
+        options = (arguments.categories, arguments.limit, arguments.bfcl_data, arguments.server is not None)
+        suites = load_suites(rows_dir(arguments), arguments.split, *options)
         folder = arguments.out / arguments.split
         before = after = None
         if arguments.only != "after":

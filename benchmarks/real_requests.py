@@ -28,6 +28,7 @@ _PLACEHOLDER = re.compile(
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _LEADS = ("", "", "", "Please ", "Can you ", "Could you ", "I need to ", "I want to ", "I would like to ", "Help me ")
 _NUM_CALLS = (2, 2, 2, 3, 3, 4)
+_MAX_DRAWS = 50
 _JOINERS = (" Also, ", " Then, ", " After that, ", " Additionally, ", " ")
 
 
@@ -65,12 +66,15 @@ class ToolPool:
     def draw_others(self, called: set[str], text: str, count: int, rng: random.Random) -> list[Tool]:
         """Draw tools that cannot do what a text asks for: not those called, nor others that are described alike.
 
-        Half of the draws come from the tools that share most words with the text, so that the choice is not too easy.
+        Fewer are returned where too many are alike. Half of the draws come from the tools that share most words with
+        the text, so that the choice is not too easy.
         """
         needed = [self._words[name] for name in called if name in self._words]
         near = self._rank(text) if rng.random() < 0.5 else []
         names: list[str] = []
-        while len(names) < count:
+        for _ in range(_MAX_DRAWS * count):
+            if len(names) == count:
+                break
             name = rng.choice(near[:40]) if near and rng.random() < 0.7 else rng.choice(self.names)
             near = [other for other in near if other != name]
             if name in called or name in names or any(_alikeness(self._words[name], words) > 0.4 for words in needed):

@@ -1,0 +1,181 @@
+"""Rows and cases of the real-model benchmark: nothing held out is trained on, and calls fit their tools."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.real_model import check_inputs, format_table, parse_arguments, parse_mixture, summarise
+from benchmarks.real_options import add_options, make_list
+from benchmarks.real_requests import ToolPool, multiply_question, rename_tools, take_tools_away
+from benchmarks.real_rows import BenchmarkFilter, Mixture, check_contamination, mix_rows, split_by_tools, write_rows
+from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.data.tool_schema import ToolSet
+from fctune.errors import ConfigError
+from fctune.evaluation.cases import Case
+
+PLACES = ("Paris", "Rome", "Oslo", "Lima")
+
+
+def make_tool(number: int) -> Tool:
+    """Return a tool with a name of its own, whose descriptions give examples as Seal-Tools' do."""
+    subject = "".join(chr(97 + int(digit)) * 3 for digit in f"{number:03}")
+    properties = {
+        "city": {"type": "string", "description": f"The city (e.g., {', '.join(PLACES)})"},
+        "days": {"type": "integer", "description": "Number of days (e.g., 3, 7, 14)"},
+    }
+    parameters = {"type": "object", "properties": properties, "required": ["city"]}
+    name = f"get{subject.capitalize()}"
+    return Tool(
+        {"name": name, "description": f"Find {subject}k {subject}l {subject}m {subject}n", "parameters": parameters}
+    )
+
+
+def make_row(numbers: list[int]) -> Conversation:
+    """Return a question that calls the tools with these numbers, among one other."""
+    tools = [make_tool(number) for number in numbers]
+    calls = tuple(Call(tool.name, {"city": "Paris"}) for tool in tools)
+    asked = " and ".join(f"the {tool.name[3:6].lower()}-{number}" for tool, number in zip(tools, numbers, strict=True))
+    question = f"Show me {asked} report for Paris in this week please."
+    other = make_tool(999 - numbers[0])
+    return Conversation((Message("user", question), Message("assistant", calls=calls)), (*tools, other))
+
+
+@pytest.fixture
+def rows() -> list[Conversation]:
+    return [make_row([n] if n % 3 else [n, n + 1]) for n in range(80)]
+
+
+SMALL = Mixture(
+    natural=20, seal_copies=1, glaive=5, no_call=20, described=20, parallel=20, listed=15, joined=5, synthetic=0
+)
+
+
+def test_no_training_row_offers_or_calls_a_tool_that_a_held_out_case_calls(rows: list[Conversation]) -> None:
+    split = split_by_tools(rows, 10, 20)
+    held = {call.name for row in (*split.validation, *split.test) for call in row.messages[-1].calls}
+    made = mix_rows(split.train, [], SMALL, lambda row: True)
+    plain = {re.sub(r"[^a-z]", "", tool.name.lower()) for row in made for tool in row.tools}
+    assert made
+    assert len(split.test) == 20
+    assert not plain & {name.lower() for name in held}
+
+
+def test_every_call_of_a_made_row_fits_the_schema_of_a_tool_on_offer(rows: list[Conversation]) -> None:
+    made = mix_rows(rows, [], SMALL, lambda row: True)
+    calls = [(row, call) for row in made for message in row.messages for call in message.calls]
+    assert len(calls) > 100
+    for row, call in calls:
+        assert call.name in {tool.name for tool in row.tools}
+        assert not ToolSet(row.tools).find_errors(call), (call, row.tools)
+
+
+def test_a_row_without_its_tools_calls_nothing_and_offers_none_of_them(rows: list[Conversation]) -> None:
+    pool, rng = ToolPool([tool for row in rows for tool in row.tools], rows), random.Random(5)
+    for row in rows:
+        made = take_tools_away(row, pool, rng)
+        called = {call.name for call in row.messages[-1].calls}
+        assert made.tools
+        assert not called & {tool.name for tool in made.tools}
+        assert not any(message.calls for message in made.messages)
+
+
+def test_several_values_are_several_calls_or_one_with_a_list_as_the_schema_says(rows: list[Conversation]) -> None:
+    rng, pool = random.Random(3), ToolPool([tool for row in rows for tool in row.tools], rows)
+    parallel = multiply_question(rows[1], pool, rng)
+    assert parallel is not None
+    assert len(parallel.messages[-1].calls) > 1
+    cities = [call.arguments["city"] for call in parallel.messages[-1].calls]
+    assert all(city in (parallel.messages[0].content or "") for city in cities)
+    listed = make_list(parallel, rng)
+    assert listed is not None
+    assert listed.messages[0] == parallel.messages[0]
+    (call,) = listed.messages[-1].calls
+    assert list(call.arguments.values()) == [cities]
+    assert not ToolSet(listed.tools).find_errors(call)
+
+
+def test_options_are_arguments_only_where_the_question_asks_for_them(rows: list[Conversation]) -> None:
+    asked = 0
+    for seed in range(60):
+        changed = add_options(rows[1], random.Random(seed))
+        (call,) = changed.messages[-1].calls
+        extra = call.arguments.keys() - {"city"}
+        asked += bool(extra)
+        assert bool(extra) == (len(changed.messages[0].content or "") > len(rows[1].messages[0].content or ""))
+        assert not ToolSet(changed.tools).find_errors(call)
+    assert 10 < asked < 60
+
+
+def test_a_renamed_tool_is_called_by_its_new_name(rows: list[Conversation]) -> None:
+    renamed = rename_tools(rows[0], 1.0, random.Random(0))
+    assert {tool.name for tool in renamed.tools}.isdisjoint(tool.name for tool in rows[0].tools)
+    assert {call.name for call in renamed.messages[-1].calls} <= {tool.name for tool in renamed.tools}
+
+
+@pytest.fixture
+def benchmark(tmp_path: Path) -> tuple[Path, list[Case]]:
+    """Return a file of one question, and its case with one tool."""
+    question = "Please compute the greatest common divisor of the numbers 12 and 18 for me."
+    path = tmp_path / "BFCL_v4_simple.json"
+    path.write_text(json.dumps({"id": "simple_1", "question": [[{"role": "user", "content": question}]]}) + "\n")
+    tool = Tool({"name": "math.gcd_of", "description": "", "parameters": {"type": "object", "properties": {}}})
+    return path, [Case("simple_1", "simple", Conversation((Message("user", question),), (tool,)), ())]
+
+
+@pytest.mark.parametrize("kind", ["question", "tool"])
+def test_a_planted_question_or_tool_of_the_benchmark_is_found(
+    kind: str, benchmark: tuple[Path, list[Case]], rows: list[Conversation], tmp_path: Path
+) -> None:
+    path, cases = benchmark
+    planted = {
+        "question": Conversation((*cases[0].prompt.messages, Message("assistant", "6")), rows[0].tools),
+        "tool": Conversation(rows[0].messages, (*rows[0].tools, Tool({"name": "mathGcdOf", "parameters": {}}))),
+    }[kind]
+    for bad, row in ((False, rows[0]), (True, planted)):
+        file = tmp_path / f"{bad}.jsonl"
+        write_rows(file, [row.to_openai()])
+        found = check_contamination(file, [path], cases)
+        assert bool(found.num_found_questions or found.found_tools) is bad
+        assert BenchmarkFilter([path], cases).allows(row) is not bad
+
+
+def test_the_table_gives_rates_of_both_readings_and_the_paired_difference() -> None:
+    def row(number: int, is_right: bool) -> dict[str, Any]:
+        verdict = "correct" if is_right else "missed_call"
+        return {"id": f"c{number}", "category": "c", "verdict": verdict, "lenient": {"verdict": "correct"}}
+
+    summary = summarise([row(n, False) for n in range(10)], [row(n, n < 8) for n in range(10)])
+    table = format_table(summary)
+    assert summary["c"]["difference"][0] == pytest.approx(0.8)
+    assert summary["c"]["p"] == pytest.approx(2 / 2**8)
+    assert "| c | 10 | 0.0% (0.0% - 27.8%) | 80.0% (49.0% - 94.3%) | 100.0% |" in table
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--model", "{tmp}"], "no config.json"),
+        (["--model", "{model}"], "--seal None: no such rows"),
+        (["--model", "{model}", "--seal", "{tmp}/none.jsonl"], "none.jsonl: no such rows"),
+        (["--model", "{model}", "--seal", "{tmp}", "--glaive", "{tmp}", "--out", "/proc/x"], "cannot be written"),
+        (["--model", "{model}", "--server", "http://127.0.0.1:1"], "--only before or --only after"),
+    ],
+    ids=["model", "no rows", "missing rows", "out", "server"],
+)
+def test_wrong_input_is_one_sentence(options: list[str], says: str, tmp_path: Path) -> None:
+    values = {"tmp": str(tmp_path), "model": "fctune/assets/tiny_base"}
+    arguments = parse_arguments([option.format(**values) for option in options])
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        check_inputs(arguments)
+
+
+def test_a_mixture_names_its_kinds() -> None:
+    assert parse_mixture(["no_call=5", "renamed_share=0.25"]) == Mixture(no_call=5, renamed_share=0.25)
+    with pytest.raises(ConfigError, match="expected KIND=NUMBER with one of natural"):
+        parse_mixture(["nocall=5"])
