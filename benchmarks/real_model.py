@@ -121,7 +121,8 @@ def train(arguments: argparse.Namespace, model_dir: Path) -> Path:
     if not (export / "config.json").is_file() or not _has_ended_well(run):
         command = [sys.executable, "-m", "fctune.cli", "train", str(arguments.config), "--nproc", "1"]
         command += [f"model.path={model_dir}", f"data.sources.0.path={rows_dir(arguments) / 'train.jsonl'}"]
-        command += [f"output_dir={run}", *arguments.overrides]
+        # Measured below; several runs on one machine would need a port each.
+        command += [f"output_dir={run}", "eval.every=0", "telemetry=null", *arguments.overrides]
         code = subprocess.run(command, cwd=_ROOT).returncode
         if code or not (export / "config.json").is_file():
             raise CheckpointError(
