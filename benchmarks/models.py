@@ -1,19 +1,24 @@
 """Prove which architectures train exactly, and write the tables of supported models.
 
-    python -m benchmarks.models [--only TYPE ...] [--out benchmarks/results/models.json]
+    python -m benchmarks.models [--only TYPE ...] [--jobs 2] [--resume] [--out benchmarks/results/models.json]
     python -m benchmarks.models --tables
 
 For each architecture, a tiny random model with the real family's choices is saved by transformers and taken through
-fctune: see ``benchmarks.model_checks``. With ``--only``, the other rows of the result are kept. ``--tables`` writes
+fctune: see ``benchmarks.model_checks``. Each row of the result is written as soon as it is known, with a digest of the
+code that made it. ``--jobs`` checks several architectures at a time; ``--resume`` skips the rows of the present code,
+to continue a run that was cut off; with ``--only``, the other rows are kept. ``--tables`` writes
 docs/supported-models.md and the README's table from the result, and runs nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -100,7 +105,7 @@ def format_page(result: dict[str, Any]) -> str:
     lines = [
         f"""# Supported models
 
-Written by `python -m benchmarks.models` ({result["date"]}; {versions}; CPU, float32).
+Written by `python -m benchmarks.models` ({result["date"]}; {versions}; CPU, float32).{_describe_code(result)}
 
 Each row is a tiny random model with the choices of the real family: its layers, windows, soft caps, sinks, scales,
 kinds of RoPE, ties, experts and latent attention. transformers saves it, and fctune takes it from there. The numbers
@@ -109,7 +114,7 @@ are the largest differences that were measured.
 - **packed**: logits of packed rows against transformers', one conversation at a time, as a share of the largest.
 - **LoRA**, **all weights**: losses of 5 steps against transformers with PEFT, and transformers alone (limit
   {LOSS_TOLERANCE:g}). LoRA adapts every linear and every expert; in Falcon-H1 not `out_proj`, which PEFT refuses there,
-  and in Llama 4 no experts, which its code computes without transformers' interface for them.
+  in Jamba not `dt_proj`, and in Llama 4 no experts, which its code computes without transformers' interface for them.
 - **2 ranks**: losses of 3 steps against one rank, adapters by DDP and all weights by FSDP.
 - **resumes**: a sharded and an elastic checkpoint, continued; losses and weights are compared bit by bit.
 - **export**: logits that transformers and PEFT compute from the exports, which have the tensors of the base.
@@ -134,6 +139,17 @@ see each other; they have no row here. A real model of a family may be larger th
             notes = "; ".join(f"{name}: {outcome['note']}" for name, outcome in outcomes if not outcome["passed"])
             lines.append(f"| {row['models']} | `{row['model_type']}` | {notes} |")
     return "\n".join(lines) + "\n"
+
+
+def _describe_code(result: dict[str, Any]) -> str:
+    """Return a sentence on rows that were made by other code than the last ones; empty if none were."""
+    rows = result["rows"]
+    same = sum(row.get("code") == result.get("code") for row in rows)
+    return (
+        ""
+        if same == len(rows)
+        else f"\n{same} of the {len(rows)} rows were made by the latest code, others by earlier."
+    )
 
 
 _TWO_COLUMNS = "| models | `model_type` | reason |\n|---|---|---|"
@@ -172,30 +188,67 @@ def write_tables() -> None:
     README.write_text(insert_table(readme, format_readme_table(result)), encoding="utf-8")
 
 
-def run(only: list[str], out: Path) -> None:
-    """Prove the entries of these model types, and write each row of the result as soon as it is known."""
+def digest_code() -> str:
+    """Return a digest of the library, the checks and the versions of what they compare with."""
+    files = [*ROOT.glob("fctune/**/*.py"), *(ROOT / "benchmarks").glob("model*.py")]
+    digest = hashlib.blake2b(repr(_versions()).encode(), digest_size=6)
+    for file in sorted(files):
+        digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "transformers", "peft")}
+
+
+def choose_entries(only: Sequence[str], rows: Mapping[str, dict[str, Any]], code: str | None) -> list[Entry]:
+    """Return the entries of these model types, without those whose row was made by this code, if one is given."""
+    chosen = [entry for entry in ENTRIES if entry.model_type in only]
+    return [entry for entry in chosen if code is None or rows.get(entry.model_type, {}).get("code") != code]
+
+
+def run(only: Sequence[str], out: Path, num_jobs: int = 1, *, is_resumed: bool = False) -> None:
+    """Prove the entries of these model types, and write each row of the result as soon as it is known.
+
+    Args:
+        only: Model types to prove.
+        out: File of the result, whose other rows are kept.
+        num_jobs: Entries to prove at a time, each in processes of its own.
+        is_resumed: Skip rows that were made by the present code.
+    """
     rows: dict[str, dict[str, Any]] = {}
     if out.is_file():
         rows = {row["model_type"]: row for row in json.loads(out.read_text(encoding="utf-8"))["rows"]}
-    with tempfile.TemporaryDirectory() as folder:
+    code = digest_code()  # before the checks, during which files may change
+    entries = choose_entries(only, rows, code if is_resumed else None)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_jobs) as pool:
         prepare_sets(Path(folder))
-        for entry in ENTRIES:
-            if entry.model_type in only:
-                rows[entry.model_type] = prove(entry, Path(folder) / entry.model_type, Path(folder))
-                print(describe(rows[entry.model_type]), flush=True)
-                result = {
-                    "command": "python -m benchmarks.models",
-                    "date": time.strftime("%Y-%m-%d"),
-                    "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
-                    "rows": [rows[known.model_type] for known in ENTRIES if known.model_type in rows],
-                }
-                out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        running = {
+            pool.submit(prove, entry, Path(folder) / entry.model_type, Path(folder)): entry.model_type
+            for entry in entries
+        }
+        for done in as_completed(running):
+            row = rows[running[done]] = done.result() | {"code": code}
+            print(describe(row), flush=True)
+            result = {
+                "command": "python -m benchmarks.models",
+                "date": time.strftime("%Y-%m-%d"),
+                "code": code,
+                "versions": _versions(),
+                "rows": [rows[known.model_type] for known in ENTRIES if known.model_type in rows],
+            }
+            # A reader, or a run that is cut off, never sees half of it.
+            partial = out.with_name(f"{out.name}.partial")
+            partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            partial.replace(out)
 
 
 def main() -> None:
     """Run the checks, or write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="model types to check; default: all")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="architectures to check at a time")
+    parser.add_argument("--resume", action="store_true", help="skip rows that were made by the present code")
     parser.add_argument("--out", type=Path, default=RESULT, help="file of the result")
     parser.add_argument("--tables", action="store_true", help="write the tables from the result, and run nothing")
     arguments = parser.parse_args()
@@ -203,7 +256,7 @@ def main() -> None:
     if unknown := set(arguments.only or ()) - set(known):
         parser.error(f"no such model type: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
     if not arguments.tables:
-        run(arguments.only or known, arguments.out)
+        run(arguments.only or known, arguments.out, max(1, arguments.jobs), is_resumed=arguments.resume)
     if arguments.out == RESULT:
         write_tables()
 
