@@ -127,9 +127,11 @@ bench: setup
 real: setup
 	$(BIN)/python -m benchmarks.real_model --model $(MODEL) --seal $(SEAL) --glaive $(GLAIVE) $(REAL_ARGS)
 
-# Run every GPU benchmark, one JSON line per row; rows already in the file are skipped.
+# Run the GPU benchmarks that docs/gpu-results.md lacks, at most 40 minutes a time, and write that page. TOY=1 runs all of
+# them on a toy model, on the CPU where there is no GPU, and writes to runs/.
 bench-gpu: setup
-	$(BIN)/python -m benchmarks.gpu --out benchmarks/results/gpu_$$(date +%F).jsonl
+	$(BIN)/python -m benchmarks.gpu $(if $(TOY),--toy --again --out runs/gpu_toy.json)
+	$(BIN)/python -m benchmarks.gpu_report $(if $(TOY),--results runs/gpu_toy.json --out runs/gpu_toy.md)
 
 # Everything that needs GPUs, on all GPUs of this machine.
 test-gpu: setup

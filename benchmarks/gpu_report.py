@@ -1,0 +1,184 @@
+"""Write the page of GPU results from the JSON that ``benchmarks.gpu`` makes.
+
+python -m benchmarks.gpu_report [--results benchmarks/results/gpu.json] [--out docs/gpu-results.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.training import RESULTS, ROOT
+
+RESULTS_FILE = RESULTS / "gpu.json"
+PAGE = ROOT / "docs" / "gpu-results.md"
+
+NOT_RUN = "not yet run"
+
+# Rows of the table of speeds, in its order: name and what it trains.
+SPEEDS = {
+    "lora_8b_shipped": "LoRA, `configs/llama3_1_8b_lora.yaml` as shipped (rank 64, dropout 0.1), 4,096 tokens",
+    "lora_8b": "LoRA, rank 16 on all linears, 4,096 tokens",
+    "lora_8b_dense": "the same; nearly every token supervised",
+    "lora_8b_float8": "LoRA, rank 16, float8 base",
+    "lora_8b_nf4": "LoRA, rank 16, NF4 base",
+    "full_8b": "full, bfloat16 throughout, 8,192 tokens, every block recomputed",
+    "full_8b_float8": "the same, float8 products",
+    "full_8b_master": "the same, float32 main weights",
+    "lora_8b_torchtune": "torchtune's LoRA, rank 16, packed, compiled",
+    "lora_8b_trl": "TRL's LoRA with Liger kernels, rank 16, packed",
+    "full_8b_torchtune": "torchtune's full recipe",
+    "full_8b_trl": "TRL's full fine-tuning",
+}
+
+
+def render(results: dict[str, Any]) -> str:
+    """Render the page; rows that are missing or failed say so."""
+    parts = [_head(results), _speeds(results), _others(results), _kernels(results)]
+    return "\n".join(part for part in parts if part).rstrip() + "\n"
+
+
+def _head(results: dict[str, Any]) -> str:
+    lines = [
+        "<!-- Written by python -m benchmarks.gpu_report; do not edit. -->",
+        "# GPU results",
+        "",
+        "Speed and memory of the shapes of Llama 3.1 8B and Llama 3.2 3B on a GPU, with random weights and synthetic",
+        "rows, packed. `make bench-gpu` measures what is missing here and writes this page; all numbers are in",
+        "`benchmarks/results/gpu.json`.",
+        "",
+    ]
+    for machine, names in _machines(results).items():
+        lines.append(f"- {machine}: {', '.join(f'`{name}`' for name in names)}")
+    return "\n".join([*lines, ""])
+
+
+def _machines(results: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the rows by device, versions and date."""
+    found: dict[str, list[str]] = {}
+    for name, row in results.items():
+        if not row["ok"]:
+            continue
+        device, versions = row["device"], row["versions"]
+        gpu = f"{device['gpu']} ({device['gib']} GiB, CUDA {device['cuda']})" if "gpu" in device else "CPU"
+        packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "triton") if package in versions)
+        found.setdefault(f"{gpu}, {packages}, {row['date'][:10]}", []).append(name)
+    return found
+
+
+def _speeds(results: dict[str, Any]) -> str:
+    lines = [
+        "## Training",
+        "",
+        "Tokens without padding, of one GPU. TFLOP/s count 4 operations a weight and token over a frozen base, 6 where",
+        "all weights train. About a fifth of the tokens is supervised where nothing else is said; logits are computed",
+        "for those alone. Peak memory is that of tensors.",
+        "",
+        "| row | run | tokens/s | TFLOP/s | peak GiB | set-up and first step, s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, what in SPEEDS.items():
+        row = results.get(name)
+        if row is None or not row["ok"]:
+            lines.append(f"| `{name}` | {what} | {_reason(row)} | | | |")
+            continue
+        tflops = next(row[key] for key in ("tflops_4N", "tflops_6N") if key in row)
+        start = f"{row['setup_s']:.0f} + {row['first_step_s']:.0f}"
+        speed = f"{row['tokens_per_s']:,.0f}"
+        lines.append(f"| `{name}` | {what} | {speed} | {tflops:,.0f} | {row['peak_gib']:.1f} | {start} |")
+    return "\n".join([*lines, ""])
+
+
+def _reason(row: dict[str, Any] | None) -> str:
+    return NOT_RUN if row is None else "failed"
+
+
+def _others(results: dict[str, Any]) -> str:
+    lines = ["## Correctness, memory, saves, loading, generation", "", "| row | result |", "|---|---|"]
+    shown = {
+        "correctness": _correctness,
+        "planner": _planner,
+        "save_lora_8b": _save,
+        "save_full_3b": _save,
+        "inference_3b": _inference,
+        "acceptance": lambda row: "passed",
+    }
+    for name, text in shown.items():
+        row = results.get(name)
+        lines.append(f"| `{name}` | {text(row) if row is not None and row['ok'] else _reason(row)} |")
+    return "\n".join([*lines, ""])
+
+
+def _correctness(row: dict[str, Any]) -> str:
+    checks = row["checks"]
+    kinds = dict.fromkeys(name.split()[0] for name in checks)
+    worst = {kind: max(max(c["errors"]) for name, c in checks.items() if name.split()[0] == kind) for kind in kinds}
+    errors = ", ".join(f"{kind} {error:.1g}" for kind, error in worst.items())
+    return (
+        f"losses and gradients of {len(checks)} combinations of dtype, attention kernel, compilation and recomputation "
+        f"against float64 on the CPU; largest relative errors: {errors}"
+    )
+
+
+def _planner(row: dict[str, Any]) -> str:
+    return f"planned peaks of {len(row['tried'])} runs are off by at most {abs(row['peak_over_worst']):.1%}"
+
+
+def _save(row: dict[str, Any]) -> str:
+    size = row["save"]["bytes"] / 1e9
+    return f"{row['added_s_a_save']:.2f} s longer a save, of {size:.1f} GB; {row['num_saves']} saves"
+
+
+def _inference(row: dict[str, Any]) -> str:
+    return (
+        f"weights read from cached files in {row['load_s']} s ({row['load_gb_per_s']} GB/s); {row['prompts']} prompts "
+        f"at once, {row['new_tokens']} tokens each: {row['generated_per_s']:,.0f} tokens/s"
+    )
+
+
+def _kernels(results: dict[str, Any], count: int = 12) -> str:
+    """Return the largest kernels of a profiled step."""
+    row = results.get("profile_lora_8b")
+    if row is None or not row["ok"]:
+        return ""
+    lines = ["## Kernels of a step of `lora_8b`", "", f"Profiled on {row['date'][:10]}{row.get('note', '')}.", ""]
+    lines += ["| kernel | GPU time | share | calls |", "|---|---|---|---|"]
+    for cells in _kernel_rows(row["table"])[:count]:
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _kernel_rows(table: list[str]) -> list[tuple[str, str, str, str]]:
+    """Return name, time, share and calls of each kernel in a profiler's table, without the operators that call them."""
+    header = next((line for line in table if "Self CUDA %" in line), None)
+    if header is None:  # profiled on the CPU
+        return []
+    starts = [column for column in header.split("  ") if column.strip()]
+    names = [column.strip() for column in starts]
+    found = []
+    for line in table[table.index(header) + 2 :]:
+        cells = [cell.strip() for cell in line.split("  ") if cell.strip()]
+        if len(cells) != len(names):
+            continue
+        values = dict(zip(names, cells, strict=True))
+        if values["CPU total"] == "0.000us":  # a kernel, not an operator
+            name = f"`{values['Name'].removeprefix('void ')[:60]}`"
+            found.append((name, values["Self CUDA"], values["Self CUDA %"], values["# of Calls"]))
+    return found
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--results", type=Path, default=RESULTS_FILE)
+    parser.add_argument("--out", type=Path, default=PAGE)
+    arguments = parser.parse_args()
+    results = json.loads(arguments.results.read_text(encoding="utf-8"))
+    arguments.out.write_text(render(results), encoding="utf-8")
+    print(arguments.out)
+
+
+if __name__ == "__main__":
+    main()
