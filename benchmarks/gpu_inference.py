@@ -75,7 +75,7 @@ def measure_generation(folder: Path, device: torch.device, num_prompts: int, new
     return {
         "generated_per_s": round(num_prompts * new_tokens / seconds, 1),
         "prompts": num_prompts,
-        "tokens": new_tokens,
+        "new_tokens": new_tokens,
     }
 
 
