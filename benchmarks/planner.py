@@ -86,10 +86,10 @@ def _simulated_cuda(world_size: int) -> Iterator[None]:
     from torch.distributed.tensor import _sharding_prop
     from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
 
-    rows = [[1.0, 1.0, 0.0, 0.0, 0.0]] * world_size
+    rows = [[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]] * world_size
     with ExitStack() as stack:
         for target, name, value in (
-            (layers, "rms_norm", lambda x, _, weight, eps: FusedNorm.apply(x, weight)),
+            (layers, "rms_norm", lambda x, weight, eps: FusedNorm.apply(x, weight)),
             (step, "_exchange", lambda *_: rows),
             (Llama3ScaledRoPE, "apply_scaling", lambda self, frequencies, *_: frequencies),
             # DTensor derives shapes in a separate fake mode, which the tracker then knows to ignore.

@@ -110,10 +110,16 @@ def _plan(arguments: argparse.Namespace) -> int:
     problems.raise_all()
     assert config is not None
     assert request is not None
-    gc.disable()  # what imports create stays to the end, and going through it again and again takes a sixth of the time
-    from fctune.planner.plan import make_plan  # imports torch, which takes seconds
+    # What imports create stays to the end, and going through it again and again takes a sixth of the time.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        from fctune.planner.plan import make_plan  # imports torch, which takes seconds
 
-    plan = make_plan(config, request)
+        plan = make_plan(config, request)
+    finally:
+        if was_enabled:
+            gc.enable()
     if arguments.json:
         print(json.dumps(_replace_infinity(plan.to_json()), indent=2))
     else:

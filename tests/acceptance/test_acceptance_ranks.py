@@ -39,6 +39,7 @@ def test_a_healthy_run_passes_blames_nobody_and_matches_the_schema(healthy: Path
         "transfer",
         "health",
         "collectives_all",
+        "storage_network",
         "training_all",
     ]
     assert json.loads((healthy / "exit.json").read_text())["code"] == 0

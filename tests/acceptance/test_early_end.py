@@ -236,7 +236,7 @@ def test_a_missing_or_invalid_config_exits_with_2(
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(ROOT)
     for argv, message in (
-        (["--config", str(tmp_path / "none.yaml")], "cannot be read"),
+        (["--config", str(tmp_path / "none.yaml")], "no such config file"),
         (arguments(tmp_path, "compute.sizze=4"), "did you mean compute.size?"),
         (arguments(tmp_path, "training.overrides=[data.seq_len=1]"), "data.seq_len=1"),
         ([], "Usage:"),

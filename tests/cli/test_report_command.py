@@ -36,8 +36,9 @@ def test_several_runs_make_one_page(tmp_path: Path, capsys: pytest.CaptureFixtur
         (None, [], 0),
         (None, ["--strict"], 1),
         (SuccessConfig(), [], 1),  # too slow
-        (SuccessConfig(min_tokens_per_s_per_gpu=10), [], 0),
-        (SuccessConfig(min_tokens_per_s_per_gpu=10), ["--strict"], 1),
+        (SuccessConfig(min_tokens_per_s_per_gpu=10), [], 1),  # no final checkpoint
+        (SuccessConfig(min_tokens_per_s_per_gpu=10, final_checkpoint=False), [], 0),
+        (SuccessConfig(min_tokens_per_s_per_gpu=10, final_checkpoint=False), ["--strict"], 1),
     ],
 )
 def test_the_exit_code_is_the_verdict(
