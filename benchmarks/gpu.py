@@ -149,15 +149,16 @@ class Bench:
         """Measure several settings and report the fastest; the result lists all of them."""
 
         def run(limit: float) -> dict[str, Any]:
-            found = []
+            found, good = [], []
             for job, one in measure_each(jobs[:1] if self.is_toy else jobs, limit):
-                found.append({"settings": job.name, "job": json.loads(to_json(job))} | one)
+                found.append(_describe_job(job) | one)
                 found[-1].pop("supervised_by_step", None)
-            good = [one for one in found if "error" not in one]
+                if "error" not in one:
+                    good.append((job, found[-1]))
             if not good:
                 return {"ok": False, "tried": found}
-            fastest = max(good, key=lambda one: one["real_per_s"])
-            return {"ok": True} | self.describe(Job(**fastest["job"]), fastest) | {"tried": found}
+            fastest = max(good, key=lambda pair: pair[1]["real_per_s"])
+            return {"ok": True} | self.describe(*fastest) | {"tried": found}
 
         return run
 
@@ -198,7 +199,7 @@ class Bench:
         def run(limit: float) -> dict[str, Any]:
             rows = []
             for job, found in measure_each(jobs, limit):
-                row = {"settings": job.name, "job": json.loads(to_json(job))}
+                row = _describe_job(job)
                 row |= {"error": found["error"]} if "error" in found else _plan(job, found)
                 rows.append(row)
             compared = [row["over"] for row in rows if "over" in row]
@@ -339,6 +340,12 @@ def measure_each(jobs: list[Job], limit: float) -> Iterator[tuple[Job, dict[str,
     for job in jobs:
         left = ends - time.monotonic()
         yield job, measure(job, left) if left > 20 else {"error": "no time left"}
+
+
+def _describe_job(job: Job) -> dict[str, Any]:
+    """Return the settings of a job for the results, which name its directories without this machine's paths."""
+    named = job.replace(model_dir=Path(job.model_dir).name, rows_dir=Path(job.rows_dir).name)
+    return {"settings": job.name, "job": json.loads(to_json(named))}
 
 
 def _plan(job: Job, found: dict[str, Any]) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def _kernel_rows(table: list[str]) -> list[tuple[str, str, str, str]]:
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the page of GPU results from their JSON file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--results", type=Path, default=RESULTS_FILE)
     parser.add_argument("--out", type=Path, default=PAGE)

@@ -221,7 +221,7 @@ def _draw_allowed(
 
 
 class Contamination(NamedTuple):
-    """What a benchmark and training rows share."""
+    """Questions and tools of a benchmark that training rows contain, with the numbers of both."""
 
     num_rows: int
     num_questions: int

@@ -16,7 +16,7 @@ _LONG_RUN_S = 600.0  # a run that is lost without a checkpoint
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """What is known of the length of a run; None where it is not."""
+    """Length of a run in steps, with the packs and seconds behind them; None for what is unknown."""
 
     num_steps: int
     packs: int | None = None  # of an epoch

@@ -162,7 +162,7 @@ class LocalLauncher:
 
 
 class _RemoteLauncher:
-    """What Slurm and SkyPilot share: commands, and files that jobs write to a disk which this machine may not see."""
+    """Base of the Slurm and SkyPilot launchers: runs their commands, and fetches files from disks of other machines."""
 
     is_remote = True
 
@@ -220,7 +220,7 @@ class SlurmLauncher(_RemoteLauncher):
         return f"{self._study.path.name}-{serial}_{run.number}"
 
     def submit(self, runs: Sequence[SweepRun]) -> None:
-        """Submit one array."""
+        """Submit the runs as one Slurm array for each name of their jobs."""
         arrays: dict[str, list[SweepRun]] = {}
         for run in runs:
             arrays.setdefault(run.attempts[-1].job.rpartition("_")[0], []).append(run)
