@@ -79,7 +79,8 @@ class LiveEvaluation:
         True if there was none yet.
         """
         trained_s = time.perf_counter() - self._started - self.spent_s
-        mine = self.spent_s + self._last_s <= self.config.max_share_of_time * (trained_s + self.spent_s)
+        evaluated_s = self.spent_s + self._last_s
+        mine = evaluated_s <= self.config.max_share_of_time * (trained_s + evaluated_s)
         return distributed.run_on_rank_0(lambda: mine or not self.spent_s)
 
     @torch.no_grad()

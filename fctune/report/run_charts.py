@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from fctune.report.page import Chart, Mark, Page, Series
 from fctune.runs.metrics_file import Column
@@ -128,14 +129,23 @@ def thin(values: Sequence[float | None], num_points: int = NUM_POINTS) -> list[i
 def smooth(values: Column) -> Column:
     """Average each value with its neighbours, a fortieth of the run together; fewer near the ends and around gaps.
 
-    As many before as after, so that a steep start is neither delayed nor flattened.
+    As many before as after, so that a steep start is neither delayed nor flattened. Values that are not finite
+    stay, and count in no average.
     """
     half = len(values) // (2 * _SMOOTH)
+    if not half:
+        return list(values)
+    finite = [value if value is not None and math.isfinite(value) else None for value in values]
+    sums = list(accumulate((value or 0.0 for value in finite), initial=0.0))
+    counts = list(accumulate((value is not None for value in finite), initial=0))
     smoothed: Column = []
     for index, value in enumerate(values):
+        if finite[index] is None:
+            smoothed.append(value)
+            continue
         reach = min(half, index, len(values) - 1 - index)
-        near = [other for other in values[index - reach : index + reach + 1] if other is not None]
-        smoothed.append(None if value is None else statistics.fmean(near))
+        first, end = index - reach, index + reach + 1
+        smoothed.append((sums[end] - sums[first]) / (counts[end] - counts[first]))
     return smoothed
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,3 +72,5 @@ def test_smoothing_follows_the_mean_without_delay_and_keeps_gaps() -> None:
     assert smoothed[200] is None
     assert all(value is None or abs(value - 0.01 * step) < 0.25 for step, value in list(enumerate(smoothed))[10:-10])
     assert smooth([3.0, 2.0, 1.0]) == [3.0, 2.0, 1.0]
+    with_spike = smooth([1.0] * 100 + [math.inf] + [1.0] * 100)
+    assert with_spike == [1.0] * 100 + [math.inf] + [1.0] * 100

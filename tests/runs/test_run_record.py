@@ -242,16 +242,16 @@ def test_a_record_is_cleared_when_a_new_run_replaces_the_directory(tmp_path: Pat
     assert watching.metrics.steps == [1, 2, 3]
 
 
-def test_a_hundred_thousand_steps_are_read_and_reported_in_seconds(tmp_path: Path) -> None:
+def test_two_hundred_thousand_steps_are_read_and_reported_in_seconds(tmp_path: Path) -> None:
     from fctune.report.run_page import make_run_page
 
     directory = make_run(tmp_path / "run", 1)
     template: dict[str, Any] = next(make_steps(2, 2))
     line = json.dumps(template).replace('"step": 2,', '"step": %d,')
-    directory.metrics.write_text("".join(line % step + "\n" for step in range(1, 100_001)))
+    directory.metrics.write_text("".join(line % step + "\n" for step in range(1, 200_001)))
     started = time.process_time()  # not wall time: a loaded machine is no defect
     record = read_run(tmp_path / "run")
     page = make_run_page([record]).render()
-    assert time.process_time() - started < 10
-    assert len(record.metrics.steps) == 100_000
+    assert time.process_time() - started < 30  # about 3; a sum over each step's neighbours takes minutes
+    assert len(record.metrics.steps) == 200_000
     assert len(page) < 2_000_000

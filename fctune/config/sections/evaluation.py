@@ -38,7 +38,7 @@ class EvalConfig:
     batch_size: Annotated[int, AT_LEAST_1] = 64
     """Prompts per rank and batch."""
     max_share_of_time: Annotated[float, Range(gt=0, le=1)] = 0.1
-    """Share of the run's time to spend; an evaluation that would exceed it is skipped."""
+    """Share of the run's time to spend; an evaluation that would exceed it is skipped. 1: none is skipped."""
     early_stop: Annotated[int | None, AT_LEAST_1, Null("never")] = None
     """End the run after this many evaluations without a better accuracy."""
 
