@@ -306,8 +306,11 @@ def test_a_template_that_cannot_be_trained_on_is_rejected(
         "{{ 'x' | center(10**9) }}",
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% for a, b in [(1, 2)] * 10000 %}{% for c, d in [(1, 2)] * 100000 %}{% endfor %}{% endfor %}",
-        "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-        "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(60) }}",
+        pytest.param(
+            "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(60) }}", marks=pytest.mark.slow),
         "{{ messages.absent.name }}",
         "{{ '%s %s' % 1 }}",
     ],

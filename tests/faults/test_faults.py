@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,20 @@ def reference(inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
     return run
 
 
+@pytest.fixture(scope="module")
+def killed_reference(inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run on two ranks, killed at its 8th step."""
+    run = tmp_path_factory.mktemp("killed") / "run"
+    assert run_group(arguments_for(run, *inputs), 2, Fault("kill", "step", 0, 8)).fired
+    return run
+
+
+@pytest.fixture
+def killed(killed_reference: Path, tmp_path: Path) -> Path:
+    """Return a copy of that run where ``start`` goes on with it."""
+    return shutil.copytree(killed_reference, tmp_path / "run")
+
+
 @pytest.fixture
 def start(inputs: tuple[Path, Path], tmp_path: Path) -> Start:
     """Start or restart a run: ``start(*overrides, ranks=2, fault=None)``."""
@@ -59,18 +74,24 @@ def assert_same_bits(run: Path, reference: Path) -> None:
     assert all(torch.equal(weight, expected[name]) for name, weight in final_weights(run).items())
 
 
+@pytest.mark.slow
 def test_random_kills_on_changing_numbers_of_ranks_lose_and_repeat_nothing(tmp_path: Path) -> None:
     assert soak(num_kills=5, seed=2, folder=tmp_path) == 0
 
 
-def test_a_data_cursor_that_is_off_by_one_is_detected(start: Start, reference: Path, tmp_path: Path) -> None:
-    assert start(fault=Fault("kill", "step", 0, 8)).fired
+def test_a_data_cursor_that_is_off_by_one_is_detected(
+    start: Start, reference: Path, killed: Path, tmp_path: Path
+) -> None:
     assert start(is_shifted=True).codes == (0, 0)
     assert any("different samples" in found for found in differences(tmp_path / "run", reference, 1e-9))
 
 
 @pytest.mark.parametrize(
-    ("phase", "count"), [("step", 6), ("update", 7), ("stage", 3), ("write", 3), ("publish", 3), ("prune", 1)]
+    ("phase", "count"),
+    [
+        *(("step", 6), ("write", 3), ("publish", 3), ("prune", 1)),
+        *(pytest.param(*when, marks=pytest.mark.slow) for when in (("update", 7), ("stage", 3))),
+    ],
 )
 def test_a_killed_and_resumed_run_is_bit_identical_to_an_uninterrupted_one(
     phase: str, count: int, start: Start, reference: Path, tmp_path: Path
@@ -95,8 +116,7 @@ def test_a_signal_on_one_rank_saves_after_the_step_and_stops_all_ranks(
     assert_same_bits(tmp_path / "run", reference)
 
 
-def test_a_signal_before_the_first_step_stops_at_once(start: Start, tmp_path: Path) -> None:
-    start(fault=Fault("kill", "step", 0, 8))
+def test_a_signal_before_the_first_step_stops_at_once(start: Start, killed: Path, tmp_path: Path) -> None:
     ended = start(fault=Fault("term", "read", 0))
     assert 75 in ended.codes
     assert "before the first step" in read_exit(tmp_path / "run")["reason"]
@@ -156,8 +176,9 @@ def test_a_quantized_optimizer_resumes_bit_identically(
     assert_same_bits(tmp_path / "cut", tmp_path / "straight")
 
 
-def test_a_stale_stop_file_is_removed_when_the_run_resumes(start: Start, reference: Path, tmp_path: Path) -> None:
-    start(fault=Fault("kill", "step", 0, 8))
+def test_a_stale_stop_file_is_removed_when_the_run_resumes(
+    start: Start, reference: Path, killed: Path, tmp_path: Path
+) -> None:
     (tmp_path / "run" / "stop").touch()
     assert start().codes == (0, 0), "a stop file older than the start belongs to the previous run"
     assert_same_bits(tmp_path / "run", reference)
@@ -195,8 +216,9 @@ def test_a_hanging_step_writes_the_stacks_of_every_thread(start: Start, referenc
     assert_same_bits(tmp_path / "run", reference)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(start: Start, reference: Path, tmp_path: Path) -> None:
-    start(fault=Fault("kill", "step", 0, 8))
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(
+    start: Start, reference: Path, killed: Path, tmp_path: Path
+) -> None:
     newest, before = CheckpointStore(tmp_path / "run" / "checkpoints").list_complete()[:2]
     victim = next(newest.path.glob("*.safetensors"))
     victim.write_bytes(victim.read_bytes()[:-1])
@@ -209,8 +231,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(start: Start, r
     assert_same_bits(tmp_path / "run", reference)
 
 
-def test_a_run_with_only_damaged_checkpoints_does_not_start_over(start: Start, tmp_path: Path) -> None:
-    start(fault=Fault("kill", "step", 0, 8))
+def test_a_run_with_only_damaged_checkpoints_does_not_start_over(start: Start, killed: Path, tmp_path: Path) -> None:
     for checkpoint in CheckpointStore(tmp_path / "run" / "checkpoints").list_complete():
         (checkpoint.path / "manifest.json").write_text("{}")
     described = (tmp_path / "run" / "run.json").read_text()
@@ -222,8 +243,7 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_over(start: Start, t
     assert (tmp_path / "run" / "run.json").read_text() == described
 
 
-def test_unmarked_checkpoints_are_named_when_a_run_starts_over(start: Start, tmp_path: Path) -> None:
-    start(fault=Fault("kill", "step", 0, 8))
+def test_unmarked_checkpoints_are_named_when_a_run_starts_over(start: Start, killed: Path, tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path / "run" / "checkpoints").list_complete()
     for checkpoint in checkpoints:
         next(checkpoint.path.glob("_*SUCCESS")).unlink()
@@ -248,8 +268,7 @@ def test_unmarked_checkpoints_are_named_when_a_run_starts_over(start: Start, tmp
         ("global_batch_size=6", "global_batch_size: was 4, is 6"),
     ],
 )
-def test_a_run_with_other_settings_is_not_resumed(override: str, named: str, start: Start) -> None:
-    start(fault=Fault("kill", "step", 0, 8))
+def test_a_run_with_other_settings_is_not_resumed(override: str, named: str, start: Start, killed: Path) -> None:
     ended = start(override, ranks=1)
     assert ended.codes == (2,)
     assert named in ended.output
@@ -271,8 +290,15 @@ def test_restarting_a_finished_run_trains_nothing(start: Start, tmp_path: Path) 
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
-@pytest.mark.parametrize("kind", ["sharded", "elastic"])
-@pytest.mark.parametrize("config", [LORA, FULL])
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (LORA, "elastic"),
+        (FULL, "sharded"),
+        pytest.param(LORA, "sharded", marks=pytest.mark.slow),
+        pytest.param(FULL, "elastic", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_resumes_in_another_mode_on_another_number_of_ranks(
     config: str, kind: str, inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
