@@ -37,6 +37,8 @@ from benchmarks.real_rows import (
     to_cases,
     write_rows,
 )
+from benchmarks.real_server import DEFAULT_OPTIONS, link_with_template, serve
+from fctune.calls.formats.base import CallFormat
 from fctune.calls.formats.registry import detect_format
 from fctune.calls.metrics import wilson_interval
 from fctune.cli.eval_options import find_suite
@@ -76,7 +78,8 @@ def write_data(arguments: argparse.Namespace, mixture: Mixture) -> None:
     recipe = {"mixture": dataclasses.asdict(mixture), "seal": arguments.seal, "glaive": arguments.glaive}
     if done.is_file():
         was = json.loads(done.read_text())
-        if was["recipe"] != recipe:
+        is_trained_on = arguments.server is None and arguments.only != "before"
+        if is_trained_on and was["recipe"] != recipe:
             raise ConfigError(f"{folder}: holds rows of another mixture or other sources. Pass another --out.")
         print(was["contamination"], flush=True)
         return
@@ -184,21 +187,49 @@ def measure(
     model_dir: Path, suites: Sequence[Suite], out: Path, template: ChosenTemplate | None, arguments: argparse.Namespace
 ) -> list[Row]:
     """Ask a model all cases and return the rows; answers that are there already are kept."""
-    engine: Engine
-    if arguments.server is not None:
-        engine, call_format = EndpointEngine(arguments.server, concurrency=_CONCURRENCY), None
-    else:
-        from fctune.generation.in_process import InProcessEngine
+    if not _is_measured(suites, out, arguments.max_new_tokens):
+        if arguments.server is not None:
+            _ask(suites, out, EndpointEngine(arguments.server, concurrency=_CONCURRENCY), None, arguments)
+        elif arguments.vllm is not None:
+            served = link_with_template(model_dir, template, out / "served")
+            log = out / f"{out.name}.log"
+            with serve(served, arguments.vllm, arguments.vllm_options, arguments.port, log) as url:
+                _ask(suites, out, EndpointEngine(url, concurrency=_CONCURRENCY), None, arguments)
+        else:
+            from fctune.generation.in_process import InProcessEngine
 
-        engine = InProcessEngine(model_dir, batch_size=arguments.batch_size, chat_template=template)
-        call_format = detect_format(engine.template.source)
+            engine = InProcessEngine(model_dir, batch_size=arguments.batch_size, chat_template=template)
+            _ask(suites, out, engine, detect_format(engine.template.source), arguments)
+    return read_answers(out)
+
+
+def _is_measured(suites: Sequence[Suite], out: Path, max_new_tokens: int) -> bool:
+    """Return True if every case has its answer, so that no model needs to be loaded."""
+    for suite in suites:
+        try:
+            settings = json.loads((out / f"{suite.name}.settings.json").read_text())
+            num_answers = len(read_results(out / f"{suite.name}.jsonl"))
+        except (OSError, ValueError, DataError):
+            return False
+        expected = (suite.digest(), max_new_tokens)
+        if (settings["cases_digest"], settings["max_new_tokens"]) != expected or num_answers < len(suite.all_cases):
+            return False
+    return True
+
+
+def _ask(
+    suites: Sequence[Suite],
+    out: Path,
+    engine: Engine,
+    call_format: CallFormat | None,
+    arguments: argparse.Namespace,
+) -> None:
     for suite in suites:
         started = time.perf_counter()
         results = ResultsFile(out / f"{suite.name}.jsonl")
         found = run_suite(suite, engine, call_format, results, max_new_tokens=arguments.max_new_tokens)
         assert found is not None
         print(f"{out.name}: {suite.name}: {len(found):,} cases in {time.perf_counter() - started:.0f} s", flush=True)
-    return read_answers(out)
 
 
 def read_answers(folder: Path) -> list[Row]:
@@ -308,6 +339,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", choices=("before", "after"), help="measure only the base, or only the result")
     parser.add_argument("--categories", nargs="+", default=[], metavar="NAME", help="what to measure; default: all")
     parser.add_argument("--server", metavar="URL", help="ask this server, not a model in process; needs --only")
+    parser.add_argument("--vllm", metavar="PYTHON", help="serve both models with the vLLM of this Python, and ask that")
+    parser.add_argument("--vllm-options", default=DEFAULT_OPTIONS, metavar="OPTIONS", help='default: "%(default)s"')
+    parser.add_argument("--port", type=int, default=8190, metavar="N", help="of that server; default: %(default)s")
     parser.add_argument("--rows", type=Path, metavar="DIR", help="rows and cases, shared by several runs")
     parser.add_argument("--mixture", nargs="*", default=[], metavar="KIND=N", help="rows by kind; see Mixture")
     parser.add_argument("--bfcl-data", metavar="DIR", help="default: that of the installed bfcl-eval")
@@ -343,7 +377,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_data(arguments, mixture)
         is_trained = arguments.only != "before"
         tuned = train(arguments, model_dir) if is_trained and arguments.server is None else None
-        options = (arguments.categories, arguments.limit, arguments.bfcl_data, arguments.server is not None)
+        is_served = arguments.server is not None or arguments.vllm is not None
+        options = (arguments.categories, arguments.limit, arguments.bfcl_data, is_served)
         suites = load_suites(rows_dir(arguments), arguments.split, *options)
         folder = arguments.out / arguments.split
         before = after = None

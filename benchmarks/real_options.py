@@ -33,6 +33,38 @@ _PLACES = (
 )
 _PARTS = ("history", "images", "reviews", "taxes", "references", "statistics", "costs", "metadata", "examples", "maps")
 
+_FEATURES = (
+    *("refundable", "pet_friendly", "wheelchair_accessible", "organic", "fragile", "private", "recursive", "anonymous"),
+    *("waterproof", "furnished", "round_trip", "overnight", "gift_wrapped", "live", "verified_only", "normalized"),
+)
+_FACILITIES = ("Pool", "Gym", "Sauna", "Bar", "Free Wifi", "Parking Lot", "Breakfast", "Garden", "Pet Area", "Shuttle")
+_PERIODS = ("last_week", "last_month", "three_months", "half_year", "two_years", "ten_years", "all_time")
+_LEVELS = ("very low", "low", "medium", "high", "very high", "beginner", "advanced", "small", "large", "slow", "fast")
+_CITIES = {
+    "Denver": "Denver, CO",
+    "Miami": "Miami, FL",
+    "Dallas": "Dallas, TX",
+    "Houston": "Houston, TX",
+    "Seattle": "Seattle, WA",
+    "Portland": "Portland, OR",
+    "Atlanta": "Atlanta, GA",
+    "Phoenix": "Phoenix, AZ",
+    "Chicago": "Chicago, IL",
+    "Boston": "Boston, MA",
+    "Detroit": "Detroit, MI",
+    "Nashville": "Nashville, TN",
+    "San Francisco": "San Francisco, CA",
+    "Los Angeles": "Los Angeles, CA",
+    "San Jose": "San Jose, CA",
+    "New York": "New York, NY",
+    "Buffalo": "Buffalo, NY",
+    "Oakland": "Oakland, CA",
+    "Las Vegas": "Las Vegas, NV",
+    "Minneapolis": "Minneapolis, MN",
+    "Baltimore": "Baltimore, MD",
+    "Cleveland": "Cleveland, OH",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -72,6 +104,25 @@ def _some(values: Sequence[str], clause: str) -> Callable[[random.Random], tuple
         return chosen, clause.format(said)
 
     return draw
+
+
+def _numbers(name: str) -> Callable[[random.Random], tuple[Any, str]]:
+    def draw(rng: random.Random) -> tuple[Any, str]:
+        values = rng.sample(range(1, 90), rng.choice((2, 3, 4)))
+        said = ", ".join(map(str, values[:-1])) + f" and {values[-1]}"
+        return values, rng.choice((f" with {name} {said}", f" with {name} {values}", f", {name}={values}"))
+
+    return draw
+
+
+def _city(rng: random.Random) -> tuple[str, str]:
+    city, full = rng.choice(list(_CITIES.items()))
+    return full, rng.choice((f" in {city}", f" in {full}", f" near {city}", f" around {full}"))
+
+
+def _period(rng: random.Random) -> tuple[str, str]:
+    period = rng.choice(_PERIODS)
+    return period, rng.choice((" for the {}", " over the {}", ", {} only")).format(period.replace("_", " "))
 
 
 def _string(description: str, **more: Any) -> dict[str, Any]:
@@ -142,6 +193,43 @@ OPTIONS = (
             _flag((f" including {part}", f", with {part}"), (f" without {part}", f", no {part}")),
         )
         for part in _PARTS
+    ),
+    *(
+        Option(
+            (feature, f"is_{feature}"),
+            {"type": "boolean", "description": f"Whether it is {feature.replace('_', ' ')}. Default is false."},
+            _flag(
+                (f", {feature.replace('_', ' ')}", f" that is {feature.replace('_', ' ')}"),
+                (f", not {feature.replace('_', ' ')}", f". It need not be {feature.replace('_', ' ')}"),
+            ),
+        )
+        for feature in _FEATURES
+    ),
+    *(
+        Option(
+            names,
+            {"type": "array", "items": {"type": "string", "enum": list(enum)}, "description": "What it must have."},
+            _some(enum, ", with {}"),
+        )
+        for names, enum in ((("facilities",), _FACILITIES[:5]), (("amenities", "extras"), _FACILITIES[5:]))
+    ),
+    Option(("location", "city", "area"), _string("The city and state, such as Austin, TX."), _city),
+    Option(("period", "time_span"), _string("The period to look at.", enum=list(_PERIODS)), _period),
+    *(
+        Option(
+            (name,),
+            _string(f"The {name}.", enum=list(_LEVELS)),
+            _choose(_LEVELS, f", {name} {{}}", f" with {{}} {name}"),
+        )
+        for name in ("level", "intensity", "size", "difficulty")
+    ),
+    *(
+        Option(
+            (name,),
+            {"type": "array", "items": {"type": kind}, "description": "The numbers to use."},
+            _numbers(name),
+        )
+        for name, kind in (("sizes", "integer"), ("steps", "integer"), ("thresholds", "number"), ("shares", "number"))
     ),
 )
 

@@ -160,7 +160,7 @@ def multiply_question(conversation: Conversation, pool: ToolPool, rng: random.Ra
     spoken = [
         name
         for name, value in call.arguments.items()
-        if isinstance(value, str | int | float) and not isinstance(value, bool) and question.count(str(value)) == 1
+        if isinstance(value, str | int | float) and not isinstance(value, bool) and _count_whole(question, value) == 1
     ]
     rng.shuffle(spoken)
     for name in spoken:
@@ -182,12 +182,12 @@ def revalue_question(conversation: Conversation, pool: ToolPool, rng: random.Ran
     call, question = conversation.messages[-1].calls[0], conversation.messages[0].content or ""
     arguments = dict(call.arguments)
     for name, value in call.arguments.items():
-        if isinstance(value, bool | list | dict) or question.count(str(value)) != 1 or rng.random() < 0.3:
+        if isinstance(value, bool | list | dict) or _count_whole(question, value) != 1 or rng.random() < 0.3:
             continue
         others = [one for one in pool.values(call.name, name) if type(one) is type(value) and one != value]
         if others:
             arguments[name] = rng.choice(others)
-            question = question.replace(str(value), _speak(arguments[name]))
+            question = re.sub(_whole(value), _speak(arguments[name]).replace("\\", r"\\"), question)
     answer = Message("assistant", calls=(Call(call.name, arguments),))
     return replace(conversation, messages=(Message("user", question), answer), source="revalued")
 
@@ -210,7 +210,16 @@ def _replace_quoted(text: str, old: str, new: Sequence[str]) -> str:
     for mark in ("'", '"'):
         if f"{mark}{old}{mark}" in text:
             return text.replace(f"{mark}{old}{mark}", _join([f"{mark}{value}{mark}" for value in new]))
-    return text.replace(old, _join(new))
+    return re.sub(_whole(old), lambda _: _join(new), text)
+
+
+def _whole(value: Any) -> str:
+    """Return a pattern of a value as a whole: not 1 in 12, nor 5 in 2.5, nor man in woman."""
+    return rf"(?<![\w.,-]){re.escape(str(value))}(?!\w|[.,]\d)"
+
+
+def _count_whole(text: str, value: Any) -> int:
+    return len(re.findall(_whole(value), text))
 
 
 def _without_ids(calls: Sequence[Call]) -> tuple[Call, ...]:
@@ -230,10 +239,19 @@ def _draw_arguments(tool: Tool, pool: ToolPool, rng: random.Random) -> dict[str,
         values = pool.values(tool.name, name)
         if name in required or rng.random() < 0.35:
             if values:
-                arguments[name] = rng.choice(values)
+                arguments[name] = _vary_number(rng.choice(values), rng)
             elif name in required:
                 return None
     return arguments
+
+
+def _vary_number(value: Any, rng: random.Random) -> Any:
+    """Return a number of the same size in most cases, so that values are copied and not known by heart."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or rng.random() < 0.25:
+        return value
+    if isinstance(value, float):
+        return round(value * rng.uniform(0.3, 3), rng.choice((1, 2)))
+    return value if 1900 < value < 2100 else rng.randint(1, max(9, 4 * abs(value)))
 
 
 def _draw_column(values: list[Any], first: Any, count: int, rng: random.Random) -> list[Any]:

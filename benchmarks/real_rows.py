@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.real_options import add_options, make_list
+from benchmarks.real_quantities import describe_quantities
 from benchmarks.real_requests import (
     UNFIT,
     ToolPool,
@@ -56,6 +57,7 @@ class Mixture:
         parallel: requests for several calls of one tool.
         listed: the same requests where the tool takes a list of values in one call.
         joined: two or three questions as one.
+        quantities: requests to invented tools for one or more calculations, with numbers and lists of them.
         synthetic: rows of this project's synthetic set.
         renamed_share: share of Seal-Tools' tools that are renamed to snake case or with a dot.
         seed: seed of the random choices.
@@ -69,6 +71,7 @@ class Mixture:
     parallel: int = 1400
     listed: int = 700
     joined: int = 300
+    quantities: int = 2000
     synthetic: int = 300
     renamed_share: float = 0.5
     seed: int = 0
@@ -177,9 +180,23 @@ def mix_rows(
             made = make_list(draw_parallel(), rng)
         return offer(made, pool, rng.choice(_NUM_OTHERS), rng)
 
+    def make_quantities() -> Conversation:
+        num_calls = rng.choice((1, 1, 1, 1, 2, 2, 3, 4)) if rng.random() < 0.8 else 1
+        return offer(describe_quantities(rng, num_calls), pool, rng.choice(_NUM_OTHERS), rng)
+
+    def draw_one() -> Conversation:
+        draw = rng.random()
+        if draw < 0.35:
+            return describe_request(pool, rng)
+        return (
+            describe_quantities(rng)
+            if draw < 0.6
+            else add_options(revalue_question(rng.choice(single), pool, rng), rng)
+        )
+
     def make_joined() -> Conversation:
         count = rng.choice((2, 2, 3))
-        parts = [describe_request(pool, rng) if rng.random() < 0.5 else rng.choice(single) for _ in range(count)]
+        parts = [draw_one() for _ in range(count)]
         return offer(join_questions(parts, rng), pool, rng.choice(_NUM_OTHERS), rng)
 
     seals = [row for _ in range(mixture.seal_copies) for row in seal]
@@ -191,6 +208,7 @@ def mix_rows(
         (mixture.parallel, make_parallel),
         (mixture.listed, make_listed),
         (mixture.joined, make_joined),
+        (mixture.quantities, make_quantities),
     ]
     rows = [
         row

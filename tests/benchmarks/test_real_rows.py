@@ -12,7 +12,8 @@ import pytest
 
 from benchmarks.real_model import check_inputs, format_table, parse_arguments, parse_mixture, summarise
 from benchmarks.real_options import add_options, make_list
-from benchmarks.real_requests import ToolPool, multiply_question, rename_tools, take_tools_away
+from benchmarks.real_quantities import describe_quantities
+from benchmarks.real_requests import ToolPool, multiply_question, rename_tools, revalue_question, take_tools_away
 from benchmarks.real_rows import BenchmarkFilter, Mixture, check_contamination, mix_rows, split_by_tools, write_rows
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.tool_schema import ToolSet
@@ -52,7 +53,16 @@ def rows() -> list[Conversation]:
 
 
 SMALL = Mixture(
-    natural=20, seal_copies=1, glaive=5, no_call=20, described=20, parallel=20, listed=15, joined=5, synthetic=0
+    natural=20,
+    seal_copies=1,
+    glaive=5,
+    no_call=20,
+    described=20,
+    parallel=20,
+    listed=15,
+    joined=5,
+    quantities=15,
+    synthetic=0,
 )
 
 
@@ -116,6 +126,43 @@ def test_a_renamed_tool_is_called_by_its_new_name(rows: list[Conversation]) -> N
     renamed = rename_tools(rows[0], 1.0, random.Random(0))
     assert {tool.name for tool in renamed.tools}.isdisjoint(tool.name for tool in rows[0].tools)
     assert {call.name for call in renamed.messages[-1].calls} <= {tool.name for tool in renamed.tools}
+
+
+@pytest.mark.parametrize("num_calls", [1, 2, 4])
+def test_invented_calculations_have_every_number_of_the_request_and_different_calls(num_calls: int) -> None:
+    rng = random.Random(7)
+    for _ in range(150):
+        made = describe_quantities(rng, num_calls)
+        calls, question = made.messages[-1].calls, made.messages[0].content or ""
+        assert len({json.dumps(call.arguments) for call in calls}) == num_calls
+        for call in calls:
+            assert not ToolSet(made.tools).find_errors(call), (call, made.tools)
+            for value in call.arguments.values():
+                for number in value if isinstance(value, list) else [value]:
+                    if isinstance(number, bool | str):
+                        continue
+                    said = [number, f"{number:,}", round(number * 100, 1), round(number / 1e6, 1)]
+                    texts = {str(int(one)) if float(one).is_integer() else str(one) for one in map(_to_number, said)}
+                    assert any(text in question.replace(",", "") for text in texts), (question, number)
+
+
+def _to_number(said: Any) -> float:
+    return float(str(said).replace(",", ""))
+
+
+def test_only_whole_values_of_a_question_are_replaced(rows: list[Conversation]) -> None:
+    tool = make_tool(1)
+    seen = set()
+    for seed in range(30):
+        call = Call(tool.name, {"city": "Paris", "days": 3})
+        question = "Paris, 13 stops, 3.5 km and 3 days, no Parisian food"
+        row = Conversation((Message("user", question), Message("assistant", calls=(call,))), (tool,))
+        made = revalue_question(row, ToolPool([tool], [row]), random.Random(seed))
+        (changed,) = made.messages[-1].calls
+        city, days = changed.arguments["city"], changed.arguments["days"]
+        assert made.messages[0].content == f"{city}, 13 stops, 3.5 km and {days} days, no Parisian food"
+        seen.add((city, days))
+    assert len(seen) > 3
 
 
 @pytest.fixture

@@ -1,0 +1,110 @@
+"""Serve a model with vLLM while a benchmark measures it."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+
+from fctune.calls.server_parsers import write_server_parsers
+from fctune.data.chat_template import ChatTemplate
+from fctune.data.chosen_template import ChosenTemplate
+from fctune.errors import ConfigError
+from fctune.launcher_watch import set_death_signal
+
+# One process: a second one waits for the first by looking again and again, which costs a core half of its time.
+DEFAULT_OPTIONS = (
+    "--enforce-eager --dtype bfloat16 --max-model-len 6144 --max-num-seqs 32 --host 127.0.0.1 "
+    "--distributed-executor-backend uni"
+)
+_START_LIMIT_S = 1800.0
+_STOP_LIMIT_S = 60.0
+
+
+@contextmanager
+def serve(model_dir: Path, python: str, options: str, port: int, log: Path) -> Iterator[str]:
+    """Run ``fctune serve`` and yield its address; the server ends with the block, or with this process.
+
+    Args:
+        model_dir: the model, with its chat template.
+        python: Python of an environment with vLLM.
+        options: further options of vLLM.
+        port: the port to listen on; answers that were interrupted go on only at the same address.
+        log: file that gets the server's output.
+
+    Raises:
+        ConfigError: The server ends, or is not healthy after half an hour; with the last line of its output.
+    """
+    _wait_until_free(port)
+    command = [sys.executable, "-m", "fctune.cli", "serve", str(model_dir), "--name", log.stem, "--port", str(port)]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [*command, "--python", python, f"--vllm={options}"],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            # After a kill of this process, the next start must not find another server in memory.
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+    try:
+        _wait(process, port, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(_STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def link_with_template(model_dir: Path, template: ChosenTemplate | None, folder: Path) -> Path:
+    """Return a directory with links to a model's files and a chat template; servers know no other way to choose one."""
+    if template is None:
+        return model_dir
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for file in model_dir.iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+    with suppress(FileNotFoundError):
+        (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+    write_server_parsers(folder, ChatTemplate(folder), {}, has_reasoning=False)
+    return folder
+
+
+def _end_with_parent() -> None:
+    set_death_signal(signal.SIGTERM)
+
+
+def _wait_until_free(port: int) -> None:
+    """Wait for the server of a run that was killed to end; ``fctune serve`` names a port that stays taken."""
+    started = time.monotonic()
+    while time.monotonic() - started < _STOP_LIMIT_S:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return
+        time.sleep(0.5)
+
+
+def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    started = time.monotonic()
+    while True:
+        if process.poll() is not None:
+            lines = log.read_text(errors="replace").strip().splitlines()
+            raise ConfigError(f"{shlex.quote(str(log))}: the server ended: {lines[-1] if lines else 'no output'}")
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2.0).status_code == 200:
+                print(f"{log.stem}: served after {time.monotonic() - started:.0f} s", flush=True)
+                return
+        if time.monotonic() - started > _START_LIMIT_S:
+            raise ConfigError(f"{log}: the server is not healthy after {_START_LIMIT_S:.0f} s.")
+        time.sleep(0.5)
