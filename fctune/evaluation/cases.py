@@ -6,7 +6,7 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,16 @@ _NUM_SHOWN = 10
 
 @dataclass(frozen=True)
 class Case:
-    """One question: the conversation up to where the model is to act, and the calls that are due, if any."""
+    """One question: the conversation up to where the model is to act, and the calls that are due, if any.
+
+    ``sample`` numbers the answers to the same question where several are asked for.
+    """
 
     id: str
     category: str
     prompt: Conversation
     expected: tuple[Call, ...]
+    sample: int = field(default=0, kw_only=True)
 
     @functools.cached_property
     def _tools(self) -> ToolSet:

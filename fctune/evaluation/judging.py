@@ -5,6 +5,7 @@ Every command takes this path: evaluation of a model or server, prediction files
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,13 +54,14 @@ def judge_or_report(case: Case | MultiTurnCase, judge: Callable[[], Judgement]) 
 
 @dataclass(frozen=True, slots=True)
 class JudgedAnswer:
-    """One answer to a single-turn case, with both readings and their judgements."""
+    """One answer to a single-turn case, with both readings, their judgements, and the seconds that these took."""
 
     case: Case
     answer: Answer
     reading: Reading
     strict: Judgement
     lenient: Judgement
+    judging_s: float = 0.0
 
     def to_row(self) -> Row:
         """Return the results row: prompt, answer, calls and verdicts as plain values."""
@@ -98,11 +100,13 @@ def judge_answer(case: Case, answer: Answer, call_format: CallFormat | None) -> 
         answer: The model's answer, or the error in its place.
         call_format: The call format of its text; None: the server has parsed the calls.
     """
+    start = time.perf_counter()
     reading = read_answer(answer, call_format, case.prompt.tools)
     if answer.error is not None:
         failure = case.judge_failure(answer.error)
         return JudgedAnswer(case, answer, reading, failure, failure)
-    return JudgedAnswer(case, answer, reading, *judge_reading(case, reading))
+    judgements = judge_reading(case, reading)
+    return JudgedAnswer(case, answer, reading, *judgements, judging_s=time.perf_counter() - start)
 
 
 def judge_row(case: Case | MultiTurnCase, row: Row, lenient: bool = False) -> Judgement:

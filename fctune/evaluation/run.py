@@ -4,7 +4,8 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -48,9 +49,12 @@ def ask_cases(
         call_format: The call format of its text; None: the server has parsed the calls.
         max_new_tokens: Maximum length of an answer.
     """
-    if cases:
-        for answer in engine.answer([case.prompt for case in cases], max_new_tokens):
-            yield judge_answer(cases[answer.index], answer, call_format)
+    if not cases:
+        return
+    samples = [case.sample for case in cases]
+    numbers = {"samples": samples} if any(samples) else {}
+    for answer in engine.answer([case.prompt for case in cases], max_new_tokens, **numbers):
+        yield judge_answer(cases[answer.index], answer, call_format)
 
 
 def run_suite(
@@ -64,6 +68,9 @@ def run_suite(
     is_fresh: bool = False,
     world: World | None = None,
     on_row: Callable[[Row, int, int], None] = lambda row, num_done, num_cases: None,
+    to_row: Callable[[JudgedAnswer], Row] = JudgedAnswer.to_row,
+    is_enough: Callable[[Row], bool] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> list[Row] | None:
     """Run a suite and return the rows of all cases in its order, on the main process; None on the others.
 
@@ -79,29 +86,36 @@ def run_suite(
         is_fresh: Discard the results of an earlier run.
         world: This process among several; None: there is only one.
         on_row: Called with each new row, the number of rows and the number of cases of this process.
+        to_row: Makes the row of a single-turn answer.
+        is_enough: Called with each new row; True ends the run without the remaining answers. Each question is then
+            asked once before any is asked again.
+        settings: Further settings that existing rows must have been written with.
 
     Raises:
         Interrupted: Ctrl-C; the message says how many answers are kept.
     """
-    settings = describe_run(suite, engine, call_format, max_new_tokens)
+    described = {**describe_run(suite, engine, call_format, max_new_tokens), **(settings or {})}
 
     def start() -> list[str]:
-        return list(results.start(settings, is_fresh))
+        return list(results.start(described, is_fresh))
 
     finished = set(start() if world is None else distributed.run_on_rank_0(start))
     share = _take_share([case for case in suite.cases if case.id not in finished], world)
+    rounds = [share] if is_enough is None else _split_by_sample(share)
     dialogues = _take_share([case for case in suite.multi_turn if case.id not in finished], world)
     is_first = not finished and not share
 
     def ask() -> None:
         try:
             rows = chain(
-                (judged.to_row() for judged in ask_cases(share, engine, call_format, max_new_tokens)),
+                (to_row(judged) for part in rounds for judged in ask_cases(part, engine, call_format, max_new_tokens)),
                 ask_multi_turn(dialogues, engine, call_format, max_new_tokens, num_at_once, is_first),
             )
             for number, row in enumerate(rows, start=1):
                 results.append(row)
                 on_row(row, number, len(share) + len(dialogues))
+                if is_enough is not None and is_enough(row):
+                    break
         finally:
             results.close()
 
@@ -128,6 +142,13 @@ def _take_share(cases: list[AnyCase], world: World | None) -> list[AnyCase]:
     """Deal the cases out to the processes, longest first, so that each has about the same amount of work."""
     dealt = sorted(cases, key=lambda case: -sum(len(message.content or "") for message in _messages_of(case)))
     return dealt if world is None else dealt[world.rank :: world.world_size]
+
+
+def _split_by_sample(cases: Sequence[Case]) -> list[list[Case]]:
+    by_sample: dict[int, list[Case]] = defaultdict(list)
+    for case in cases:
+        by_sample[case.sample].append(case)
+    return [by_sample[sample] for sample in sorted(by_sample)]
 
 
 def _messages_of(case: Case | MultiTurnCase) -> Sequence[Message]:

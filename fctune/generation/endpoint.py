@@ -14,8 +14,11 @@ from fctune.calls.reasoning.base import Reasoning
 from fctune.calls.reasoning.registry import find_reasoning
 from fctune.data.conversation import Conversation, Message
 from fctune.errors import ConfigError
-from fctune.generation.engine import Answer, Sampling
+from fctune.generation.engine import Answer, AnswerTokens, Sampling
 from fctune.generation.http_client import HttpClient, RequestError, RetryPolicy
+
+# Distance of the seeds of a prompt's samples: seeds that users choose are close to each other, and must not meet.
+_SEED_STEP = 1_000_003
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class EndpointEngine:
         request: Further keys of the request's body, such as ``{"tool_choice": "none"}``; they override our own.
         retry_policy: How long a request is tried.
         template_args: Switches of the chat template, sent with each request; those of a prompt are merged over them.
+        keeps_tokens: Answers have their ``tokens``, which vLLM sends on request; one without them is an error.
 
     Raises:
         ConfigError: The address or the key is invalid, there is no server, the server refuses the key, or it does not
@@ -58,6 +62,7 @@ class EndpointEngine:
         request: Mapping[str, Any] | None = None,
         retry_policy: RetryPolicy | None = None,
         template_args: Mapping[str, Any] | None = None,
+        keeps_tokens: bool = False,
     ):
         self.url = _to_base_url(url)
         if api_key and (not api_key.isascii() or not api_key.isprintable() or " " in api_key):
@@ -67,6 +72,7 @@ class EndpointEngine:
         self.sampling = sampling or Sampling()
         self._request = dict(request or {})
         self._template_args = dict(template_args or {})
+        self._keeps_tokens = keeps_tokens
         self._client = HttpClient(self.url, api_key, retry_policy)
         # Consecutive requests without any answer after which the server is considered gone.
         self._give_up_after = max(8, 2 * concurrency)
@@ -87,7 +93,9 @@ class EndpointEngine:
             **switches,
         }
 
-    def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:
+    def answer(
+        self, prompts: Sequence[Conversation], max_new_tokens: int, samples: Sequence[int] = ()
+    ) -> Iterator[Answer]:
         """Yield one answer per prompt in the order of completion.
 
         Once the server has stopped answering altogether, no further requests are sent; their answers are errors.
@@ -100,7 +108,11 @@ class EndpointEngine:
         num_answered = num_failed_in_a_row = 0
         cancel_reason = ""
         try:
-            indices = {pool.submit(self._request_answer, i, p, max_new_tokens): i for i, p in enumerate(prompts)}
+            numbers = samples or [0] * len(prompts)
+            indices = {
+                pool.submit(self._request_answer, index, prompt, max_new_tokens, number): index
+                for index, (prompt, number) in enumerate(zip(prompts, numbers, strict=True))
+            }
             for done in as_completed(indices):
                 if done.cancelled():
                     yield Answer(indices[done], error=cancel_reason)
@@ -154,12 +166,16 @@ class EndpointEngine:
         listing = f"the server lists {', '.join(names[:10])}" if names else unlisted
         raise ConfigError(f"{self.url}: no model name given, and {listing}. Name it: --served-model NAME.")
 
-    def _request_answer(self, index: int, prompt: Conversation, max_new_tokens: int) -> tuple[Answer, bool]:
+    def _request_answer(
+        self, index: int, prompt: Conversation, max_new_tokens: int, sample: int
+    ) -> tuple[Answer, bool]:
         """Return the answer to one prompt, and True if the server seems to be gone."""
         start = time.perf_counter()
         try:
             answer = self._client.post(
-                "/chat/completions", self._body(prompt, max_new_tokens), lambda body: _read_answer(body, index)
+                "/chat/completions",
+                self._body(prompt, max_new_tokens, sample),
+                lambda body: _read_answer(body, index, self._keeps_tokens),
             )
         except RequestError as error:
             if error.is_fatal:
@@ -173,14 +189,16 @@ class EndpointEngine:
         for future in futures:
             future.cancel()
 
-    def _body(self, prompt: Conversation, max_new_tokens: int) -> dict[str, Any]:
+    def _body(self, prompt: Conversation, max_new_tokens: int, sample: int = 0) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
             "messages": to_messages(prompt.messages),
             "max_tokens": max_new_tokens,
             "temperature": self.sampling.temperature,
-            "seed": self.sampling.seed,
+            "seed": self.sampling.seed + _SEED_STEP * sample,
         }
+        if self._keeps_tokens:
+            body |= {"return_token_ids": True, "logprobs": True}
         if prompt.tools:
             body["tools"] = [tool.to_openai() for tool in prompt.tools]
         if switches := {**self._template_args, **prompt.template_args}:
@@ -215,8 +233,8 @@ def to_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return sent
 
 
-def _read_answer(body: Any, index: int) -> Answer:
-    """Return the answer in a completion's body, or raise ``ValueError``."""
+def _read_answer(body: Any, index: int, keeps_tokens: bool = False) -> Answer:
+    """Return the answer in a completion's body, with its tokens if they are kept, or raise ``ValueError``."""
     choices = body.get("choices") if isinstance(body, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
     message = choice.get("message") if isinstance(choice, dict) else None
@@ -230,7 +248,32 @@ def _read_answer(body: Any, index: int) -> Answer:
     is_cut = choice.get("finish_reason") == "length"
     sent = tuple(c if isinstance(c, dict) else {} for c in calls or ())
     reasoning = _read_reasoning(message, content or "", sent, body.get("usage"))
-    return Answer(index, content or "", is_cut, sent, reasoning=reasoning)
+    usage = body.get("usage")
+    num_tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    tokens = _read_tokens(body, choice) if keeps_tokens else None
+    return Answer(
+        index,
+        content or "",
+        is_cut,
+        sent,
+        reasoning=reasoning,
+        num_tokens=num_tokens if isinstance(num_tokens, int) else None,
+        tokens=tokens,
+    )
+
+
+def _read_tokens(body: Mapping[str, Any], choice: Mapping[str, Any]) -> AnswerTokens:
+    """Return the token ids and log-probabilities that vLLM sends with ``return_token_ids`` and ``logprobs``."""
+    ids, prompt_ids = choice.get("token_ids"), body.get("prompt_token_ids")
+    listed = choice.get("logprobs")
+    content = listed.get("content") if isinstance(listed, dict) else None
+    if not isinstance(ids, list) or not isinstance(prompt_ids, list) or not isinstance(content, list):
+        raise ValueError("no token ids or no log-probabilities, which vLLM from 0.10.2 on sends on request")
+    sent = [token.get("logprob") if isinstance(token, dict) else None for token in content]
+    logprobs = tuple(float(value) for value in sent if isinstance(value, int | float))
+    if not len(logprobs) == len(sent) == len(ids):
+        raise ValueError(f"{len(ids):,} token ids with {len(logprobs):,} log-probabilities")
+    return AnswerTokens(tuple(prompt_ids), tuple(ids), logprobs)
 
 
 def _read_reasoning(

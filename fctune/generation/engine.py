@@ -11,6 +11,21 @@ from fctune.data.conversation import Conversation
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerTokens:
+    """The token ids of a prompt and of its answer, as the engine had them; nothing needs to encode the text again.
+
+    Attributes:
+        prompt_ids: Token ids of the prompt.
+        ids: Token ids of the answer, with its stop token unless it was cut off.
+        logprobs: Log-probability of each id of the answer, before the temperature is applied.
+    """
+
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A model's answer to one prompt.
 
@@ -22,6 +37,8 @@ class Answer:
         error: Why there is no answer; text and calls are empty then.
         reasoning: The reasoning in the text, or sent apart from it by a server; None if there is none.
         seconds: Duration of the request; None for answers that were generated in a batch.
+        num_tokens: Number of generated tokens, the stop token included; None if a server does not report it.
+        tokens: The token ids and their log-probabilities, if the engine keeps them.
     """
 
     index: int
@@ -31,14 +48,16 @@ class Answer:
     error: str | None = None
     seconds: float | None = None
     reasoning: Reasoning | None = None
+    num_tokens: int | None = None
+    tokens: AnswerTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """The choice of tokens: greedy at temperature 0, else sampled with ``seed``.
 
-    In this process, a prompt's samples depend on the seed and the prompt alone and not on the rest of its batch, so a
-    resumed evaluation samples the same. A server receives the seed and may or may not respect it.
+    In this process, an answer depends on the seed, the prompt and the number of the sample alone and not on the rest of
+    its batch, so a resumed evaluation samples the same. A server receives a seed and may or may not respect it.
     """
 
     temperature: float = 0.0
@@ -48,8 +67,13 @@ class Sampling:
 class Engine(Protocol):
     """Generates a model's answers to conversations, in any order."""
 
-    def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:
-        """Yield one answer per prompt in the order of completion; a failed one has its ``error`` set."""
+    def answer(
+        self, prompts: Sequence[Conversation], max_new_tokens: int, samples: Sequence[int] = ()
+    ) -> Iterator[Answer]:
+        """Yield one answer per prompt in the order of completion; a failed one has its ``error`` set.
+
+        ``samples`` has the number of each prompt's sample, so that answers to equal prompts differ; empty: all 0.
+        """
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the model and its settings; equal only if answers are comparable."""

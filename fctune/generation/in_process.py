@@ -16,7 +16,7 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation
 from fctune.errors import CheckpointError, ConfigError, DataError
-from fctune.generation.engine import Answer, Sampling
+from fctune.generation.engine import Answer, AnswerTokens, Sampling
 from fctune.generation.model_files import ModelFiles
 from fctune.models.hub import digest_model
 
@@ -39,6 +39,7 @@ class InProcessEngine:
         model: A transformers model in memory to use with the directory's tokenizer; None loads the directory's.
         template_args: Switches of the chat template for every prompt, over those recorded with the model.
         chat_template: Template in place of the one in the adapter's directory, or in the model's, if any.
+        keeps_tokens: Answers have their ``tokens``.
 
     Raises:
         ConfigError: The directory is missing or broken, or has no tokenizer or chat template.
@@ -55,6 +56,7 @@ class InProcessEngine:
         model: Any = None,
         template_args: dict[str, Any] | None = None,
         chat_template: ChosenTemplate | None = None,
+        keeps_tokens: bool = False,
     ):
         self.model_dir = Path(model_dir)
         self.adapter_dir = Path(adapter_dir) if adapter_dir is not None else None
@@ -67,6 +69,7 @@ class InProcessEngine:
         self.model = (_load_model(self.model_dir, self.adapter_dir) if model is None else model).to(self.device)
         self.batch_size = batch_size
         self.sampling = sampling or Sampling()
+        self._keeps_tokens = keeps_tokens
         self.reasoning_format = detect_reasoning(self.template.source)
         self._stop_ids = _stop_ids(self.model.generation_config.eos_token_id, self.template)
 
@@ -83,7 +86,9 @@ class InProcessEngine:
             described["template_args"] = self.template.template_args
         return {**described, "temperature": sampling.temperature, "seed": sampling.seed}
 
-    def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:
+    def answer(
+        self, prompts: Sequence[Conversation], max_new_tokens: int, samples: Sequence[int] = ()
+    ) -> Iterator[Answer]:
         """Yield one answer per prompt, longest prompts first, so that a batch holds prompts of similar length.
 
         Raises:
@@ -99,7 +104,7 @@ class InProcessEngine:
         waiting = sorted(encoded, key=lambda i: -len(encoded[i]))
         while waiting:
             batch = waiting[: self.batch_size]
-            seeds = [self._seed(prompts[i]) for i in batch]
+            seeds = [self._seed(prompts[i], samples[i] if samples else 0) for i in batch]
             try:
                 answers = self._answer_batch(batch, [encoded[i] for i in batch], seeds, max_new_tokens)
             except torch.OutOfMemoryError as error:
@@ -155,17 +160,24 @@ class InProcessEngine:
     def _answer_batch(
         self, indices: list[int], encoded: list[list[int]], seeds: list[int], max_new_tokens: int
     ) -> list[Answer]:
-        options: dict[str, Any] = {}
-        if self.sampling.temperature > 0:
-            from transformers import LogitsProcessorList
+        from transformers import LogitsProcessorList
 
-            options["logits_processor"] = LogitsProcessorList([GumbelNoise(self.sampling.temperature, seeds)])
+        record = ChosenLogprobs() if self._keeps_tokens else None
+        processors: list[Any] = [record] if record is not None else []
+        if self.sampling.temperature > 0:
+            processors.append(GumbelNoise(self.sampling.temperature, seeds))
         answers = []
-        generated = self.generate(encoded, max_new_tokens, **options).tolist()
-        for index, prompt, row in zip(indices, encoded, generated, strict=True):
+        generated = self.generate(encoded, max_new_tokens, logits_processor=LogitsProcessorList(processors))
+        logprobs = record.finish(generated).tolist() if record is not None else None
+        for position, (index, prompt, row) in enumerate(zip(indices, encoded, generated.tolist(), strict=True)):
             end = next((i for i, token in enumerate(row) if token in self._stop_ids), None)
+            ids = row if end is None else row[: end + 1]
             text = self.template.decode(row[:end])
-            answers.append(Answer(index, text, is_cut=end is None, reasoning=self._find_reasoning(prompt, text)))
+            tokens = None
+            if logprobs is not None:
+                tokens = AnswerTokens(tuple(prompt), tuple(ids), tuple(logprobs[position][: len(ids)]))
+            reasoning = self._find_reasoning(prompt, text)
+            answers.append(Answer(index, text, end is None, reasoning=reasoning, num_tokens=len(ids), tokens=tokens))
         return answers
 
     def _find_reasoning(self, prompt: list[int], text: str) -> Reasoning | None:
@@ -180,8 +192,8 @@ class InProcessEngine:
         num_tokens = len(self.template.tokenizer.encode(reasoning.text, add_special_tokens=False))
         return reasoning._replace(num_tokens=num_tokens)
 
-    def _seed(self, prompt: Conversation) -> int:
-        text = f"{self.sampling.seed} {prompt.digest()}"
+    def _seed(self, prompt: Conversation, sample: int) -> int:
+        text = f"{self.sampling.seed} {prompt.digest()}" + (f" {sample}" if sample else "")
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
@@ -203,6 +215,34 @@ class GumbelNoise:
         uniform = torch.stack(draws).clamp_min(torch.finfo(torch.float64).tiny)
         noise = -torch.log(-torch.log(uniform))
         return logits.double() / self._temperature + noise.to(logits.device)
+
+
+class ChosenLogprobs:
+    """Logits processor that records the log-probabilities of the tokens that are chosen, before any noise.
+
+    A step's token is known at the next step only, so one step's logits are kept and not those of all.
+    """
+
+    def __init__(self) -> None:
+        self._logits: Tensor | None = None
+        self._chosen: list[Tensor] = []
+
+    def __call__(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Return the logits ``[b, vocabulary]`` unchanged; ``tokens`` ``[b, s]`` end with the previous choice."""
+        if self._logits is not None:
+            self._take(tokens[:, -1])
+        self._logits = logits
+        return logits
+
+    def finish(self, generated: Tensor) -> Tensor:
+        """Return the log-probabilities ``[b, s]`` of the generated tokens ``[b, s]``."""
+        self._take(generated[:, -1])
+        return torch.stack(self._chosen, dim=1)
+
+    def _take(self, chosen: Tensor) -> None:
+        assert self._logits is not None
+        logprobs = self._logits.float().log_softmax(-1)
+        self._chosen.append(logprobs.gather(1, chosen[:, None]).squeeze(1))
 
 
 def _load_model(model_dir: Path, adapter_dir: Path | None) -> Any:

@@ -17,7 +17,7 @@ import pytest
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.errors import ConfigError
 from fctune.generation.endpoint import EndpointEngine, to_messages
-from fctune.generation.engine import Answer, Sampling
+from fctune.generation.engine import Answer, AnswerTokens, Sampling
 from fctune.generation.http_client import HttpClient, RequestError, RetryPolicy
 from tests.generation.fault_server import Handler, Log, say_user, serve
 
@@ -408,3 +408,34 @@ def test_template_switches_are_sent_with_each_request() -> None:
         None,
         {"enable_thinking": True},
     ]
+
+
+def test_each_sample_of_a_prompt_has_a_seed_of_its_own() -> None:
+    with serve(say_user) as log:
+        engine = EndpointEngine(log.url, sampling=Sampling(1.0, 7), retry_policy=QUICK)
+        list(engine.answer([Conversation((Message("user", "Hi"),))] * 4, 8, [0, 1, 2, 3]))
+        seeds = sorted(body["seed"] for body in log.bodies)
+        assert seeds[0] == 7
+        assert len(set(seeds)) == 4
+        assert not any("logprobs" in body for body in log.bodies)
+
+
+def test_token_ids_and_logprobs_are_the_server_s() -> None:
+    def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        assert body["return_token_ids"]
+        assert body["logprobs"]
+        choice = {"message": {"content": "Hi"}, "finish_reason": "stop", "token_ids": [5, 2]}
+        choice["logprobs"] = {"content": [{"logprob": -0.25}, {"logprob": -1}][: 2 - (number > 0)]}
+        answer = {"choices": [choice], "prompt_token_ids": [1, 9], "usage": {"completion_tokens": 2}}
+        handler.send(200, json.dumps(answer).encode())
+
+    with serve(behave) as log:
+        policy = RetryPolicy(max_attempts=1, timeout_s=5)
+        (answer,) = ask(log, ["Hi"], keeps_tokens=True, retry_policy=policy)
+        assert answer.tokens == AnswerTokens((1, 9), (5, 2), (-0.25, -1.0))
+        assert answer.num_tokens == 2
+        (broken,) = ask(log, ["Hi"], keeps_tokens=True, retry_policy=policy)
+        assert "2 token ids with 1 log-probabilities" in (broken.error or "")
+    with serve(say_user) as log:
+        (silent,) = ask(log, ["Hi"], keeps_tokens=True, retry_policy=policy)
+        assert "no token ids or no log-probabilities" in (silent.error or "")

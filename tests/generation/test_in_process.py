@@ -161,3 +161,28 @@ def test_a_copy_has_the_same_digest_and_another_model_has_not(tmp_path: Path) ->
         (tmp_path / name / "model.safetensors").write_bytes(data)
     digests = [digest_model(tmp_path / name) for name in ("a", "b", "c")]
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_samples_of_a_prompt_differ_and_their_tokens_have_the_model_s_logprobs(
+    tiny_base: Path, prompts: list[Conversation]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    engine = InProcessEngine(tiny_base, batch_size=3, sampling=Sampling(0.7, 5), keeps_tokens=True)
+    answers = sorted(engine.answer([prompts[0]] * 3 + [prompts[1]], 12, [0, 1, 2, 0]), key=lambda a: a.index)
+    assert len({answer.text for answer in answers[:3]}) == 3
+    # Sample 0 is the answer of an evaluation, and none depends on the others of its batch.
+    assert answers[0].text == texts(InProcessEngine(tiny_base, sampling=Sampling(0.7, 5)), [prompts[0]], 12)[0]
+    alone = next(iter(InProcessEngine(tiny_base, sampling=Sampling(0.7, 5)).answer([prompts[0]], 12, [2])))
+    assert alone.text == answers[2].text
+    model = AutoModelForCausalLM.from_pretrained(tiny_base).eval()
+    for answer in answers:
+        assert answer.tokens is not None
+        prompt, ids = answer.tokens.prompt_ids, answer.tokens.ids
+        assert answer.num_tokens == len(ids)
+        assert list(prompt) == engine.template.encode_prompt(prompts[0 if answer.index < 3 else 1])
+        assert engine.template.decode([i for i in ids if i not in engine.template.stop_ids]) == answer.text
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
+        assert torch.tensor(answer.tokens.logprobs) == pytest.approx(expected, abs=2e-4)
