@@ -78,6 +78,23 @@ def add_commands(commands: Any) -> None:
     convert.add_argument("--force", action="store_true", help="replace OUT if it exists")
     convert.add_argument("--json", type=Path, metavar="FILE", help="write what changed, and the rows skipped, as JSON")
     convert.set_defaults(run=_convert_data)
+    cases = data.add_parser("cases", help="turn rows into cases, to sample answers to or to test with")
+    cases.add_argument("paths", nargs="+", metavar="ROWS", help="file, directory or hf:NAME, as for data check")
+    cases.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSONL file of cases to write")
+    cases.add_argument(
+        "--turns", choices=("last", "each"), default="last", help="turns that become cases; default: %(default)s"
+    )
+    cases.add_argument(
+        "--test", type=Path, metavar="FILE", help="also write test cases, about tools that no case in --out offers"
+    )
+    cases.add_argument("--test-share", type=float, default=0.2, metavar="X", help="default: %(default)s")
+    cases.add_argument("--seed", type=int, default=0, help="seed of the split; default: %(default)s")
+    cases.add_argument("--format", default="auto", metavar="NAME", help=_FORMAT_HELP)
+    cases.add_argument("--max-samples", type=int, metavar="N", help="read at most N rows of each source")
+    cases.add_argument(
+        "--force-benchmark", action="store_true", help="make cases of a benchmark's questions; each then says so"
+    )
+    cases.set_defaults(run=_make_cases)
     synthetic = data.add_parser("synthetic", help="write rows or held-out cases of the synthetic dataset")
     synthetic.add_argument(
         "split", choices=("train", "reasoned", "shuffled", "pretrain", "cases"), help="part of the dataset"
@@ -278,6 +295,41 @@ def _check_out(arguments: argparse.Namespace) -> None:
     if out.is_dir() or (out.exists() and not arguments.force):
         hint = "a directory; name a file" if out.is_dir() else "exists; pass --force to replace it"
         raise ConfigError(f"{out}: {hint}.")
+
+
+def _make_cases(arguments: argparse.Namespace) -> int:
+    from fctune.evaluation.row_cases import RowCase, check_benchmark, make_row_cases, split_by_tool
+
+    if not 0 < arguments.test_share < 1:
+        raise ConfigError(f"--test-share {arguments.test_share:g}: expected more than 0 and less than 1.")
+    for path in arguments.paths:
+        if not path.startswith(("hf:", "synthetic:")):
+            for file in list_files(path):
+                for option, out in (("--out", arguments.out), ("--test", arguments.test)):
+                    if out is not None and out.exists() and out.samefile(file):
+                        raise ConfigError(f"{option} {out}: is the source itself; name another file.")
+    made = make_row_cases(arguments.paths, arguments.turns, arguments.format, arguments.max_samples)
+    check_benchmark(made.benchmark, ", ".join(arguments.paths), arguments.force_benchmark)
+    mark = {} if made.benchmark is None else {"metadata": {"benchmark": made.benchmark}}
+
+    def write(option: str, path: Path, cases: list[RowCase]) -> None:
+        lines = "".join(json.dumps({**case.row, **mark}, ensure_ascii=True) + "\n" for case in cases)
+        write_file(path, option, lambda: lines)
+        console.print(f"{len(cases):,} cases in {path}", soft_wrap=True)
+
+    console = Terminal(highlight=False)
+    if arguments.test is None:
+        write("--out", arguments.out, made.cases)
+    else:
+        split = split_by_tool(made.cases, arguments.test_share, arguments.seed)
+        write("--out", arguments.out, split.train)
+        write("--test", arguments.test, split.test)
+        console.print(f"tools of the test: {', '.join(sorted(split.test_tools))}", soft_wrap=True, markup=False)
+        if split.num_dropped:
+            console.print(f"{split.num_dropped:,} cases dropped, which mix tools of both", soft_wrap=True)
+    for reason, count in made.left_out.most_common():
+        console.print(f"left out: {count:,} {reason}", soft_wrap=True)
+    return 0
 
 
 def _write_synthetic(arguments: argparse.Namespace) -> int:

@@ -52,6 +52,7 @@ class Counts:
     cut: int = 0  # over seq_len, cut after a turn
     reasoning: int = 0  # kept and with reasoning that is not dropped
     unsupervised: int = 0  # without supervised tokens under train_on and weights, dropped
+    benchmark: int = 0  # kept and marked as questions of a public benchmark
     tokens: int = 0
     supervised: int = 0
 
@@ -135,6 +136,7 @@ class ChunkEncoder:
             counts.reasoning += self._keeps_reasoning and any(
                 message.reasoning for message in parsed.conversation.messages
             )
+            counts.benchmark += parsed.benchmark is not None
             for sample in samples:
                 buffers.tokens.extend(sample.token_array)
                 buffers.weights.extend(sample.weight_array)

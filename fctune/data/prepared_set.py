@@ -59,8 +59,9 @@ class PreparedSet:
     packs: dict[Split, tuple[NDArray[np.int64], NDArray[np.int64]]] = field(repr=False)
 
     def describe(self) -> dict[str, Any]:
-        """Return the set's path, fingerprint and inputs for a run's record."""
-        return {"path": str(self.path), "fingerprint": self.fingerprint, "inputs": self.inputs}
+        """Return the set's path, fingerprint and inputs for a run's record, and its rows of benchmarks, if any."""
+        described = {"path": str(self.path), "fingerprint": self.fingerprint, "inputs": self.inputs}
+        return described | ({"benchmark_rows": self.counts.benchmark} if self.counts.benchmark else {})
 
     def num_packs(self, split: Split) -> int:
         """Return the number of packs of a split; unpacked, a pack is one conversation."""
@@ -207,6 +208,7 @@ def describe_counts(prepared: PreparedSet) -> list[str]:
         (counts.overlong, f"conversations dropped, longer than {prepared.seq_len:,} tokens"),
         (counts.cut, f"conversations cut to {prepared.seq_len:,} tokens"),
         (counts.unsupervised, "conversations dropped, without supervised tokens under data.train_on and their weights"),
+        (counts.benchmark, "conversations are marked as a benchmark's: the model must not be measured with it"),
     ):
         if count:
             lines.append(f"{count:,} {what}")

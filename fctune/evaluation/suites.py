@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -193,7 +193,7 @@ def load_suite(
     """
     path = Path(path)
     if path.suffix not in (".yaml", ".yml"):
-        return Suite(path.stem, tuple(read_cases(path))).select(categories)
+        return Suite(path.stem, tuple(read_cases(path)), read_mark(path)).select(categories)
     spec = _read_spec(path)
     if spec.bfcl is not None:
         return _load_bfcl(path.stem, spec, categories, bfcl_data, has_plain_names, has_multi_turn)
@@ -209,10 +209,26 @@ def load_suite(
 
 def benchmark_of(suite: Suite) -> str | None:
     """Return the benchmark that a suite belongs to, by its declaration or by the ids of its cases, or None."""
-    if suite.benchmark is not None:
-        return suite.benchmark
+    return suite.benchmark or find_benchmark([{"id": case.id} for case in suite.all_cases])
+
+
+def find_benchmark(rows: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return the benchmark that rows belong to, by the marks in their metadata or by their ids, or None."""
     prefixes = tuple(f"{category}_" for category in CATEGORIES)
-    return BFCL if any(case.id.startswith(prefixes) for case in suite.all_cases) else None
+    for row in rows:
+        metadata = row.get("metadata")
+        if isinstance(metadata, dict) and isinstance(metadata.get("benchmark"), str):
+            return str(metadata["benchmark"])
+        if str(row.get("id", "")).startswith(prefixes):
+            return BFCL
+    return None
+
+
+def read_mark(path: Path) -> str | None:
+    """Return the benchmark that the rows of a JSONL file are marked with, or None."""
+    with open(path, "rb") as lines:
+        marked = (json.loads(line) for line in lines if b'"benchmark"' in line)
+        return find_benchmark({"metadata": row.get("metadata")} for row in marked if isinstance(row, dict))
 
 
 def _load_bfcl(

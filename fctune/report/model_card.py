@@ -109,6 +109,7 @@ def _describe_training(record: RunRecord) -> list[str]:
     size = run.get("world_size")
     facts = {
         "data": ", ".join(sources),
+        "benchmark questions": _describe_benchmark(run),
         "sequence length": data.get("seq_len"),
         "steps": f"{figures.num_steps:,} of {record.num_steps:,}" if record.num_steps else figures.num_steps or None,
         "sequences a step": config.get("global_batch_size"),
@@ -124,6 +125,11 @@ def _describe_training(record: RunRecord) -> list[str]:
     lines = [_row(["", ""]), _row(["---", "---"])]
     lines += [_row([name, str(value)]) for name, value in facts.items() if value not in (None, "")]
     return ["## Training", "\n".join(lines)]
+
+
+def _describe_benchmark(run: dict[str, Any]) -> str | None:
+    num_rows = (run.get("data") or {}).get("benchmark_rows")
+    return f"trained on {num_rows:,}; do not measure the model with this benchmark" if num_rows else None
 
 
 def _describe_serving(export: Path, name: str, is_adapter: bool, base: str | None) -> list[str]:

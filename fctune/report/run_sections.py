@@ -33,6 +33,7 @@ _COUNTS = {
     "overlong": "conversations dropped as too long",
     "cut": "conversations truncated",
     "unsupervised": "conversations dropped, no supervised tokens",
+    "benchmark": "conversations of a benchmark, which the model must not be measured with",
     "supervised": "supervised tokens",
 }
 
@@ -182,6 +183,7 @@ def add_data(page: Page, record: RunRecord, suffix: str = "") -> None:
     for source in prepared.get("inputs", {}).get("sources", ()):
         rows.append(["source", f"{source.get('path')}, content {source.get('content', 'not hashed')}"])
     counts = _read_json(Path(str(prepared.get("path"))) / "meta.json").get("counts", {})
+    counts |= {"benchmark": prepared.get("benchmark_rows", 0)}  # also if the prepared set is gone
     rows += [[_COUNTS.get(name, name), count] for name, count in counts.items() if count]
     if report := _read_json(record.path / DATA_REPORT):
         rows += [[f"{DATA_REPORT}: {name.replace('_', ' ')}", report[name]] for name in _REPORTED if name in report]

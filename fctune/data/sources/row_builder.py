@@ -45,6 +45,13 @@ class ParsedRow:
     notes: Counter[str] = field(default_factory=Counter)
     raw: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def benchmark(self) -> str | None:
+        """The benchmark whose question the row is, as its metadata says; None if it is none's."""
+        metadata = self.raw.get("metadata")
+        name = metadata.get("benchmark") if isinstance(metadata, dict) else None
+        return name if isinstance(name, str) else None
+
 
 NOTE_KINDS: dict[str, str] = {
     "arrow_struct": "arguments or tools from an Arrow struct, whose key order is the column's",

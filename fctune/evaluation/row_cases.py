@@ -1,0 +1,203 @@
+"""Cases made of training rows, and their split by tool, so that test cases are about tools that no training row has."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, Literal
+
+from fctune.data.conversation import Conversation
+from fctune.data.conversion import to_openai_row
+from fctune.data.sources.defects import Defect
+from fctune.data.sources.reader import parse_source
+from fctune.errors import ConfigError, DataError
+from fctune.evaluation.suites import find_benchmark
+
+Turns = Literal["last", "each"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowCase:
+    """A case as a row that both training and evaluation read: its last message is the expected answer.
+
+    Attributes:
+        row: The row in OpenAI's format, with ``id`` and ``kind``; earlier turns of the assistant have weight 0.
+        offered: Names of the tools on offer.
+        called: Names of the tools that the answer calls.
+    """
+
+    row: dict[str, Any]
+    offered: frozenset[str]
+    called: frozenset[str]
+
+
+@dataclass(slots=True)
+class RowCases:
+    """The cases of a row set, with counts by reason of what gave none, and the benchmark that rows belong to."""
+
+    cases: list[RowCase] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    num_rows: int = 0
+    benchmark: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSplit:
+    """Cases of a split by tool.
+
+    Attributes:
+        train: Cases that offer no tool of the test.
+        test: Cases that call tools of the test alone, or that offer one and call none.
+        num_dropped: Cases that mix the two.
+        test_tools: Names of the tools of the test.
+    """
+
+    train: list[RowCase]
+    test: list[RowCase]
+    num_dropped: int
+    test_tools: frozenset[str]
+
+
+def make_row_cases(
+    paths: Sequence[str], turns: Turns = "last", row_format: str = "auto", max_samples: int | None = None
+) -> RowCases:
+    """Make cases of rows: of each conversation's last turn of the assistant, or of each of its turns.
+
+    Conversations without tools give none, nor do turns with weight 0, turns that call a tool that is not on offer, and
+    questions that were asked before.
+
+    Args:
+        paths: Sources of rows, as ``fctune.data.sources.read_source`` takes them.
+        turns: The turns that become cases.
+        row_format: Format of the rows; auto detects it.
+        max_samples: Rows to read from each source; None reads all.
+
+    Raises:
+        DataError: A source cannot be read, or no row gives a case.
+    """
+    made, seen = RowCases(), set[str]()
+    for path in paths:
+        for parsed in islice(parse_source(path, row_format), max_samples):
+            made.num_rows += 1
+            if isinstance(parsed, Defect):
+                made.left_out["rows that cannot be read"] += 1
+                continue
+            raw = parsed.raw if isinstance(parsed.raw, dict) else {}
+            made.benchmark = made.benchmark or find_benchmark([raw])
+            if not parsed.conversation.tools:
+                made.left_out["rows without tools"] += 1
+                continue
+            for case in _iter_cases(parsed.conversation, turns, made.left_out):
+                if case.row["id"] in seen:
+                    made.left_out["questions asked before"] += 1
+                else:
+                    seen.add(case.row["id"])
+                    made.cases.append(case)
+    if not made.cases:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in made.left_out.most_common())
+        raise DataError(f"{', '.join(paths)}: no row gives a case ({reasons or 'no answers of an assistant'}).")
+    return made
+
+
+def check_benchmark(benchmark: str | None, where: str, is_forced: bool) -> None:
+    """Refuse to learn from a benchmark's questions, unless that is forced.
+
+    Raises:
+        ConfigError: They belong to a benchmark, and it is not forced.
+    """
+    if benchmark is not None and not is_forced:
+        raise ConfigError(
+            f"{where}: belongs to a benchmark ({benchmark}), which says nothing about a model that learned from it. "
+            "Use other cases, or pass --force-benchmark; every file and run made from them then says so."
+        )
+
+
+def split_by_tool(cases: Sequence[RowCase], test_share: float = 0.2, seed: int = 0) -> ToolSplit:
+    """Split cases so that no tool of a test case is on offer in a training case.
+
+    Tools that are offered together stay together where that is possible. Where nearly all are, some of them become the
+    test's, and the cases that mix these with others are dropped. The choice depends on the names and the seed alone.
+
+    Args:
+        cases: The cases.
+        test_share: Share of the cases to test with, approximately.
+        seed: Seed of the choice.
+
+    Raises:
+        DataError: One side would be empty.
+    """
+    wanted = test_share * len(cases)
+    order = sorted({tool for case in cases for tool in case.offered}, key=lambda tool: _rank(tool, seed))
+    groups = _group_tools(cases, order)
+    sizes = Counter(groups[min(case.offered)] for case in cases)
+    test_tools: set[str] = set()
+    num_test = 0
+    for name in dict.fromkeys(groups[tool] for tool in order):
+        if num_test + sizes[name] <= wanted:
+            num_test += sizes[name]
+            test_tools |= {tool for tool in order if groups[tool] == name}
+    if num_test < wanted / 2:
+        largest = max(sizes, key=lambda name: (sizes[name], name))
+        for tool in order:
+            if num_test >= wanted:
+                break
+            if groups[tool] == largest:
+                test_tools.add(tool)
+                num_test = sum(_is_test(case, test_tools) for case in cases)
+    train = [case for case in cases if not case.offered & test_tools]
+    test = [case for case in cases if _is_test(case, test_tools)]
+    if not train or not test:
+        side = "training" if not train else "test"
+        raise DataError(
+            f"the split by tool leaves no {side} case: {len(order):,} tools are offered by {len(cases):,} cases. "
+            "Add rows with other tools, or change --test-share or --seed."
+        )
+    return ToolSplit(train, test, len(cases) - len(train) - len(test), frozenset(test_tools))
+
+
+def _iter_cases(conversation: Conversation, turns: Turns, left_out: Counter[str]) -> Iterator[RowCase]:
+    messages = conversation.messages
+    answers = [index for index, message in enumerate(messages) if message.role == "assistant" and index > 0]
+    offered = frozenset(tool.name for tool in conversation.tools)
+    for index in answers if turns == "each" else answers[-1:]:
+        answer = messages[index]
+        called = frozenset(call.name for call in answer.calls)
+        if answer.weight == 0:
+            left_out["turns with weight 0"] += 1
+            continue
+        if not called <= offered:
+            left_out["turns that call a tool that is not on offer"] += 1
+            continue
+        context = tuple(replace(m, weight=0.0) if m.role == "assistant" else m for m in messages[:index])
+        prompt = replace(conversation, messages=messages[:index])
+        row = to_openai_row(replace(conversation, messages=(*context, answer)))
+        yield RowCase({"id": prompt.digest(), "kind": "call" if called else "no_call", **row}, offered, called)
+
+
+def _is_test(case: RowCase, test_tools: set[str]) -> bool:
+    return case.called <= test_tools if case.called else bool(case.offered & test_tools)
+
+
+def _group_tools(cases: Sequence[RowCase], tools: Sequence[str]) -> dict[str, str]:
+    """Return a name for each tool that is equal for tools which cases offer together, directly or through others."""
+    neighbours: dict[str, set[str]] = defaultdict(set)
+    for offered in {case.offered for case in cases}:
+        first = min(offered)
+        neighbours[first] |= offered
+        for tool in offered:
+            neighbours[tool].add(first)
+    groups: dict[str, str] = {}
+    for tool in tools:
+        waiting = [tool]
+        while waiting:
+            if (found := waiting.pop()) not in groups:
+                groups[found] = tool
+                waiting += neighbours[found]
+    return groups
+
+
+def _rank(tool: str, seed: int) -> bytes:
+    return hashlib.blake2b(f"{seed} {tool}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
