@@ -11,7 +11,7 @@ from typing import Any
 from fctune.calls.judge import ERROR_KINDS, Outcome
 
 
-def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson_interval(successes: float, n: float, confidence: float = 0.95) -> tuple[float, float]:
     """Return the Wilson score interval of a proportion; (0, 1) if ``n`` is 0.
 
     E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA 22 (1927).

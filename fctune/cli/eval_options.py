@@ -230,14 +230,22 @@ def _add_served_options(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _add_eval_options_of_served(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``fctune eval`` that choose cases and generation, with a default suite."""
+def add_case_and_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``fctune eval`` that choose cases, the model or server, and generation."""
+    _copy_eval_options(parser, {"--out", "--fresh", "--html", "--propose", "--min-accuracy", "--strict-leaks"})
+
+
+def _copy_eval_options(parser: argparse.ArgumentParser, left_out: set[str]) -> None:
     donor = argparse.ArgumentParser(add_help=False)
     _add_eval_options(donor)
-    left_out = {"--model", "--config", "--html", "--propose", "--min-accuracy", "--strict-leaks"}
     for action in donor._actions:
         if not left_out.intersection(action.option_strings):
             parser._add_action(action)
+
+
+def _add_eval_options_of_served(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``fctune eval`` that choose cases and generation, with a default suite."""
+    _copy_eval_options(parser, {"--model", "--config", "--html", "--propose", "--min-accuracy", "--strict-leaks"})
     parser.add_argument("--json", type=Path, metavar="FILE", help="write each case's verdicts")
     parser.set_defaults(suite="smoke", min_accuracy=None)
 

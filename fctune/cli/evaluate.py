@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate a model; 0 done, 1 below --min-accuracy or with unanswered cases, 2 wrong usage or input."""
     world = None
     try:
-        world = _join_world()
+        world = join_world()
         code = _run(arguments, world)
     except (ConfigError, DataError, CheckpointError) as error:
         if world is None or world.is_main:  # every rank raises it
@@ -67,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _join_world() -> World | None:
+def join_world() -> World | None:
+    """Join the process group of torchrun; None if this is the only process."""
     if int(read_environment().get("WORLD_SIZE", "1")) == 1:
         return None
     from fctune.distributed import init_distributed
@@ -114,7 +115,7 @@ def _has_leaks(arguments: argparse.Namespace, suite: Suite, world: World | None)
 
 
 def _report_leaks(arguments: argparse.Namespace, suite: Suite) -> bool:
-    if _is_server(arguments) or (leaks := find_leaks(suite.all_cases, arguments.model, arguments.adapter)) is None:
+    if is_server(arguments) or (leaks := find_leaks(suite.all_cases, arguments.model, arguments.adapter)) is None:
         return False
     lines = [f"{path}: cannot be compared with the cases ({reason})" for path, reason in leaks.unread.items()]
     if num_leaked := len(leaks.case_ids):
@@ -135,16 +136,13 @@ def ask(
     arguments: argparse.Namespace, suite: Suite, world: World | None = None
 ) -> tuple[list[Row] | None, dict[str, Any], ResultsFile]:
     """Run a suite on the model; returns the rows (on the main process), their settings and their file."""
-    if _is_server(arguments) and world is not None:
-        raise ConfigError(f"--model {arguments.model}: only one process can query a server; raise --concurrency.")
-    named = get_format(arguments.format) if arguments.format else None
-    files = None if _is_server(arguments) else find_model(arguments.model, arguments.adapter)
+    named, files = check_model(arguments, world)
     rank, world_size = (world.rank, world.world_size) if world else (0, 1)
-    results = ResultsFile(arguments.out or _default_out(arguments, suite), rank, world_size)
+    results = ResultsFile(arguments.out or default_out(arguments, f"{suite.name}.jsonl"), rank, world_size)
     # torch is imported below; paths and names are checked by now.
     from fctune.evaluation.run import describe_run, run_suite
 
-    engine, call_format = _on_every_rank(world, lambda: _open_engine(arguments, files, named, world))
+    engine, call_format = open_engine(arguments, files, named, world)
     console = make_console()
     show = console.is_terminal and rank == 0
     with Progress(console=console, transient=True) if show else nullcontext() as progress:
@@ -156,7 +154,7 @@ def ask(
             results,
             max_new_tokens=arguments.max_new_tokens,
             # More conversations than requests in flight, so that the server stays busy during the slowest answers.
-            num_at_once=4 * arguments.concurrency if _is_server(arguments) else arguments.batch_size,
+            num_at_once=4 * arguments.concurrency if is_server(arguments) else arguments.batch_size,
             is_fresh=arguments.fresh,
             world=world,
             on_row=lambda row, done, total: progress.update(task, completed=done, total=total) if progress else None,
@@ -164,7 +162,16 @@ def ask(
     return rows, describe_run(suite, engine, call_format, arguments.max_new_tokens), results
 
 
-def _is_server(arguments: argparse.Namespace) -> bool:
+def check_model(arguments: argparse.Namespace, world: World | None) -> tuple[CallFormat | None, ModelFiles | None]:
+    """Return the call format that was named, if any, and the model's files, None for a server; imports no torch."""
+    if is_server(arguments) and world is not None:
+        raise ConfigError(f"--model {arguments.model}: only one process can query a server; raise --concurrency.")
+    named = get_format(arguments.format) if arguments.format else None
+    return named, None if is_server(arguments) else find_model(arguments.model, arguments.adapter)
+
+
+def is_server(arguments: argparse.Namespace) -> bool:
+    """Return True if --model is the address of a server."""
     return bool(arguments.model.startswith(("http://", "https://")))
 
 
@@ -176,7 +183,7 @@ def open_suite(arguments: argparse.Namespace, has_multi_turn: bool = False) -> S
         num_cases=arguments.num_cases,
         categories=arguments.categories,
         bfcl_data=arguments.bfcl_data,
-        has_plain_names=_is_server(arguments) and arguments.format is None,
+        has_plain_names=is_server(arguments) and arguments.format is None,
         has_multi_turn=has_multi_turn,
     ).select(limit=arguments.limit)
     if arguments.min_accuracy is not None and suite.benchmark is not None:
@@ -184,10 +191,27 @@ def open_suite(arguments: argparse.Namespace, has_multi_turn: bool = False) -> S
     return suite
 
 
-def _open_engine(
-    arguments: argparse.Namespace, files: ModelFiles | None, named: CallFormat | None, world: World | None
+def open_engine(
+    arguments: argparse.Namespace,
+    files: ModelFiles | None,
+    named: CallFormat | None,
+    world: World | None,
+    keeps_tokens: bool = False,
 ) -> tuple[Engine, CallFormat | None]:
-    """Open the model or server; returns it with the call format of its text, None if the server parses the calls."""
+    """Open the model or server on every rank.
+
+    Returns it with the call format of its text, None if the server parses the calls.
+    """
+    return _on_every_rank(world, lambda: _open_engine(arguments, files, named, world, keeps_tokens))
+
+
+def _open_engine(
+    arguments: argparse.Namespace,
+    files: ModelFiles | None,
+    named: CallFormat | None,
+    world: World | None,
+    keeps_tokens: bool,
+) -> tuple[Engine, CallFormat | None]:
     sampling = Sampling(arguments.temperature, arguments.seed or 0)
     if files is None:
         if arguments.chat_template is not None:
@@ -202,6 +226,7 @@ def _open_engine(
             arguments.request,
             retry_policy,
             arguments.template_args,
+            keeps_tokens,
         ), named
     from fctune.generation.in_process import InProcessEngine
 
@@ -214,6 +239,7 @@ def _open_engine(
         device=device,
         template_args=arguments.template_args,
         chat_template=template,
+        keeps_tokens=keeps_tokens,
     )
     return engine, named or detect_format(engine.template.source)
 
@@ -227,9 +253,10 @@ def _on_every_rank(world: World | None, action: Callable[[], T]) -> T:
     return run_on_all_ranks(action)
 
 
-def _default_out(arguments: argparse.Namespace, suite: Suite) -> Path:
+def default_out(arguments: argparse.Namespace, file: str, kind: str = "eval") -> Path:
+    """Return where the answers of a model are written by default."""
     name = str(arguments.model).split("://")[-1].strip("/").replace(":", "_").replace("/", "_")
-    return Path("runs") / "eval" / (name + ("_adapter" if arguments.adapter else "")) / f"{suite.name}.jsonl"
+    return Path("runs") / kind / (name + ("_adapter" if arguments.adapter else "")) / file
 
 
 def _write_exports(
@@ -269,10 +296,10 @@ def _warn_of_unparsed_calls(console: Console, rows: list[Row], summary: dict[str
 def _judge_run(arguments: argparse.Namespace, console: Console, summary: dict[str, Any]) -> int:
     code = 0
     if num_unanswered := summary["num_no_answer"]:
-        hint = "; re-run the same command to ask them again" if _is_server(arguments) else ""
+        hint = "; re-run the same command to ask them again" if is_server(arguments) else ""
         message = f"{num_unanswered:,} of {summary['num_cases']:,} cases have no answer and count as wrong{hint}"
         console.print(message, style="bold red", soft_wrap=True)
-        code = 1 if _is_server(arguments) else 0
+        code = 1 if is_server(arguments) else 0
     if arguments.min_accuracy is not None:
         accuracy = summary["scores"]["all"]["rates"]["accuracy"]["rate"]
         if accuracy < arguments.min_accuracy:

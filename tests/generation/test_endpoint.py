@@ -10,15 +10,18 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.errors import ConfigError
 from fctune.generation.endpoint import EndpointEngine, to_messages
 from fctune.generation.engine import Answer, AnswerTokens, Sampling
 from fctune.generation.http_client import HttpClient, RequestError, RetryPolicy
+from fctune.generation.token_check import check_server_tokens
 from tests.generation.fault_server import Handler, Log, say_user, serve
 
 QUICK = RetryPolicy(max_attempts=4, timeout_s=0.4, first_wait_s=0.02, max_wait_s=0.1, max_retry_after_s=1.5)
@@ -439,3 +442,26 @@ def test_token_ids_and_logprobs_are_the_server_s() -> None:
     with serve(say_user) as log:
         (silent,) = ask(log, ["Hi"], keeps_tokens=True, retry_policy=policy)
         assert "no token ids or no log-probabilities" in (silent.error or "")
+
+
+def test_a_server_with_another_tokenizer_is_refused(tiny_base: Path) -> None:
+    template = ChatTemplate(tiny_base)
+    own: list[int] = []
+
+    def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        own[:] = own or template.encode_prompt(_to_conversation(body))
+        ids = own if number == 0 else [*own[:3], own[3] + 1, *own[4:]]
+        choice = {"message": {"content": "A"}, "finish_reason": "length", "token_ids": [5]}
+        choice["logprobs"] = {"content": [{"logprob": -1}]}
+        handler.send(200, json.dumps({"choices": [choice], "prompt_token_ids": ids}).encode())
+
+    with serve(behave) as log:
+        engine = EndpointEngine(log.url, retry_policy=QUICK, keeps_tokens=True)
+        check_server_tokens(engine, template)
+        with pytest.raises(ConfigError, match=r"tiny has another tokenizer or chat template than .* from number 3 on"):
+            check_server_tokens(engine, template)
+
+
+def _to_conversation(body: dict[str, Any]) -> Conversation:
+    messages = tuple(Message(message["role"], message["content"]) for message in body["messages"])
+    return Conversation(messages, tuple(Tool(tool["function"]) for tool in body["tools"]))

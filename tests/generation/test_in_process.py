@@ -168,12 +168,12 @@ def test_samples_of_a_prompt_differ_and_their_tokens_have_the_model_s_logprobs(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    engine = InProcessEngine(tiny_base, batch_size=3, sampling=Sampling(0.7, 5), keeps_tokens=True)
+    engine = InProcessEngine(tiny_base, batch_size=3, sampling=Sampling(2.0, 5), keeps_tokens=True)
     answers = sorted(engine.answer([prompts[0]] * 3 + [prompts[1]], 12, [0, 1, 2, 0]), key=lambda a: a.index)
     assert len({answer.text for answer in answers[:3]}) == 3
     # Sample 0 is the answer of an evaluation, and none depends on the others of its batch.
-    assert answers[0].text == texts(InProcessEngine(tiny_base, sampling=Sampling(0.7, 5)), [prompts[0]], 12)[0]
-    alone = next(iter(InProcessEngine(tiny_base, sampling=Sampling(0.7, 5)).answer([prompts[0]], 12, [2])))
+    assert answers[0].text == texts(InProcessEngine(tiny_base, sampling=Sampling(2.0, 5)), [prompts[0]], 12)[0]
+    alone = next(iter(InProcessEngine(tiny_base, sampling=Sampling(2.0, 5)).answer([prompts[0]], 12, [2])))
     assert alone.text == answers[2].text
     model = AutoModelForCausalLM.from_pretrained(tiny_base).eval()
     for answer in answers:

@@ -29,6 +29,7 @@ LAYERS = (
     "generation",
     "planner",
     "evaluation",
+    "sampling",
     "runs",
     "training",
     "acceptance",
