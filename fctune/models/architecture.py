@@ -290,3 +290,11 @@ class Architecture(ABC):
         Raises:
             ConfigError: rows longer than the positions of the model, or a combination that the source cannot build.
         """
+
+    def build_shapes(self, max_seq_len: int, precision: PrecisionPolicy) -> CausalLM:
+        """Build a model on the meta device to count its parameters and buffers; a source may leave out what runs.
+
+        Raises:
+            ConfigError: rows longer than the positions of the model, or a combination that the source cannot build.
+        """
+        return self.build_model(max_seq_len, precision)

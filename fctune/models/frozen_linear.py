@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.functional import linear
-from torchao.dtypes.nf4tensor import NF4Tensor, linear_nf4, to_nf4
 
 from fctune.config.sections.adapter import BaseDtype
 from fctune.errors import ConfigError
@@ -22,7 +20,7 @@ _FLOAT8_MAX = torch.finfo(FLOAT8).max
 NF4_BYTES_PER_WEIGHT = 0.5 + 1 / 64 + 2 / (64 * 256)
 
 # 64 weights share a scale, and 256 scales share a scale of theirs: shards must be a multiple of the product.
-_NF4_BLOCK = 64 * 256
+NF4_BLOCK = 64 * 256
 
 _LINEAR_ATTRIBUTES = frozenset(vars(nn.Linear(1, 1, device="meta")))
 
@@ -54,7 +52,9 @@ class FrozenLinear(nn.Module):
         self.weight = nn.Parameter(base.weight, requires_grad=False)
         self.bias = None if base.bias is None else base.bias.requires_grad_(False)
         if base_dtype == "nf4":
-            self.weight = nn.Parameter(_quantize_to_nf4(base), requires_grad=False)
+            from fctune.models import nf4
+
+            self.weight = nn.Parameter(nf4.quantize(base), requires_grad=False)
         elif base_dtype == "float8":
             if any(size % 16 for size in base.weight.shape):
                 raise ConfigError(
@@ -81,8 +81,9 @@ class FrozenLinear(nn.Module):
         if self.base_dtype == "bf16":
             return linear(x, self.weight)
         if self.base_dtype == "nf4":
-            nf4_product: Tensor = linear_nf4(x, self.weight)
-            return nf4_product
+            from fctune.models import nf4
+
+            return nf4.multiply(x, self.weight)
         rows: Any = Float8Matmul.apply(x.flatten(0, -2), self.weight, self.weight_scale)  # type: ignore[no-untyped-call]
         product: Tensor = rows.view(*x.shape[:-1], -1)
         return product
@@ -152,37 +153,22 @@ def check_nf4_shards(model: nn.Module, num_shards: int) -> None:
     for name, module in model.named_modules():
         if isinstance(module, FrozenLinear) and module.base_dtype == "nf4":
             rows, columns = module.weight.shape
-            if rows % num_shards or (rows // num_shards * columns) % _NF4_BLOCK:
+            if rows % num_shards or (rows // num_shards * columns) % NF4_BLOCK:
                 raise ConfigError(
                     f"adapter.base=nf4: {name} [{rows}, {columns}] cannot be sharded over {num_shards} ranks, "
-                    f"because {_NF4_BLOCK:,} weights share scales. Use parallel.mode=ddp, another number of ranks, or "
+                    f"because {NF4_BLOCK:,} weights share scales. Use parallel.mode=ddp, another number of ranks, or "
                     "adapter.base=float8."
                 )
 
 
-def _quantize_to_nf4(base: nn.Linear) -> Tensor:
-    rows, columns = base.weight.shape
-    if rows * columns % _NF4_BLOCK:
-        raise ConfigError(
-            f"adapter.base=nf4: the size of a linear, [{rows}, {columns}], is not a multiple of the {_NF4_BLOCK:,} "
-            "weights that share scales; use bf16 or float8."
-        )
-    if base.weight.is_meta:
-        return _make_meta_nf4(base.weight.shape, base.weight.dtype)
-    quantized: Tensor = to_nf4(base.weight.detach())
-    return quantized
-
-
-@functools.cache
-def _make_meta_nf4(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Make a tensor without storage, once per shape: one for each linear of a 70B model would take ten seconds."""
-    quantized: Tensor = to_nf4(torch.empty(shape, dtype=dtype, device="meta"))
-    return quantized
-
-
 def is_nf4(tensor: Tensor) -> bool:
     """Return whether a weight, or the local shard of a DTensor, is stored in 4 bits."""
-    return isinstance(tensor.to_local() if isinstance(tensor, DTensor) else tensor, NF4Tensor)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if type(local) in (Tensor, nn.Parameter):
+        return False  # without importing torchao
+    from fctune.models.nf4 import NF4Tensor
+
+    return isinstance(local, NF4Tensor)
 
 
 def is_quantized(tensor: Tensor) -> bool:
@@ -210,11 +196,13 @@ def copy_rows_(model: nn.Module, name: str, rows: Tensor) -> None:
     owner: Any = model.get_submodule(owner_name)
     parameter: Tensor = getattr(owner, leaf)
     local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if isinstance(local, NF4Tensor):
+    if is_nf4(local):
+        from fctune.models import nf4
+
         # ``Module.to_empty`` leaves the parts of an NF4 tensor on the meta device, so its memory is allocated here.
         device = next((p.device for p in model.parameters() if not is_nf4(p)), rows.device)
-        full: Tensor = to_nf4(rows.to(device, local.dtype), local.block_size, local.scaler_block_size)
-        setattr(owner, leaf, nn.Parameter(_shard_nf4(full, parameter), requires_grad=False))
+        full = nf4.to_nf4(rows.to(device, local.dtype), local.block_size, local.scaler_block_size)
+        setattr(owner, leaf, nn.Parameter(nf4.shard_like(full, parameter), requires_grad=False))
     elif local.dtype is FLOAT8:
         scale = owner.weight_scale
         rounded, row_scale = quantize_rows_to_float8(rows.to(local.device))
@@ -222,17 +210,3 @@ def copy_rows_(model: nn.Module, name: str, rows: Tensor) -> None:
         (scale.to_local() if isinstance(scale, DTensor) else scale).copy_(row_scale)
     else:
         local.copy_(rows)
-
-
-def _shard_nf4(full: Tensor, parameter: Tensor) -> Tensor:
-    """Shard a 4-bit tensor like a parameter, which is sharded along one axis of its mesh."""
-    if not isinstance(parameter, DTensor):
-        return full
-    mesh = parameter.device_mesh
-    axis = next(axis for axis, placement in enumerate(parameter.placements) if placement.is_shard(0))
-    shard = full.chunk(mesh.size(axis))[mesh.get_local_rank(axis)]
-    # The chunk is a view, which would keep the full tensor in memory.
-    local = shard.new_zeros(shard.shape)
-    local.copy_(shard)
-    sharded: Tensor = DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return sharded

@@ -89,12 +89,18 @@ def _download_config(path: str, name: str, revision: str | None) -> bytes:
 def shape_model(
     config: RunConfig,
     architecture: Architecture,
-    attention_kernel: AttentionKernel = "per_document",
+    attention_kernel: AttentionKernel | None = None,
     token_ids: Sequence[int] = (),
 ) -> CausalLM:
-    """Build the model of a run on CUDA, adapters and trained token rows included, on the meta device."""
+    """Build the model of a run on CUDA, adapters and trained token rows included, on the meta device.
+
+    Without an attention kernel, the model is to be counted only, and may be one that cannot run.
+    """
     precision = choose_precision(config.precision, config.adapter is not None, "cuda")
-    model = architecture.build_model(config.data.seq_len, precision, attention_kernel)
+    if attention_kernel is None:
+        model = architecture.build_shapes(config.data.seq_len, precision)
+    else:
+        model = architecture.build_model(config.data.seq_len, precision, attention_kernel)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
         train_tokens_(model, token_ids)

@@ -68,6 +68,17 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.parametrize("config", ["llama3_1_8b_lora", "qwen2_7b_lora"])
+def test_a_plan_imports_no_library_that_builds_or_compiles_models(config: str) -> None:
+    slow = ("torchtune", "torchao", "transformers", "datasets", "torch._dynamo", "torch._inductor")
+    code = (
+        f"import sys; from fctune.cli import main; code = main(['plan', {config!r}]);"
+        f" print('IMPORTED', code, [m for m in {slow} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["IMPORTED 0 []"], done.stderr
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_help_and_wrong_input_are_answered_without_slow_imports(command: tuple[str, ...]) -> None:
     module, *arguments = command

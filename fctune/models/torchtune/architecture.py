@@ -124,6 +124,12 @@ class TorchtuneArchitecture(Architecture):
 
         return build_model(self, max_seq_len, precision, attention_kernel)
 
+    def build_shapes(self, max_seq_len: int, precision: PrecisionPolicy) -> CausalLM:
+        """Build a model to count, without torchtune; see ``Architecture.build_shapes``."""
+        from fctune.models.torchtune.shapes import build_shapes  # imports torch
+
+        return build_shapes(self, max_seq_len, precision)
+
 
 def parse_architecture(source: str, raw: dict[str, Any]) -> TorchtuneArchitecture:
     """Read the architecture from the content of a ``config.json``.
