@@ -21,6 +21,7 @@ from fctune.errors import ConfigError
 from fctune.models.attention import make_bounds
 from fctune.models.causal_lm import CausalLM
 from fctune.models.dropout import row_key
+from fctune.models.frozen_linear import is_nf4
 from fctune.parallel.activations import (
     apply_activation_checkpointing_,
     compile_blocks_,
@@ -193,6 +194,37 @@ def test_quantised_blocks_compile_without_graph_breaks(kind: str, make_model: Ca
     ours, theirs = run(compiled), run(eager)
     torch.testing.assert_close(ours["loss"], theirs["loss"], rtol=2e-3, atol=0)
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("config", [None, *CHECKPOINTING], ids=lambda c: f"{c.policy} {c.fraction}" if c else "plain")
+def test_compiled_blocks_keep_no_dequantised_weight(
+    config: ActivationCheckpointingConfig | None, make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    path = make_model("llama", hidden_size=256, intermediate_size=512, num_key_value_heads=4, vocab_size=300)
+    adapter = AdapterConfig(rank=4, alpha=8, dropout=0.1, base="nf4")
+    eager, compiled = (load_model(path, adapter, torch.bfloat16) for _ in range(2))
+    quantised = [p for p in compiled.parameters() if is_nf4(p)]
+    sizes = {p.numel() for p in quantised}
+    if config is not None:
+        apply_activation_checkpointing_(compiled, config, "cpu")
+    # The backend splits forward from backward as Inductor does, and compiles nothing.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
+    compile_blocks_(compiled)
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        ours = run(compiled)
+    theirs = run(eager)
+    torch.testing.assert_close(ours["loss"], theirs["loss"], rtol=2e-3, atol=0)
+    assert ours.keys() == theirs.keys()
+    assert not [(t.dtype, t.shape) for t in kept if t.is_floating_point() and t.numel() in sizes]
+    if config is None:  # the first block's q, k and v have an input without gradient
+        assert sum(t.dtype is torch.uint8 for t in kept) == len(quantised) - 3
 
 
 def test_float8_products_approximate_bfloat16(make_model: Callable[..., Path]) -> None:
