@@ -326,7 +326,9 @@ def _make_cases(arguments: argparse.Namespace) -> int:
         write("--test", arguments.test, split.test)
         console.print(f"tools of the test: {', '.join(sorted(split.test_tools))}", soft_wrap=True, markup=False)
         if split.num_dropped:
-            console.print(f"{split.num_dropped:,} cases dropped, which mix tools of both", soft_wrap=True)
+            console.print(
+                f"{split.num_dropped:,} cases dropped, which mix both sides' tools or questions", soft_wrap=True
+            )
     for reason, count in made.left_out.most_common():
         console.print(f"left out: {count:,} {reason}", soft_wrap=True)
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ def find_leaks(cases: Sequence[AnyCase], model: str | Path, adapter: str | Path 
         return None
     questions: dict[tuple[str, ...], list[str]] = {}
     for case in cases:
-        if key := tuple(_read_questions(_messages_of(case))):
+        if key := read_questions(_messages_of(case)):
             questions.setdefault(key, []).append(case.id)
     found: set[str] = set()
     unread: dict[str, str] = {}
@@ -51,7 +51,7 @@ def find_leaks(cases: Sequence[AnyCase], model: str | Path, adapter: str | Path 
         try:
             for row in read_source(str(source["path"]), str(source.get("format", "auto"))):
                 if isinstance(row, Conversation):
-                    turns = tuple(_read_questions(row.messages))
+                    turns = read_questions(row.messages)
                     for length in range(1, len(turns) + 1):
                         found.update(questions.get(turns[:length], ()))
         except (DataError, OSError) as error:
@@ -81,7 +81,6 @@ def _messages_of(case: AnyCase) -> Iterable[Message]:
     return [message for turn in case.turns for message in turn.messages]
 
 
-def _read_questions(messages: Iterable[Message]) -> Iterator[str]:
-    for message in messages:
-        if message.role == "user" and message.content:
-            yield " ".join(message.content.split())
+def read_questions(messages: Iterable[Message]) -> tuple[str, ...]:
+    """Return what the user says in each turn, white space aside."""
+    return tuple(" ".join(m.content.split()) for m in messages if m.role == "user" and m.content)

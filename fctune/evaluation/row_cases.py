@@ -14,6 +14,7 @@ from fctune.data.conversion import to_openai_row
 from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import parse_source
 from fctune.errors import ConfigError, DataError
+from fctune.evaluation.leaks import read_questions
 from fctune.evaluation.suites import find_benchmark
 
 Turns = Literal["last", "each"]
@@ -27,11 +28,13 @@ class RowCase:
         row: The row in OpenAI's format, with ``id`` and ``kind``; earlier turns of the assistant have weight 0.
         offered: Names of the tools on offer.
         called: Names of the tools that the answer calls.
+        questions: What the user says in each turn.
     """
 
     row: dict[str, Any]
     offered: frozenset[str]
     called: frozenset[str]
+    questions: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -51,7 +54,7 @@ class ToolSplit:
     Attributes:
         train: Cases that offer no tool of the test.
         test: Cases that call tools of the test alone, or that offer one and call none.
-        num_dropped: Cases that mix the two.
+        num_dropped: Cases that mix the two, or that would test what a training case asks.
         test_tools: Names of the tools of the test.
     """
 
@@ -116,7 +119,7 @@ def check_benchmark(benchmark: str | None, where: str, is_forced: bool) -> None:
 
 
 def split_by_tool(cases: Sequence[RowCase], test_share: float = 0.2, seed: int = 0) -> ToolSplit:
-    """Split cases so that no tool of a test case is on offer in a training case.
+    """Split cases so that no tool of a test case is on offer in a training case, and no question is in both.
 
     Tools that are offered together stay together where that is possible. Where nearly all are, some of them become the
     test's, and the cases that mix these with others are dropped. The choice depends on the names and the seed alone.
@@ -148,7 +151,8 @@ def split_by_tool(cases: Sequence[RowCase], test_share: float = 0.2, seed: int =
                 test_tools.add(tool)
                 num_test = sum(_is_test(case, test_tools) for case in cases)
     train = [case for case in cases if not case.offered & test_tools]
-    test = [case for case in cases if _is_test(case, test_tools)]
+    asked = {case.questions[:length] for case in train for length in range(1, len(case.questions) + 1)}
+    test = [case for case in cases if _is_test(case, test_tools) and case.questions not in asked]
     if not train or not test:
         side = "training" if not train else "test"
         raise DataError(
@@ -174,7 +178,8 @@ def _iter_cases(conversation: Conversation, turns: Turns, left_out: Counter[str]
         context = tuple(replace(m, weight=0.0) if m.role == "assistant" else m for m in messages[:index])
         prompt = replace(conversation, messages=messages[:index])
         row = to_openai_row(replace(conversation, messages=(*context, answer)))
-        yield RowCase({"id": prompt.digest(), "kind": "call" if called else "no_call", **row}, offered, called)
+        kind = "call" if called else "no_call"
+        yield RowCase({"id": prompt.digest(), "kind": kind, **row}, offered, called, read_questions(prompt.messages))
 
 
 def _is_test(case: RowCase, test_tools: set[str]) -> bool:

@@ -97,6 +97,16 @@ def test_no_tool_of_a_test_case_is_offered_in_training(write_rows: Write, num_of
     assert again.test_tools == split.test_tools
 
 
+def test_no_question_of_a_test_case_is_asked_in_training(write_rows: Write) -> None:
+    rows = [row("Hello!" if n % 2 else f"{n}?", [f"tool_{n % 10}"], "Hi.") for n in range(100)]
+    rows += [row("Hello!", [f"tool_{n}"], "Hi.", {"role": "user", "content": "Bye"}, "Bye.") for n in range(10)]
+    split = split_by_tool(make_row_cases([str(write_rows(rows))], "each").cases)
+    asked = {case.questions for case in split.train}
+    assert ("Hello!",) in asked
+    assert split.test
+    assert not any(case.questions in asked for case in split.test)
+
+
 def test_a_split_needs_several_tools(write_rows: Write) -> None:
     made = make_row_cases([str(write_rows([row(f"{n}?", ["one"], calls("one")) for n in range(9)]))])
     with pytest.raises(DataError, match=r"the split by tool leaves no (training|test) case: 1 tools"):
