@@ -26,14 +26,16 @@ def add_commands(commands: Any) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from fctune.launch.serving import server_options
+    from fctune.launch.serving import require_agreement, server_options
 
-    options = server_options(arguments.model, arguments.name, arguments.template_args)
-    command = [arguments.python, "-m", "vllm.entrypoints.openai.api_server", *options, "--port", str(arguments.port)]
     try:
-        command += shlex.split(arguments.vllm)
+        further = shlex.split(arguments.vllm)
     except ValueError as error:
         raise ConfigError(f"--vllm {arguments.vllm}: {error}.") from None
+    options = server_options(arguments.model, arguments.name, arguments.template_args)
+    require_agreement(options, further)
+    command = [arguments.python, "-m", "vllm.entrypoints.openai.api_server", *options, "--port", str(arguments.port)]
+    command += further
     print(shlex.join(command), flush=True)
     if arguments.print_only:
         return 0

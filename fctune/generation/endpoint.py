@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -19,6 +20,8 @@ from fctune.generation.http_client import HttpClient, RequestError, RetryPolicy
 
 # Distance of the seeds of a prompt's samples: seeds that users choose are close to each other, and must not meet.
 _SEED_STEP = 1_000_003
+# vLLM: "maximum context length is", "maximum model length of"; llama.cpp: "exceeds the available context size".
+_CONTEXT = re.compile(r"context (?:length|size|window)|maximum model length|max_model_len", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +184,7 @@ class EndpointEngine:
             if error.is_fatal:
                 hint = f"{self._key_hint}; set FCTUNE_API_KEY" if error.status in (401, 403) else "see --served-model"
                 raise ConfigError(f"{self.url} with the model {self.model}: {error} ({hint}).") from None
-            return Answer(index, error=str(error)), error.is_transient
+            return Answer(index, error=f"{error}{_hint_at_context(error)}"), error.is_transient
         return replace(answer, seconds=round(time.perf_counter() - start, 4)), False
 
     def _cancel(self, futures: Iterable[Future[Any]]) -> None:
@@ -231,6 +234,13 @@ def to_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             row["tool_call_id"] = answered[0] if answered is not None else message.call_id or "call_0"
         sent.append(row)
     return sent
+
+
+def _hint_at_context(error: RequestError) -> str:
+    """Return the remedy for a server whose context is shorter than the prompt; empty for other errors."""
+    if error.status not in (400, 413) or not _CONTEXT.search(str(error)):
+        return ""
+    return "; start the server with a longer context (vLLM: --max-model-len, llama.cpp: -c), or lower --max-new-tokens"
 
 
 def _read_answer(body: Any, index: int, keeps_tokens: bool = False) -> Answer:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,12 @@ def server_options(model: str, name: str | None = None, template_args: Mapping[s
     An adapter is served on its base, under ``name``; the base keeps its own.
 
     Raises:
-        ConfigError: the model does not exist, uses a call format that vLLM cannot parse, or is an adapter that vLLM
-            cannot load.
+        ConfigError: the model does not exist, lacks tokens of its template, uses a call format that vLLM cannot parse,
+            or is an adapter that vLLM cannot load.
     """
     files = find_model(model)
     template = ChatTemplate(files.tokenizer_dir, template_args=template_args)
+    template.require_tokens()
     call_format = detect_format(template.source)
     parsers = (read_server_parsers(files.tokenizer_dir) or find_server_parsers(template))["vllm"]
     parser, reasoning_parser = parsers["tool_call_parser"], parsers["reasoning_parser"]
@@ -49,6 +51,50 @@ def server_options(model: str, name: str | None = None, template_args: Mapping[s
         *(("--reasoning-parser", reasoning_parser) if reasoning_parser is not None else ()),
         *_template_options(template.template_args),
     ]
+
+
+def require_agreement(options: Sequence[str], further: Sequence[str]) -> None:
+    """Check that a user's options of vLLM's server do not undo those that the model needs.
+
+    Args:
+        options: of ``server_options``.
+        further: the user's own.
+
+    Raises:
+        ConfigError: they name another parser than the model's format has, or a smaller limit than the adapter's rank.
+    """
+    needed, named = _read_options(options), _read_options(further)
+    for option in ("tool_call_parser", "reasoning_parser"):
+        given, own = getattr(named, option), getattr(needed, option)
+        if given is not None and given != own:
+            flag = f"--{option.replace('_', '-')}"
+            raise ConfigError(
+                f"--vllm: {flag} {given} cannot read what this model writes, which needs {own or 'none'}. Leave it "
+                "out; fctune serve names the right one."
+            )
+    limit, rank = named.max_lora_rank, needed.max_lora_rank
+    if limit is not None and rank is not None and limit < rank:
+        raise ConfigError(
+            f"--vllm: --max-lora-rank {limit} is too low for the adapter, which needs {rank}. Leave it out; fctune "
+            "serve sets it."
+        )
+
+
+def _read_options(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--tool-call-parser")
+    parser.add_argument("--reasoning-parser")
+    parser.add_argument("--max-lora-rank", type=int)
+    try:
+        # vLLM takes underscores, too.
+        return parser.parse_known_args([_with_dashes(word) for word in words])[0]
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"--vllm: {error}.") from None
+
+
+def _with_dashes(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def _adapter_options(files: ModelFiles, name: str) -> list[str]:

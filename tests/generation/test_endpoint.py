@@ -156,6 +156,23 @@ def test_a_bad_request_is_not_retried() -> None:
 
 
 @pytest.mark.parametrize(
+    "said",
+    [
+        "This model's maximum context length is 128 tokens. However, you requested 8 output tokens and your prompt",
+        "the request exceeds the available context size (128 tokens), try increasing it",
+    ],
+    ids=["vllm", "llama.cpp"],
+)
+def test_a_context_shorter_than_the_prompt_is_answered_with_the_remedy(said: str) -> None:
+    reply = json.dumps({"error": {"message": said, "code": 400}})
+    with serve(lambda handler, *_: handler.send(400, reply)) as log:
+        (answer,) = ask(log, ["a"])
+    assert answer.error is not None
+    assert answer.error.startswith(f"HTTP 400: {said}; start the server with a longer context")
+    assert len(log.bodies) == 1, "another attempt would fail in the same way"
+
+
+@pytest.mark.parametrize(
     ("status", "words"),
     [(401, "FCTUNE_API_KEY"), (403, "FCTUNE_API_KEY"), (404, "--served-model"), (307, "HTTP 307 to http://elsewhere")],
 )

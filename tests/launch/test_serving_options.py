@@ -14,7 +14,7 @@ import pytest
 from fctune.calls.formats.registry import detect_format
 from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError
-from fctune.launch.serving import server_options
+from fctune.launch.serving import require_agreement, server_options
 from fctune.models.export import Prompting, copy_companions
 from tests.conftest import ROOT
 from tests.thinking_templates import HYBRID, READS, write_thinking_model
@@ -126,6 +126,35 @@ def test_an_adapter_that_vllm_cannot_load_is_refused_with_the_remedy(
     with pytest.raises(ConfigError, match=reason) as found:
         server_options(make_adapter(tmp_path / "adapter", tiny_base, **config))
     assert "damaged" in str(found.value) or "export/merged" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("further", "reason"),
+    [
+        (["--tool-call-parser", "llama3_json"], "llama3_json cannot read what this model writes, which needs hermes"),
+        (["--tool_call_parser=llama3_json"], "llama3_json cannot read"),
+        (["--reasoning-parser", "qwen3"], "qwen3 cannot read what this model writes, which needs none"),
+        (["--max-lora-rank", "8"], "--max-lora-rank 8 is too low for the adapter, which needs 16"),
+        (["--max-lora-rank", "many"], "--vllm: argument --max-lora-rank"),
+    ],
+    ids=["parser", "underscores", "reasoning", "rank", "no-number"],
+)
+def test_options_that_undo_what_the_model_needs_are_refused(
+    further: list[str], reason: str, tiny_base: Path, tmp_path: Path
+) -> None:
+    options = server_options(make_adapter(tmp_path / "adapter", tiny_base))
+    require_agreement(options, ["--max-model-len", "1024", "--tool-call-parser", "hermes", "--max-lora-rank", "32"])
+    with pytest.raises(ConfigError, match=reason):
+        require_agreement(options, further)
+
+
+def test_a_tokenizer_that_lacks_the_templates_tokens_is_refused(tiny_base: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_base, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    config["chat_template"] = config["chat_template"].replace("start_header_id", "other_header_id")
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"lacks the template's tokens <\|other_header_id\|>"):
+        server_options(str(tmp_path / "model"))
 
 
 def test_the_api_key_is_not_part_of_the_command(tiny_base: Path) -> None:
