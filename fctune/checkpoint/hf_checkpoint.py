@@ -139,7 +139,7 @@ class HFModelWeights(HFWeights):
         return dict(self.plan.split(tensors.items()))
 
     def write_config(self, folder: Path, dtype: torch.dtype) -> None:
-        """Write ``config.json``."""
+        """Write the base model's ``config.json`` with the dtype of these weights, so that transformers loads them."""
         write_model_config(folder, self.base_dir, dtype, is_dequantized=self.plan.is_dequantized)
 
     def read_(self, folder: Path, model: CausalLM) -> None:

@@ -75,8 +75,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    is_server = arguments.model.startswith(("http://", "https://"))
-    if not is_server and not arguments.model.startswith("hf:"):
+    if not arguments.model.startswith(("http://", "https://", "hf:")):
         from fctune.generation.model_files import find_model
 
         find_model(arguments.model, arguments.adapter)  # paths are checked before the slow imports
@@ -85,7 +84,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     tools = _read_tools(arguments.tools)
     commands = _read_commands(arguments.exec, {tool.name for tool in tools})
     terminal = _ChatTerminal(Terminal(highlight=False), commands, arguments.exec_timeout, arguments.simulate)
-    terminal.run(_open(arguments, is_server, tools))
+    terminal.run(_open(arguments, tools))
     return 0
 
 
@@ -125,31 +124,21 @@ def _read_commands(given: list[str], known: set[str]) -> dict[str, list[str]]:
     return commands
 
 
-def _open(arguments: argparse.Namespace, is_server: bool, tools: tuple[Tool, ...]) -> Chat:
-    from fctune.calls.formats.registry import detect_format, get_format
+def _open(arguments: argparse.Namespace, tools: tuple[Tool, ...]) -> Chat:
+    from fctune.calls.formats.registry import get_format
+    from fctune.cli.engines import find_files, open_engine
     from fctune.evaluation.chat import Chat
-    from fctune.generation.endpoint import EndpointEngine
-    from fctune.generation.engine import Engine, Sampling
-    from fctune.generation.model_files import find_model
+    from fctune.generation.engine import Sampling
 
-    named = get_format(arguments.format) if arguments.format else None
-    sampling = Sampling(arguments.temperature, arguments.seed)
-    engine: Engine
-    if is_server:
-        engine = EndpointEngine(
-            arguments.model,
-            arguments.served_model,
-            read_environment().get("FCTUNE_API_KEY") or None,
-            sampling=sampling,
-            template_args=arguments.template_args,
-        )
-    else:
-        from fctune.generation.in_process import InProcessEngine
-
-        files = find_model(arguments.model, arguments.adapter)
-        engine = InProcessEngine(*files, sampling=sampling, template_args=arguments.template_args)
-        named = named or detect_format(engine.template.source)
-    return Chat(engine, named, tools, arguments.system, arguments.max_new_tokens)
+    engine, call_format = open_engine(
+        arguments.model,
+        find_files(arguments.model, arguments.adapter),
+        get_format(arguments.format) if arguments.format else None,
+        sampling=Sampling(arguments.temperature, arguments.seed),
+        template_args=arguments.template_args,
+        served_model=arguments.served_model,
+    )
+    return Chat(engine, call_format, tools, arguments.system, arguments.max_new_tokens)
 
 
 class _ChatTerminal:

@@ -4,25 +4,32 @@
 
 The files are those of ``eval.tool_calls --out``. Cases are paired by id: the difference has an interval for paired
 proportions (Tango), and p is McNemar's exact test on the cases that changed, not corrected for multiple categories.
+
+They may also be results that other packages wrote, which are shown as they are: the ``.json`` file or directory of a
+run of tau2-bench, or the directory of ACEBench's scores of a model.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fctune.cli.files import write_file
 from fctune.cli.tables import format_rate, make_console, make_reasoning_table, make_table
-from fctune.errors import DataError
+from fctune.errors import ConfigError, DataError
 from fctune.evaluation.paired import Comparison, compare_rows
+from fctune.evaluation.published import is_published, read_published
 from fctune.evaluation.reasoning import summarise_reasoning
 from fctune.evaluation.results import Row, read_rows, read_settings
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison of two result files; returns 0."""
+    if is_published(arguments.before) or is_published(arguments.after):
+        return _compare_published(arguments)
     before, after = _read(arguments.before), _read(arguments.after)
     has_total = not any("bfcl" in row for row in (*before, *after))
     _check_settings(arguments.before, arguments.after)
@@ -52,6 +59,35 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _compare_published(arguments: argparse.Namespace) -> int:
+    """Print the numbers of another package's benchmark for two models."""
+    if arguments.lenient or arguments.show:
+        raise ConfigError("--lenient, --show: other packages' results hold no answers. Leave them out.")
+    before, after = read_published(arguments.before), read_published(arguments.after)
+    if before.benchmark != after.benchmark:
+        raise DataError(
+            f"{arguments.before} is of {before.benchmark} and {arguments.after} of {after.benchmark}. "
+            "Pass results of one benchmark."
+        )
+    if arguments.json is not None:
+        both = {name: asdict(one) for name, one in (("before", before), ("after", after))}
+        write_file(arguments.json, "--json", lambda: json.dumps(both, indent=2) + "\n")
+    console = make_console()
+    columns = ("category", "n before", "n after", "before", "after", "difference")
+    table = make_table(f"{after.benchmark}, before and after, as its own package scored it", *columns)
+    for category in dict.fromkeys((*before.scores, *after.scores)):
+        first, second = before.scores.get(category), after.scores.get(category)
+        difference = f"{second.value - first.value:+.1%}" if first and second else "-"
+        counts = (f"{score.num_cases:,}" if score else "-" for score in (first, second))
+        values = (f"{score.value:.1%}" if score else "not run" for score in (first, second))
+        table.add_row(category, *counts, *values, difference)
+    console.print(table)
+    for name, one in (("before", before), ("after", after)):
+        model = f"{one.model}: " if one.model else ""
+        console.print(f"{name}: {model}{'; '.join(one.notes)}", soft_wrap=True, highlight=False, markup=False)
+    return 0
+
+
 def _read(path: str) -> list[Row]:
     rows = read_rows(path)
     if not rows:
@@ -62,7 +98,7 @@ def _read(path: str) -> list[Row]:
 def _check_settings(before: str, after: str) -> None:
     """Require the same cases and answer length; suites of one name may differ in both."""
     first, second = read_settings(before) or {}, read_settings(after) or {}
-    for key in ("cases_digest", "max_new_tokens"):
+    for key in ("release", "cases_digest", "max_new_tokens"):
         if key in first and key in second and first[key] != second[key]:
             raise DataError(
                 f"{before} and {after}: {key} is {first[key]} in one and {second[key]} in the other. "

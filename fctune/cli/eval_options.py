@@ -129,6 +129,12 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
     suite.add_argument("--num-cases", type=int, metavar="N", help="number of cases of a synthetic suite")
     suite.add_argument("--seed", type=int, help="seed of a synthetic suite's cases and of sampling")
     suite.add_argument("--bfcl-data", metavar="DIR", help="data directory of bfcl-eval; default: where it is installed")
+    suite.add_argument(
+        "--bfcl-mode",
+        choices=("tools", "prompt"),
+        default="tools",
+        help="describe bfcl's functions as native tools, or in the leaderboard's own prompt; default: %(default)s",
+    )
     generation = parser.add_argument_group("generation and parsing")
     generation.add_argument("--adapter", metavar="DIR", help="PEFT adapter directory to load on top of --model")
     names = ", ".join(list_shipped_templates())
@@ -164,7 +170,7 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_compare_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("before", metavar="BEFORE.jsonl", help="results written by fctune eval --out")
+    parser.add_argument("before", metavar="BEFORE.jsonl", help="results of fctune eval --out, tau2-bench or ACEBench")
     parser.add_argument("after", metavar="AFTER.jsonl", help="results to compare with them")
     parser.add_argument("--lenient", action="store_true", help="compare the lenient reading")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="list N changed cases of each category")

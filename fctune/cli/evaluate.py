@@ -26,21 +26,26 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from fctune.calls.formats.base import CallFormat
-from fctune.calls.formats.registry import FORMATS, detect_format, get_format
+from fctune.calls.formats.registry import FORMATS, get_format
+from fctune.cli import engines
 from fctune.cli.eval_options import find_suite
-from fctune.cli.tables import make_console, make_reasoning_table, make_score_table, print_not_run
+from fctune.cli.tables import (
+    make_console,
+    make_reasoning_table,
+    make_score_table,
+    print_leaderboard,
+    print_not_run,
+)
 from fctune.config.loading import read_environment
-from fctune.data.chosen_template import open_chosen_template
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.evaluation.leaks import find_leaks
 from fctune.evaluation.proposals import write_proposals
 from fctune.evaluation.results import ResultsFile, Row
 from fctune.evaluation.suites import Suite, benchmark_of, load_suite
 from fctune.evaluation.summary import summarise_run
-from fctune.generation.endpoint import EndpointEngine
 from fctune.generation.engine import Engine, Sampling
 from fctune.generation.http_client import RetryPolicy
-from fctune.generation.model_files import ModelFiles, find_model
+from fctune.generation.model_files import ModelFiles
 from fctune.terminal import escape_controls
 
 if TYPE_CHECKING:
@@ -95,6 +100,7 @@ def _run(arguments: argparse.Namespace, world: World | None) -> int:
     console.print(make_score_table(title, summary))
     if summary["reasoning"]:
         console.print(make_reasoning_table("reasoning", summary["reasoning"]))
+    print_leaderboard(console, summary)
     print_not_run(console, suite.not_run)
     console.print(f"results: {results.path}", soft_wrap=True)
     _write_exports(arguments, console, suite, rows, summary)
@@ -115,7 +121,10 @@ def _has_leaks(arguments: argparse.Namespace, suite: Suite, world: World | None)
 
 
 def _report_leaks(arguments: argparse.Namespace, suite: Suite) -> bool:
-    if is_server(arguments) or (leaks := find_leaks(suite.all_cases, arguments.model, arguments.adapter)) is None:
+    if (
+        engines.is_server(arguments.model)
+        or (leaks := find_leaks(suite.all_cases, arguments.model, arguments.adapter)) is None
+    ):
         return False
     lines = [f"{path}: cannot be compared with the cases ({reason})" for path, reason in leaks.unread.items()]
     if num_leaked := len(leaks.case_ids):
@@ -137,6 +146,12 @@ def ask(
 ) -> tuple[list[Row] | None, dict[str, Any], ResultsFile]:
     """Run a suite on the model; returns the rows (on the main process), their settings and their file."""
     named, files = check_model(arguments, world)
+    if suite.call_format is not None:
+        if named is not None:
+            raise ConfigError(
+                f"--format {arguments.format}: the prompts of {suite.name} ask for a format. Leave it out."
+            )
+        named = suite.call_format
     rank, world_size = (world.rank, world.world_size) if world else (0, 1)
     results = ResultsFile(arguments.out or default_out(arguments, f"{suite.name}.jsonl"), rank, world_size)
     # torch is imported below; paths and names are checked by now.
@@ -154,7 +169,7 @@ def ask(
             results,
             max_new_tokens=arguments.max_new_tokens,
             # More conversations than requests in flight, so that the server stays busy during the slowest answers.
-            num_at_once=4 * arguments.concurrency if is_server(arguments) else arguments.batch_size,
+            num_at_once=4 * arguments.concurrency if engines.is_server(arguments.model) else arguments.batch_size,
             is_fresh=arguments.fresh,
             world=world,
             on_row=lambda row, done, total: progress.update(task, completed=done, total=total) if progress else None,
@@ -164,15 +179,10 @@ def ask(
 
 def check_model(arguments: argparse.Namespace, world: World | None) -> tuple[CallFormat | None, ModelFiles | None]:
     """Return the call format that was named, if any, and the model's files, None for a server; imports no torch."""
-    if is_server(arguments) and world is not None:
+    if engines.is_server(arguments.model) and world is not None:
         raise ConfigError(f"--model {arguments.model}: only one process can query a server; raise --concurrency.")
     named = get_format(arguments.format) if arguments.format else None
-    return named, None if is_server(arguments) else find_model(arguments.model, arguments.adapter)
-
-
-def is_server(arguments: argparse.Namespace) -> bool:
-    """Return True if --model is the address of a server."""
-    return bool(arguments.model.startswith(("http://", "https://")))
+    return named, engines.find_files(arguments.model, arguments.adapter)
 
 
 def open_suite(arguments: argparse.Namespace, has_multi_turn: bool = False) -> Suite:
@@ -183,7 +193,10 @@ def open_suite(arguments: argparse.Namespace, has_multi_turn: bool = False) -> S
         num_cases=arguments.num_cases,
         categories=arguments.categories,
         bfcl_data=arguments.bfcl_data,
-        has_plain_names=is_server(arguments) and arguments.format is None,
+        bfcl_mode=arguments.bfcl_mode,
+        has_plain_names=engines.is_server(arguments.model)
+        and arguments.format is None
+        and arguments.bfcl_mode == "tools",
         has_multi_turn=has_multi_turn,
     ).select(limit=arguments.limit)
     if arguments.min_accuracy is not None and suite.benchmark is not None:
@@ -212,36 +225,21 @@ def _open_engine(
     world: World | None,
     keeps_tokens: bool,
 ) -> tuple[Engine, CallFormat | None]:
-    sampling = Sampling(arguments.temperature, arguments.seed or 0)
-    if files is None:
-        if arguments.chat_template is not None:
-            raise ConfigError("--chat-template: a server renders its own. Start it with the template, and omit this.")
-        retry_policy = RetryPolicy(max_attempts=arguments.attempts, timeout_s=arguments.timeout)
-        return EndpointEngine(
-            arguments.model,
-            arguments.served_model,
-            read_environment().get("FCTUNE_API_KEY") or None,
-            arguments.concurrency,
-            sampling,
-            arguments.request,
-            retry_policy,
-            arguments.template_args,
-            keeps_tokens,
-        ), named
-    from fctune.generation.in_process import InProcessEngine
-
-    device = world.device if world else None
-    template = open_chosen_template(arguments.chat_template, "--chat-template ")
-    engine = InProcessEngine(
-        *files,
-        batch_size=arguments.batch_size,
-        sampling=sampling,
-        device=device,
+    return engines.open_engine(
+        arguments.model,
+        files,
+        named,
+        sampling=Sampling(arguments.temperature, arguments.seed or 0),
         template_args=arguments.template_args,
-        chat_template=template,
+        chat_template=arguments.chat_template,
+        batch_size=arguments.batch_size,
+        device=world.device if world else None,
+        served_model=arguments.served_model,
+        concurrency=arguments.concurrency,
+        request=arguments.request,
+        retry_policy=RetryPolicy(max_attempts=arguments.attempts, timeout_s=arguments.timeout),
         keeps_tokens=keeps_tokens,
     )
-    return engine, named or detect_format(engine.template.source)
 
 
 def _on_every_rank(world: World | None, action: Callable[[], T]) -> T:
@@ -296,10 +294,10 @@ def _warn_of_unparsed_calls(console: Console, rows: list[Row], summary: dict[str
 def _judge_run(arguments: argparse.Namespace, console: Console, summary: dict[str, Any]) -> int:
     code = 0
     if num_unanswered := summary["num_no_answer"]:
-        hint = "; re-run the same command to ask them again" if is_server(arguments) else ""
+        hint = "; re-run the same command to ask them again" if engines.is_server(arguments.model) else ""
         message = f"{num_unanswered:,} of {summary['num_cases']:,} cases have no answer and count as wrong{hint}"
         console.print(message, style="bold red", soft_wrap=True)
-        code = 1 if is_server(arguments) else 0
+        code = 1 if engines.is_server(arguments.model) else 0
     if arguments.min_accuracy is not None:
         accuracy = summary["scores"]["all"]["rates"]["accuracy"]["rate"]
         if accuracy < arguments.min_accuracy:

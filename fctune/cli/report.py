@@ -26,6 +26,13 @@ def add_commands(commands: Any) -> None:
     )
     report.add_argument("--before", metavar="FILE", help="evaluation results of the base model on the same cases")
     report.add_argument(
+        "--published",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="results of tau2-bench or ACEBench to show: a .json file or a directory; repeatable",
+    )
+    report.add_argument(
         "--price",
         type=float,
         metavar="X",
@@ -38,6 +45,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from fctune.evaluation.published import read_published
     from fctune.report.run_page import write_run_html
     from fctune.runs.record import read_run
     from fctune.runs.results import find_accuracies, pair_results
@@ -49,6 +57,7 @@ def _report(arguments: argparse.Namespace) -> int:
         raise ConfigError("--before: needs --after, the results to compare it with.")
     if arguments.price is not None and not 0 <= arguments.price < math.inf:
         raise ConfigError(f"--price {arguments.price}: expected 0 or more.")
+    published = [read_published(path) for path in arguments.published]
     records = [read_run(path) for path in arguments.runs]
     if arguments.after:
         accuracies = [[pair_results(arguments.after, arguments.before)]]
@@ -59,7 +68,9 @@ def _report(arguments: argparse.Namespace) -> int:
         for record, found in zip(records, accuracies, strict=True)
     ]
     write_file(
-        arguments.out, "--out", lambda: write_run_html(records, arguments.out, accuracies, criteria, arguments.price)
+        arguments.out,
+        "--out",
+        lambda: write_run_html(records, arguments.out, accuracies, criteria, arguments.price, published),
     )
     console = Terminal(soft_wrap=True, highlight=False, markup=False)
     for record, judged in zip(records, criteria, strict=True):

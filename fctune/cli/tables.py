@@ -82,3 +82,23 @@ def print_not_run(console: Console, not_run: Mapping[str, str]) -> None:
     for reason in dict.fromkeys(not_run.values()):
         names = [category for category, why in not_run.items() if why == reason]
         console.print(f"not run: {', '.join(names)} ({reason})", soft_wrap=True, highlight=False)
+
+
+def print_leaderboard(console: Console, summary: Mapping[str, Any]) -> None:
+    """Print the overall number of a summary of the leaderboard's cases, its parts, and what counts as 0 in it."""
+    if (found := summary.get("leaderboard")) is None:
+        return
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {share:.1%} (weight {found['weights'][name]} %)"
+        for name, share in found["parts"].items()
+    )
+    lines = [
+        f"overall as the leaderboard weighs it: {found['overall']:.2%} of "
+        f"{summary['benchmark']} ({summary['release'] or 'version unknown'}): {parts}"
+    ]
+    if missing := found["not_measured"]:
+        lines.append(f"not measured, counted as 0 in it: {', '.join(missing)}")
+    if incomplete := found["incomplete"]:
+        lines.append(f"measured on fewer cases than the leaderboard's: {', '.join(incomplete)}")
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fctune.cli import evaluate
+from fctune.cli.engines import is_server
 from fctune.cli.eval_options import parse_eval_arguments
 from fctune.cli.files import write_file
 from fctune.cli.tables import make_console, make_table
@@ -58,15 +59,11 @@ def _prompts(arguments: argparse.Namespace) -> list[Conversation]:
     return [suite.cases[index % len(suite.cases)].prompt for index in range(num_prompts)]
 
 
-def _is_server(model: str) -> bool:
-    return model.startswith(("http://", "https://"))
-
-
 def _make_measures(arguments: argparse.Namespace, model: str, prompts: list[Conversation]) -> list[Callable[[], Speed]]:
     from fctune.evaluation.throughput import measure_endpoint, measure_in_process
     from fctune.generation.in_process import InProcessEngine
 
-    if _is_server(model):
+    if is_server(model):
         server = EndpointEngine(model, arguments.served_model, read_environment().get("FCTUNE_API_KEY") or None)
         return [_bind(measure_endpoint, server, prompts, width, arguments.new_tokens) for width in arguments.widths]
     engine = InProcessEngine(*find_model(model))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import marshal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -81,6 +81,11 @@ class ToolSchema:
         if self._compiled is None:
             self.problem = self._find_problem()
 
+    @property
+    def check(self) -> Callable[[Any], bool]:
+        """Function that does what ``accepts`` does, faster if called often."""
+        return self._compiled if self._compiled is not None else self.accepts
+
     def accepts(self, arguments: Any) -> bool:
         """Return True if the schema is valid and the arguments obey it."""
         if self._compiled is not None:
@@ -136,14 +141,20 @@ class ToolSet:
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = {tool.name: tool for tool in reversed(tools)}
         self._schemas: dict[str, ToolSchema] = {}
+        self._checks: dict[str, Callable[[Any], bool]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._tools)
 
     def accepts(self, call: Call) -> bool:
         """Return True if the call is to one of the tools and obeys its schema."""
-        schema = self._find_schema(call.name)
-        return schema is not None and schema.accepts(call.arguments)
+        check = self._checks.get(call.name)
+        if check is None:
+            schema = self._find_schema(call.name)
+            if schema is None:
+                return False
+            check = self._checks[call.name] = schema.check
+        return check(call.arguments)
 
     def find_errors(self, call: Call) -> tuple[str, ...]:
         """Return what is wrong with a call, one line each; empty if it is valid."""

@@ -1,24 +1,29 @@
 """The categories of the Berkeley Function Calling Leaderboard as evaluation cases.
 
-Each question goes to the model as its messages, with its functions as tools, the way the leaderboard asks models with
-native tool calling ("FC"). Functions are changed as it changes them, which the tests compare with its own code: JSON
-Schema types, a note on the language, Java and JavaScript values as strings.
+In the mode "tools" each question goes to the model as its messages, with its functions as tools, the way the
+leaderboard asks models with native tool calling ("FC"). In the mode "prompt" the leaderboard's own system prompt
+describes the functions and asks for calls in Python's syntax. Functions are changed as it changes them, which the tests
+compare with its own code: JSON Schema types, a note on the language, Java and JavaScript values as strings.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib.metadata
 import importlib.util
 import json
-from collections.abc import Sequence
+import urllib.parse
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fctune.calls.bfcl.cases import MULTI_TURN, SINGLE_TURN, BfclCase, read_bfcl
 from fctune.calls.bfcl.checker import language_of
 from fctune.calls.bfcl.judge import SingleTurnJudge
+from fctune.calls.bfcl.overall import AGENTIC
+from fctune.calls.bfcl.prompt_answers import join_tuples
 from fctune.calls.formats.base import Parsed
 from fctune.calls.judge import Judgement, describe_malformed
 from fctune.calls.matching import describe_differences
@@ -30,9 +35,11 @@ from fctune.evaluation.multi_turn import MultiTurnCase, open_multi_turn
 
 BFCL = "BFCL v4"
 
-_AGENTIC = ("memory_kv", "memory_vector", "memory_rec_sum", "web_search_base", "web_search_no_snippet")
+Mode = Literal["tools", "prompt"]
+"""How a model is told of the functions: as native tools, or by the leaderboard's own system prompt."""
+
 _NOT_RUN = {
-    **dict.fromkeys(_AGENTIC, "needs a memory or network access between turns"),
+    **dict.fromkeys(AGENTIC, "needs a memory or network access between turns"),
     "format_sensitivity": "prompts for other call formats than the model's own",
 }
 _GROUPS = {
@@ -40,7 +47,11 @@ _GROUPS = {
     "live": tuple(name for name in SINGLE_TURN if name.startswith("live_")),
     "non_live": tuple(name for name in SINGLE_TURN if not name.startswith("live_")),
     "multi_turn": MULTI_TURN,
-    "agentic": _AGENTIC,
+    "agentic": AGENTIC,
+}
+_NOT_PROMPTED = {
+    **dict.fromkeys(("simple_java", "simple_javascript"), "prompt mode reads answers in Python's syntax only"),
+    **dict.fromkeys(MULTI_TURN, "prompt mode asks for one turn only"),
 }
 _LANGUAGES = {"python": "Python 3", "java": "Java 8 SDK", "javascript": "JavaScript"}
 _JSON_TYPES = {
@@ -79,11 +90,37 @@ class BfclSingleTurnCase(Case):
         return (*lines, *describe_differences(self.expected, parsed.calls))
 
 
-def resolve_categories(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+@dataclass(frozen=True)
+class BfclPromptCase(BfclSingleTurnCase):
+    """A question asked by the leaderboard's own prompt; answers are read as ``BfclAnswer`` reads them."""
+
+    def judge(self, parsed: Parsed, decoded: Parsed | None = None) -> Judgement:
+        """Judge an answer: the benchmark tells tuples from lists, the strict typed match does not."""
+        types = {
+            (function["name"], key): schema.get("type")
+            for function in self.question.functions
+            for key, schema in function["parameters"]["properties"].items()
+        }
+        official = [
+            {
+                key: join_tuples(value, is_tuple=True) if types.get((call.name, key)) == "tuple" else value
+                for key, value in call.arguments.items()
+            }
+            for call in parsed.calls
+        ]
+        plain = tuple(Call(call.name, join_tuples(call.arguments), call.id) for call in parsed.calls)
+        calls = tuple(
+            Call(call.name, arguments, call.id) for call, arguments in zip(parsed.calls, official, strict=True)
+        )
+        return super().judge(parsed._replace(calls=plain), parsed._replace(calls=calls))
+
+
+def resolve_categories(names: Sequence[str], mode: Mode = "tools") -> tuple[list[str], dict[str, str]]:
     """Expand groups of categories: return the categories to run, in order, and those that cannot be, with the reason.
 
     Args:
         names: Categories, or ``single_turn``, ``live``, ``non_live``, ``multi_turn``, ``agentic``.
+        mode: How the model is told of the functions.
 
     Raises:
         ConfigError: A category does not exist.
@@ -96,12 +133,13 @@ def resolve_categories(names: Sequence[str]) -> tuple[list[str], dict[str, str]]
             raise ConfigError(
                 f"category {category!r}: not a category of the leaderboard{near}\n  Expected one of {', '.join(known)}."
             )
-    runnable = [category for category in (*SINGLE_TURN, *MULTI_TURN) if category in named]
-    return runnable, {category: reason for category, reason in _NOT_RUN.items() if category in named}
+    reasons = {**_NOT_RUN, **(_NOT_PROMPTED if mode == "prompt" else {})}
+    runnable = [category for category in (*SINGLE_TURN, *MULTI_TURN) if category in named and category not in reasons]
+    return runnable, {category: reason for category, reason in reasons.items() if category in named}
 
 
 def load_category(
-    data_dir: Path, category: str, has_plain_names: bool
+    data_dir: Path, category: str, has_plain_names: bool, mode: Mode = "tools"
 ) -> tuple[tuple[Case, ...], tuple[MultiTurnCase, ...], dict[str, str]]:
     """Load one category: its single-turn cases, its multi-turn cases, and the reason if it cannot be run.
 
@@ -109,10 +147,17 @@ def load_category(
         data_dir: The wheel's data directory.
         category: A single- or multi-turn category.
         has_plain_names: Write underscores for the dots in functions' names.
+        mode: How the model is told of the functions.
+
+    Raises:
+        ConfigError: The prompt of the mode "prompt" needs the installed wheel.
     """
     if category in MULTI_TURN:
         return (), *open_multi_turn(data_dir, [category], to_tool)
     questions = read_bfcl(data_dir, category)
+    if mode == "prompt":
+        prompt = read_system_prompt()
+        return tuple(_to_prompt_case(question, prompt) for question in questions), (), {}
     if has_plain_names:
         questions = [question.without_dots() for question in questions]
     return tuple(map(_to_case, questions)), (), {}
@@ -133,18 +178,71 @@ def find_installed_data() -> Path:
     return Path(spec.submodule_search_locations[0]) / "data"
 
 
-def to_tool(function: dict[str, Any], category: str, has_hint: bool = True) -> Tool:
-    """Convert a function of the benchmark to the tool shown to a model: in JSON Schema, with a note on its language."""
+def find_release(data_dir: str | Path) -> str | None:
+    """Return the package and version that a data directory belongs to, such as ``bfcl-eval 2026.3.23``, or None."""
+    site = str(Path(data_dir).resolve().parent.parent)
+    found = next(iter(importlib.metadata.distributions(name="bfcl-eval", path=[site])), None)
+    return None if found is None else f"bfcl-eval {found.version}"
+
+
+def read_system_prompt() -> Callable[[Sequence[dict[str, Any]]], str]:
+    """Return the function that writes the leaderboard's default system prompt for some functions.
+
+    Its text is the installed wheel's.
+
+    Raises:
+        ConfigError: The wheel is not installed, or its default prompt has another form.
+    """
+    try:
+        texts = importlib.import_module("bfcl_eval.constants.default_prompts")
+        form = dict(urllib.parse.parse_qsl(texts.DEFAULT_SYSTEM_PROMPT_FORMAT))
+        style = texts.PROMPT_STYLE_TEMPLATES[form["style"]]
+        template: str = texts.PROMPT_TEMPLATE_MAPPING[form["prompt_fmt"]]
+        call_format = style["tool_call_no_tag"].format(
+            output_format=texts.OUTPUT_FORMAT_MAPPING["python"], param_types=texts.PARAM_TYPE_MAPPING["python"]
+        )
+        known = {"ret_fmt": "python", "tool_call_tag": "False", "func_doc_fmt": "json"}
+    except (ImportError, AttributeError, KeyError):
+        form, known = {}, {"ret_fmt": "python"}
+    if not known.items() <= form.items():
+        raise ConfigError(
+            "bfcl: the mode prompt needs the prompt of the wheel. pip install --no-deps bfcl-eval==2026.3.23, "
+            "or leave out --bfcl-mode prompt."
+        )
+
+    def write(functions: Sequence[dict[str, Any]]) -> str:
+        documents = json.dumps(functions, indent=4)
+        return template.format(
+            persona=style["persona"],
+            task=style["task"],
+            tool_call_format=call_format,
+            multiturn_behavior=style["multiturn_behavior"],
+            available_tools=style["available_tools"].format(format=form["func_doc_fmt"], functions=documents),
+        )
+
+    return write
+
+
+def to_function_document(function: dict[str, Any], category: str, has_hint: bool = True) -> dict[str, Any]:
+    """Return a function as the leaderboard describes it: its own types, with a note on the language.
+
+    Values in Java and JavaScript are strings.
+    """
     function = copy.deepcopy(function)
     language = language_of(category)
     if has_hint:
         function["description"] += f" Note that the provided function is in {_LANGUAGES[language]} syntax."
-    properties = function["parameters"]["properties"]
     if language != "python":
-        for schema in properties.values():
+        for schema in function["parameters"]["properties"].values():
             _describe_as_source(schema, "Java" if language == "java" else "JavaScript")
+    return function
+
+
+def to_tool(function: dict[str, Any], category: str, has_hint: bool = True) -> Tool:
+    """Convert a function of the benchmark to the tool shown to a model: in JSON Schema, with a note on its language."""
+    function = to_function_document(function, category, has_hint)
     function["parameters"]["type"] = "object"
-    _rename_types(properties)
+    _rename_types(function["parameters"]["properties"])
     return Tool(function)
 
 
@@ -191,6 +289,18 @@ def _to_case(question: BfclCase) -> BfclSingleTurnCase:
     prompt = Conversation(messages, tools, f"{BFCL} {question.id}")
     expected = tuple(map(_first_choice, question.answers))
     return BfclSingleTurnCase(question.id, question.category, prompt, expected, question)
+
+
+def _to_prompt_case(question: BfclCase, write_prompt: Callable[[Sequence[dict[str, Any]]], str]) -> BfclPromptCase:
+    """Make a case whose functions are in a system message, before the question's own system message if it has one."""
+    (turn,) = question.turns
+    system = write_prompt([to_function_document(function, question.category) for function in question.functions])
+    if turn[0]["role"] == "system":
+        system, turn = f"{system}\n\n{turn[0]['content']}", turn[1:]
+    messages = (Message("system", system), *(Message(message["role"], message["content"]) for message in turn))
+    expected = tuple(map(_first_choice, question.answers))
+    prompt = Conversation(messages, (), f"{BFCL} {question.id}")
+    return BfclPromptCase(question.id, question.category, prompt, expected, question)
 
 
 def _first_choice(answer: dict[str, dict[str, list[Any]]]) -> Call:

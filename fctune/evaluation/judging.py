@@ -38,7 +38,10 @@ def read_answer(answer: Answer, call_format: CallFormat | None, tools: Sequence[
 
 def judge_reading(case: Case, reading: Reading) -> tuple[Judgement, Judgement]:
     """Judge a single-turn answer in its strict and in its lenient reading; an answer must not end the evaluation."""
-    strict = judge_or_report(case, lambda: case.judge(reading.strict, reading.decoded))
+    try:  # as in judge_or_report, without its function for each answer: files hold millions of them
+        strict = case.judge(reading.strict, reading.decoded)
+    except Exception as error:
+        strict = judge_error(case.judge_failure(""), error)
     if reading.lenient is reading.strict:
         return strict, strict
     return strict, judge_or_report(case, lambda: case.judge(reading.lenient))
@@ -158,12 +161,8 @@ def to_reasoning_fields(answer: Answer) -> Row:
 def to_plain(*parsed: Parsed) -> Row:
     """Return the calls and malformed stretches of one or several readings as JSON values."""
     return {
-        "calls": [call for one in parsed for call in to_plain_calls(one.calls)],
-        "malformed": [
-            {"start": stretch.start, "end": stretch.end, "reason": stretch.reason}
-            for one in parsed
-            for stretch in one.malformed
-        ],
+        "calls": [{"name": call.name, "arguments": call.arguments} for one in parsed for call in one.calls],
+        "malformed": [stretch._asdict() for one in parsed for stretch in one.malformed],
     }
 
 

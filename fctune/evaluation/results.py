@@ -175,11 +175,11 @@ def read_rows(path: str | Path, is_partial: bool = False) -> list[Row]:
     """
     path = Path(path)
     try:
-        *lines, last = path.read_bytes().split(b"\n")
+        *lines, last = path.read_bytes().split(b"\n")  # the last is empty unless writing it was interrupted
     except OSError as error:
         if is_partial and isinstance(error, FileNotFoundError):
             return []
-        raise DataError(f"{path}: cannot be read ({error.strerror}). Pass a file that eval.tool_calls wrote.") from None
+        raise DataError(f"{path}: cannot be read ({error.strerror}). Pass a file that fctune eval wrote.") from None
     lines += [last] if last and not is_partial else []
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -191,7 +191,12 @@ def read_rows(path: str | Path, is_partial: bool = False) -> list[Row]:
                 raise ValueError("id and category must be strings")
             rows.append({**row, "verdict": str(row["verdict"])})
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}:{number}: not a result of eval.tool_calls ({error}).") from None
+            if number == len(lines) and last:
+                raise DataError(
+                    f"{path}:{number}: the last row is incomplete, as of an evaluation that was killed. Run the same "
+                    "fctune eval again to finish it."
+                ) from None
+            raise DataError(f"{path}:{number}: not a result of fctune eval ({error}).") from None
     return rows
 
 

@@ -34,6 +34,7 @@ def describe_run(suite: Suite, engine: Engine, call_format: CallFormat | None, m
         "format": "served" if call_format is None else call_format.name,
         "max_new_tokens": max_new_tokens,
         "fctune": __version__,
+        **({"release": suite.release} if suite.release is not None else {}),
         **engine.describe(),
     }
 

@@ -23,7 +23,8 @@ from fctune.files import write_atomically
 # A kill loses the verdicts of this time at most.
 _FLUSH_EVERY_S = 0.5
 
-_encode = json.JSONEncoder(ensure_ascii=False).encode
+# Rows hold what was read from JSON, which has no cycles to look for.
+_encode = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 
 
 def score_file(
@@ -106,10 +107,12 @@ class _Count:
             self._unknown[prediction.id] += 1
             return {"id": prediction.id, "category": None, "valid": False, "reason": "no such case"}
         judged = judge_prediction(case, prediction)
-        for one in judged[:2]:
-            if one.outcome.verdict == "not_judged":
-                self._not_judged[prediction.id] = one.reason
-        self._tally.add(case.category, judged.strict, judged.lenient)
+        strict, lenient = judged.strict, judged.lenient
+        if strict.outcome.verdict == "not_judged" or lenient.outcome.verdict == "not_judged":
+            self._not_judged[prediction.id] = next(
+                one.reason for one in (lenient, strict) if one.outcome.verdict == "not_judged"
+            )
+        self._tally.add(case.category, strict, lenient)
         return _to_row(prediction.id, case.category, judged)
 
     def summarise(self) -> dict[str, Any]:
@@ -121,6 +124,7 @@ class _Count:
         return {
             "suite": self._suite.name,
             "benchmark": self._suite.benchmark,
+            "release": self._suite.release,
             "num_cases": len(self._suite.all_cases),
             "not_run": dict(self._suite.not_run),
             **self._tally.summarise(),
@@ -144,6 +148,8 @@ def _to_row(case_id: str, category: str, judged: JudgedPrediction) -> dict[str, 
         row["differences"] = strict.differences
     if judged.parsed is not None:
         row |= to_plain(judged.parsed)
-    if judged.parsed is not None or lenient is not strict:
+    if lenient is not strict:
         row["valid_lenient"], row["reason_lenient"] = lenient.is_valid, lenient.reason
+    elif judged.parsed is not None:
+        row["valid_lenient"], row["reason_lenient"] = row["valid"], row["reason"]
     return row

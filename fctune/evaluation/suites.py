@@ -11,12 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from fctune.calls.bfcl.cases import CATEGORIES, MULTI_TURN, category_of
+from fctune.calls.bfcl.prompt_answers import BfclAnswer
+from fctune.calls.formats.base import CallFormat
 from fctune.config.loading import format_problems, read_yaml_mapping
 from fctune.config.parsing import parse_dataclass
 from fctune.data.conversation import Conversation
 from fctune.data.synthetic import iter_cases
 from fctune.errors import ConfigError, DataError
-from fctune.evaluation.bfcl import BFCL, find_installed_data, load_category, resolve_categories
+from fctune.evaluation.bfcl import (
+    BFCL,
+    Mode,
+    find_installed_data,
+    find_release,
+    load_category,
+    resolve_categories,
+)
 from fctune.evaluation.cases import Case, make_cases, read_cases
 from fctune.evaluation.multi_turn import MultiTurnCase
 
@@ -34,6 +43,8 @@ class Suite:
             summed up.
         not_run: Categories that were requested and left out, with the reason.
         multi_turn: Cases of several turns.
+        release: The package and version that the cases come from, such as ``bfcl-eval 2026.3.23``; None if unknown.
+        call_format: The format in which the prompts themselves ask for calls; None: the model's own.
     """
 
     name: str
@@ -41,6 +52,8 @@ class Suite:
     benchmark: str | None = None
     not_run: dict[str, str] = field(default_factory=dict)
     multi_turn: tuple[MultiTurnCase, ...] = ()
+    release: str | None = None
+    call_format: CallFormat | None = None
 
     def __post_init__(self) -> None:
         self._by_id: dict[str, AnyCase] = {case.id: case for case in self.all_cases}
@@ -96,20 +109,29 @@ class BfclSuite(Suite):
         data_dir: The wheel's data directory.
         categories: Categories or groups of them to load at once.
         has_plain_names: Write ``a_b`` for a function ``a.b``, for models that cannot write dots.
+        mode: How the model is told of the functions.
 
     Raises:
-        ConfigError: A category does not exist.
+        ConfigError: A category does not exist, or the wheel, which has the prompt of the mode "prompt", is missing.
         DataError: The directory is missing or does not have the wheel's layout.
     """
 
-    def __init__(self, data_dir: str | Path, categories: Sequence[str] = (), has_plain_names: bool = False) -> None:
+    def __init__(
+        self,
+        data_dir: str | Path,
+        categories: Sequence[str] = (),
+        has_plain_names: bool = False,
+        mode: Mode = "tools",
+    ) -> None:
         if not Path(data_dir).is_dir():
             raise DataError(
                 f"{data_dir}: no such directory. Pass the data directory of the bfcl-eval wheel: "
                 "site-packages/bfcl_eval/data."
             )
-        runnable, not_run = resolve_categories(categories)
-        super().__init__("bfcl", (), BFCL, not_run)
+        runnable, not_run = resolve_categories(categories, mode)
+        asked_in = BfclAnswer() if mode == "prompt" else None
+        super().__init__("bfcl", (), BFCL, not_run, release=find_release(data_dir), call_format=asked_in)
+        self._mode = mode
         self._data_dir = Path(data_dir)
         self._has_plain_names = has_plain_names
         self._loaded: dict[str, dict[str, AnyCase]] = {}
@@ -127,7 +149,7 @@ class BfclSuite(Suite):
 
     def _load(self, category: str) -> dict[str, AnyCase]:
         if category not in self._loaded:
-            single, multi, not_run = load_category(self._data_dir, category, self._has_plain_names)
+            single, multi, not_run = load_category(self._data_dir, category, self._has_plain_names, self._mode)
             cases: list[AnyCase] = [*single, *multi]
             self._loaded[category] = {case.id: case for case in cases}
             self.not_run |= not_run
@@ -173,6 +195,7 @@ def load_suite(
     num_cases: int | None = None,
     categories: Sequence[str] = (),
     bfcl_data: str | None = None,
+    bfcl_mode: Mode = "tools",
     has_plain_names: bool = False,
     has_multi_turn: bool = False,
 ) -> Suite:
@@ -184,6 +207,7 @@ def load_suite(
         num_cases: Size of a synthetic suite; default: the file's.
         categories: Categories to run; empty: all that the file names.
         bfcl_data: The benchmark's data directory; None: that of the installed wheel.
+        bfcl_mode: How the benchmark tells the model of its functions.
         has_plain_names: Write underscores for dots in the tools' names, as servers' own protocols require.
         has_multi_turn: Include the benchmark's multi-turn categories.
 
@@ -196,7 +220,7 @@ def load_suite(
         return Suite(path.stem, tuple(read_cases(path)), read_mark(path)).select(categories)
     spec = _read_spec(path)
     if spec.bfcl is not None:
-        return _load_bfcl(path.stem, spec, categories, bfcl_data, has_plain_names, has_multi_turn)
+        return _load_bfcl(path.stem, spec, categories, bfcl_data, bfcl_mode, has_plain_names, has_multi_turn)
     if spec.synthetic is not None:
         made = iter_cases(num_cases or spec.synthetic.num_cases, spec.synthetic.seed if seed is None else seed)
         rows = [case.to_json() for case in made]
@@ -236,17 +260,25 @@ def _load_bfcl(
     spec: _SuiteFile,
     categories: Sequence[str],
     data: str | None,
+    mode: Mode,
     has_plain_names: bool,
     has_multi_turn: bool,
 ) -> Suite:
     assert spec.bfcl is not None
-    runnable, not_run = resolve_categories(list(categories) or spec.bfcl.categories)
+    runnable, not_run = resolve_categories(list(categories) or spec.bfcl.categories, mode)
     data = data or spec.bfcl.data
     run = [category for category in runnable if has_multi_turn or category not in MULTI_TURN]
     left_out = {name: "needs several turns, which this command does not run" for name in runnable if name not in run}
-    suite = BfclSuite(data if data is not None else find_installed_data(), run, has_plain_names)
-    benchmark = spec.benchmark or BFCL
-    return Suite(name, suite.cases, benchmark, {**left_out, **suite.not_run, **not_run}, suite.multi_turn)
+    suite = BfclSuite(data if data is not None else find_installed_data(), run, has_plain_names, mode)
+    return Suite(
+        name if mode == "tools" else f"{name}_{mode}",
+        suite.cases,
+        spec.benchmark or BFCL,
+        {**left_out, **suite.not_run, **not_run},
+        suite.multi_turn,
+        suite.release,
+        suite.call_format,
+    )
 
 
 def _read_spec(path: Path) -> _SuiteFile:

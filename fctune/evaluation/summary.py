@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fctune.calls.bfcl.overall import Measured, weigh
 from fctune.calls.judge import Judgement, Outcome
 from fctune.calls.metrics import rate, score_outcomes
 from fctune.evaluation.judging import Row, judge_row
@@ -43,7 +44,8 @@ class Tally:
 
         ``scores`` and ``lenient`` hold the output of ``fctune.calls.metrics.score_outcomes`` for the strict and the
         lenient reading, except that ``accuracy`` is the share of valid answers: see ``Judgement.is_valid``. Cases of
-        the leaderboard also give ``typed``, the share of answers whose verdict is "correct".
+        the leaderboard also give ``typed``, the share of answers whose verdict is "correct", and ``leaderboard``, the
+        overall number of ``fctune.calls.bfcl.overall.weigh``.
         """
         readings: dict[str, dict[str, Counter[tuple[Outcome, bool]]]] = {
             "scores": defaultdict(Counter),
@@ -59,6 +61,8 @@ class Tally:
                 category: rate(scores["verdicts"]["correct"], scores["n"])
                 for category, scores in summary["scores"].items()
             }
+            accuracies = {name: scores["rates"]["accuracy"] for name, scores in summary["scores"].items()}
+            summary["leaderboard"] = weigh({n: Measured(one["rate"], one["n"]) for n, one in accuracies.items()})
         return summary
 
     def _score(self, counts: Mapping[str, Counter[tuple[Outcome, bool]]]) -> dict[str, Any]:
@@ -112,6 +116,7 @@ def summarise_run(suite: Suite, rows: Sequence[Row], settings: Mapping[str, Any]
     return {
         "suite": suite.name,
         "benchmark": suite.benchmark,
+        "release": suite.release,
         "num_cases": len(cases),
         "num_no_answer": sum(by_id.get(case.id, missing).get("error") is not None for case in cases),
         "num_cut": sum(bool(row.get("is_cut")) for row in rows),

@@ -213,7 +213,7 @@ def _name_shards(staging: Path, num_files: int, weight_map: dict[str, str], tota
 def write_adapter_config(
     folder: Path, config: AdapterConfig, base: str, architecture: Architecture, token_ids: Sequence[int] = ()
 ) -> None:
-    """Write PEFT's ``adapter_config.json``.
+    """Write ``adapter_config.json``, by which PEFT and inference servers load the adapter.
 
     Args:
         folder: existing directory.

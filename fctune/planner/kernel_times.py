@@ -38,7 +38,7 @@ class KernelTimes:
 
     @property
     def total(self) -> float:
-        """Microseconds per token."""
+        """Time of all kernels together, in microseconds per token."""
         total: float = sum(asdict(self).values())
         return total
 

@@ -45,6 +45,7 @@ def make_eval_page(summary: Mapping[str, Any], rows: Sequence[Row]) -> Page:
     page = Page(title, _headline(summary, len(failures)))
     _add_tiles(page, summary, rows, len(failures))
     _add_accuracy(page, summary)
+    _add_leaderboard(page, summary)
     _add_error_classes(page, summary)
     _add_confusions(page, rows)
     _add_failures(page, failures)
@@ -103,6 +104,25 @@ def _add_accuracy(page: Page, summary: Mapping[str, Any]) -> None:
             " Correct is the benchmark's own judgement, which treats a malformed call as no call; typed is exact match."
         )
     page.add_section("Accuracy", make_table(heads, rows, is_stacked=True), lead=lead)
+
+
+def _add_leaderboard(page: Page, summary: Mapping[str, Any]) -> None:
+    if (found := summary.get("leaderboard")) is None:
+        return
+    rows = [
+        [name.replace("_", " "), f"{found['weights'][name]} %", f"{share:.1%}"]
+        for name, share in found["parts"].items()
+    ]
+    lead = (
+        f"{found['overall']:.2%} overall, with the weights of the leaderboard "
+        f"({summary.get('release') or 'version unknown'}), where a category that is not measured counts as 0."
+    )
+    if missing := found["not_measured"]:
+        lead += f" Not measured: {', '.join(missing)}."
+    if incomplete := found["incomplete"]:
+        lead += f" Measured on fewer cases than the leaderboard's: {', '.join(incomplete)}."
+    table = make_table([("Part", False), ("Weight", True), ("Accuracy", True)], rows)
+    page.add_section("Leaderboard", table, lead=lead)
 
 
 def _distinct_scores(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from fctune.evaluation.published import Published
 from fctune.report.page import Page, Tone, escape, make_table
 from fctune.report.run_charts import add_run_charts
-from fctune.report.run_sections import add_accuracy, add_data, add_events, add_setup, add_success, add_time
+from fctune.report.run_sections import (
+    add_accuracy,
+    add_data,
+    add_events,
+    add_published,
+    add_setup,
+    add_success,
+    add_time,
+)
 from fctune.report.run_text import (
     ABSENT,
     describe_outcome,
@@ -44,6 +53,7 @@ def write_run_html(
     accuracies: Sequence[Sequence[Accuracy]] = (),
     criteria: Sequence[Sequence[Criterion]] = (),
     price: float | None = None,
+    published: Sequence[Published] = (),
 ) -> None:
     """Write the page of one or more runs.
 
@@ -53,9 +63,10 @@ def write_run_html(
         accuracies: evaluation results of each run.
         criteria: judged success criteria of each run.
         price: of a GPU-hour; None takes that of each run's config.
+        published: results of other packages' benchmarks.
     """
     num_steps = sum(len(record.metrics.steps) for record in records)
-    make_run_page(records, accuracies, criteria, price).write(path, f"fctune report: {num_steps:,} steps")
+    make_run_page(records, accuracies, criteria, price, published).write(path, f"fctune report: {num_steps:,} steps")
 
 
 def make_run_page(
@@ -63,6 +74,7 @@ def make_run_page(
     accuracies: Sequence[Sequence[Accuracy]] = (),
     criteria: Sequence[Sequence[Criterion]] = (),
     price: float | None = None,
+    published: Sequence[Published] = (),
 ) -> Page:
     """Make the page of one or more runs; arguments as in ``write_run_html``."""
     names, figures = name_runs(records), [describe_run(record, price) for record in records]
@@ -91,6 +103,8 @@ def make_run_page(
                 page.add_section(f"Evaluation{suffix}", f"<p>{escape(str(accuracy.after.path))}</p>")
             add_accuracy(page, accuracy)
         add_data(page, record, suffix)
+    if published:
+        add_published(page, published)
     if len(records) == 1 and records[0].config:
         rows = [[key, format_value(value)] for key, value in flatten_config(records[0].config).items()]
         table = make_table([("Key", False), ("Value", False)], rows)

@@ -10,6 +10,7 @@ from typing import Any
 
 from fctune.calls.metrics import rate
 from fctune.evaluation.judging import is_valid
+from fctune.evaluation.published import Published
 from fctune.report.eval_page import FACETS, format_bounds, make_case
 from fctune.report.page import Cell, Chart, Page, Series, Tone, draw_interval, escape, make_table
 from fctune.report.run_text import format_number, format_seconds, format_value
@@ -172,6 +173,25 @@ def add_accuracy(page: Page, accuracy: Accuracy) -> None:
         lead += " Before (ring) is the base on the same cases; differences are paired (Tango), p is McNemar's."
     table = make_table(heads, rows, is_stacked=True)
     page.add_section(f"Tool-call accuracy: {accuracy.suite}", table, *_make_failures(page, accuracy), lead=lead)
+
+
+def add_published(page: Page, published: Sequence[Published]) -> None:
+    """Add the numbers of other packages' benchmarks as these packages scored them."""
+    rows = [
+        [one.benchmark, one.model or "unnamed", category, score.num_cases, f"{score.value:.1%}", "; ".join(one.notes)]
+        for one in published
+        for category, score in one.scores.items()
+    ]
+    heads = [
+        ("Benchmark", False),
+        ("Model", False),
+        ("Category", False),
+        ("n", True),
+        ("Score", True),
+        ("Notes", False),
+    ]
+    lead = "Read from the result files of the benchmarks' own packages; nothing was asked or judged here."
+    page.add_section("Published benchmarks", make_table(heads, rows, is_stacked=True), lead=lead)
 
 
 def add_data(page: Page, record: RunRecord, suffix: str = "") -> None:

@@ -207,3 +207,15 @@ def test_a_killed_run_keeps_its_results_and_resumes(tmp_path: Path, tiny_base: P
     assert all(by_id[row["id"]] == row for row in kept)
     summary = json.loads(out.with_suffix(".summary.json").read_text())
     assert summary["scores"]["all"]["n"] == 40
+
+
+def test_a_results_file_cut_in_its_last_row_says_how_to_finish_it(tmp_path: Path) -> None:
+    row = json.dumps({"id": "a", "category": "c", "verdict": "correct"})
+    path = tmp_path / "r.jsonl"
+    path.write_text(f"{row}\n{row[:20]}")
+    with pytest.raises(DataError, match=r"r\.jsonl:2: the last row is incomplete.*Run the same fctune eval again"):
+        read_rows(path)
+    assert [found["id"] for found in read_rows(path, is_partial=True)] == ["a"]
+    path.write_text(f"{row[:20]}\n{row}\n")
+    with pytest.raises(DataError, match=r"r\.jsonl:1: not a result of"):
+        read_rows(path)

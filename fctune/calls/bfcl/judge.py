@@ -17,6 +17,8 @@ from fctune.calls.formats.base import Parsed
 from fctune.calls.judge import BenchmarkVerdict, ErrorKind, Judgement, Outcome, describe_malformed, judge, judge_failure
 from fctune.data.conversation import Call, Tool
 
+_VALID = BenchmarkVerdict(True, "")
+
 
 class SingleTurnJudge:
     """Judges answers to one single-turn case; prepared once for many answers."""
@@ -35,6 +37,8 @@ class SingleTurnJudge:
         decoded = decoded or parsed
         checked = self._checker.check(() if decoded.malformed else decoded.calls)
         outcome = self._key.judge(parsed, checked.is_exact)
+        if checked.valid and not checked.reason:
+            return Judgement(outcome, "", (), _VALID)
         reason = describe_malformed(decoded.malformed[0]) if decoded.malformed and not checked.valid else checked.reason
         return Judgement(outcome, reason, (), BenchmarkVerdict(checked.valid, checked.reason))
 
@@ -58,7 +62,7 @@ class MultiTurnJudge:
 
     @functools.cached_property
     def expected(self) -> tuple[tuple[Call, ...], ...]:
-        """The calls that are due in each turn."""
+        """Expected calls of each turn, read from the benchmark's answers."""
         simulated = SimulatedTools(self._case, load_simulators(), "expected")
         return tuple(tuple(map(simulated.read_answer, answer)) for answer in self._case.answers)
 

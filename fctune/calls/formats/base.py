@@ -37,6 +37,8 @@ TURN_ENDS = (
     "[e~[",
 )
 
+# Few texts end like a mark, and comparing them with every mark takes several times as long as with these.
+_LAST_LETTERS = frozenset(mark[-2:] for mark in TURN_ENDS)
 
 # Attempts to read a call that may fail beyond the next mark before the text they read is skipped.
 _MAX_REREADS = 4
@@ -86,7 +88,10 @@ class ParseState(ForwardSearch):
     __slots__ = ("_num_rereads", "calls", "malformed", "position", "prose", "spans")
 
     def __init__(self, text: str, end: int) -> None:
-        super().__init__(text, end)
+        # The attributes of ForwardSearch are set here: calling its __init__ would take a third of this time.
+        self.text = text
+        self.end = end
+        self._found: dict[str, tuple[int, int]] = {}
         self.position = 0
         self.calls: list[Call] = []
         self.spans: list[tuple[int, int]] = []
@@ -231,6 +236,6 @@ def find_content_end(text: str) -> int:
         stripped = end
         while stripped and text[stripped - 1].isspace():
             stripped -= 1
-        if not text.endswith(TURN_ENDS, 0, stripped):
+        if text[max(0, stripped - 2) : stripped] not in _LAST_LETTERS or not text.endswith(TURN_ENDS, 0, stripped):
             return end
         end = stripped - next(len(mark) for mark in TURN_ENDS if text.endswith(mark, 0, stripped))

@@ -23,10 +23,11 @@ def detect_reasoning(chat_template: str) -> ReasoningFormat | None:
 
 def find_reasoning(text: str) -> Reasoning | None:
     """Find the reasoning at the start of a text whose model, and so its format, is unknown; None if there is none."""
-    # Most texts have no mark, and splitting them in every format takes longer than reading their calls.
-    if not any(map(text.__contains__, _WORDS)):
+    # Most texts have no mark, and searching them for every one takes longer than reading their calls.
+    marks = [mark for word in _WORDS if word in text for mark in _MARKS_BY_WORD[word] if mark in text]
+    if not marks:
         return None
-    for found in dict.fromkeys([found for mark, found in _BY_MARK if mark in text]):
+    for found in dict.fromkeys([found for mark, found in _BY_MARK if mark in marks]):
         reasoning = found.split(text)
         if reasoning is not None and not text[: reasoning.spans[0][0]].strip():
             return reasoning
@@ -48,3 +49,4 @@ def _find_words(marks: Iterable[str]) -> list[str]:
 
 
 _WORDS = _find_words(mark for mark, _ in _BY_MARK)
+_MARKS_BY_WORD = {word: [mark for mark, _ in _BY_MARK if word in mark] for word in _WORDS}

@@ -1,0 +1,91 @@
+"""Open the model or server that a command names: ``fctune eval`` and ``fctune chat``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fctune.calls.formats.base import CallFormat
+from fctune.calls.formats.registry import detect_format
+from fctune.config.loading import read_environment
+from fctune.data.chosen_template import open_chosen_template
+from fctune.errors import ConfigError
+from fctune.generation.endpoint import EndpointEngine
+from fctune.generation.engine import Engine, Sampling
+from fctune.generation.http_client import RetryPolicy
+from fctune.generation.model_files import ModelFiles, find_model
+
+if TYPE_CHECKING:
+    import torch
+
+
+def is_server(model: str) -> bool:
+    """Return True if a model is given as the URL of a server."""
+    return model.startswith(("http://", "https://"))
+
+
+def find_files(model: str, adapter: str | None = None) -> ModelFiles | None:
+    """Return the files of a model, with an adapter if one is named; None for a server.
+
+    Raises:
+        ConfigError: There is no such model or adapter.
+    """
+    return None if is_server(model) else find_model(model, adapter)
+
+
+def open_engine(
+    model: str,
+    files: ModelFiles | None,
+    named: CallFormat | None = None,
+    *,
+    sampling: Sampling | None = None,
+    template_args: dict[str, Any] | None = None,
+    chat_template: str | None = None,
+    batch_size: int = 64,
+    device: torch.device | None = None,
+    served_model: str | None = None,
+    concurrency: int = 16,
+    request: Mapping[str, Any] | None = None,
+    retry_policy: RetryPolicy | None = None,
+    keeps_tokens: bool = False,
+) -> tuple[Engine, CallFormat | None]:
+    """Open a model or server; returns it with the call format of its text, None if the server parses the calls.
+
+    Args:
+        model: As on the command line.
+        files: The model's files from ``find_files``; None for a server, whose key is in FCTUNE_API_KEY.
+        named: Call format of the text; None: that of the model's chat template, or parsed by the server.
+        sampling: Temperature and seed; None: greedy.
+        template_args: Switches of the chat template.
+        chat_template: Template in place of the model's own, by name or file.
+        batch_size: Prompts at a time, in process.
+        device: Device of a model in process; None: the first GPU, or the CPU.
+        served_model: Name to request from a server; None: the one that it serves.
+        concurrency: Requests in flight.
+        request: Fields that are merged into each request.
+        retry_policy: When to repeat a request; None: the default.
+        keeps_tokens: Return token ids and log-probabilities with the answers.
+
+    Raises:
+        ConfigError: The server cannot be used like this, or the chat template's call format is unknown.
+    """
+    if files is None:
+        if chat_template is not None:
+            raise ConfigError("--chat-template: a server renders its own. Start it with the template, and omit this.")
+        key = read_environment().get("FCTUNE_API_KEY") or None
+        engine = EndpointEngine(
+            model, served_model, key, concurrency, sampling, request, retry_policy, template_args, keeps_tokens
+        )
+        return engine, named
+    from fctune.generation.in_process import InProcessEngine
+
+    in_process = InProcessEngine(
+        *files,
+        batch_size=batch_size,
+        sampling=sampling,
+        device=device,
+        template_args=template_args,
+        chat_template=open_chosen_template(chat_template, "--chat-template "),
+        keeps_tokens=keeps_tokens,
+    )
+    return in_process, named or detect_format(in_process.template.source)

@@ -1,0 +1,231 @@
+"""The leaderboard's own prompt: its text, the answers as decoded, and the verdicts, against the wheel's functions."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.calls.answers import read_text
+from fctune.calls.bfcl.cases import SINGLE_TURN, read_bfcl
+from fctune.calls.bfcl.prompt_answers import TUPLE_KEY, BfclAnswer
+from fctune.calls.formats.pythonic import render_python_call
+from fctune.data.conversation import Call
+from fctune.evaluation.judging import judge_answer, judge_row
+from fctune.evaluation.suites import BfclSuite, Suite, load_suite
+from fctune.generation.engine import Answer
+from tests.calls.bfcl_wheel import Case, data_dir, gold_calls, load_cases, needs_wheel, official_checker, python_cases
+from tests.calls.mutations import mutate
+from tests.conftest import ROOT
+from tests.evaluation.official_prompt import official_decode, official_functions
+
+pytestmark = needs_wheel
+
+PROMPTED = [name for name in SINGLE_TURN if name not in ("simple_java", "simple_javascript")]
+
+PECULIAR = [
+    "",
+    "[]",
+    "I cannot help with that.",
+    "No function.",
+    "f(a=1)",
+    "```\n[f(a=1), g()]\n```",
+    "[f(a=1)",
+    "f(a=1)]",
+    "[f(1, 2, a=3)]",
+    "[f(a=3, 1)]",
+    "[f('x')]",
+    "[f(a=b)]",
+    "[f(a=b.c)]",
+    "[f(a=true, b=null)]",
+    "[f(a=None, b=True)]",
+    "[f(a=(1, 2))]",
+    "[f(a=[(1, 2), [3]])]",
+    "[f(a=())]",
+    "[f(a=(1))]",
+    "[f(a=1, a=2)]",
+    "[f(a=+5)]",
+    "[f(a=-5)]",
+    "[f(a=-5.5)]",
+    "[f(a=2 * 3 + 1)]",
+    "[f(a=x * 3)]",
+    "[f(a=...)]",
+    "[f(a=g(b=1))]",
+    "[f(a=g())]",
+    "[f(class=1)]",
+    "[f(a=class)]",
+    "[for(a=1)]",
+    "[a-b(c=1)]",
+    "[a.b.c(d='e')]",
+    "[f(a={'b': 1, 'c': [True]})]",
+    "[f(a=1)] and more",
+    "Sure: [f(a=1)]",
+    "[f(a=1)]\n[g(b=2)]",
+    "[f(a=1); g(b=2)]",
+    "[f(a='it's')]",
+    "[f(a='x' 'y')]",
+    '[f(a="""x\ny""")]',
+    "[f(a=r'\\d', b=u'x')]",
+    "[f(a=f'{x}')]",
+    "[f(a=1 if b else 2)]",
+    "[f(a=01)]",
+    "[f(a=1_000, b=0x1f, c=1e3)]",
+    "[f(a={1, 2})]",
+    "[f(a=1,)]",
+    "[f(a=1),]",
+    "['f(a=1)']",
+    "[{'f': {'a': 1}}]",
+    "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",
+    "python\n[f(a=1)]",
+]
+
+
+def ours(text: str) -> list[dict[str, Any]]:
+    """The calls of an answer; none if it cannot be read, to which the leaderboard gives the verdict of no calls."""
+    parsed = BfclAnswer().parse(text)
+    assert not (parsed.calls and parsed.malformed)
+    return [{call.name: with_tuples(call.arguments)} for call in parsed.calls]
+
+
+def with_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {TUPLE_KEY}:
+            return tuple(map(with_tuples, value[TUPLE_KEY]))
+        return {key: with_tuples(item) for key, item in value.items()}
+    return list(map(with_tuples, value)) if isinstance(value, list) else value
+
+
+def same(left: Any, right: Any) -> bool:
+    return repr(left) == repr(right)
+
+
+@pytest.mark.parametrize("text", PECULIAR)
+def test_peculiar_answers_are_decoded_as_the_wheel_decodes_them(text: str) -> None:
+    official, found = official_decode(text), ours(text)
+    assert same(found, official or []), (found, official)
+
+
+def answers(seed: int) -> Iterator[tuple[Case, str]]:
+    """Answers to the Python cases: right, mutated, and with a letter lost, doubled or replaced."""
+    rng = random.Random(seed)
+    for case in python_cases():
+        for calls in (gold_calls(case), mutate(case, rng)):
+            try:
+                text = f"[{', '.join(map(render_python_call, calls))}]"
+            except ValueError:
+                continue
+            yield case, text
+            at = rng.randrange(len(text))
+            yield case, text[:at] + rng.choice(["", text[at] * 2, *"()[]{},='\" ab1."]) + text[at + 1 :]
+
+
+def test_answers_are_decoded_and_judged_as_by_the_wheel() -> None:
+    """Of some 9,000 answers few may differ: corrupted ones with an expression that only the wheel takes."""
+    official_check, suite = official_checker(), prompt_suite()
+    differing = []
+    counts: Counter[bool] = Counter()
+    for case, text in answers(0):
+        official = official_decode(text)
+        if not same(ours(text), official or []):
+            differing.append((text, ours(text), official))
+            continue
+        calls = [Call(name, args) for call in official or [] for name, args in call.items()]
+        valid = official is not None and official_check(case, calls) is True
+        found = suite.find(case.id)
+        assert found is not None
+        row = judge_answer(found, Answer(0, text), BfclAnswer()).to_row()  # type: ignore[arg-type]
+        assert row["bfcl"]["valid"] == valid, (text, row["bfcl"])
+        counts[valid] += 1
+    assert min(counts.values()) > 1_000
+    assert len(differing) <= 15, differing
+    assert not any(found for _, found, _ in differing)
+
+
+def test_a_tuple_is_no_list_to_the_leaderboard_and_one_to_the_typed_match() -> None:
+    suite, check = prompt_suite(), official_checker()
+    seen: Counter[tuple[bool, str]] = Counter()
+    for case in python_cases():
+        calls = [
+            Call(c.name, {k: tuple(v) if isinstance(v, list) else v for k, v in c.arguments.items()})
+            for c in gold_calls(case)
+        ]
+        if not any(isinstance(value, tuple) for call in calls for value in call.arguments.values()):
+            continue
+        written = [(c.name, ", ".join(f"{key}={value!r}" for key, value in c.arguments.items())) for c in calls]
+        text = f"[{', '.join(f'{name}({arguments})' for name, arguments in written)}]"
+        row = judge_answer(suite.find(case.id), Answer(0, text), BfclAnswer()).to_row()  # type: ignore[arg-type]
+        official = official_decode(text)
+        assert official is not None
+        decoded = [Call(name, args) for call in official for name, args in call.items()]
+        assert row["bfcl"]["valid"] == (check(case, decoded) is True), text
+        assert judge_row(suite.find(case.id), row).is_valid == row["bfcl"]["valid"]  # type: ignore[arg-type]
+        seen[row["bfcl"]["valid"], row["verdict"]] += 1
+    assert seen[False, "correct"] > 50
+    assert seen[True, "correct"] > 0
+
+
+def prompt_suite() -> Suite:
+    return BfclSuite(data_dir(), PROMPTED, mode="prompt")
+
+
+@pytest.mark.parametrize("category", PROMPTED)
+def test_the_prompt_is_the_wheels_own(category: str) -> None:
+    from bfcl_eval.utils import _func_doc_language_specific_pre_processing as add_hints
+
+    build = official_functions()["system_prompt_pre_processing_chat_model"]
+    suite = BfclSuite(data_dir(), [category], mode="prompt")
+    for question in read_bfcl(data_dir(), category):
+        functions = add_hints(copy.deepcopy(list(question.functions)), category)
+        official = build(copy.deepcopy(question.turns[0]), functions, question.id)
+        found = suite.find(question.id)
+        assert found is not None
+        prompt = found.prompt  # type: ignore[union-attr]
+        assert [{"role": m.role, "content": m.content} for m in prompt.messages] == official, question.id
+        assert not prompt.tools
+
+
+def test_what_the_prompt_mode_does_not_ask_is_named() -> None:
+    path = ROOT / "eval" / "suites" / "bfcl.yaml"
+    suite = load_suite(path, bfcl_mode="prompt", has_multi_turn=True)
+    assert {case.category for case in suite.all_cases} == set(PROMPTED)
+    assert {"simple_java", "multi_turn_base", "memory_kv"} <= suite.not_run.keys()
+    assert suite.name == "bfcl_prompt"
+    assert suite.digest() != load_suite(path, has_multi_turn=True).digest()
+
+
+def test_prose_abstains_and_half_a_call_is_malformed() -> None:
+    case = next(case for case in prompt_suite().cases if case.category == "irrelevance")
+    rows = [
+        judge_answer(case, Answer(0, text), BfclAnswer()).to_row() for text in ("None can be used.", "[f(a=1", "[f()]")
+    ]
+    assert [row["verdict"] for row in rows] == ["correct", "malformed", "false_call"]
+    assert [row["bfcl"]["valid"] for row in rows] == [True, official_decode("[f(a=1") is None, False]
+
+
+def test_a_call_in_the_reasoning_is_none() -> None:
+    reading = read_text("[f(a=1)]<|im_end|>", BfclAnswer())
+    assert [call.name for call in reading.strict.calls] == ["f"]
+    assert reading.lenient is reading.strict
+
+
+def test_hostile_answers_take_linear_time_and_raise_nothing() -> None:
+    for text in (
+        "[" * 50_000,
+        "f(" * 50_000,
+        "[f(a=" + "-" * 50_000,
+        "[f(a=" + "(" * 50_000,
+        "f(a=1)," * 20_000 + "(",
+        "a." * 60_000 + "(",
+    ):
+        BfclAnswer().parse(text)
+
+
+def test_the_data_directory_names_its_release(tmp_path: Path) -> None:
+    assert BfclSuite(data_dir(), ["parallel"]).release == "bfcl-eval 2026.3.23"
+    assert BfclSuite(tmp_path, []).release is None
+    assert len(load_cases("parallel")) == 200
