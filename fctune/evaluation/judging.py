@@ -39,7 +39,7 @@ def read_answer(answer: Answer, call_format: CallFormat | None, tools: Sequence[
 def judge_reading(case: Case, reading: Reading) -> tuple[Judgement, Judgement]:
     """Judge a single-turn answer in its strict and in its lenient reading; an answer must not end the evaluation."""
     try:  # as in judge_or_report, without its function for each answer: files hold millions of them
-        strict = case.judge(reading.strict, reading.decoded)
+        strict = case.judge(reading.strict, reading.decoded if reading.strict.malformed else None)
     except Exception as error:
         strict = judge_error(case.judge_failure(""), error)
     if reading.lenient is reading.strict:
@@ -160,10 +160,12 @@ def to_reasoning_fields(answer: Answer) -> Row:
 
 def to_plain(*parsed: Parsed) -> Row:
     """Return the calls and malformed stretches of one or several readings as JSON values."""
-    return {
-        "calls": [{"name": call.name, "arguments": call.arguments} for one in parsed for call in one.calls],
-        "malformed": [stretch._asdict() for one in parsed for stretch in one.malformed],
-    }
+    calls: list[Row] = []
+    malformed: list[Row] = []
+    for one in parsed:
+        calls += to_plain_calls(one.calls)
+        malformed += [stretch._asdict() for stretch in one.malformed] if one.malformed else ()
+    return {"calls": calls, "malformed": malformed}
 
 
 def to_plain_calls(calls: Sequence[Call]) -> list[Row]:

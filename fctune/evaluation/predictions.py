@@ -90,20 +90,20 @@ def judge_prediction(case: Case | MultiTurnCase, prediction: Prediction) -> Judg
     Whatever reading or judging raises becomes the judgement "not_judged".
     """
     try:
-        return _judge_prediction(case, prediction)
-    except Exception as error:  # a prediction may hold anything, and must not end the scoring of the others
-        failure = judge_error(case.judge_failure(""), error)
-        return JudgedPrediction(failure, failure)
-
-
-def _judge_prediction(case: Case | MultiTurnCase, prediction: Prediction) -> JudgedPrediction:
-    if isinstance(case, Case):
+        if not isinstance(case, Case):
+            return _judge_turns(case, prediction)
         reading = prediction.read(case.prompt.tools)
         if reading is not None:
             parsed = reading.strict if prediction.text is not None else None
             return JudgedPrediction(*judge_reading(case, reading), parsed)
         failure = case.judge_failure(prediction.failure or "a single-turn case needs calls or text")
         return JudgedPrediction(failure, failure)
+    except Exception as error:  # a prediction may hold anything, and must not end the scoring of the others
+        failure = judge_error(case.judge_failure(""), error)
+        return JudgedPrediction(failure, failure)
+
+
+def _judge_turns(case: MultiTurnCase, prediction: Prediction) -> JudgedPrediction:
     turns = prediction.read_turns([turn.tools for turn in case.turns])
     if turns is None:
         failure = case.judge_failure(prediction.failure or "a multi-turn case needs turns")

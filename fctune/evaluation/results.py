@@ -191,7 +191,7 @@ def read_rows(path: str | Path, is_partial: bool = False) -> list[Row]:
                 raise ValueError("id and category must be strings")
             rows.append({**row, "verdict": str(row["verdict"])})
         except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines) and last:
+            if number == len(lines) and last.startswith(b"{") and isinstance(error, json.JSONDecodeError):
                 raise DataError(
                     f"{path}:{number}: the last row is incomplete, as of an evaluation that was killed. Run the same "
                     "fctune eval again to finish it."

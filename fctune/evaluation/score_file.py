@@ -7,8 +7,10 @@ so does an answer that never came.
 from __future__ import annotations
 
 import json
+import json.encoder
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,22 @@ from fctune.files import write_atomically
 # A kill loses the verdicts of this time at most.
 _FLUSH_EVERY_S = 0.5
 
-# Rows hold what was read from JSON, which has no cycles to look for.
-_encode = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
+
+def _make_encoder() -> Callable[[Any], str]:
+    """Return a function that writes a row as ``json.dumps(row, ensure_ascii=False)`` does.
+
+    ``JSONEncoder.encode`` makes its C encoder anew for each row, which takes as long as writing the row. Rows hold what
+    was read from JSON, so there are no cycles to look for.
+    """
+    encoder = json.JSONEncoder(ensure_ascii=False, check_circular=False)
+    make = vars(json.encoder).get("c_make_encoder")
+    if make is None:  # Python without the C accelerator
+        return encoder.encode
+    write = make(None, encoder.default, json.encoder.encode_basestring, None, ": ", ", ", False, False, True)
+    return lambda row: "".join(write(row, 0))
+
+
+_encode = _make_encoder()
 
 
 def score_file(

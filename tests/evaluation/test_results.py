@@ -152,7 +152,7 @@ def test_half_a_surrogate_pair_is_written_and_read_back(suite: Suite, tmp_path: 
 def test_a_file_that_holds_other_rows_is_reported(content: str, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text(content)
-    with pytest.raises(DataError, match=r"results\.jsonl:1: not a result of eval\.tool_calls"):
+    with pytest.raises(DataError, match=r"results\.jsonl:1: not a result of fctune eval"):
         read_rows(path)
 
 
