@@ -242,16 +242,19 @@ def add_case_and_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _copy_eval_options(parser: argparse.ArgumentParser, left_out: set[str]) -> None:
+    """Add the options of ``fctune eval`` but for some; only that command asks by the leaderboard's own prompt."""
     donor = argparse.ArgumentParser(add_help=False)
     _add_eval_options(donor)
     for action in donor._actions:
-        if not left_out.intersection(action.option_strings):
+        if not {*left_out, "--bfcl-mode"}.intersection(action.option_strings):
             parser._add_action(action)
+    parser.set_defaults(bfcl_mode="tools")
 
 
 def _add_eval_options_of_served(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``fctune eval`` that choose cases and generation, with a default suite."""
-    _copy_eval_options(parser, {"--model", "--config", "--html", "--propose", "--min-accuracy", "--strict-leaks"})
+    left_out = {"--model", "--config", "--html", "--propose", "--min-accuracy", "--strict-leaks"}
+    _copy_eval_options(parser, left_out)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write each case's verdicts")
     parser.set_defaults(suite="smoke", min_accuracy=None)
 

@@ -254,5 +254,5 @@ def _make_decoder(
 
 # The C scanners themselves, which raise StopIteration where no value starts: the decoders' methods around them take a
 # tenth of the time of a short document.
-_SCAN = _make_decoder(_collect_unique, _read_finite).scan_once
-_SCAN_LENIENT = _make_decoder(None, _read_finite).scan_once
+_SCAN = vars(_make_decoder(_collect_unique, _read_finite))["scan_once"]
+_SCAN_LENIENT = vars(_make_decoder(None, _read_finite))["scan_once"]

@@ -73,6 +73,11 @@ PECULIAR = [
     "[f(a=r'\\d', b=u'x')]",
     "[f(a=f'{x}')]",
     "[f(a=1 if b else 2)]",
+    "[f(a==1)]",
+    "[f(a==1, b='x')]",
+    "[f(a<2>1)]",
+    "[a . b(c=1)]",
+    "[f(**{'a': 1})]",
     "[f(a=01)]",
     "[f(a=1_000, b=0x1f, c=1e3)]",
     "[f(a={1, 2})]",
@@ -96,7 +101,7 @@ def with_tuples(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {TUPLE_KEY}:
             return tuple(map(with_tuples, value[TUPLE_KEY]))
-        return {key: with_tuples(item) for key, item in value.items()}
+        return {None if key == "**" else key: with_tuples(item) for key, item in value.items()}
     return list(map(with_tuples, value)) if isinstance(value, list) else value
 
 
@@ -142,7 +147,7 @@ def test_answers_are_decoded_and_judged_as_by_the_wheel() -> None:
         assert row["bfcl"]["valid"] == valid, (text, row["bfcl"])
         counts[valid] += 1
     assert min(counts.values()) > 1_000
-    assert len(differing) <= 15, differing
+    assert len(differing) < 8, differing
     assert not any(found for _, found, _ in differing)
 
 

@@ -21,7 +21,8 @@ from fctune.parsing.python_reader import NamedArguments, PythonReader
 TUPLE_KEY = "tuple"
 """The one key of the object that stands for a tuple, which JSON does not have and the leaderboard tells from a list."""
 
-_NAME = re.compile(r"[^\W\d]\w*+(?:\.[^\W\d]\w*+)*+")
+_NAME = re.compile(r"[^\W\d]\w*+(?:\s*+\.\s*+[^\W\d]\w*+)*+")
+_COMPARISON = re.compile(r"\s*+(?:[=!<>]=|[<>])\s*+")
 _WORD = re.compile(r"[^\W\d]\w*+(?!\.)")
 _CONSTANTS = {"True": True, "False": False, "None": None}
 _SIGNED = re.compile(r"[+\-~]\s*+(\d[\d_]*+(?:\.\d*+)?(?:[eE][+-]?\d++)?|\.\d++(?:[eE][+-]?\d++)?)(?![\w.])", re.ASCII)
@@ -71,14 +72,14 @@ class _AnswerReader(PythonReader):
 
     def _find_name_end(self, position: int) -> int:
         name = _NAME.match(self.text, position)
-        if name is None or any(map(keyword.iskeyword, name.group().split("."))):
+        if name is None or any(keyword.iskeyword(part.strip()) for part in name.group().split(".")):
             raise ParseError("expected a function name", position)
         return name.end()
 
     def read_call(self, position: int, depth: int = 0) -> tuple[NamedArguments, int]:
         """Return the call that starts at ``position`` without its positional arguments, and the position after it."""
         end = self._find_name_end(position)
-        name = self.text[position:end]
+        name = "".join(self.text[position:end].split())
         position = self.skip_space(end)
         self._expect("(", position)
         arguments: dict[str, Any] = {}
@@ -93,9 +94,16 @@ class _AnswerReader(PythonReader):
             elif arguments:
                 raise ParseError("a positional argument after a named one", position)
             else:
-                _, end = self.read_value(position, depth)
+                end = self._skip_positional(position, depth)
             position = self._after_item(end, ")")
         return (name, arguments), position + 1
+
+    def _skip_positional(self, position: int, depth: int) -> int:
+        """Return the position after a positional argument, which may be a comparison (``a==1``)."""
+        _, end = self.read_value(position, depth)
+        while (compared := _COMPARISON.match(self.text, end)) is not None:
+            _, end = self.read_value(compared.end(), depth)
+        return end
 
     def _read_operand(self, position: int, depth: int) -> tuple[Any, int]:
         if self.text.startswith("...", position):
