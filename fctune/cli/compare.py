@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fctune.calls.bfcl.overall import Measured, weigh
 from fctune.cli.files import write_file
 from fctune.cli.tables import format_rate, make_console, make_reasoning_table, make_table
 from fctune.errors import ConfigError, DataError
@@ -48,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     for row in compared:
         table.add_row(*_to_cells(row), style="bold" if row.category == "all" else "")
     console.print(table)
+    if not has_total:
+        console.print(_format_overall(compared), soft_wrap=True, highlight=False)
     for name, used in reasoning.items():
         console.print(make_reasoning_table(f"reasoning {name}", used))
     for row in compared if arguments.show > 0 else ():
@@ -57,6 +60,16 @@ def run(arguments: argparse.Namespace) -> int:
                 shown = f"{row.category}, turned {word}: {', '.join(ids[: arguments.show])}{rest}"
                 console.print(shown, soft_wrap=True, highlight=False)
     return 0
+
+
+def _format_overall(compared: list[Comparison]) -> str:
+    """Format the overall numbers of two results of the leaderboard's cases."""
+    before = weigh({row.category: Measured(row.num_right_before / row.n, row.n) for row in compared})
+    after = weigh({row.category: Measured(row.num_right_after / row.n, row.n) for row in compared})
+    missing = f"; not measured, counted as 0: {', '.join(after['not_measured'])}" if after["not_measured"] else ""
+    return (
+        f"overall as the leaderboard weighs it: before {before['overall']:.2%}, after {after['overall']:.2%}{missing}"
+    )
 
 
 def _compare_published(arguments: argparse.Namespace) -> int:

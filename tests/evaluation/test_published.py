@@ -172,3 +172,20 @@ def test_a_reports_page_shows_published_results(tmp_path: Path) -> None:
     assert "retail, pass^1" in shown
     assert "100.0%" in shown
     assert "incomplete: 1 of 2 simulations" in shown
+
+
+def test_compare_gives_the_leaderboards_overall_number_of_its_cases(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = []
+    for name, num_right in (("before", 1), ("after", 3)):
+        rows = []
+        for number in range(4):
+            bfcl = {"valid": number < num_right, "reason": ""}
+            row = {"id": f"multiple_{number}", "category": "multiple", "verdict": "correct", "bfcl": bfcl}
+            rows.append(json.dumps({**row, "lenient": row}))
+        paths.append(write(tmp_path / f"{name}.jsonl", "\n".join(rows) + "\n"))
+    assert run_module("compare", "fctune compare", list(map(str, paths))) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "overall as the leaderboard weighs it: before 0.62%, after 1.88%; not measured" in shown
+    assert "web_search_base" in shown
