@@ -135,8 +135,7 @@ real: setup
 # Run the GPU benchmarks that docs/gpu-results.md lacks, at most 40 minutes a time, and write that page. TOY=1 runs all of
 # them on a toy model, on the CPU where there is no GPU, and writes to runs/.
 bench-gpu: setup
-	$(BIN)/python -m benchmarks.gpu $(if $(TOY),--toy --again --out runs/gpu_toy.json)
-	$(BIN)/python -m benchmarks.gpu_report $(if $(TOY),--results runs/gpu_toy.json --out runs/gpu_toy.md)
+	$(BIN)/python -m benchmarks.gpu $(if $(TOY),--toy --again --out runs/gpu_toy.json --page runs/gpu_toy.md)
 
 # Everything that needs GPUs, on all GPUs of this machine.
 test-gpu: setup

@@ -3,8 +3,8 @@
     python -m benchmarks.gpu [--out benchmarks/results/gpu.json] [--rows correctness,lora_8b,...] [--again] [--toy]
 
 Rows run in the order of their value, each in processes of its own with a time limit, until ``--minutes`` are over. Each
-enters the results when it ends; rows that succeeded are skipped by the next run, so the command can be repeated until
-all are there. ``python -m benchmarks.gpu_report`` writes docs/gpu-results.md from the results.
+enters the results and their page, docs/gpu-results.md, when it ends; rows that succeeded are skipped by the next run,
+so the command can be repeated until all are there. Tests that fail enter both as they do.
 
 The models have the shapes of Llama-3.1-8B and Llama-3.2-3B and random weights drawn on the device; the training data is
 this project's synthetic set, packed. LoRA runs on one GPU, full fine-tuning on all. ``--toy`` runs every row on a toy
@@ -37,6 +37,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_report import PAGE, render
+from benchmarks.gpu_tests import run_tests
 from benchmarks.job import Job, to_json
 from benchmarks.training import PACKAGES, RESULTS, ROOT, describe_machine, measure
 from benchmarks.workload import SHAPES, Shape, write_model, write_rows
@@ -49,6 +51,8 @@ class Bench:
         self.folder, self.is_toy = folder, is_toy
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.num_gpus = max(1, torch.cuda.device_count())
+        self.passed_tests: list[str] = []  # by an earlier run; left out
+        self.progress: Callable[[str, dict[str, Any]], None] = lambda name, line: None
         if not is_toy and self.device == "cpu":
             raise SystemExit("no CUDA device; --toy runs every row on the CPU")
 
@@ -69,6 +73,7 @@ class Bench:
             "full_8b": (240, self.best([full.replace(**ours)])),
             "full_8b_float8": (240, self.best([full.replace(**ours, dtype="float8")])),
             "lora_8b_nf4": (240, self.best([lora.replace(**ours, base="nf4")])),
+            "tests": (900, self.tests),
             "planner": (420, self.plans()),
             "save_lora_8b": (240, self.stall(lora.replace(**ours))),
             "acceptance": (300, self.acceptance),
@@ -208,6 +213,12 @@ class Bench:
 
         return run
 
+    def tests(self, limit: float) -> dict[str, Any]:
+        """Run the tests that need a GPU; failures are in the results as they happen."""
+        chosen = ["tests/gpu/test_current_device.py", "-m", "not gpu"] if self.is_toy else ["-m", "gpu"]
+        file = self.folder / f"tests-{time.time_ns()}.jsonl"
+        return run_tests(chosen, file, limit, self.passed_tests, lambda line: self.progress("tests", line))
+
     def acceptance(self, limit: float) -> dict[str, Any]:
         """Run the acceptance test on this machine and compare its figures with independent ones."""
         flags = ["--machine", *(["--toy"] if self.is_toy else []), "--out", str(self.folder / "acceptance.json")]
@@ -268,6 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", help="names, comma-separated; default: all")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json", help="results to add to")
+    parser.add_argument("--page", type=Path, help="page to write after each row (default: docs/gpu-results.md)")
     parser.add_argument("--again", action="store_true", help="run rows again that succeeded")
     parser.add_argument("--minutes", type=float, default=40, help="start no row after as many minutes")
     parser.add_argument("--limit", type=float, default=math.inf, help="most seconds for a row (default: its own limit)")
@@ -282,11 +294,15 @@ def main() -> None:
         if arguments.list:
             print("\n".join(f"{name:<28} {limit:>4.0f}" for name, (limit, _) in rows.items()))
             return
-        results = Results(arguments.out)
+        shown = PAGE if arguments.page is None and arguments.out == RESULTS / "gpu.json" else arguments.page
+        results = Results(arguments.out, shown)
         names = arguments.rows.split(",") if arguments.rows else list(rows)
         if unknown := [name for name in names if name not in rows]:
             raise SystemExit(f"no such row: {', '.join(unknown)} (known: {', '.join(rows)})")
-        names = [name for name in names if arguments.again or not results.has(name)]
+        names = [name for name in names if arguments.again or not results.is_current(name)]
+        bench.passed_tests = [] if arguments.again else results.passed_tests()
+        common = describe_run() | {"toy": arguments.toy, "row_s": 0}
+        bench.progress = lambda name, line: results.add(name, line | common)
 
         def run(name: str) -> bool:
             limit = min(rows[name][0], arguments.limit, ends - time.monotonic())
@@ -304,15 +320,24 @@ def main() -> None:
 
 
 class Results:
-    """The file of results: the last line of each row, by name."""
+    """The file of results: the last line of each row, by name; and the page that shows them, if it has a path."""
 
-    def __init__(self, file: Path):
-        self._file, self._lock = file, threading.Lock()
+    def __init__(self, file: Path, page: Path | None = None):
+        self._file, self._page, self._lock = file, page, threading.Lock()
         self._rows: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
     def has(self, name: str) -> bool:
         """Return whether a row succeeded."""
         return name in self._rows and bool(self._rows[name]["ok"])
+
+    def is_current(self, name: str) -> bool:
+        """Return whether a row succeeded and bears no note that the code has changed since."""
+        return self.has(name) and "note" not in self._rows[name]
+
+    def passed_tests(self) -> list[str]:
+        """Return the names of the tests that passed in earlier runs."""
+        passed: list[str] = self._rows.get("tests", {}).get("passed", [])
+        return passed
 
     def add(self, name: str, line: dict[str, Any]) -> None:
         """Add a row, or replace it; a failure does not replace a success."""
@@ -324,14 +349,21 @@ class Results:
             part = self._file.with_suffix(".part")
             part.write_text(json.dumps(self._rows, indent=1) + "\n", encoding="utf-8")
             part.replace(self._file)
+            if self._page is not None:
+                self._page.write_text(render(self._rows), encoding="utf-8")
 
 
 def run_row(row: Callable[[float], dict[str, Any]], limit: float) -> dict[str, Any]:
     """Run a row within a limit; the result says when, on what device and with which versions."""
     started = time.perf_counter()
     found = row(limit)
-    found |= {"row_s": round(time.perf_counter() - started, 1), "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}"}
-    return found | {"device": describe_gpu(), "versions": _versions()}
+    return found | {"row_s": round(time.perf_counter() - started, 1)} | describe_run()
+
+
+def describe_run() -> dict[str, Any]:
+    """Return the time, the device and the versions of the packages."""
+    date = f"{datetime.datetime.now():%Y-%m-%d %H:%M}"
+    return {"date": date, "device": describe_gpu(), "versions": _versions()}
 
 
 def measure_each(jobs: list[Job], limit: float) -> Iterator[tuple[Job, dict[str, Any]]]:
@@ -379,6 +411,9 @@ def _plan(job: Job, found: dict[str, Any]) -> dict[str, Any]:
 
 def format_line(name: str, line: dict[str, Any]) -> str:
     """Format a result as one line for the terminal."""
+    if line.get("failed"):
+        names = ", ".join(test["test"].rpartition("::")[2] for test in line["failed"])
+        return f"{name:<28} {len(line['failed'])} FAILED, {len(line['passed'])} passed: {names}"
     if not line["ok"]:
         tried = line.get("tried") or [line]
         why = str(tried[-1].get("error") or tried[-1].get("output") or tried[-1]).strip().splitlines()[-1][:160]

@@ -36,7 +36,7 @@ SPEEDS = {
 
 def render(results: dict[str, Any]) -> str:
     """Render the page; rows that are missing or failed say so."""
-    parts = [_head(results), _speeds(results), _others(results), _kernels(results)]
+    parts = [_head(results), _speeds(results), _others(results), _tests(results), _kernels(results)]
     return "\n".join(part for part in parts if part).rstrip() + "\n"
 
 
@@ -75,6 +75,7 @@ def _speeds(results: dict[str, Any]) -> str:
         "Tokens without padding, of one GPU. TFLOP/s count 4 operations a weight and token over a frozen base, 6 where",
         "all weights train. About a fifth of the tokens is supervised where nothing else is said; logits are computed",
         "for those alone. Peak memory is that of tensors.",
+        *_notes(results),
         "",
         "| row | run | tokens/s | TFLOP/s | peak GiB | set-up and first step, s |",
         "|---|---|---|---|---|---|",
@@ -89,6 +90,11 @@ def _speeds(results: dict[str, Any]) -> str:
         speed = f"{row['tokens_per_s']:,.0f}"
         lines.append(f"| `{name}` | {what} | {speed} | {tflops:,.0f} | {row['peak_gib']:.1f} | {start} |")
     return "\n".join([*lines, ""])
+
+
+def _notes(results: dict[str, Any]) -> list[str]:
+    """Return the notes on rows, such as what has changed since they were measured."""
+    return [line for name in SPEEDS for line in ([results[name]["note"]] if "note" in results.get(name, {}) else [])]
 
 
 def _reason(row: dict[str, Any] | None) -> str:
@@ -136,6 +142,22 @@ def _inference(row: dict[str, Any]) -> str:
         f"weights read from cached files in {row['load_s']} s ({row['load_gb_per_s']} GB/s); {row['prompts']} prompts "
         f"at once, {row['new_tokens']} tokens each: {row['generated_per_s']:,.0f} tokens/s"
     )
+
+
+def _tests(results: dict[str, Any]) -> str:
+    """Return the tests that need a GPU, by their outcome."""
+    row = results.get("tests")
+    lines = ["## Tests", ""]
+    if row is None:
+        return "\n".join([*lines, f"`pytest -m gpu`: {NOT_RUN} by this command.", ""])
+    counts = f"{len(row['passed'])} passed, {len(row['failed'])} failed, {row['skipped']} skipped"
+    lines.append(f"`pytest -m gpu`, {row['date'][:10]}: {counts}{'; ' + row['error'] if 'error' in row else ''}.")
+    if row["failed"]:
+        lines += ["", "| failed | message |", "|---|---|"]
+    for test in row["failed"]:
+        message = test["message"].replace("|", "\\|").replace("`", "'")
+        lines.append(f"| `{test['test']}` | `{message}` |")
+    return "\n".join([*lines, ""])
 
 
 def _kernels(results: dict[str, Any], count: int = 12) -> str:
