@@ -102,6 +102,8 @@ def _fully_shard_(
     # Backward starts with the head, where forward ended: resharding it in between would save no memory.
     fully_shard(model, reshard_after_forward=False, **options)
     units = [block for block in blocks if isinstance(block, FSDPModule)]
+    # The first block is gathered while the tokens are embedded, as each other block is while the one before it runs.
+    model.set_modules_to_forward_prefetch(units[:1])  # type: ignore[operator]
     for block, following in itertools.pairwise(units):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
