@@ -45,6 +45,7 @@ from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Setting
 from fctune.planner.models import find_architecture, shape_model
 from fctune.training import step
+from fctune.training.objective import SupervisedObjective
 from fctune.training.prefetch import Inputs, StepData
 from fctune.training.setup import start_state
 
@@ -139,7 +140,10 @@ def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) 
             sync = TrackedSync(model, gradient_sync.num_copies, gradient_sync.holds_gradients)
             with tracker:
                 for _ in range(2):  # the optimizer has its state from the second on
-                    step.train_step(model, state.optimizer, data, world, sync, clip_grad_norm=config.clip_grad_norm)
+                    step.train_step(
+                        *(model, state.optimizer, data, world, sync, SupervisedObjective()),
+                        clip_grad_norm=config.clip_grad_norm,
+                    )
         snapshot = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
         return {getattr(kind, "value", str(kind)): int(size) for kind, size in snapshot.items()}
 

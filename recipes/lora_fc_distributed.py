@@ -2,69 +2,33 @@
 
     tune run --nproc_per_node 2 recipes/lora_fc_distributed --config configs/tiny_lora.yaml [key=value ...]
 
-This recipe decides that only adapters train, starting from a model equal to its base, and that the adapter and the
-merged model are exported. The order of a run is in ``fctune/training/recipe.py``.
+This recipe decides that only adapters train, starting from a model equal to its base (``fctune/training/adapters.py``),
+on the supervised tokens of conversations. The order of a run is in ``fctune/training/recipe.py``.
 """
 
 import sys
-from collections.abc import Callable
 
-from fctune.checkpoint.hf_checkpoint import HFAdapterWeights
 from fctune.config.schema import RunConfig
 from fctune.distributed import World
 from fctune.errors import ConfigError
-from fctune.models.export import export_adapter, export_merged
-from fctune.models.lora import init_adapters_
-from fctune.models.token_rows import init_token_rows_, trained_token_ids
+from fctune.training.adapters import AdapterTuning
 from fctune.training.entry import Run, run_recipe
-from fctune.training.recipe import FineTuning
-from fctune.training.setup import select_adapters_
 
 # isort: split
 # After fctune, which silences a warning of torchao, one of its imports.
 from torchtune.recipe_interfaces import FTRecipeInterface
 
 
-class LoRAFunctionCallingRecipe(FineTuning, FTRecipeInterface):
+class LoRAFunctionCallingRecipe(AdapterTuning, FTRecipeInterface):
     """Trains LoRA adapters on a frozen base."""
 
     def __init__(self, config: RunConfig, world: World, run: Run):
-        if config.adapter is None:
-            raise ConfigError("adapter: missing; this recipe trains adapters. Add e.g. adapter: {rank: 16, alpha: 32}.")
+        if config.preference is not None:
+            raise ConfigError(
+                "preference: this recipe trains on conversations. Remove it (~preference), or run "
+                "recipes/lora_dpo_distributed."
+            )
         super().__init__(config, world, run)
-        self.adapter = config.adapter
-
-    def select_trainable_(self) -> None:
-        """Freeze the base, add an adapter to each selected linear, and train the rows of untrained tokens."""
-        select_adapters_(self.model, self.config, self.model_dir, self.prepared, self.world)
-
-    def init_trainable_(self) -> None:
-        """Initialize the adapters from the seed and token rows from the base, equally at any world size."""
-        init_adapters_(self.model, self.config.seed)
-        init_token_rows_(self.model, self.model_dir)
-
-    def hf_weights(self) -> HFAdapterWeights:
-        """Return the form of elastic checkpoints: a PEFT adapter."""
-        model = self.config.model
-        return HFAdapterWeights(
-            *(self.model.architecture, self.adapter, model.path, self.model_dir),
-            prompting=self.prompting(),
-            token_ids=trained_token_ids(self.model),
-        )
-
-    def exports(self) -> list[Callable[[], None]]:
-        """Return the exports: the merged model, and the adapter to use with the base."""
-        writes, out, base = self.world.is_main, self.run.directory.export, self.config.model.path
-        return [
-            lambda: export_merged(
-                *(self.model, self.model_dir, out / "merged", writes),
-                prompting=self.prompting(),
-            ),
-            lambda: export_adapter(
-                *(self.model, self.adapter, base, self.model_dir, out / "adapter", writes),
-                prompting=self.prompting(),
-            ),
-        ]
 
 
 def main() -> int:

@@ -32,6 +32,7 @@ from fctune.parallel.sharding import shard_
 from fctune.telemetry.device import total_memory
 from fctune.telemetry.metrics import FlopCounter, peak_memory_gib
 from fctune.training.meter import count_flops
+from fctune.training.objective import SupervisedObjective
 from fctune.training.prefetch import StepData, make_inputs
 from fctune.training.setup import build_base, plan_parallelism, start_state
 from fctune.training.step import train_step
@@ -120,7 +121,8 @@ def measure_steps(
         started = time.perf_counter()
         faults.delay("slow_compute")
         result = train_step(
-            state.model, state.optimizer, data, world, state.gradient_sync, clip_grad_norm=run.clip_grad_norm
+            *(state.model, state.optimizer, data, world, state.gradient_sync, SupervisedObjective()),
+            clip_grad_norm=run.clip_grad_norm,
         )
         sample["losses"].append(result.loss if math.isfinite(result.loss) else None)
         if step >= config.warmup:

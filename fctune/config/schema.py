@@ -20,6 +20,7 @@ from fctune.config.sections.data import DataConfig
 from fctune.config.sections.evaluation import VALIDATION_CASES, EvalConfig, ValidationConfig
 from fctune.config.sections.model import ModelConfig
 from fctune.config.sections.parallel import ActivationCheckpointingConfig, ParallelConfig
+from fctune.config.sections.preference import PreferenceConfig
 from fctune.config.sections.success import SuccessConfig
 from fctune.config.sections.telemetry import ProfileConfig, TelemetryConfig
 
@@ -84,6 +85,8 @@ class RunConfig:
     """Seed of adapters, data order and dropout."""
     adapter: Annotated[AdapterConfig | None, Null("all weights train")] = None
     """LoRA adapters."""
+    preference: Annotated[PreferenceConfig | None, Null("supervised training")] = None
+    """Preference training, by `recipes/lora_dpo_distributed`."""
     precision: Annotated[
         Precision | None, Null("`fp32` on CPU; on CUDA `bf16` with adapters and `bf16_mixed` without")
     ] = None
@@ -164,6 +167,7 @@ class RunConfig:
                     f"{key}: ranks generate at their own pace while training, and cannot exchange tokens then; set "
                     "eval.every=0"
                 )
+        self._check_preference(problems)
         is_held_out = self.eval.cases == VALIDATION_CASES
         if not is_never(self.eval.every) and is_held_out and self.data.validation_share == 0:
             problems.append(
@@ -178,6 +182,30 @@ class RunConfig:
         output = Path(self.output_dir)
         if output.exists() and not output.is_dir():
             problems.append(f"output_dir={output}: is a file; name a directory")
+
+    def _check_preference(self, problems: list[str]) -> None:
+        """Check that preference training has pairs, an adapter and cases of its own."""
+        if self.preference is None:
+            if self.data.pairs:
+                problems.append(
+                    "data.pairs=true: rows are preference pairs, and preference is missing; add preference: {}"
+                )
+            return
+        if not self.data.pairs:
+            problems.append("preference: trains on preference pairs; set data.pairs=true")
+        if self.adapter is None:
+            remedy = "add e.g. adapter: {rank: 16, alpha: 32}"
+            reason = (
+                "the reference is the base with the adapter switched off"
+                if self.preference.needs_reference
+                else ("preference training is for adapters")
+            )
+            problems.append(f"preference: {reason}, and adapter is missing; {remedy}")
+        if not is_never(self.eval.every) and self.eval.cases == VALIDATION_CASES:
+            problems.append(
+                f"eval.cases={VALIDATION_CASES}: pairs have no expected calls; name a JSONL file of cases, or set "
+                "eval.every=0"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as nested plain dicts, like its YAML."""

@@ -109,6 +109,11 @@ class Conversation:
     source: str = ""
     template_args: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_reasoning(self) -> bool:
+        """True if a message has reasoning."""
+        return any(message.reasoning for message in self.messages)
+
     def to_openai(self) -> dict[str, Any]:
         """Return the row as OpenAI writes it, with arguments as objects."""
         row: dict[str, Any] = {"messages": [message.to_openai() for message in self.messages]}

@@ -26,6 +26,7 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation
 from fctune.data.conversation_encoder import ConversationEncoder, Encoded, get_defect_kind
+from fctune.data.pairs import Pair, PairError, PairReader, encode_pair
 from fctune.data.sources import Defect, RowReader, UnreadRow, describe_defects, has_reasoning_rows, scan_source
 from fctune.data.supervision import SupervisionConfig
 from fctune.errors import DataError
@@ -102,7 +103,9 @@ class ChunkEncoder:
     def __init__(self, config: DataConfig, encoder: ConversationEncoder):
         self.config = config
         self.encoder = encoder
-        self._readers = [RowReader(source.format) for source in config.sources]
+        self._readers: list[RowReader | PairReader] = [
+            PairReader() if config.pairs else RowReader(source.format) for source in config.sources
+        ]
         self._keeps_reasoning = encoder.supervision.reasoning != "drop"
 
     def __reduce__(self) -> tuple[type[ChunkEncoder], tuple[DataConfig, ConversationEncoder]]:
@@ -117,12 +120,16 @@ class ChunkEncoder:
             if isinstance(parsed, Defect):
                 defects.append(parsed)
                 continue
-            digest = parsed.conversation.digest()
+            item = parsed if isinstance(parsed, Pair) else parsed.conversation
+            digest = item.digest()
             repeats = count_repeats(digest, source_weight)
             if not repeats:
                 continue
             try:
-                samples = self._encode_within(parsed.conversation, counts)
+                samples = self._encode_within(item, counts)
+            except PairError as error:
+                defects.append(Defect(row.file, row.line, "", error.kind, str(error)))
+                continue
             except DataError as error:
                 defects.append(Defect(row.file, row.line, "messages", get_defect_kind(error), str(error)))
                 continue
@@ -133,9 +140,7 @@ class ChunkEncoder:
                 counts.unsupervised += 1
                 continue
             counts.conversations += 1
-            counts.reasoning += self._keeps_reasoning and any(
-                message.reasoning for message in parsed.conversation.messages
-            )
+            counts.reasoning += self._keeps_reasoning and item.has_reasoning
             counts.benchmark += parsed.benchmark is not None
             for sample in samples:
                 buffers.tokens.extend(sample.token_array)
@@ -156,18 +161,21 @@ class ChunkEncoder:
             defects,
         )
 
-    def _encode_within(self, conversation: Conversation, counts: Counts) -> list[Encoded] | None:
-        """Encode a conversation to samples within seq_len tokens; None if it is dropped."""
-        samples = self.encoder.encode(conversation)
-        longest = max(len(sample.token_array) for sample in samples)
+    def _encode_within(self, item: Conversation | Pair, counts: Counts) -> list[Encoded] | None:
+        """Encode a conversation or a pair to samples within seq_len tokens; None if it is dropped."""
+        is_pair = isinstance(item, Pair)
+        samples = encode_pair(item, self.encoder) if isinstance(item, Pair) else self.encoder.encode(item)
+        lengths = [len(sample.token_array) for sample in samples]
+        longest = sum(lengths) if is_pair else max(lengths)
         if longest <= self.config.seq_len:
             return samples
         if self.config.overlong == "fail":
             raise DataError(
-                f"{longest:,} tokens, over data.seq_len={self.config.seq_len}; raise it, or set "
-                "data.overlong to drop or cut"
+                f"{longest:,} tokens{' of both answers' if is_pair else ''}, over data.seq_len={self.config.seq_len}; "
+                f"raise it, or set data.overlong to drop{'' if is_pair else ' or cut'}"
             )
-        shorter = self._cut(conversation) if self.config.overlong == "cut" else None
+        is_cut = self.config.overlong == "cut" and not isinstance(item, Pair)
+        shorter = self._cut(item) if is_cut else None  # type: ignore[arg-type]
         counts.cut += shorter is not None
         counts.overlong += shorter is None
         return shorter
@@ -233,8 +241,7 @@ def _encode_sources(
         forkserver.set_forkserver_preload(list(_PRELOADED))
         forkserver.ensure_running()
     loaded = ChatTemplate(model_dir, make_supervision(config), template_args, chat_template)
-    paths = [(source.path, source.format) for source in config.sources]
-    loaded.resolve_thinking(lambda: has_reasoning_rows(paths, config.max_samples))
+    loaded.resolve_thinking(lambda: _has_reasoning(config))
     encoder = ChunkEncoder(config, loaded.encoder)
     defects: list[Defect] = []
     for part in (
@@ -262,9 +269,19 @@ def make_supervision(config: DataConfig) -> SupervisionConfig:
     return SupervisionConfig(**{key.name: getattr(config, key.name) for key in fields(SupervisionConfig)})
 
 
+def _has_reasoning(config: DataConfig) -> bool:
+    if not config.pairs:
+        return has_reasoning_rows([(source.path, source.format) for source in config.sources], config.max_samples)
+    reader = PairReader()
+    pairs = (reader.read(row) for chunk in _scan_chunks(config) for row in chunk.rows)
+    return any(isinstance(pair, Pair) and pair.has_reasoning for pair in pairs)
+
+
 def _scan_chunks(config: DataConfig) -> Iterator[Chunk]:
     for index, source in enumerate(config.sources):
-        rows = itertools.islice(scan_source(source.path, source.format), config.max_samples)
+        # A named format is not detected in the first row, and no format of conversations matches pairs.
+        row_format = "openai" if config.pairs else source.format
+        rows = itertools.islice(scan_source(source.path, row_format), config.max_samples)
         while chunk := list(itertools.islice(rows, _CHUNK_ROWS)):
             yield Chunk(index, chunk)
 

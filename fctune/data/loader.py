@@ -39,13 +39,16 @@ class GlobalStep:
 class StepTotals:
     """Totals of a global step over all its packs; every rank computes them itself, without communication.
 
-    ``num_pairs`` is the number of pairs of a token and a token it attends to, itself included.
+    ``num_pairs`` is the number of pairs of a token and a token it attends to, itself included. ``num_preferences`` is
+    the number of preference pairs, and ``num_chosen`` that of supervised tokens of their chosen answers.
     """
 
     num_tokens: int
     num_supervised: int
     weight_sum: float
     num_pairs: int
+    num_preferences: int = 0
+    num_chosen: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class Batch:
     row's conversations, then the padding's, then zeros if all batches have as many; positions and lengths are None if
     each row is one conversation. ``rows`` are the indices of the rows in the global step, or -1 for a row of padding;
     ``row_lengths`` are their numbers of tokens before padding. Labels are already shifted: ``labels[t]`` is the token
-    after ``tokens[t]``.
+    after ``tokens[t]``. ``answer_lengths`` are the numbers of supervised tokens of each answer of preference pairs, row
+    by row; None for other sets.
     """
 
     tokens: Tensor
@@ -69,6 +73,7 @@ class Batch:
     num_tokens: int
     num_supervised: int
     weight_sum: float
+    answer_lengths: tuple[int, ...] | None = None
 
 
 def shuffled(num_packs: int, seed: int, epoch: int) -> np.ndarray:
@@ -165,15 +170,21 @@ class GlobalLoader:
         """Return the totals over the packs of a step."""
         prepared = self.prepared
         counts = np.zeros(len(prepared.weights), dtype=np.int64)  # target tokens by weight code
-        num_tokens = num_pairs = 0
+        num_tokens = num_pairs = num_answers = num_chosen = 0
+        is_supervised = prepared.weights > 0
         for pack in step.packs:
             for member in prepared.members(self.split, pack):
                 start, stop = (int(end) for end in prepared.offsets[member : member + 2])
                 counts += np.bincount(prepared.codes[start + 1 : stop], minlength=len(counts))
                 num_tokens += stop - start
                 num_pairs += (stop - start) * (stop - start + 1) // 2
+                if prepared.is_paired:
+                    num_answers += 1
+                    if member % 2 == 0:
+                        num_chosen += int(is_supervised[prepared.codes[start + 1 : stop]].sum())
         weights = prepared.weights.astype(np.float64)
-        return StepTotals(num_tokens, int(counts[weights > 0].sum()), float(counts @ weights), num_pairs)
+        num_supervised, weight_sum = int(counts[is_supervised].sum()), float(counts @ weights)
+        return StepTotals(num_tokens, num_supervised, weight_sum, num_pairs, num_answers // 2, num_chosen)
 
     def micro_batches(self, step: GlobalStep, rank: int, world_size: int, micro_batch_size: int) -> list[Batch]:
         """Return a rank's micro-batches of a step; every rank gets the same number, empty ones if packs run out.
@@ -209,6 +220,7 @@ class GlobalLoader:
         positions = np.zeros(shape, dtype=np.int64)
         all_lengths: list[tuple[int, ...]] = []
         row_lengths: list[int] = []
+        answer_lengths: list[int] = []
         for i, pack in enumerate([*packs.values(), *[None] * (num_rows - len(packs))]):
             at = 0
             lengths: list[int] = []
@@ -223,6 +235,7 @@ class GlobalLoader:
                 loss_weights[i, at : stop - 1] = weights[1:]
                 labels[i, at : stop - 1] = np.where(weights[1:] > 0, ids[1:], IGNORE)
                 lengths.append(len(ids))
+                answer_lengths.append(int((weights[1:] > 0).sum()))
                 at = stop
             row_lengths.append(at)
             if at < shape[1]:
@@ -241,6 +254,7 @@ class GlobalLoader:
             num_tokens=sum(row_lengths),
             num_supervised=int((labels != IGNORE).sum()),
             weight_sum=float(loss_weights.sum(dtype=np.float64)),
+            answer_lengths=tuple(answer_lengths) if self.prepared.is_paired else None,
         )
 
     def _epoch_order(self, epoch: int) -> np.ndarray:

@@ -42,7 +42,8 @@ class PreparedSet:
 
     ``tokens`` and ``codes`` are flat over samples; sample i is ``offsets[i]:offsets[i + 1]``. ``codes`` index
     ``weights``, the distinct loss weights (code 0 is 0.0: not supervised). ``digests`` are those of the samples'
-    conversations. ``packs[split]`` are the samples of all packs, flat, and the offsets of the packs.
+    conversations. ``packs[split]`` are the samples of all packs, flat, and the offsets of the packs. In a set of
+    preference pairs, samples 2i and 2i + 1 are the chosen and the rejected answer of pair i, which share a pack.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class PreparedSet:
     inputs: dict[str, Any]
     seq_len: int
     is_packed: bool
+    is_paired: bool
     counts: Counts
     weights: NDArray[np.float32]
     tokens: NDArray[np.int32]
@@ -148,6 +150,7 @@ def open_prepared(path: Path) -> PreparedSet:
         inputs=meta["inputs"],
         seq_len=meta["inputs"]["seq_len"],
         is_packed=meta["inputs"]["packed"],
+        is_paired=meta["inputs"].get("pairs", False),
         counts=Counts(**meta["counts"]),
         weights=np.asarray(meta["weights"], dtype=np.float32),
         packs=packs,  # type: ignore[arg-type]
@@ -189,7 +192,9 @@ def describe_counts(prepared: PreparedSet) -> list[str]:
         f"{counts.conversations:,} conversations from {counts.rows:,} rows, {counts.tokens:,} tokens, "
         f"{counts.supervised / counts.tokens:.0%} of them supervised ({prepared.path})"
     ]
-    if counts.samples > counts.conversations:
+    if prepared.is_paired:
+        lines = [lines[0].replace(" conversations from ", " preference pairs from ", 1)]
+    elif counts.samples > counts.conversations:
         lines.append(
             f"{counts.samples:,} samples: the chat template rewrites earlier turns, so turns are trained each with the "
             "history that the model will see"
@@ -242,7 +247,9 @@ def _write(
             codes_file.write(codes.data)
             numbers = np.arange(len(lengths), len(lengths) + len(part.lengths))
             is_held_out = is_validation(part.digests, config.validation_share)
-            members["train"].frombytes(np.repeat(numbers, part.repeats * ~is_held_out).tobytes())
+            size = 2 if config.pairs else 1  # samples that stay together
+            repeats = (part.repeats * ~is_held_out)[::size]
+            members["train"].frombytes(np.repeat(numbers.reshape(-1, size), repeats, axis=0).tobytes())
             members["validation"].frombytes(numbers[is_held_out].tobytes())
             lengths.frombytes(part.lengths.tobytes())
             digests.frombytes(part.digests.tobytes())
@@ -303,10 +310,11 @@ def _pack(
     """Return the conversations of a split's packs, flat, and the offsets of the packs."""
     if not config.packed:
         return indices, np.arange(len(indices) + 1)
-    packs = pack_best_fit(lengths[indices], config.seq_len)
-    flat = np.fromiter((i for pack in packs for i in pack), dtype=np.int64, count=len(indices))
-    ends = np.cumsum([0, *(len(pack) for pack in packs)], dtype=np.int64)
-    return indices[flat], ends
+    units = indices.reshape(-1, 2 if config.pairs else 1)  # samples that stay together
+    packs = pack_best_fit(lengths[units].sum(axis=1), config.seq_len)
+    flat = np.fromiter((i for pack in packs for i in pack), dtype=np.int64, count=len(units))
+    ends = np.cumsum([0, *(len(pack) * units.shape[1] for pack in packs)], dtype=np.int64)
+    return units[flat].ravel(), ends
 
 
 def _explain_no_rows(counts: Counts, config: DataConfig) -> str:

@@ -13,7 +13,7 @@ from fctune.errors import ConfigError
 from fctune.models.architecture import Architecture
 from fctune.models.attention import AttentionKernel, DocumentBounds, make_bounds
 from fctune.models.dropout import TokenKeys
-from fctune.models.loss import sum_supervised_loss
+from fctune.models.loss import IGNORE, supervised_losses
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.router_balance import RouterBalance
 
@@ -168,8 +168,9 @@ class CausalLM(nn.Module, ABC):
         row_keys: Tensor | None = None,
         supervised: Tensor | None = None,
         row_lengths: Tensor | None = None,
+        is_summed: bool = True,
     ) -> Tensor:
-        """Return the summed, weighted loss of the supervised tokens; without labels, the logits.
+        """Return the summed, weighted loss of the supervised tokens, or the loss of each; without labels, the logits.
 
         A load-balancing loss of routers is not part of it: see ``router_balance``.
 
@@ -184,9 +185,10 @@ class CausalLM(nn.Module, ABC):
                 the labels, for which the host waits on a CUDA device.
             row_lengths: tokens of each row before its padding, int64 ``[b]``; None: no row has padding. Used only by
                 the load-balancing loss.
+            is_summed: return the sum of weight x loss; otherwise the loss of each supervised token, without its weight.
 
         Returns:
-            A scalar in float32 (float64 for a float64 model), or logits ``[b, s, vocab]``.
+            A scalar or ``[n]`` in float32 (float64 for a float64 model), or logits ``[b, s, vocab]``.
         """
         if row_keys is not None:
             self.token_keys.set_rows(row_keys, tokens.shape[1])
@@ -199,9 +201,12 @@ class CausalLM(nn.Module, ABC):
         if labels is None:
             logits = self.project(hidden.flatten(0, 1), None if keys is None else keys.flatten())
             return logits.view(*tokens.shape, -1)
-        return sum_supervised_loss(
-            hidden, self.project, self.architecture.vocab_size, labels, loss_weights, keys, supervised
-        )
+        if supervised is None:
+            supervised = (labels.flatten() != IGNORE).nonzero().squeeze(1)
+        losses = supervised_losses(hidden, self.project, self.architecture.vocab_size, labels, keys, supervised)
+        if is_summed:
+            return (losses if loss_weights is None else losses * loss_weights.flatten()[supervised]).sum()
+        return losses
 
 
 def materialize_(model: CausalLM, device: torch.device, is_offloaded: bool = False) -> None:

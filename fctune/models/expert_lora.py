@@ -51,6 +51,7 @@ class ExpertLoRA(nn.Module):
         self.lora_a = nn.Parameter(torch.empty(num_experts, config.rank, in_dim, **options))
         self.lora_b = nn.Parameter(torch.empty(num_experts, out_dim, config.rank, **options))
         self.is_transposed, self.scaling, self.dropout = is_transposed, scaling, config.dropout
+        self.is_active = True  # see ``fctune.models.lora.adapters_off``
         self.channel_keys: Tensor
         empty = torch.empty(in_dim, dtype=torch.int32, device=weight.device)
         self.register_buffer("channel_keys", empty, persistent=False)
@@ -73,13 +74,15 @@ class ExpertLoRA(nn.Module):
         return self._token_keys.value.flatten()[tokens] ^ mix_keys(experts)
 
     def forward(self, x: Tensor, row_keys: Tensor | None, ends: Tensor) -> Tensor:
-        """Return the change of each row's output, ``[n, out]``.
+        """Return the change of each row's output, ``[n, out]``; zero while adapters are off.
 
         Args:
             x: inputs of the experts, ``[n, in]``, sorted by expert.
             row_keys: result of ``make_row_keys``, of this adapter or another one of the same experts.
             ends: row after the last one of each expert, int32 ``[experts]``.
         """
+        if not self.is_active:
+            return x.new_zeros(len(x), self.lora_b.shape[1])
         if row_keys is not None:
             x = keyed_dropout(x, self.dropout, row_keys, self.channel_keys)
         a, b = (to_local(matrix).to(x.dtype).transpose(1, 2) for matrix in (self.lora_a, self.lora_b))
@@ -108,9 +111,12 @@ class RouterLoRA(nn.Module):
         self.lora_a = nn.Parameter(torch.empty(config.rank, in_dim, **options))
         self.lora_b = nn.Parameter(torch.empty(out_dim, config.rank, **options))
         self.scaling = scaling
+        self.is_active = True  # see ``fctune.models.lora.adapters_off``
 
     def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Return the merged weight, ``[experts, in]``, in the adapter's dtype."""
+        """Return the merged weight, ``[experts, in]``, in the adapter's dtype; while adapters are off, the weight."""
+        if not self.is_active:
+            return weight.to(a.dtype)
         return weight.to(a.dtype) + self.scaling * (b @ a)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections import Counter
@@ -58,6 +59,7 @@ class LoRALinear(FrozenLinear):
         self.lora_b = nn.Parameter(torch.empty(out_dim, config.rank, **options))
         self.magnitude = nn.Parameter(torch.empty(out_dim, **options)) if config.dora else None
         self.scaling = adapter_scaling(config)
+        self.is_active = True  # see ``adapters_off``
         self.channel_keys: Tensor
         empty = torch.empty(in_dim, dtype=torch.int32, device=base.weight.device)
         self.register_buffer("channel_keys", empty, persistent=False)
@@ -70,6 +72,8 @@ class LoRALinear(FrozenLinear):
 
     def forward(self, x: Tensor, token_keys: Tensor | None = None) -> Tensor:
         """Project ``[..., in]`` to ``[..., out]``; ``token_keys [...]`` are needed if x is not the complete batch."""
+        if not self.is_active:
+            return self.project(x)
         base = self.project(x) if self.magnitude is None else self.multiply(x)
         inner, lora_b = self._input.multiply(self._index, x, token_keys), self.lora_b.to(x.dtype)
         if torch.compiler.is_compiling():
@@ -85,6 +89,19 @@ class LoRALinear(FrozenLinear):
         scale = (self.magnitude / norms).to(x.dtype)
         out = total * scale
         return out if self.bias is None else out + self.bias
+
+
+@contextlib.contextmanager
+def adapters_off(model: CausalLM) -> Iterator[None]:
+    """Make a model compute as its frozen base meanwhile, trained token rows included."""
+    adapters: list[Any] = [module for module in model.modules() if hasattr(module, "is_active")]
+    for adapter in adapters:
+        adapter.is_active = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.is_active = True
 
 
 def row_norms(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:

@@ -34,6 +34,7 @@ class TokenRows(nn.Module):
         super().__init__()
         self.ids = tuple(ids)
         self.weight = weight
+        self.is_active = True  # see ``fctune.models.lora.adapters_off``
         options: dict[str, Any] = {"device": weight.device}
         rows = torch.empty(len(ids), weight.shape[1], dtype=wide_dtype(weight.dtype), **options)
         self.token_rows = nn.Parameter(rows)
@@ -47,6 +48,8 @@ class TokenRows(nn.Module):
     def look_up(self, tokens: Tensor) -> Tensor:
         """Return the row of each token, ``[..., d]`` in the weight's dtype."""
         frozen = embedding(tokens, self.weight)
+        if not self.is_active:
+            return frozen
         slots = torch.searchsorted(self.token_ids, tokens).clamp(max=len(self.ids) - 1)
         # Every token goes through the trained rows, so that a batch without any of them has a gradient of zero.
         trained = embedding(slots, self.token_rows.to(frozen.dtype))
@@ -55,6 +58,8 @@ class TokenRows(nn.Module):
     def project(self, x: Tensor) -> Tensor:
         """Return the logits ``[..., vocab]`` of hidden states ``[..., d]``."""
         logits = linear(x, self.weight)
+        if not self.is_active:
+            return logits
         # Adding the difference in place saves the copies of the logits that replacing columns would make in forward
         # and backward.
         change = (self.token_rows - self.weight[self.token_ids].to(self.token_rows.dtype)).to(x.dtype)

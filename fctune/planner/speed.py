@@ -46,11 +46,12 @@ class Flops:
     recomputed: float
     attention: float
     head: float
+    reference: float = 0.0  # forward pass of the blocks of the frozen base, in preference training
 
     @property
     def total(self) -> float:
-        """FLOPs per token, with recomputation, attention and the output head."""
-        return self.products + self.recomputed + self.attention + self.head
+        """FLOPs per token, with recomputation, attention, the output head and the reference."""
+        return self.products + self.recomputed + self.attention + self.head + self.reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +129,17 @@ def count_flops(
     head = a.vocab_size * a.embed_dim
     trains_head = adapter is None
     head_cost = 2 + 2 + 2 * trains_head
+    reference = 0.0
+    if has_reference(memory):
+        reference, head_cost = 2 * base + 4 * pair, head_cost + 2
     head_adapter = 0
     if adapter is not None and a.head in a.resolve_adapter_modules(adapter.modules):
         head_adapter = 6 * adapter.rank * (a.vocab_size + a.embed_dim)
     positions = (micro_batch_size or config.micro_batch_size) * config.data.seq_len * supervised_share
     if positions * a.vocab_size > max_logits:
         head_cost += 2
-    return Flops(products, recomputed, 14 * pair, supervised_share * (head_cost * head + head_adapter))
+    head_total = supervised_share * (head_cost * head + head_adapter)
+    return Flops(products, recomputed, 14 * pair, head_total, reference)
 
 
 def estimate_step_time(
@@ -189,6 +194,12 @@ def estimate_step_time(
     moved = 2 * (state.optimizer + state.gradients) + 2 * state.gradients
     update = moved / (_HOST_MEMORY_GB_S * 1e9 if memory.config.parallel.cpu_offload else _memory_bytes_per_s(gpu))
     return StepTime(compute, traffic, sent, host, exposed, update, int(gathered), int(scattered + summed))
+
+
+def has_reference(memory: MemoryModel) -> bool:
+    """Return True if a step runs the frozen base too, to compare the policy with it."""
+    preference = memory.config.preference
+    return preference is not None and preference.needs_reference
 
 
 def memory_traffic_seconds(memory: MemoryModel, gpu: Gpu, fraction: float) -> float:
@@ -250,6 +261,7 @@ def count_communication(memory: MemoryModel, setting: Setting, micro_batches: in
     gathered = scattered = 0.0
     if setting.shard > 1:
         passes = 2 if memory.config.parallel.reshard_after_forward else 1
+        passes += has_reference(memory) and memory.config.parallel.reshard_after_forward
         blocks = sum(memory.unsharded_bytes(block) for block in memory.blocks)
         gathered = micro_batches * (passes * blocks + memory.unsharded_bytes(memory.root))
         scattered = times * trained

@@ -20,6 +20,19 @@ _UNEQUAL = 4  # times as many steps as the shortest run, from which on the axis 
 _CURVES: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
     ("Loss", "nats/token", True, {"loss": "training, smoothed", "validation_loss": "validation"}),
     (
+        "Preference accuracy",
+        "share of pairs",
+        False,
+        {"reward_accuracy": "training", "validation_reward_accuracy": "validation"},
+    ),
+    (
+        "Reward margin",
+        "",
+        False,
+        {"reward_margin": "training", "validation_reward_margin": "validation"},
+    ),
+    ("Log-probability of answers", "nats", False, {"logps_chosen": "chosen", "logps_rejected": "rejected"}),
+    (
         "Tool-call accuracy while training",
         "share",
         False,

@@ -32,6 +32,7 @@ class FlopCounter:
         num_adapter: weights of adapters.
         recomputed: share of the blocks' matrix products that backward recomputes.
         recomputed_attention: share of their attention that backward recomputes.
+        num_reference: forward passes of the frozen base in addition to the training pass.
     """
 
     num_parameters: int
@@ -43,18 +44,19 @@ class FlopCounter:
     num_adapter: int = 0
     recomputed: float = 0.0
     recomputed_attention: float = 0.0
+    num_reference: int = 0
 
     def weights(self, num_tokens: int) -> int:
         """Count the model FLOPs of the weights: 2N per token forward, 2N for activation and 2N for weight gradients.
 
-        That is 6N for full training (https://arxiv.org/abs/2204.02311) and 4N over a frozen base. Recomputation is not
-        counted, because the model does not require it.
+        That is 6N for full training (https://arxiv.org/abs/2204.02311) and 4N over a frozen base, plus 2N for a pass of
+        the reference. Recomputation is not counted, because the model does not require it.
         """
-        return (4 if self.is_frozen else 6) * self.num_parameters * num_tokens
+        return ((4 if self.is_frozen else 6) + 2 * self.num_reference) * self.num_parameters * num_tokens
 
     def attention(self, num_pairs: int) -> int:
         """Count the FLOPs of attention over pairs of a query and a visible key: 4d forward and 8d backward per pair."""
-        return 12 * self.num_layers * self.attention_dim * num_pairs
+        return (12 + 4 * self.num_reference) * self.num_layers * self.attention_dim * num_pairs
 
     def hardware(self, num_slots: int, num_supervised: int, num_pairs: int) -> float:
         """Count the FLOPs that the device computes, with padding, recomputation and the head at supervised tokens only.
@@ -62,11 +64,12 @@ class FlopCounter:
         This is the HFU of https://arxiv.org/abs/2205.05198 (appendix A) for these blocks. The softmax, norms and the
         optimizer update are not counted.
         """
-        times = 4 if self.is_frozen else 6
+        times = (4 if self.is_frozen else 6) + 2 * self.num_reference
         blocks = self.num_parameters - self.num_head - self.num_embedding
         again = 2 * self.recomputed * (blocks + self.num_adapter)
         products = num_slots * (times * blocks + 6 * self.num_adapter + again)
-        attention = self.attention(num_pairs) * (1 + self.recomputed_attention / 3)
+        forward = 4 * self.num_layers * self.attention_dim * num_pairs
+        attention = self.attention(num_pairs) + forward * self.recomputed_attention
         return products + num_supervised * times * self.num_head + attention
 
     def dense_attention(self, num_tokens: int, seq_len: int) -> int:

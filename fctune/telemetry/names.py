@@ -25,6 +25,8 @@ class Metric:
 
 
 _EACH = "this step, all ranks"
+_PAIRS = "mean over the step's preference pairs, all ranks, before the update"
+_VALIDATION_PAIRS = "on the validation split, in steps with a validation"
 _INTERVAL = "since the previous line that has it (log_every_n_steps)"
 _WILSON = "95 % interval by Wilson's method"
 _RATE = "share of held-out cases, in steps with an evaluation"
@@ -32,7 +34,19 @@ _RATE = "share of held-out cases, in steps with an evaluation"
 METRICS = (
     Metric("step", "steps", "optimizer steps taken", "from 1, counted across restarts"),
     Metric("epoch", "epochs", "epoch of the step's last pack", "as the loader counts, from 0"),
-    Metric("loss", "nats/token", "weighted mean cross entropy of supervised tokens", _EACH + ", before the update"),
+    Metric(
+        "loss",
+        "nats/token",
+        "weighted mean cross entropy of supervised tokens; in preference training the mean loss of pairs, in nats",
+        _EACH + ", before the update",
+    ),
+    Metric("reward_accuracy", "share", "pairs whose chosen answer has the higher reward", _PAIRS),
+    Metric("reward_margin", "", "reward of the chosen answer minus that of the rejected one", _PAIRS),
+    Metric("reward_chosen", "", "beta * log-probability of the chosen answer, relative to the reference", _PAIRS),
+    Metric("reward_rejected", "", "beta * log-probability of the rejected answer, relative to the reference", _PAIRS),
+    Metric("logps_chosen", "nats", "log-probability of the chosen answer", _PAIRS),
+    Metric("logps_rejected", "nats", "log-probability of the rejected answer", _PAIRS),
+    Metric("sft_loss", "nats/token", "mean cross entropy of the chosen answers' supervised tokens", _EACH),
     Metric(
         "router_aux_loss",
         "",
@@ -102,6 +116,13 @@ METRICS = (
     Metric(
         "validation_loss", "nats/token", "loss on the validation split", "in steps with a validation; current weights"
     ),
+    Metric("validation_reward_accuracy", "share", "reward_accuracy of held-out pairs", _VALIDATION_PAIRS),
+    Metric("validation_reward_margin", "", "reward_margin of held-out pairs", _VALIDATION_PAIRS),
+    Metric("validation_reward_chosen", "", "reward_chosen of held-out pairs", _VALIDATION_PAIRS),
+    Metric("validation_reward_rejected", "", "reward_rejected of held-out pairs", _VALIDATION_PAIRS),
+    Metric("validation_logps_chosen", "nats", "logps_chosen of held-out pairs", _VALIDATION_PAIRS),
+    Metric("validation_logps_rejected", "nats", "logps_rejected of held-out pairs", _VALIDATION_PAIRS),
+    Metric("validation_sft_loss", "nats/token", "sft_loss of held-out pairs", _VALIDATION_PAIRS),
     Metric("validation_time_s", "s", "duration of the validation", "rank 0; not part of step_time_s"),
     Metric("is_skipped", "", "update skipped because the loss or gradient norm was not finite", "", "flag"),
     Metric("is_spike", "", "loss far above the 50 preceding ones", "Hampel's rule", "flag"),

@@ -22,8 +22,9 @@ from fctune.models.document_attention import CPU_TILE
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.meter import Meter
+from fctune.training.objective import Objective, SupervisedObjective
 from fctune.training.prefetch import Prefetcher
-from fctune.training.step import StepResult, mean_loss, train_step
+from fctune.training.step import StepResult, evaluate_objective, train_step
 
 logger = logging.getLogger("fctune")
 
@@ -90,6 +91,7 @@ def train(
     sinks: SinkGroup,
     callbacks: Sequence[Callback] = (),
     gpu_hours: float = 0.0,
+    objective: Objective | None = None,
 ) -> None:
     """Train from ``state.step`` to ``num_steps``, in place, or until a callback ends training.
 
@@ -102,10 +104,12 @@ def train(
         sinks: receive the metrics of each step.
         callbacks: hooks, called in this order; see ``Callback``.
         gpu_hours: of the run before this process started.
+        objective: computes the loss; None is that of supervised tokens.
 
     Raises:
         NonFiniteError: a step was not finite and ``on_nonfinite`` is stop.
     """
+    objective = objective or SupervisedObjective()
     state.model.train()
     state.timers.start(num_steps, distributed.run_on_rank_0(time.monotonic))
     num_nonfinite = 0  # in a row
@@ -132,6 +136,7 @@ def train(
                     data,
                     world,
                     state.gradient_sync,
+                    objective,
                     clip_grad_norm=config.clip_grad_norm,
                     clock=meter.clock,
                     before_update=before_update,
@@ -147,7 +152,7 @@ def train(
             metrics = meter.measure(data, result, lr, wait_s, elapsed_s, costs)
             if _is_validation_due(config, loader.prepared, state, is_last):
                 started = time.perf_counter()
-                metrics["validation_loss"] = validation_loss(config, state.model, loader.prepared, world)
+                metrics |= validate(config, state.model, objective, loader.prepared, world)
                 metrics["validation_time_s"] = time.perf_counter() - started
             for callback in callbacks:
                 metrics |= callback.measure(step, is_last)
@@ -160,11 +165,15 @@ def train(
                 break
 
 
-def validation_loss(config: RunConfig, model: CausalLM, prepared: PreparedSet, world: World) -> float:
-    """Return the weighted mean loss over the validation split; independent of the world size."""
+def validate(
+    config: RunConfig, model: CausalLM, objective: Objective, prepared: PreparedSet, world: World
+) -> dict[str, float]:
+    """Return the objective's loss and metrics over the validation split; independent of the world size."""
     loader = build_loader(config, prepared, "validation")
-    batches = loader.micro_batches(loader.step_at(1), world.rank, world.world_size, config.micro_batch_size)
-    return mean_loss(model, batches, world)
+    step = loader.step_at(1)
+    batches = loader.micro_batches(step, world.rank, world.world_size, config.micro_batch_size)
+    loss, metrics = evaluate_objective(model, objective, batches, loader.totals(step), world)
+    return {"validation_loss": loss} | {f"validation_{name}": value for name, value in metrics.items()}
 
 
 def _is_validation_due(config: RunConfig, prepared: PreparedSet, state: TrainState, is_last: bool) -> bool:

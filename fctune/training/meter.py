@@ -106,6 +106,7 @@ class Meter:
         step = data.step
         metrics: dict[str, Any] = {
             "loss": result.loss,
+            **result.metrics,
             "lr": lr,
             "grad_norm": result.grad_norm,
             "tokens_total": result.num_tokens,
@@ -199,6 +200,7 @@ def count_flops(model: CausalLM, config: RunConfig | None = None) -> FlopCounter
         num_adapter=sum(size for name, size in sizes.items() if is_adapter(name)),
         recomputed=recomputed if is_block else recomputed / 2,  # policy "op" recomputes every second product
         recomputed_attention=recomputed if is_block else 0.0,
+        num_reference=int(config is not None and config.preference is not None and config.preference.needs_reference),
     )
 
 

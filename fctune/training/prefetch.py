@@ -18,7 +18,11 @@ from fctune.models.dropout import row_key
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Model inputs of one micro-batch, on the CPU; fields as in ``CausalLM.forward``."""
+    """Model inputs of one micro-batch, on the CPU; fields as in ``CausalLM.forward``.
+
+    ``answer_lengths`` are the numbers of supervised tokens of each answer, int64 ``[a]``, if the objective compares
+    answers; the supervised positions are in their order.
+    """
 
     tokens: Tensor
     labels: Tensor
@@ -28,6 +32,7 @@ class Inputs:
     row_lengths: Tensor
     positions: Tensor | None
     bounds: DocumentBounds | None
+    answer_lengths: Tensor | None = None
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """Return the model's keyword arguments on its device; the host does not wait for the copies."""
@@ -111,6 +116,7 @@ def make_inputs(
         is_pinned: use pinned memory, from which copies to a CUDA device are asynchronous.
     """
     bounds = None if batch.lengths is None else make_bounds(batch.lengths)
+    lengths = batch.answer_lengths
     tensors: dict[str, Tensor | None] = {
         "tokens": batch.tokens,
         "labels": batch.labels,
@@ -119,6 +125,7 @@ def make_inputs(
         "row_keys": torch.tensor([row_key(seed, step, row) for row in batch.rows]),
         "row_lengths": torch.tensor(batch.row_lengths),
         "positions": batch.positions,
+        "answer_lengths": None if lengths is None else torch.tensor(lengths, dtype=torch.int64),
     }
     if is_pinned:
         tensors = {name: None if tensor is None else tensor.pin_memory() for name, tensor in tensors.items()}

@@ -42,6 +42,7 @@ from fctune.training.callbacks.stop import StopCallback
 from fctune.training.entry import Run
 from fctune.training.host_memory import HostMemoryCallback
 from fctune.training.loop import build_loader, count_steps, train
+from fctune.training.objective import Objective, SupervisedObjective
 from fctune.training.out_of_memory import MemorySnapshot, suggest_less_memory
 from fctune.training.run_directory import installed_versions
 from fctune.training.setup import (
@@ -95,6 +96,10 @@ class FineTuning(ABC):
     @abstractmethod
     def exports(self) -> Sequence[Callable[[], None]]:
         """Return the functions that write the run's exports; every rank calls each in turn."""
+
+    def objective(self) -> Objective:
+        """Return the loss of a training step: by default that of the supervised tokens."""
+        return SupervisedObjective()
 
     @property
     def step(self) -> int:
@@ -193,7 +198,11 @@ class FineTuning(ABC):
         assert self.state is not None
         hours = self.run.directory.gpu_hours()
         with self.sinks:
-            train(self.config, self.state, self.loader, self.num_steps, self.world, self.sinks, self.callbacks, hours)
+            train(
+                *(self.config, self.state, self.loader, self.num_steps, self.world, self.sinks, self.callbacks),
+                gpu_hours=hours,
+                objective=self.objective(),
+            )
 
     def save_checkpoint(self) -> None:
         """Save the last checkpoint and write the exports."""

@@ -1,4 +1,4 @@
-"""One optimizer step, and the loss over a validation set."""
+"""One optimizer step, and the objective over a validation set."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from fctune import distributed
-from fctune.data.loader import Batch
+from fctune.data.loader import Batch, StepTotals
 from fctune.distributed import World
 from fctune.models.causal_lm import CausalLM
 from fctune.models.router_balance import RouterBalance
 from fctune.parallel.sharding import GradientSync, reshard_
 from fctune.telemetry.metrics import SpanTimer
+from fctune.training.objective import Objective
 from fctune.training.prefetch import StepData, make_inputs
 
 
@@ -29,7 +30,8 @@ class StepResult:
     """Results of a step, over all ranks.
 
     Attributes:
-        loss: weighted mean over the supervised tokens.
+        loss: of the objective, over the global batch.
+        metrics: of the objective, by name.
         grad_norm: total norm before clipping.
         num_tokens: tokens without padding.
         num_supervised: tokens with a label.
@@ -42,6 +44,7 @@ class StepResult:
     """
 
     loss: float
+    metrics: dict[str, float]
     grad_norm: float
     num_tokens: int
     num_supervised: int
@@ -58,6 +61,7 @@ def train_step(
     data: StepData,
     world: World,
     gradient_sync: GradientSync,
+    objective: Objective,
     *,
     clip_grad_norm: float | None,
     clock: SpanTimer | None = None,
@@ -65,10 +69,10 @@ def train_step(
 ) -> StepResult:
     """Accumulate gradients over this rank's micro-batches, reduce them over ranks, clip and update.
 
-    The loss is one weighted mean over all supervised tokens of the global step: the sum over micro-batches and ranks of
-    weight x cross-entropy, divided by the sum of weights. The divisor is known before the first backward pass, so
-    gradients need no rescaling. Gradients are averaged over ranks, hence the factor ``world_size``. A mixture of
-    experts may add the load-balancing loss of the global batch, which is not part of the loss that is returned.
+    The loss is one mean over the global step, such as the weighted mean over all of its supervised tokens, to which
+    each micro-batch of each rank adds its part. The divisor is known before the first backward pass, so gradients need
+    no rescaling. Gradients are averaged over ranks, hence the factor ``world_size``. A mixture of experts may add the
+    load-balancing loss of the global batch, which is not part of the loss that is returned.
 
     The host waits for the device once, for the numbers that are logged and that decide whether the update is applied.
 
@@ -78,6 +82,7 @@ def train_step(
         data: this rank's share of the global step.
         world: this rank.
         gradient_sync: defers the reduction of gradients to the last micro-batch.
+        objective: computes the loss.
         clip_grad_norm: largest total norm; None does not clip.
         clock: times forward and backward.
         before_update: called when the gradients are ready and the weights are about to change.
@@ -86,17 +91,18 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     clock.start()
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    metric_sums = torch.zeros(len(objective.metrics), dtype=torch.float64, device=world.device)
     balance = model.router_balance
     if balance is not None:
         _count_choices(model, balance, data, world)
     for num_left, inputs in zip(reversed(range(len(data.inputs))), data.inputs, strict=True):
         gradient_sync.defer(num_left > 0)
-        loss: Tensor = model(**inputs.arguments(world.device))
-        objective = loss * (world.world_size / totals.weight_sum)
-        if balance is not None:
-            objective = objective + world.world_size * balance.loss()
-        objective.backward()  # type: ignore[no-untyped-call]
+        loss, metrics = objective.compute(model, inputs, totals, world.device)
         loss_sum += loss.detach()
+        metric_sums += metrics
+        if balance is not None:
+            loss = loss + balance.loss()
+        (world.world_size * loss).backward()  # type: ignore[no-untyped-call]
     gradient_sync.finish()
     clock.stop()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -104,23 +110,26 @@ def train_step(
     num_slots = sum(inputs.tokens.numel() for inputs in data.inputs)
     aux_sum = loss_sum.new_zeros(()) if balance is None or balance.value is None else balance.value
     rows = _exchange(
-        torch.stack([loss_sum, norm.to(loss_sum), aux_sum]), [num_slots, clock.last_s, time.monotonic()], world
+        torch.cat([torch.stack([loss_sum, norm.to(loss_sum), aux_sum]), metric_sums]),
+        [num_slots, clock.last_s, time.monotonic()],
+        world,
     )
     clock.settle()
-    loss_value, grad_norm = sum(row[0] for row in rows) / totals.weight_sum, rows[0][1]
+    grad_norm = rows[0][1]
     is_finite = all(math.isfinite(value) for row in rows for value in row[:3])
     before_update()
     if is_finite:
         optimizer.step()
     return StepResult(
-        loss=loss_value,
+        loss=sum(row[0] for row in rows),
+        metrics={name: sum(row[i] for row in rows) for i, name in enumerate(objective.metrics, start=3)},
         grad_norm=grad_norm,
         num_tokens=totals.num_tokens,
         num_supervised=totals.num_supervised,
-        num_slots=int(sum(row[3] for row in rows)),
-        compute_s=tuple(row[4] for row in rows),
+        num_slots=int(sum(row[-3] for row in rows)),
+        compute_s=tuple(row[-2] for row in rows),
         router_aux_loss=None if balance is None else sum(row[2] for row in rows),
-        rank_0_s=rows[0][5],
+        rank_0_s=rows[0][-1],
         is_applied=is_finite,
     )
 
@@ -139,18 +148,30 @@ def _count_choices(model: CausalLM, balance: RouterBalance, data: StepData, worl
 
 
 @torch.no_grad()
-def mean_loss(model: CausalLM, batches: Iterable[Batch], world: World) -> float:
-    """Return the weighted mean loss over the batches of all ranks, without dropout; the training mode is restored."""
+def evaluate_objective(
+    model: CausalLM, objective: Objective, batches: Iterable[Batch], totals: StepTotals, world: World
+) -> tuple[float, dict[str, float]]:
+    """Return the loss and the metrics of an objective without dropout; the training mode is restored.
+
+    Args:
+        model: to evaluate.
+        objective: computes the loss.
+        batches: this rank's.
+        totals: over the batches of all ranks.
+        world: this rank.
+    """
     was_training = model.training
     model.eval()
-    loss_sum, weight_sum = torch.zeros((), dtype=torch.float64, device=world.device), 0.0
+    sums = torch.zeros(1 + len(objective.metrics), dtype=torch.float64, device=world.device)
     for batch in batches:
-        loss_sum += model(**make_inputs(batch, model.make_bounds).arguments(world.device))
-        weight_sum += batch.weight_sum
+        loss, metrics = objective.compute(model, make_inputs(batch, model.make_bounds), totals, world.device)
+        sums[0] += loss
+        sums[1:] += metrics
     model.train(was_training)
     reshard_(model)
-    rows = _exchange(loss_sum[None], [weight_sum], world)
-    return sum(row[0] for row in rows) / sum(row[1] for row in rows)
+    rows = _exchange(sums, [], world)
+    loss_value, *values = (sum(column) for column in zip(*rows, strict=True))
+    return loss_value, dict(zip(objective.metrics, values, strict=True))
 
 
 def _exchange(measured: Tensor, known: Sequence[float], world: World) -> list[list[float]]:

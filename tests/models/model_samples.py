@@ -24,9 +24,10 @@ def load_model(
     adapter: AdapterConfig | None = None,
     dtype: torch.dtype = torch.float32,
     token_ids: Sequence[int] = (),
+    seq_len: int = 256,
 ) -> CausalLM:
     """Load a model on CPU in evaluation mode; its adapters have nonzero B, so that errors in merging show."""
-    model = read_architecture(path).build_model(256, PrecisionPolicy.uniform(dtype))
+    model = read_architecture(path).build_model(seq_len, PrecisionPolicy.uniform(dtype))
     if adapter is not None:
         apply_lora_(model, adapter)
         train_tokens_(model, token_ids)

@@ -172,7 +172,7 @@ def step(length):
     attention.attend(q, k, v, attention.make_bounds([[length, 512 - length]], "per_document")).sum().backward()
     hidden = torch.randn(1, 512, 64, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.where(torch.arange(512) < length, 1, loss.IGNORE)[None]
-    loss.sum_supervised_loss(hidden, lambda rows, keys: head(rows), 4096, labels).backward()
+    loss.supervised_losses(hidden, lambda rows, keys: head(rows), 4096, labels).sum().backward()
 for length in range(64, 449, 64):  # the shapes of every tile
     step(length)
 before = resident_mib()

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from fctune.models.attention import make_bounds
 from fctune.models.causal_lm import CausalLM
-from fctune.models.loss import MAX_LOGITS, chunk_rows, sum_supervised_loss
+from fctune.models.loss import MAX_LOGITS, chunk_rows, supervised_losses
 from tests.models.model_samples import load_model
 
 
@@ -61,7 +61,7 @@ def test_chunks_give_the_same_loss_and_gradients(model: CausalLM) -> None:
     complete.backward()
     expected = gradients(model)
     hidden = model.hidden_states(tokens, None, None)
-    chunked = sum_supervised_loss(hidden, model.project, model.architecture.vocab_size, labels, max_logits=1000)
+    chunked = supervised_losses(hidden, model.project, model.architecture.vocab_size, labels, max_logits=1000).sum()
     chunked.backward()
     torch.testing.assert_close(chunked, complete, rtol=1e-9, atol=0)
     assert_same(gradients(model), expected)

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.model_zoo import find_entry, save_config
 from fctune.config.sections.parallel import ActivationCheckpointingConfig
 from fctune.models.attention import make_bounds
-from fctune.models.loss import sum_supervised_loss
+from fctune.models.loss import supervised_losses
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import read_architecture
 from fctune.parallel.activations import apply_activation_checkpointing_
@@ -50,7 +50,7 @@ def test_caps_and_scales_of_logits_survive_the_chunked_loss(model_type: str) -> 
         complete = model(tokens, labels=labels)
         hidden = reference.model(input_ids=tokens, use_cache=False).last_hidden_state
         plain = cross_entropy(reference.lm_head(hidden)[0], labels[0], reduction="sum")
-        chunked = sum_supervised_loss(hidden, model.project, model.architecture.vocab_size, labels, max_logits=1000)
+        chunked = supervised_losses(hidden, model.project, model.architecture.vocab_size, labels, max_logits=1000).sum()
     assert abs(float(plain - expected)) > 1  # else the family's cap or scale would not show
     torch.testing.assert_close(complete, expected, rtol=1e-9, atol=0)
     torch.testing.assert_close(chunked, expected, rtol=1e-9, atol=0)

@@ -13,13 +13,18 @@ from typing import Any, Literal
 from fctune.distributed import World
 from fctune.training.entry import run_recipe
 from recipes.full_fc_distributed import FullFunctionCallingRecipe
+from recipes.lora_dpo_distributed import LoRAPreferenceRecipe
 from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 
-Kind = Literal["lora", "full"]
+Kind = Literal["lora", "full", "dpo"]
 
-RECIPES: dict[Kind, Any] = {"lora": LoRAFunctionCallingRecipe, "full": FullFunctionCallingRecipe}
+RECIPES: dict[Kind, Any] = {
+    "lora": LoRAFunctionCallingRecipe,
+    "full": FullFunctionCallingRecipe,
+    "dpo": LoRAPreferenceRecipe,
+}
 CONFIGS: dict[Kind, str] = {kind: str(ROOT / "configs" / f"tiny_{kind}.yaml") for kind in RECIPES}
 
 

@@ -19,6 +19,7 @@ from fctune.models.token_rows import init_token_rows_, train_tokens_
 from fctune.parallel.sharding import GradientSync
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import build_loader, count_steps, train
+from fctune.training.preference import PreferenceObjective
 from fctune.training.setup import build_base, shard_and_load_, start_state
 
 ADAPTER = {"rank": 4, "alpha": 8, "dropout": 0.1, "modules": ["q_proj", "v_proj", "o_proj", "down_proj", "lm_head"]}
@@ -105,7 +106,8 @@ def run_training(world: World, config: RunConfig, prepared_path: Path, holds_gra
         gradient_sync = GradientSync(model, gradient_sync.num_copies, holds_gradients=False)
     state = start_state(model, config, num_steps, gradient_sync)
     recorder = Recorder()
-    train(config, state, loader, num_steps, world, SinkGroup(recorder))
+    objective = None if config.preference is None else PreferenceObjective(config.preference)
+    train(config, state, loader, num_steps, world, SinkGroup(recorder), objective=objective)
     weights = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and config.adapter is not None and config.adapter.base != "bf16":

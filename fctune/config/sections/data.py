@@ -15,7 +15,7 @@ class SourceConfig:
 
     path: str
     """JSON, JSONL, JSONL.gz, Parquet or CSV file, a directory of them or from `save_to_disk`,
-    `hf:NAME[:CONFIG][:SPLIT][@REVISION]`, or `synthetic:SPLIT:ROWS[:SEED]`."""
+    `hf:NAME[:CONFIG][:SPLIT][@REVISION]`, or `synthetic:SPLIT:ROWS[:SEED]` (of pairs: `synthetic:pairs:ROWS`)."""
     format: str = "auto"
     """Row format by the name of its reader; `auto` detects it from the rows."""
     weight: Annotated[float, Range(gt=0)] = 1.0
@@ -43,6 +43,9 @@ class DataConfig:
     """Rows to read from each source."""
     seq_len: Annotated[int, Range(ge=8)] = 4096
     """Length of a training row in tokens; no conversation may be longer (see `overlong`)."""
+    pairs: bool = False
+    """Rows are preference pairs: a `prompt` with a `chosen` and a `rejected` answer, for runs with a `preference`
+    section. The two answers, each after the prompt, share a packed row and must fit in it together."""
     packed: bool = True
     """Pack several complete conversations into each row; attention never crosses them. Off: one conversation per
     row."""
@@ -80,3 +83,24 @@ class DataConfig:
     prepared_dir: Annotated[str | None, Null("`prepared` in FCTUNE_CACHE, which is ~/.cache/fctune by default")] = None
     """Directory of prepared (tokenised and packed) sets, which all nodes share. `fctune clean` lists and removes
     them."""
+
+    def check(self, where: str, problems: list[str]) -> None:
+        """Check the keys that preference pairs do not combine with."""
+        if not self.pairs:
+            return
+        if not self.packed:
+            problems.append(
+                f"{where}.packed=false: the two answers of a pair share a packed row; set {where}.packed=true"
+            )
+        if self.overlong == "cut":
+            problems.append(f"{where}.overlong=cut: an answer of a pair cannot be cut; set {where}.overlong=drop")
+        if self.call_weight != 1.0:
+            problems.append(
+                f"{where}.call_weight={self.call_weight:g}: a pair weighs all tokens of an answer alike; leave it out"
+            )
+        for index, source in enumerate(self.sources):
+            if source.format != "auto":
+                problems.append(
+                    f"{where}.sources.{index}.format={source.format}: pairs have one format, with prompt, chosen and "
+                    "rejected; leave it out"
+                )

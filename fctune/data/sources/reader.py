@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fctune.data.sources.arrow import IsWanted
 
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".ndjson", ".parquet", ".csv")
-_SYNTHETIC_SPLITS = ("pretrain", "train", "reasoned", "shuffled")
+_SYNTHETIC_SPLITS = ("pretrain", "train", "reasoned", "shuffled", "pairs")
 _NUM_SHOWN = 10
 # Every spelling of a row's reasoning has a key or a text that starts with one of these words, or a part of these in a
 # text. JSON may escape the brackets of tags, but not their letters.
@@ -62,8 +62,8 @@ def parse_source(path: str, row_format: str = "auto") -> Iterator[ParsedRow | De
 class UnreadRow(NamedTuple):
     """An undecoded row and its location.
 
-    ``value`` is the row's bytes in a file, its value in a table, the conversation of a synthetic row, or the defect of
-    a row that cannot be decoded.
+    ``value`` is the row's bytes in a file, its value in a table, the conversation of a synthetic row (bytes for a
+    pair), or the defect of a row that cannot be decoded.
     """
 
     file: str
@@ -128,7 +128,7 @@ class RowReader:
             pointers = [f"messages[{i}]" for i in range(len(value.messages))]
             return ParsedRow(value, pointers, "tools", ".function", row_format="synthetic")
         try:
-            return read_row(_decode(value, self._context), self.row_format, self._context, f"{file}:{line}")
+            return read_row(decode_row(value, self._context), self.row_format, self._context, f"{file}:{line}")
         except RowError as error:
             return Defect(file, line, error.pointer, error.kind, error.reason)
 
@@ -230,7 +230,7 @@ def _has_known_format(file: str, line: int, value: Any, context: ReadContext) ->
         DataError: The format is unknown.
     """
     try:
-        row = value if isinstance(value, RowError) else _decode(value, context)
+        row = value if isinstance(value, RowError) else decode_row(value, context)
     except RowError:
         return False
     if not isinstance(row, dict):
@@ -247,7 +247,7 @@ def _is_parquet(file: str) -> bool:
         return stream.read(4) == b"PAR1"
 
 
-def _decode(value: Any, context: ReadContext) -> Any:
+def decode_row(value: Any, context: ReadContext) -> Any:
     """Return the JSON value of a row, decoded from its bytes or as it is in a table."""
     if not isinstance(value, bytes):
         context.has_escaped_surrogate = context.may_have_null = True  # unknown for JSON inside a string of a table
@@ -266,12 +266,18 @@ def _decode(value: Any, context: ReadContext) -> Any:
 
 def _scan_synthetic(path: str) -> Iterator[UnreadRow]:
     from fctune.data.synthetic import iter_conversations
+    from fctune.data.synthetic.pairs import make_pairs
 
     split, *numbers = path.split(":")[1:]
     if split not in _SYNTHETIC_SPLITS or len(numbers) not in (1, 2) or not all(n.isdecimal() for n in numbers):
         splits = ", ".join(_SYNTHETIC_SPLITS)
         raise DataError(f"{path}: expected synthetic:SPLIT:ROWS[:SEED] with SPLIT one of {splits}.")
     seed = int(numbers[1]) if len(numbers) == 2 else 0
+    if split == "pairs":
+        pairs = make_pairs(iter_conversations("train", int(numbers[0]), seed), seed)
+        for i, pair in enumerate(pairs, start=1):
+            yield UnreadRow(path, i, json.dumps(pair).encode())
+        return
     named = cast(Literal["pretrain", "train", "reasoned", "shuffled"], split)
     for i, conversation in enumerate(iter_conversations(named, int(numbers[0]), seed), start=1):
         yield UnreadRow(path, i, replace(conversation, source=f"{path}:{i}"))

@@ -75,4 +75,6 @@ def describe_row_formats(row: dict[str, Any]) -> str:
     """List the keys of a row and those of the known row formats."""
     keys = ", ".join(map(str, list(row)[:12])) or "none"
     known = "; ".join(f"{name} ({row_format.keys})" for name, row_format in ROW_FORMATS.items())
-    return f"keys found: {keys}. Known row formats: {known}"
+    is_pair = "chosen" in row and "rejected" in row
+    hint = ". Rows of preference pairs need data.pairs=true and a preference section" if is_pair else ""
+    return f"keys found: {keys}. Known row formats: {known}{hint}"

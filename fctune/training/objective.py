@@ -1,0 +1,49 @@
+"""What a step minimises: a mean over the global batch, to which each micro-batch of each rank adds its part."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from fctune.data.loader import StepTotals
+from fctune.models.causal_lm import CausalLM
+from fctune.training.prefetch import Inputs
+
+
+class Objective(ABC):
+    """The loss of a training step.
+
+    Attributes:
+        metrics: names of the figures that it measures beside the loss.
+    """
+
+    metrics: tuple[str, ...] = ()
+
+    @abstractmethod
+    def compute(
+        self, model: CausalLM, inputs: Inputs, totals: StepTotals, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return the parts that a micro-batch adds to the loss, a scalar, and to the metrics, ``[k]`` and detached.
+
+        A micro-batch without any data returns a zero connected to every parameter, because sharded ranks must run the
+        same collectives in backward.
+
+        Args:
+            model: being trained, or evaluated without gradients.
+            inputs: of the micro-batch.
+            totals: over the global batch, by which sums become means.
+            device: of the model.
+        """
+
+
+class SupervisedObjective(Objective):
+    """Weighted mean cross-entropy of the supervised tokens."""
+
+    def compute(
+        self, model: CausalLM, inputs: Inputs, totals: StepTotals, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return the part of the loss; there are no other metrics."""
+        loss: Tensor = model(**inputs.arguments(device))
+        return loss / totals.weight_sum, loss.new_zeros(0)
