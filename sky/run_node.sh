@@ -42,6 +42,7 @@ trains='' output_dir='' log='' arguments=()
 # shellcheck source=/dev/null
 . "$launch"
 case $trains in
+  preference) recipe=recipes/lora_dpo_distributed ;;
   adapter) recipe=recipes/lora_fc_distributed ;;
   all) recipe=recipes/full_fc_distributed ;;
   *) echo "$0: the preflight did not set trains" >&2; exit 1 ;;

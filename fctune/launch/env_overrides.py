@@ -59,8 +59,9 @@ class LaunchSpec:
 
     def to_shell(self, node: int) -> str:
         """Shell assignments of ``trains``, ``output_dir``, ``log`` and ``arguments``, to be sourced by a script."""
+        trains = "all" if self.config.adapter is None else "adapter" if self.config.preference is None else "preference"
         words = {
-            "trains": "all" if self.config.adapter is None else "adapter",
+            "trains": trains,
             "output_dir": self.config.output_dir,
             "log": str(self.log_dir / f"node-{node}.log"),
         }

@@ -23,7 +23,7 @@ from fctune.planner.memory_timeline import Setting
 from fctune.planner.plan import make_plan
 from fctune.planner.plan_request import PlanRequest
 from fctune.planner.rule_of_thumb import estimate_flops_by_rule, estimate_memory_by_rule
-from fctune.planner.speed import EFFICIENCY_RANGE, count_flops
+from fctune.planner.speed import EFFICIENCY_RANGE, count_communication, count_flops
 from fctune.planner.storage import optimal_save_interval
 from tests.configs.cluster_cases import CASES
 from tests.conftest import ROOT, TINY_BASE
@@ -256,3 +256,19 @@ def test_every_gpu_in_the_table_names_its_sources() -> None:
         assert gpu.source.startswith("https://"), gpu.name
         assert gpu.machine, gpu.name
         assert gpu.fp8_tflops is None or gpu.fp8_tflops == pytest.approx(2 * gpu.bf16_tflops, rel=0.02), gpu.name
+
+
+def test_a_reference_adds_a_forward_pass_of_the_base() -> None:
+    data = {"sources": [{"path": "hf:some/pairs"}], "seq_len": 4096, "pairs": True}
+    sft, simpo, dpo = (
+        make_memory(make_config(LLAMA, 4096, adapter={"rank": 16}, **changes), 79.1)
+        for changes in ({}, *({"data": data, "preference": {"loss": loss}} for loss in ("simpo", "dpo")))
+    )
+    plain, free, compared = (count_flops(memory, 0.0, 0.25, 100.0, math.inf) for memory in (sft, simpo, dpo))
+    assert free == plain
+    assert compared.reference == 2 * 32 * 218_103_808 + 4 * 32 * 4096 * 100
+    assert compared.head - plain.head == 0.25 * 2 * 128_256 * 4096
+    setting = Setting("fsdp", 1, 8, 0.0, 1)
+    assert dpo.peak(setting) == sft.peak(setting)  # the policy and the reference are one model
+    gathered = [count_communication(memory, setting, 1)[0] for memory in (sft, dpo)]
+    assert gathered[1] > 1.4 * gathered[0]
