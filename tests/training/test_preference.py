@@ -246,7 +246,7 @@ def test_twenty_steps_match_trl(
         rows.append({"prompt_ids": ids[0][:start], "chosen_ids": ids[0][start:], "rejected_ids": ids[1][start:]})
     logs = train_trl(path, rows, adapter, started, tmp_path, num_steps, lr, theirs)
     assert len(logs) == num_steps
-    assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.05
+    assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.005
     for ours, log in zip(metrics, logs, strict=True):
         assert ours["loss"] == pytest.approx(log["loss"], abs=1e-4), ours["step"]
         assert ours["logps_chosen"] == pytest.approx(log["logps/chosen"], rel=1e-4), ours["step"]
