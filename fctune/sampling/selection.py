@@ -101,7 +101,12 @@ def _is_usable(answer: Row) -> bool:
 
 
 def _rank_right(answers: Sequence[Row]) -> list[Row]:
-    right = [answer for answer in answers if _is_usable(answer) and is_valid(answer) and not answer["malformed"]]
+    """Return the right answers, the best first; one that was cut off would teach not to end."""
+    right = [
+        answer
+        for answer in answers
+        if _is_usable(answer) and is_valid(answer) and not answer["malformed"] and not answer["is_cut"]
+    ]
     frequency = Counter(_key(answer) for answer in right)
     ranked = sorted(right, key=lambda answer: (-answer["scores"]["schema"], -frequency[_key(answer)], *_length(answer)))
     return _distinct(ranked)

@@ -19,7 +19,8 @@ import pytest
 
 from fctune.calls.formats.registry import FORMATS
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from fctune.data.sources import read_source
+from fctune.data.pairs import Pair, PairReader
+from fctune.data.sources import UnreadRow, read_source
 from fctune.errors import ConfigError
 from fctune.evaluation.cases import Case
 from fctune.evaluation.results import ResultsFile, read_rows
@@ -178,6 +179,14 @@ def test_best_shortest_and_diverse_answers_are_chosen(tmp_path: Path) -> None:
     assert chosen("best", 9) == ["No.", "Sorry: ask later.", said[0], said[3]]
 
 
+def test_an_answer_that_was_cut_off_is_not_learned_from(tmp_path: Path) -> None:
+    answers = group_by_case(sample(Script(ANSWERS), tmp_path / "answers.jsonl"))["a"]
+    cut = [{**answer, "is_cut": True} for answer in answers]
+    assert select_rows(SUITE.cases[0], answers)
+    assert select_rows(SUITE.cases[0], cut) == []
+    assert select_pairs(SUITE.cases[0], cut) == []
+
+
 def test_only_the_chosen_answer_is_supervised(tmp_path: Path) -> None:
     earlier = (Message("user", "Hi"), Message("assistant", "Hello."), Message("user", "Weather?"))
     case = replace(SUITE.cases[0], prompt=replace(SUITE.cases[0].prompt, messages=earlier, source="a"))
@@ -207,6 +216,10 @@ def test_pairs_are_right_against_wrong_with_near_misses_first(tmp_path: Path) ->
         assert [m["role"] for m in pair["prompt"]] == ["user"]
         assert pair["chosen"][0]["tool_calls"][0]["function"]["name"] == "get_weather"
         assert "".join(map(chr, pair["rejected_token_ids"][:-1])) == pair["metadata"]["rejected_text"]
+        read = PairReader().read(UnreadRow("pairs.jsonl", 1, pair))
+        assert isinstance(read, Pair)
+        assert read.prompt.messages == SUITE.cases[0].prompt.messages
+        assert read.rejected.token_ids == tuple(pair["rejected_token_ids"])
     assert pairs[2]["rejected"] == [{"role": "assistant", "content": "<tool_call>{"}]
     assert select_pairs(SUITE.cases[1], answers["b"], 9) == []  # never right
     assert select_pairs(SUITE.cases[2], answers["c"], 9) == []  # always right
