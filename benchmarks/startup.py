@@ -5,8 +5,8 @@
 ``--checkout`` measures another checkout too, alternating with this one run by run, for a comparison on the same machine
 at the same time. ``--only`` measures the commands whose names contain its words and keeps the other results of the
 file. User CPU time covers the process and its children (os.wait4), and is little affected by other work on
-the machine; the median of the runs is reported. Limits: 1 s for help, 2 s for wrong input, 4 s for a row, 3 s for a plan
-and 6 s for one that tries other numbers of nodes.
+the machine; the median of the runs is reported. Limits: 1 s for help, 2 s for wrong input, 4 s for a row, 3 s for
+a plan and 6 s for one that tries other numbers of nodes.
 """
 
 from __future__ import annotations
