@@ -37,7 +37,7 @@ from benchmarks.real_rows import (
     to_cases,
     write_rows,
 )
-from benchmarks.real_server import DEFAULT_OPTIONS, link_with_template, serve
+from benchmarks.real_server import DEFAULT_OPTIONS, end_with_parent, link_with_template, serve
 from fctune.calls.formats.base import CallFormat
 from fctune.calls.formats.registry import detect_format
 from fctune.calls.metrics import wilson_interval
@@ -53,6 +53,7 @@ from fctune.evaluation.run import run_suite
 from fctune.evaluation.suites import Suite, load_suite
 from fctune.generation.endpoint import EndpointEngine
 from fctune.generation.engine import Engine
+from fctune.generation.http_client import RetryPolicy
 
 CATEGORIES = (
     *("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance"),
@@ -63,7 +64,8 @@ VALIDATION_SHARE = 0.2
 NUM_VALIDATION, NUM_TEST = 60, 120
 SplitName = Literal["validation", "test"]
 _ROOT = Path(__file__).resolve().parents[1]
-_CONCURRENCY = 32
+_CONCURRENCY = 16
+_ANSWER_LIMIT_S = 1800.0  # a server that shares two cores is slow; an answer that comes late counts
 _SPARE_BYTES = 3 * 2**30
 
 
@@ -126,7 +128,8 @@ def train(arguments: argparse.Namespace, model_dir: Path) -> Path:
         command += [f"model.path={model_dir}", f"data.sources.0.path={rows_dir(arguments) / 'train.jsonl'}"]
         # Measured below; several runs on one machine would need a port each.
         command += [f"output_dir={run}", "eval.every=0", "telemetry=null", *arguments.overrides]
-        code = subprocess.run(command, cwd=_ROOT).returncode
+        # After a kill of this process the run saves and ends, so that the next start finds it at rest.
+        code = subprocess.run(command, cwd=_ROOT, preexec_fn=end_with_parent).returncode
         if code or not (export / "config.json").is_file():
             raise CheckpointError(
                 f"{run}: training ended with code {code}; its own message is above. "
@@ -189,12 +192,12 @@ def measure(
     """Ask a model all cases and return the rows; answers that are there already are kept."""
     if not _is_measured(suites, out, arguments.max_new_tokens):
         if arguments.server is not None:
-            _ask(suites, out, EndpointEngine(arguments.server, concurrency=_CONCURRENCY), None, arguments)
+            _ask(suites, out, _connect(arguments.server), None, arguments)
         elif arguments.vllm is not None:
             served = link_with_template(model_dir, template, out / "served")
             log = out / f"{out.name}.log"
             with serve(served, arguments.vllm, arguments.vllm_options, arguments.port, log) as url:
-                _ask(suites, out, EndpointEngine(url, concurrency=_CONCURRENCY), None, arguments)
+                _ask(suites, out, _connect(url), None, arguments)
         else:
             from fctune.generation.in_process import InProcessEngine
 
@@ -208,13 +211,19 @@ def _is_measured(suites: Sequence[Suite], out: Path, max_new_tokens: int) -> boo
     for suite in suites:
         try:
             settings = json.loads((out / f"{suite.name}.settings.json").read_text())
-            num_answers = len(read_results(out / f"{suite.name}.jsonl"))
+            rows = read_results(out / f"{suite.name}.jsonl")
         except (OSError, ValueError, DataError):
             return False
         expected = (suite.digest(), max_new_tokens)
-        if (settings["cases_digest"], settings["max_new_tokens"]) != expected or num_answers < len(suite.all_cases):
+        if (settings["cases_digest"], settings["max_new_tokens"]) != expected or len(rows) < len(suite.all_cases):
+            return False
+        if any(row.get("error") is not None for row in rows):
             return False
     return True
+
+
+def _connect(url: str) -> EndpointEngine:
+    return EndpointEngine(url, concurrency=_CONCURRENCY, retry_policy=RetryPolicy(timeout_s=_ANSWER_LIMIT_S))
 
 
 def _ask(
@@ -229,15 +238,20 @@ def _ask(
         results = ResultsFile(out / f"{suite.name}.jsonl")
         found = run_suite(suite, engine, call_format, results, max_new_tokens=arguments.max_new_tokens)
         assert found is not None
+        if num_missing := sum(row.get("error") is not None for row in found):
+            raise ConfigError(
+                f"{results.path}: {num_missing} of {len(found)} cases have no answer; the server did not give one. "
+                "Re-run the same command to ask them again."
+            )
         print(f"{out.name}: {suite.name}: {len(found):,} cases in {time.perf_counter() - started:.0f} s", flush=True)
 
 
 def read_answers(folder: Path) -> list[Row]:
-    """Read the answers of all suites that ``measure`` wrote; categories of the smoke suite are named as such."""
+    """Read the answers of all suites that ``measure`` wrote; the smoke suite is one category."""
     rows: list[Row] = []
     for path in sorted(folder.glob("*.jsonl")):
         found = read_results(path)
-        rows += [{**row, "category": f"smoke/{row['category']}"} for row in found] if path.stem == "smoke" else found
+        rows += [{**row, "category": "smoke"} for row in found] if path.stem == "smoke" else found
     return rows
 
 

@@ -52,7 +52,7 @@ def serve(model_dir: Path, python: str, options: str, port: int, log: Path) -> I
             stdout=file,
             stderr=subprocess.STDOUT,
             # After a kill of this process, the next start must not find another server in memory.
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=end_with_parent,
         )
     try:
         _wait(process, port, log)
@@ -81,8 +81,10 @@ def link_with_template(model_dir: Path, template: ChosenTemplate | None, folder:
     return folder
 
 
-def _end_with_parent() -> None:
-    set_death_signal(signal.SIGTERM)
+def end_with_parent() -> None:
+    """Let the kernel ask this process to end when its parent dies; for ``preexec_fn``."""
+    if sys.platform == "linux":
+        set_death_signal(signal.SIGTERM)
 
 
 def _wait_until_free(port: int) -> None:
