@@ -16,7 +16,7 @@ from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError, DataError
 from fctune.runs.record import RunRecord, read_run
 from fctune.sweep.halving import Progress, choose_worst, measure
-from fctune.sweep.launchers import Launcher
+from fctune.sweep.launchers.base import Launcher
 from fctune.sweep.sampling import Observation, Settings, plan_settings, propose
 from fctune.sweep.spec import NumberRange, SweepConfig
 from fctune.sweep.study import STOPPED, Study, SweepRun

@@ -108,6 +108,19 @@ def test_a_command_that_fails_ends_the_sweep_with_its_last_line(
     assert main(["sweep", str(write_sweep(launcher=launcher | {"options": []}))]) == 0
 
 
+def test_a_command_that_hangs_is_given_up(
+    write_sweep: WriteSweep,
+    commands: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr("fctune.sweep.launchers.slurm.COMMAND_LIMIT_S", 0.5)
+    assert main(["sweep", str(write_sweep(launcher={"kind": "slurm", "poll_s": 0.1}))]) == 2
+    assert "sbatch failed: no answer within 0.5 s" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("kind", "key"), [("slurm", "script"), ("sky", "task")])
 def test_a_missing_script_or_task_is_named(
     kind: str, key: str, write_sweep: WriteSweep, commands: Any, capsys: pytest.CaptureFixture[str]

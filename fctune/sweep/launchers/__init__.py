@@ -1,0 +1,23 @@
+"""Where the runs of a sweep are started: processes of this machine, a Slurm array, or SkyPilot's managed jobs."""
+
+from __future__ import annotations
+
+from fctune.sweep.launchers.base import Launcher
+from fctune.sweep.launchers.local import LocalLauncher, list_gpus
+from fctune.sweep.launchers.sky import SkyLauncher
+from fctune.sweep.launchers.slurm import SlurmLauncher
+from fctune.sweep.study import Study
+
+
+def make_launcher(study: Study) -> Launcher:
+    """Make the launcher that a sweep names.
+
+    Raises:
+        ConfigError: it cannot run here, or not as many runs at once.
+    """
+    kind = study.sweep.spec.launcher.kind
+    if kind == "slurm":
+        return SlurmLauncher(study)
+    if kind == "sky":
+        return SkyLauncher(study)
+    return LocalLauncher(study, list_gpus())
