@@ -134,7 +134,8 @@ def test_every_variable_and_output_is_described() -> None:
 
 def test_example_variables_exist() -> None:
     for example in NEBIUS.rglob("terraform.tfvars.example"):
-        declared = set(re.findall(r'^variable "(\w+)"', (example.parent / "variables.tf").read_text(), re.M))
+        text = "".join(file.read_text(encoding="utf-8") for file in example.parent.glob("*.tf"))
+        declared = set(re.findall(r'^variable "(\w+)"', text, re.M))
         used = set(re.findall(r"^(?:# )?(\w+) +=", example.read_text(), re.M))
         assert used
         assert used <= declared, used - declared

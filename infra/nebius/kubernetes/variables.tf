@@ -1,38 +1,11 @@
 # --- account: .envrc sets these as TF_VAR_... ---
 
-variable "tenant_id" {
-  description = "Tenant in which the group for registry access is created."
-  type        = string
-  validation {
-    condition     = startswith(var.tenant_id, "tenant-")
-    error_message = "tenant_id must start with \"tenant-\"; list yours with: nebius iam tenant list."
-  }
-}
-
-variable "project_id" {
-  description = "Project that owns all resources."
-  type        = string
-  validation {
-    condition     = startswith(var.project_id, "project-")
-    error_message = "project_id must start with \"project-\"; list yours with: nebius iam project list."
-  }
-}
-
 variable "region" {
   description = "Region of the project. A project belongs to one region."
   type        = string
   validation {
     condition     = contains(keys(local.gpu_platforms), var.region)
     error_message = "region must be one of ${join(", ", keys(local.gpu_platforms))}."
-  }
-}
-
-variable "subnet_id" {
-  description = "Subnet of the control plane and of all nodes."
-  type        = string
-  validation {
-    condition     = startswith(var.subnet_id, "vpcsubnet-")
-    error_message = "subnet_id must start with \"vpcsubnet-\"; list yours with: nebius vpc subnet list."
   }
 }
 
@@ -43,16 +16,6 @@ variable "use_service_account" {
 }
 
 # --- cluster ---
-
-variable "name" {
-  description = "Name of the cluster, and prefix of all other names."
-  type        = string
-  default     = "fctune"
-  validation {
-    condition     = can(regex("^[a-z][a-z0-9-]{1,30}[a-z0-9]$", var.name))
-    error_message = "name must have 3 to 32 lower-case letters, digits and hyphens, and start with a letter."
-  }
-}
 
 variable "kubernetes_version" {
   description = "Version as MAJOR.MINOR; null: the service's default."
@@ -125,15 +88,6 @@ variable "gpu_nodes_min" {
   validation {
     condition     = var.gpu_nodes_min == null || try(var.gpu_nodes_min >= 0 && var.gpu_nodes_min < var.gpu_nodes && floor(var.gpu_nodes_min) == var.gpu_nodes_min, false)
     error_message = "gpu_nodes_min must be a whole number below gpu_nodes, or null."
-  }
-}
-
-variable "infiniband_fabric" {
-  description = "Fabric that holds your capacity, as shown in the web console under Limits; it must fit region and platform."
-  type        = string
-  validation {
-    condition     = can(regex("^[a-z0-9][a-z0-9-]+$", var.infiniband_fabric))
-    error_message = "infiniband_fabric must name a fabric, such as \"fabric-3\"; your capacity block group or the support names yours."
   }
 }
 

@@ -1,23 +1,5 @@
 # --- account: .envrc sets these as TF_VAR_... ---
 
-variable "tenant_id" {
-  description = "Tenant of the project."
-  type        = string
-  validation {
-    condition     = startswith(var.tenant_id, "tenant-")
-    error_message = "tenant_id must start with \"tenant-\"; list yours with: nebius iam tenant list."
-  }
-}
-
-variable "project_id" {
-  description = "Project that owns all resources."
-  type        = string
-  validation {
-    condition     = startswith(var.project_id, "project-")
-    error_message = "project_id must start with \"project-\"; list yours with: nebius iam project list."
-  }
-}
-
 variable "region" {
   description = "Region of the project, one with H100."
   type        = string
@@ -27,26 +9,7 @@ variable "region" {
   }
 }
 
-variable "subnet_id" {
-  description = "Subnet of all nodes."
-  type        = string
-  validation {
-    condition     = startswith(var.subnet_id, "vpcsubnet-")
-    error_message = "subnet_id must start with \"vpcsubnet-\"; list yours with: nebius vpc subnet list."
-  }
-}
-
 # --- cluster ---
-
-variable "name" {
-  description = "Name of the cluster."
-  type        = string
-  default     = "fctune"
-  validation {
-    condition     = can(regex("^[a-z][a-z0-9-]{1,30}[a-z0-9]$", var.name))
-    error_message = "name must have 3 to 32 lower-case letters, digits and hyphens, and start with a letter."
-  }
-}
 
 variable "node_group_version" {
   description = "Version of the node images, as the recipe's terraform.tfvars gives it for this release."
@@ -60,15 +23,6 @@ variable "gpu_nodes" {
   validation {
     condition     = var.gpu_nodes >= 0 && var.gpu_nodes <= 100 && floor(var.gpu_nodes) == var.gpu_nodes
     error_message = "gpu_nodes must be a whole number from 0 to 100."
-  }
-}
-
-variable "infiniband_fabric" {
-  description = "Fabric that holds your capacity, as shown in the web console under Limits."
-  type        = string
-  validation {
-    condition     = can(regex("^[a-z0-9][a-z0-9-]+$", var.infiniband_fabric))
-    error_message = "infiniband_fabric must name a fabric, such as \"fabric-3\"; your capacity block group or the support names yours."
   }
 }
 
