@@ -56,6 +56,12 @@ def add_commands(commands: Any) -> None:
         "--network-gib", type=float, default=2000.0, metavar="X", help="network disk of a node; default: %(default)s"
     )
     plan.add_argument(
+        "--egress-gib",
+        type=float,
+        metavar="X",
+        help="traffic to the internet; default: the size of the export, published once",
+    )
+    plan.add_argument(
         "--efficiency",
         type=float,
         metavar="X",
@@ -104,6 +110,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             prices=prices or Prices(),
             shared_gib=arguments.shared_gib,
             network_gib=arguments.network_gib,
+            egress_gib=arguments.egress_gib,
             **({} if rate is None else {"failures_per_gpu_day": rate}),
         )
     )

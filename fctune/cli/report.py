@@ -36,7 +36,17 @@ def add_commands(commands: Any) -> None:
         "--price",
         type=float,
         metavar="X",
-        help="price of a GPU-hour, in the config's currency; default: price_per_gpu_hour of each run's config",
+        help="price of a GPU-hour, in the config's currency; default: the run's config, else the list price",
+    )
+    report.add_argument(
+        "--prices", type=Path, metavar="FILE", help="YAML with prices in place of those of fctune/planner/prices.yaml"
+    )
+    report.add_argument(
+        "--network-gib",
+        type=float,
+        default=2000.0,
+        metavar="X",
+        help="network disk of a node, 0 without one; default: %(default)s",
     )
     report.add_argument(
         "--strict", action="store_true", help="judge all runs and fail if a success criterion was not measured"
@@ -46,7 +56,9 @@ def add_commands(commands: Any) -> None:
 
 def _report(arguments: argparse.Namespace) -> int:
     from fctune.evaluation.published import read_published
+    from fctune.planner.prices import read_prices
     from fctune.report.run_page import write_run_html
+    from fctune.runs.figures import Pricing
     from fctune.runs.record import read_run
     from fctune.runs.results import find_accuracies, pair_results
     from fctune.runs.success import format_criteria, is_success, judge_run
@@ -55,8 +67,10 @@ def _report(arguments: argparse.Namespace) -> int:
         raise ConfigError("--after, --before: only for a single run; the results of several are found automatically.")
     if arguments.before and not arguments.after:
         raise ConfigError("--before: needs --after, the results to compare it with.")
-    if arguments.price is not None and not 0 <= arguments.price < math.inf:
-        raise ConfigError(f"--price {arguments.price}: expected 0 or more.")
+    for option, number in (("--price", arguments.price or 0.0), ("--network-gib", arguments.network_gib)):
+        if not 0 <= number < math.inf:
+            raise ConfigError(f"{option} {number}: expected 0 or more.")
+    pricing = Pricing(arguments.price, arguments.prices and read_prices(arguments.prices), arguments.network_gib)
     published = [read_published(path) for path in arguments.published]
     records = [read_run(path) for path in arguments.runs]
     if arguments.after:
@@ -68,9 +82,7 @@ def _report(arguments: argparse.Namespace) -> int:
         for record, found in zip(records, accuracies, strict=True)
     ]
     write_file(
-        arguments.out,
-        "--out",
-        lambda: write_run_html(records, arguments.out, accuracies, criteria, arguments.price, published),
+        arguments.out, "--out", lambda: write_run_html(records, arguments.out, accuracies, criteria, pricing, published)
     )
     console = Terminal(soft_wrap=True, highlight=False, markup=False)
     for record, judged in zip(records, criteria, strict=True):

@@ -134,7 +134,14 @@ class Plan:
             self.world_size,
             request.shared_gib,
             request.network_gib * request.nodes,
+            self.egress_gib,
         )
+
+    @property
+    def egress_gib(self) -> float:
+        """Traffic to the internet in GiB: as requested, or the export published once. What is downloaded is free."""
+        requested = self.request.egress_gib
+        return self.storage.export_bytes / 2**30 if requested is None else requested
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain values in the layout of ``VERSION``: bytes and seconds, None if unknown."""
@@ -155,6 +162,7 @@ class Plan:
             "gpus_per_node": request.gpus_per_node,
             "idle_gpus": self.num_idle,
             "price": request.price,
+            "egress_gib": self.egress_gib,
             "disk_gb_s": request.disk_gb_s,
             "failures_per_gpu_day": request.failures_per_gpu_day,
             "layout": asdict(self.setting) | {"reason": self.layout_reason},

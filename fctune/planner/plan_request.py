@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fctune.errors import ConfigProblems
 from fctune.gpus import Gpu
-from fctune.planner.prices import Prices
+from fctune.planner.prices import NETWORK_GIB, Prices
 
 # Unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 H100s (https://arxiv.org/abs/2407.21783).
 FAILURES_PER_GPU_DAY = 419 / 54 / 16_384
@@ -34,7 +34,8 @@ class PlanRequest:
     is_searching: bool = False  # try other numbers of nodes too
     prices: Prices = field(default_factory=Prices)  # of GPUs without ``price``, disks and traffic
     shared_gib: float = 2000.0  # size of the shared disk that is paid for
-    network_gib: float = 2000.0  # size of each node's network disk
+    network_gib: float = NETWORK_GIB  # size of each node's network disk
+    egress_gib: float | None = None  # traffic to the internet; None takes the export's size, published once
 
     def __post_init__(self) -> None:
         problems = ConfigProblems()
@@ -49,7 +50,12 @@ class PlanRequest:
             problems.add(f"--disk-gb-s {self.disk_gb_s:g}: expected a finite number greater than 0.")
         if not (self.failures_per_gpu_day >= 0 and math.isfinite(self.failures_per_gpu_day)):
             problems.add(f"--failures-per-gpu-day {self.failures_per_gpu_day:g}: expected 0 or more.")
-        for option, size in (("--shared-gib", self.shared_gib), ("--network-gib", self.network_gib)):
+        sizes = {
+            "--shared-gib": self.shared_gib,
+            "--network-gib": self.network_gib,
+            "--egress-gib": self.egress_gib or 0.0,
+        }
+        for option, size in sizes.items():
             if not (size >= 0 and math.isfinite(size)):
                 problems.add(f"{option} {size:g}: expected 0 or more.")
         problems.raise_all()

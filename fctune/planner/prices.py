@@ -12,6 +12,7 @@ from fctune.errors import ConfigError
 
 LIST_PRICES = Path(__file__).with_name("prices.yaml")
 CURRENCY = "USD"  # of the list prices
+NETWORK_GIB = 2000.0  # network disk that sky/finetune.yaml gives each node
 
 _HOURS_PER_MONTH = 730
 _KEYS = ("gpu_hour", "shared_gib_month", "network_gib_month", "egress_gib")

@@ -162,7 +162,7 @@ def _describe_parts(plan: Plan, cost: Cost) -> str:
         "GPUs": cost.gpus,
         f"shared disk of {sizes[0]}": cost.shared_disk,
         f"network disks of {sizes[1]}": cost.network_disks,
-        "traffic": cost.traffic,
+        f"traffic of {plan.egress_gib:,.1f} GiB": cost.traffic,
     }
     shown = [f"{name} {part:,.2f}" for name, part in parts.items() if part is not None]
     missing = [name for name, part in parts.items() if part is None]

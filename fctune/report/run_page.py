@@ -27,7 +27,7 @@ from fctune.report.run_text import (
     format_seconds,
     format_value,
 )
-from fctune.runs.figures import FINAL_STEPS, Figures, describe_run, flatten_config
+from fctune.runs.figures import FINAL_STEPS, Figures, Pricing, describe_run, flatten_config
 from fctune.runs.record import RunRecord
 from fctune.runs.results import Accuracy
 from fctune.runs.success import Criterion
@@ -52,7 +52,7 @@ def write_run_html(
     path: str | os.PathLike[str],
     accuracies: Sequence[Sequence[Accuracy]] = (),
     criteria: Sequence[Sequence[Criterion]] = (),
-    price: float | None = None,
+    pricing: Pricing | None = None,
     published: Sequence[Published] = (),
 ) -> None:
     """Write the page of one or more runs.
@@ -62,22 +62,22 @@ def write_run_html(
         path: file to write.
         accuracies: evaluation results of each run.
         criteria: judged success criteria of each run.
-        price: of a GPU-hour; None takes that of each run's config.
+        pricing: prices of its cost; None takes each run's config, and list prices.
         published: results of other packages' benchmarks.
     """
     num_steps = sum(len(record.metrics.steps) for record in records)
-    make_run_page(records, accuracies, criteria, price, published).write(path, f"fctune report: {num_steps:,} steps")
+    make_run_page(records, accuracies, criteria, pricing, published).write(path, f"fctune report: {num_steps:,} steps")
 
 
 def make_run_page(
     records: Sequence[RunRecord],
     accuracies: Sequence[Sequence[Accuracy]] = (),
     criteria: Sequence[Sequence[Criterion]] = (),
-    price: float | None = None,
+    pricing: Pricing | None = None,
     published: Sequence[Published] = (),
 ) -> Page:
     """Make the page of one or more runs; arguments as in ``write_run_html``."""
-    names, figures = name_runs(records), [describe_run(record, price) for record in records]
+    names, figures = name_runs(records), [describe_run(record, pricing) for record in records]
     accuracies, criteria = accuracies or [()] * len(records), criteria or [()] * len(records)
     if len(records) == 1:
         page = Page(f"Run: {names[0]}", *describe_outcome(records[0]))

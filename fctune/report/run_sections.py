@@ -130,19 +130,28 @@ def add_time(page: Page, figures: Figures, suffix: str) -> None:
         lead = f"{format_seconds(time.elapsed_s)} from the first start to the end, goodput {time.goodput:.1%}"
         if time.gpu_hours is not None:
             lead += f", {format_number(time.gpu_hours)} GPU-hours"
-            lead += (
-                ""
-                if figures.cost is None
-                else f" at {figures.price:g} {figures.currency}: {figures.cost:,.2f} {figures.currency}"
-            )
-            lead += " (one per rank)" if figures.cost is None else ""
-        if figures.costs is not None and figures.costs.shared_disk is not None:
-            files, disk = f"{figures.files_gib:,.2f} GiB of files", figures.costs.shared_disk
-            both = f"{figures.costs.total:,.2f} {figures.currency}"
-            lead += f". With the shared disk for its {files}, {disk:,.2f} {figures.currency}, the total is {both}"
+            lead += " (one per rank)" if figures.cost is None else _describe_cost(figures, figures.cost)
         lead += ". Goodput is the share of the time spent computing steps that count."
     title = "Time" if figures.cost is None else "Time and cost"
     page.add_section(f"{title}{suffix}", page.make_chart(chart), table, lead=lead)
+
+
+def _describe_cost(figures: Figures, gpus: float) -> str:
+    """Describe the cost of the GPU-hours, then the total with its parts."""
+    price, currency, costs = figures.price, figures.currency, figures.costs
+    listed = f" (list price of {price.date}, {price.source})" if price.source else ""
+    text = f" at {price.price:g} {currency}: {gpus:,.2f} {currency}{listed}"
+    if costs is None:
+        return text
+    nodes = f"{figures.num_nodes:,} x {figures.network_gib / figures.num_nodes:,.0f} GiB"
+    parts = {
+        "GPUs": costs.gpus,
+        f"shared disk for its {figures.files_gib:,.2f} GiB of files": costs.shared_disk,
+        f"network disks of {nodes}": costs.network_disks,
+        f"traffic of its {figures.export_gib:,.2f} GiB of exports, published once,": costs.traffic,
+    }
+    known = [f"{name} {part:,.2f}" for name, part in parts.items() if part is not None]
+    return f"{text}. Total {costs.total:,.2f} {currency} = {' + '.join(known)}" if len(known) > 1 else text
 
 
 def add_accuracy(page: Page, accuracy: Accuracy) -> None:

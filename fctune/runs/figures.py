@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
-from fctune.planner.prices import CURRENCY, Cost, Prices, compute_cost, read_prices
+from fctune.gpus import GPUS
+from fctune.planner.prices import CURRENCY, NETWORK_GIB, Cost, Price, Prices, compute_cost, read_prices
 from fctune.runs.leftovers import count_bytes
 from fctune.runs.metrics_file import MetricsFile
 from fctune.runs.record import RunRecord
 from fctune.runs.time_use import TimeUse, account_for_time
 
 FINAL_STEPS = 20  # steps that the final loss is averaged over
+
+
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """Prices that a run's cost is computed with."""
+
+    gpu_hour: float | None = None  # None: that of the run's config, else the list price of its GPUs
+    prices: Prices | None = None  # None: the list prices
+    network_gib: float = NETWORK_GIB  # network disk of each node
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +49,39 @@ class Figures:
     gpu_temperature_c: float | None  # highest
     gpu_power_w: float | None  # all GPUs together, mean over steps
     time: TimeUse
-    price: float | None  # of a GPU-hour
+    price: Price  # of a GPU-hour
     currency: str  # of the price
-    files_gib: float = 0.0  # of the run's directory
+    prices: Prices  # of disks and traffic
+    files_gib: float  # of the run's directory
+    export_gib: float  # of its exports, which may be published
+    num_nodes: int
+    network_gib: float  # of all nodes' network disks
 
     @property
     def cost(self) -> float | None:
         """Price of all GPU-hours, in ``currency``; None without a price or without GPUs."""
-        return None if self.price is None or self.time.gpu_hours is None else self.price * self.time.gpu_hours
+        price, gpu_hours = self.price.price, self.time.gpu_hours
+        return None if price is None or gpu_hours is None else price * gpu_hours
 
     @property
     def costs(self) -> Cost | None:
-        """Cost of the GPUs, and of the shared disk for the run's own files while it ran, at list prices."""
+        """Cost by part: GPUs, both disks while it ran, and its exports published once; None without a price of GPUs.
+
+        Of the shared disk, only the run's own files are counted.
+        """
         hours = (self.time.elapsed_s or 0.0) / 3600
         if self.cost is None or not hours:
             return None
-        prices = read_prices() if self.currency == CURRENCY else Prices()
-        disk = compute_cost(prices, 0.0, hours, 0, self.files_gib, 0.0).shared_disk
-        return Cost(self.cost, disk, None, None)
+        rest = compute_cost(self.prices, 0.0, hours, 0, self.files_gib, self.network_gib, self.export_gib)
+        return replace(rest, gpus=self.cost)
 
 
-def describe_run(record: RunRecord, price: float | None = None) -> Figures:
-    """Compute the summary figures of a run; ``price`` of a GPU-hour overrides the config's."""
-    metrics = record.metrics
+def describe_run(record: RunRecord, pricing: Pricing | None = None) -> Figures:
+    """Compute the summary figures of a run."""
+    metrics, pricing = record.metrics, pricing or Pricing()
+    currency = record.config.get("currency", CURRENCY)
+    prices = (pricing.prices or read_prices()) if currency == CURRENCY else Prices()
+    num_nodes = max(1, len(set(record.run.get("hosts") or [])))
     tokens, padding = metrics.total("tokens_total"), metrics.total("tokens_padding")
     validation = metrics.latest("validation_loss")
     return Figures(
@@ -84,9 +105,13 @@ def describe_run(record: RunRecord, price: float | None = None) -> Figures:
         gpu_temperature_c=max(metrics.values("gpu_temperature_c"), default=None),
         gpu_power_w=metrics.mean("gpu_power_w"),
         time=account_for_time(record),
-        price=record.config.get("price_per_gpu_hour") if price is None else price,
-        currency=record.config.get("currency", "USD"),
+        price=_find_price(record, pricing.gpu_hour, prices),
+        currency=currency,
+        prices=prices,
         files_gib=count_bytes(record.path) / 2**30,
+        export_gib=count_bytes(record.path / "export") / 2**30,
+        num_nodes=num_nodes,
+        network_gib=num_nodes * pricing.network_gib,
     )
 
 
@@ -98,6 +123,16 @@ def flatten_config(config: Any, prefix: str = "") -> dict[str, Any]:
         is_nested = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict) for v in value))
         flat |= flatten_config(value, f"{prefix}{key}.") if is_nested and value else {f"{prefix}{key}": value}
     return flat
+
+
+def _find_price(record: RunRecord, given: float | None, prices: Prices) -> Price:
+    """Return the given price of a GPU-hour, else the config's, else the list price of the run's GPUs."""
+    chosen = record.config.get("price_per_gpu_hour") if given is None else given
+    if chosen is not None:
+        return Price(chosen)
+    words = set(re.findall(r"[a-z0-9]+", str(record.run.get("device", "")).lower()))
+    names = [name for name in GPUS if set(name.split("-")) <= words]
+    return prices.gpu_hour.get(max(names, key=len, default=""), Price(None))
 
 
 def _tokens_per_s_per_rank(record: RunRecord) -> float | None:

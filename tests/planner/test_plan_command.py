@@ -48,6 +48,21 @@ def test_the_default_price_is_the_configs(capsys: pytest.CaptureFixture[str]) ->
     assert plan["hours_range"] is None
 
 
+def test_traffic_is_priced_by_the_exports_size_or_as_given(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("egress_gib: 0.5\n")
+    data = ("--nodes", "2", "--json", "--rows", "100000", "--mean-tokens", "600", "--prices", str(prices))
+    plan = json.loads(run(capsys, *data)[1])
+    exported_gib = plan["storage"]["export_bytes"] / 2**30
+    assert plan["costs"]["traffic"] == pytest.approx(0.5 * exported_gib)
+    code, text, _ = run(capsys, *(word for word in data if word != "--json"), "--egress-gib", "40")
+    assert code == 0
+    assert "+ traffic of 40.0 GiB 20.00;" in text
+    code, _, err = run(capsys, *data, "--egress-gib", "-1")
+    assert code == 2
+    assert "--egress-gib -1: expected 0 or more." in err
+
+
 def test_an_unavailable_model_is_reported_at_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

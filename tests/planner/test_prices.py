@@ -19,8 +19,9 @@ def test_every_list_price_has_a_date_and_a_source() -> None:
     raw = yaml.safe_load(LIST_PRICES.read_text())
     entries = [*raw["gpu_hour"].values(), *(value for key, value in raw.items() if key != "gpu_hour")]
     for entry in entries:
-        assert entry["price"] is None or (entry["price"] > 0 and entry["source"])
-        assert entry["price"] is None or isinstance(entry["date"], datetime.date)
+        assert entry["price"] >= 0
+        assert entry["source"]
+        assert isinstance(entry["date"], datetime.date)
     assert set(raw["gpu_hour"]) <= set(GPUS)
 
 

@@ -18,7 +18,9 @@ from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.success import SuccessConfig
 from fctune.evaluation.paired import compare_rows
 from fctune.evaluation.suites import Suite, load_suite
+from fctune.planner.prices import Price, Prices, read_prices
 from fctune.report.run_page import write_run_html
+from fctune.runs.figures import Pricing
 from fctune.runs.record import read_run
 from fctune.runs.results import find_accuracies
 from fctune.runs.success import judge_run
@@ -67,11 +69,11 @@ def run(tmp_path_factory: pytest.TempPathFactory, smoke: Suite) -> Path:
     return path
 
 
-def write_page(runs: list[Path], out: Path, price: float | None = None) -> str:
+def write_page(runs: list[Path], out: Path, price: float | None = None, prices: Prices | None = None) -> str:
     records = [read_run(path) for path in runs]
     accuracies = [find_accuracies(record) for record in records]
     verdicts = [judge_run(r, None, a, records) for r, a in zip(records, accuracies, strict=True)]
-    write_run_html(records, out, accuracies, verdicts, price)
+    write_run_html(records, out, accuracies, verdicts, Pricing(price, prices))
     return out.read_text("utf-8")
 
 
@@ -291,6 +293,47 @@ def test_the_cost_is_gpu_hours_times_price(run: Path, page: Path) -> None:
     assert float(hours[2].replace(",", "")) == pytest.approx(2.5 * float(hours[1].replace(",", "")), rel=1e-3)
     shares = [float(row[2].rstrip("%")) for row in times_of(text)]
     assert sum(shares) == pytest.approx(100, abs=0.5)
+
+
+def test_the_cost_counts_both_disks_and_the_traffic_at_given_prices(tmp_path: Path) -> None:
+    """Ten hours on two nodes: the parts add up, those without a price are left out, and other currencies have none."""
+    ten_hours = {"started_at": "2026-01-01T00:00:00Z", "finished_at": "2026-01-01T10:00:00Z"}
+    for name, currency in (("usd", "USD"), ("eur", "EUR")):
+        directory = make_run(tmp_path / name, 30, price_per_gpu_hour=3.0, currency=currency)
+        directory.describe(hosts=["n0", "n1"])
+        change_run(directory, **ten_hours)
+        export = tmp_path / name / "export" / "merged"
+        export.mkdir(parents=True)
+        with open(export / "model.safetensors", "wb") as file:
+            file.truncate(2 << 30)  # no space on disk
+    # Of the 730 hours of a month, ten.
+    prices = Prices({}, Price(73.0), Price(0.73), Price(0.5))
+    text = write_page([tmp_path / "usd"], tmp_path / "a.html", prices=prices)
+    assert (
+        "20 GPU-hours at 3 USD: 60.00 USD. Total 103.00 USD = GPUs 60.00 + shared disk for its 2.00 GiB of files 2.00 "
+        "+ network disks of 2 x 2,000 GiB 40.00 + traffic of its 2.00 GiB of exports, published once, 1.00."
+    ) in text
+    partly = write_page([tmp_path / "usd"], tmp_path / "b.html", prices=Prices(egress_gib=Price(0.5)))
+    assert "Total 61.00 USD = GPUs 60.00 + traffic of its 2.00 GiB of exports, published once, 1.00." in partly
+    assert "60.00 EUR. Goodput" in write_page([tmp_path / "eur"], tmp_path / "c.html", prices=prices)
+
+
+@pytest.mark.parametrize(
+    ("device", "listed"),
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA H100 PCIe", None), ("NVIDIA A100", None)],
+)
+def test_a_run_without_a_price_is_counted_at_the_list_price_of_its_gpus(
+    device: str, listed: str | None, tmp_path: Path
+) -> None:
+    an_hour = {"started_at": "2026-01-01T00:00:00Z", "finished_at": "2026-01-01T01:00:00Z"}
+    change_run(make_run(tmp_path / "run", 30), device=device, **an_hour)
+    text = write_page([tmp_path / "run"], tmp_path / "a.html")
+    if listed is None:
+        assert "(one per rank)" in text
+        return
+    price = read_prices().gpu_hour[listed]
+    assert f" at {price.price:g} USD: " in text
+    assert f"(list price of {price.date}, {price.source})" in text
 
 
 def times_of(text: str) -> list[list[str]]:
