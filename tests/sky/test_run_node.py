@@ -94,7 +94,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["SkyPilot", pytest.param("Slurm", marks=pytest.mark.slow), "neither"])
 def test_each_launcher_results_in_the_same_command(launcher: str, tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)
     variables, rank = LAUNCHERS[launcher]
@@ -155,7 +155,15 @@ def test_the_config_selects_the_recipe(tmp_path: Path) -> None:
     assert "recipes/full_fc_distributed" in recorded(tmp_path, "")
 
 
-@pytest.mark.parametrize(("recorded_code", "code"), [("75", 75), ("2", 2), ("", 1), ("0", 1)])
+@pytest.mark.parametrize(
+    ("recorded_code", "code"),
+    [
+        ("75", 75),
+        pytest.param("2", 2, marks=pytest.mark.slow),
+        ("", 1),
+        pytest.param("0", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_the_exit_code_is_the_one_in_exit_json(recorded_code: str, code: int, tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)
     environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", EXIT_JSON=recorded_code, TUNE_CODE="1")
