@@ -178,7 +178,7 @@ def _describe_schedule(plan: Plan, num_steps: int) -> str:
     validations = parse_interval(config.validation.every).in_steps(num_steps, step_s)
     evaluations = parse_interval(config.eval.every).in_steps(num_steps, step_s)
     saves = (num_steps - 1) // plan.save_steps if plan.save_steps else 0
-    line = f"warm-up {plan.warmup_steps:,} steps; {saves + 1:,} checkpoints"
+    line = f"warm-up {plan.warmup_steps:,} steps; {saves + 1:,} checkpoint{'s' if saves else ''}"
     first = plan.save_steps if saves and plan.save_steps else num_steps
     line += f", the first after {first:,} steps ({format_duration(first * step_s)})"
     for name, every in (("validated", validations), ("evaluated", evaluations)):
