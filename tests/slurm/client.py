@@ -80,7 +80,7 @@ class SkyPilot:
         self._write_replacements()
 
     def run(
-        self, *words: str, timeout_s: float = 120, check: bool = True, program: Sequence[str] = ("sky",)
+        self, *words: str, timeout_s: float = 240, check: bool = True, program: Sequence[str] = ("sky",)
     ) -> subprocess.CompletedProcess[str]:
         """Run ``sky``, or another program on the desk, to completion."""
         done = subprocess.run(

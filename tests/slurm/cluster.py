@@ -55,7 +55,7 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MpiDefault=none
 SchedulerType=sched/backfill
-SchedulerParameters=sched_interval=5,bf_interval=5
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 ReturnToService=2
@@ -238,6 +238,8 @@ class Cluster:
         root, etc = self.root, self.root / "etc"
         for name in ("etc/slurm", "home", "shared", "log", "run", "state", "spool", "gpus"):
             (root / name).mkdir(parents=True)
+        (root / "tmp").mkdir()
+        (root / "tmp").chmod(0o1777)
         for i in range(8):
             (root / "gpus" / f"nvidia{i}").touch()
         for name in HOSTS:
@@ -261,9 +263,9 @@ class Cluster:
         (etc / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{at} {name}\n" for name, at in HOSTS.items()))
         paths = f'export PATH="{self.home}/bin:{ROOT}/.venv/bin:$PATH" OMP_NUM_THREADS=1\n'
         (etc / "profile").write_text(Path("/etc/profile").read_text() + paths)
-        needed = [ROOT, Path(sys.base_prefix)]
+        needed = [root, ROOT, Path(sys.base_prefix)]
         closed = {folder for path in needed for folder in path.parents if not folder.stat().st_mode & 0o001}
-        hidden = [path for path in needed if closed & set(path.parents)]
+        hidden = [path for path in needed if (closed | {Path("/tmp")}) & set(path.parents)]
         (etc / "needed").write_text("".join(f"{path}\n" for path in hidden))
         (etc / "closed").write_text("".join(f"{folder}\n" for folder in sorted(closed)))
         for key in ("host_key", "client_key"):

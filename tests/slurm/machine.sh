@@ -15,6 +15,7 @@ mount --bind "$lab/shared" /mnt/shared
 mount --bind "$lab/network-$name" /mnt/network
 
 # Python or the project may be in a folder that only root can enter, such as /root: make just these paths accessible.
+# /tmp is the cluster's own, so that the environments which SkyPilot makes there never meet those of a killed cluster.
 mapfile -t needed < "$lab/etc/needed"
 mapfile -t closed < "$lab/etc/closed"
 for i in "${!needed[@]}"; do
@@ -22,6 +23,7 @@ for i in "${!needed[@]}"; do
   mount --bind "${needed[$i]}" "/mnt/.kept/$i"
 done
 for folder in "${closed[@]}"; do mount -t tmpfs -o mode=755 tmpfs "$folder"; done
+mount --bind "$lab/tmp" /tmp
 for i in "${!needed[@]}"; do
   mkdir -p "${needed[$i]}"
   mount --bind "/mnt/.kept/$i" "${needed[$i]}"
