@@ -17,7 +17,7 @@ from fctune.data.synthetic import iter_cases
 from fctune.errors import DataError
 from fctune.evaluation.cases import read_cases
 from fctune.evaluation.results import read_rows
-from fctune.evaluation.suites import load_suite
+from fctune.evaluation.suites import BfclSuite, load_suite
 from fctune.generation.in_process import InProcessEngine
 from tests.calls.bfcl_wheel import data_dir, needs_wheel
 from tests.conftest import ROOT
@@ -394,3 +394,33 @@ def test_a_comparison_lists_the_cases_that_changed(tmp_path: Path, capsys: pytes
     assert compared["difference"] == pytest.approx(1 / 6)
     assert compared["low"] < compared["difference"] < compared["high"]
     assert compared["p_value"] == 1.0
+
+
+@needs_wheel
+def test_the_leaderboards_own_prompt_is_sent_without_tools_and_its_answers_are_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = BfclSuite(data_dir(), ["parallel"], mode="prompt").cases[:5]
+    by_question = {case.prompt.messages[-1].content: case for case in asked}
+
+    def answer(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        assert "tools" not in body
+        assert "in json format that you can invoke" in body["messages"][0]["content"]
+        case = by_question[body["messages"][-1]["content"]]
+        handler.say(f"```\n{FORMATS['pythonic'].render(case.expected)}\n```" if case is not asked[0] else "No.")
+
+    command = ["--suite", "bfcl", "--bfcl-mode", "prompt", "--categories", "parallel,simple_java", "--limit", "5"]
+    with serve(answer) as log:
+        command += ["--model", log.url, "--out", str(tmp_path / "o.jsonl")]
+        assert tool_calls.main([*command, "--format", "hermes"]) == 2
+        assert "--format hermes: the prompts of bfcl_prompt ask for a format" in capsys.readouterr().err
+        assert tool_calls.main([*command, "--html", str(tmp_path / "page.html")]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "overall as the leaderboard weighs it: 2.00% of BFCL v4 (bfcl-eval 2026.3.23)" in printed
+    assert "measured on fewer cases than the leaderboard's: parallel" in printed
+    assert "not run: simple_java" in printed
+    assert "Leaderboard" in (tmp_path / "page.html").read_text()
+    summary = json.loads((tmp_path / "o.summary.json").read_text())
+    assert summary["scores"]["parallel"]["rates"]["accuracy"]["successes"] == 4
+    assert summary["settings"]["format"] == "bfcl_prompt"
+    assert summary["release"] == summary["settings"]["release"] == "bfcl-eval 2026.3.23"
