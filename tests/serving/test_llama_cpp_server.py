@@ -62,17 +62,6 @@ def test_tool_choice_none_makes_no_calls(judged: dict[str, dict[str, Any]], addr
     assert not read_calls(complete(address, row["messages"], row["tools"], tool_choice="none"))
 
 
-def test_a_prompt_longer_than_the_context_is_refused_with_the_remedy(
-    exported: GgufExport, demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "served.jsonl"
-    with serve_llama_cpp(exported.path, find_port(), context=64) as address:
-        words = ["eval", "--model", address, "--cases", str(demo / "cases.jsonl"), "--limit", "1", "--out", str(out)]
-        assert main(words) == 1
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert all("start the server with a longer context" in row["error"] for row in rows)
-
-
 def test_quantising_to_q4_k_m_makes_the_file_smaller(exported: GgufExport, demo: Path, tmp_path: Path) -> None:
     small = export_gguf(str(demo / "run"), tmp_path, "q4_k_m")
     assert small.path.stat().st_size < exported.path.stat().st_size
