@@ -81,6 +81,7 @@ CHANGES: dict[str, Any] = {
     "validation_share": 0.5,
     "max_samples": 3,
     "seq_len": 256,
+    "pairs": True,
     "packed": False,
     "pad_to": "seq_len",
     "train_on": "calls",

@@ -87,6 +87,7 @@ def test_the_file_has_every_kind_of_defect_except_those_of_bytes_arrow_and_token
     assert DEFECT_KINDS.keys() - found == {
         *("arrow_null", "csv_fields", "message_shape", "row_too_large", "too_deep"),
         *("not_renderable", "special_token_in_content"),  # found with a tokenizer only; test_check.py
+        *("pair_equal", "pair_prompts", "pair_shape", "pair_unsupervised"),  # of pairs, which test_pairs.py reads
     }
 
 
