@@ -181,6 +181,11 @@ class Architecture(ABC):
         """Linears that take no adapter in this family, by name, with the reason."""
         return {}
 
+    @property
+    def unquantized(self) -> frozenset[str]:
+        """Linears that keep the run's precision whatever ``adapter.base`` is, by name."""
+        return frozenset()
+
     def resolve_adapter_modules(self, modules: Sequence[str] | str) -> tuple[str, ...]:
         """Return the names that ``adapter.modules`` selects; ``all-linear`` selects every linear and expert.
 

@@ -145,7 +145,7 @@ def apply_lora_(model: CausalLM, config: AdapterConfig) -> None:
             base: Any = model.get_submodule(path)
             shared = inputs.setdefault(input_key, AdapterInput(input_key, config.dropout, model.token_keys))
             model.set_submodule(path, LoRALinear(base, config, base_dtype, key, shared))
-        elif base_dtype != "bf16":
+        elif base_dtype != "bf16" and module not in model.architecture.unquantized:
             base = model.get_submodule(path)
             model.set_submodule(path, FrozenLinear(base, base_dtype))
     _adapt_experts_(model, config, modules)

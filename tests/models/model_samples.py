@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fctune.config.sections.adapter import AdapterConfig
+from fctune.config.sections.model import ModelSource
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.lora import apply_lora_, init_adapters_
@@ -25,9 +26,10 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     token_ids: Sequence[int] = (),
     seq_len: int = 256,
+    source: ModelSource = "auto",
 ) -> CausalLM:
     """Load a model on CPU in evaluation mode; its adapters have nonzero B, so that errors in merging show."""
-    model = read_architecture(path).build_model(seq_len, PrecisionPolicy.uniform(dtype))
+    model = read_architecture(path, source).build_model(seq_len, PrecisionPolicy.uniform(dtype))
     if adapter is not None:
         apply_lora_(model, adapter)
         train_tokens_(model, token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from torch import nn
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.errors import ConfigError
 from fctune.models import export
+from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import FrozenLinear, copy_rows_, is_nf4
 from fctune.models.lora import apply_lora_, init_adapters_, row_norms
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import read_architecture
+from tests.models.hybrid_samples import save_hybrid
 from tests.models.model_samples import ALL_MODULES, draw_tokens, load_model, load_reference
+from tests.models.tiny_models import save_tiny_model
 
 # 16,384 weights share scales in NF4, so linears must be larger than those of other tests.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -116,6 +120,69 @@ def test_exports_of_a_quantised_base_equal_the_trained_model(
     # The float8 product also rounds its inputs; in the export only the weights are rounded.
     close = (merged - logits).norm() / logits.norm()
     assert close < (1e-5 if base == "nf4" else 0.06)
+
+
+def run_with_constant_b(model: CausalLM, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the loss, and the gradients of the A matrices, by Hugging Face's names."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_b"):
+            nn.init.constant_(parameter, 0.01)  # in any order of rows
+    loss = model.train()(tokens, labels=tokens)
+    loss.backward()
+    names = {name: p for name, p in model.named_parameters() if name.endswith("lora_a")}
+    found = {model.architecture.to_hf_name(name): p.grad for name, p in names.items() if p.grad is not None}
+    return {"loss": loss.detach()} | found
+
+
+def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in ours)
+
+
+@pytest.mark.parametrize("base", ["nf4", "float8"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_quantised_base_is_the_same_through_both_sources(
+    family: str, base: Any, make_model: Callable[..., Path]
+) -> None:
+    path = make_model(family, **WIDE)
+    tokens, adapter = draw_tokens(path), AdapterConfig(rank=4, alpha=8, base=base)
+    ours, theirs, full = (
+        run_with_constant_b(load_model(path, config, source=source), tokens)
+        for config, source in (
+            (adapter, "transformers"),
+            (adapter, "torchtune"),
+            (replace(adapter, base="bf16"), "torchtune"),
+        )
+    )
+    # A last bit of an input may round to another float8 number.
+    assert distance(ours, theirs) < (1e-4 if base == "nf4" else 0.1) * distance(theirs, full)
+
+
+JAMBA = {"num_experts": 1, "num_experts_per_tok": 1, "mamba_dt_rank": 16}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "base", "kept"),
+    [
+        ("qwen3", "float8", set()),
+        ("lfm2", "float8", set()),
+        ("lfm2", "nf4", set()),
+        ("jamba", "float8", {"dt_proj"}),  # transformers multiplies with its weight
+    ],
+)
+def test_a_quantised_base_from_transformers_approximates_the_full_one(
+    model_type: str, base: Any, kept: set[str], tmp_path: Path
+) -> None:
+    changes = WIDE | {"head_dim": 64} | (JAMBA if model_type == "jamba" else {})
+    path = (save_tiny_model if model_type == "qwen3" else save_hybrid)(model_type, tmp_path, **changes)
+    adapter, tokens = AdapterConfig(rank=4, alpha=8, base=base), draw_tokens(path)
+    small = load_model(path, adapter)
+    plain = {path.rpartition(".")[2] for path, module in small.named_modules() if type(module) is nn.Linear}
+    assert plain - {"lm_head"} == kept
+    full = load_model(path, replace(adapter, base="bf16"))
+    ours, theirs = (run_with_constant_b(model, tokens) for model in (small, full))
+    assert 0 < abs(float(ours["loss"] / theirs["loss"] - 1)) < 0.01
+    assert distance(ours, theirs) < (0.7 if base == "nf4" else 0.4)
 
 
 def test_only_adapters_train_on_a_quantised_base(make_model: Callable[..., Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from fctune.models import packing_proof
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.transformers import attention
 from fctune.models.transformers.architecture import parse_architecture
+from fctune.parallel.activations import use_float8_matmuls_
 from tests.models.dense_samples import make_model, read_raw
 
 CPU = torch.device("cpu")
@@ -41,6 +43,23 @@ def test_attention_that_ignores_the_bounds_is_caught(monkeypatch: pytest.MonkeyP
     attend = attention.attend
     monkeypatch.setattr(attention, "attend", lambda q, k, v, bounds, **options: attend(q, k, v, None, **options))
     with pytest.raises(ConfigError, match=r"conversations of a packed row see each other.*Set data.packed=false"):
+        packing_proof.prove_packing(model, CPU)
+
+
+def test_the_scale_that_conversations_share_in_float8_products_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = make_model("qwen3", torch.bfloat16)
+    model.precision = replace(model.precision, has_float8_matmuls=True)
+    use_float8_matmuls_(model)
+    # One channel is large, so the first conversation decides how finely the second is rounded.
+    with torch.no_grad():
+        for layer in model.decoder.model.layers:
+            layer.mlp.up_proj.weight[0] *= 200
+    assert max(packing_proof._compare(model, CPU, 0)) > 0.05
+    packing_proof.prove_packing(model, CPU)
+    assert max(packing_proof._compare(model, CPU, 0)) > 0.05  # its products are in float8 again
+    attend = attention.attend
+    monkeypatch.setattr(attention, "attend", lambda q, k, v, bounds, **options: attend(q, k, v, None, **options))
+    with pytest.raises(ConfigError, match="see each other"):
         packing_proof.prove_packing(model, CPU)
 
 

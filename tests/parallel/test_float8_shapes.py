@@ -13,9 +13,15 @@ from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import prepare
+from fctune.models.base_weights import load_base_
+from fctune.models.causal_lm import materialize_
+from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import read_architecture
+from fctune.models.transformers import state_layers
 from fctune.parallel.activations import use_float8_matmuls_
 from fctune.training.prefetch import make_inputs
 from tests.cuda_shape_rules import CudaShapeRules
+from tests.models.hybrid_samples import save_hybrid
 from tests.models.model_samples import load_model
 
 
@@ -52,6 +58,20 @@ def test_every_float8_product_of_an_epoch_end_fits_cuda(
     num_linears = 2 * 2 * 7  # of both ranks, blocks
     # A frozen base has no product for the weight's gradient, and none for the input of the first block's q, k and v.
     assert len(rules.shapes) == (3 * num_linears if kind == "products" else 2 * num_linears - 2 * 3)
+
+
+def test_every_float8_product_of_a_hybrid_fits_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_layers, "keeps_kernels", lambda x: False)  # as on CUDA
+    path = save_hybrid("lfm2", tmp_path, hidden_size=64, intermediate_size=96, block_auto_adjust_ff_dim=False)
+    model = read_architecture(path).build_model(64, PrecisionPolicy(torch.bfloat16, torch.bfloat16, True))
+    use_float8_matmuls_(model)
+    materialize_(model, torch.device("cpu"))
+    load_base_(model, path)
+    tokens, lengths = torch.randint(3, 96, (2, 64)), [[5, 17, 3, 39], [20, 20, 21, 3]]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    with CudaShapeRules() as rules:
+        model(tokens, positions, model.make_bounds(lengths), labels=tokens).backward()
+    assert len(rules.shapes) > 3 * 12  # three products of each linear, more where conversations are computed in stacks
 
 
 def test_the_rules_refuse_a_product_over_two_tokens() -> None:

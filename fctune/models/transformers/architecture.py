@@ -96,6 +96,11 @@ class TransformersArchitecture(Architecture):
         """Linears that take no adapter in this family, by name, with the reason."""
         return _UNADAPTABLE.get(self.model_type, {})
 
+    @property
+    def unquantized(self) -> frozenset[str]:
+        """Linears whose weight transformers multiplies itself, which it cannot in 4 or 8 bits."""
+        return frozenset(name for name, reason in self.unadaptable.items() if reason is _PAST_ADAPTERS)
+
     def to_hf_name(self, name: str) -> str:
         """Convert the name of one of our parameters to Hugging Face's; adapter parameters keep their last component."""
         return name.removeprefix("decoder.")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from fctune.data.loader import ROW_MULTIPLE
 from fctune.models.attention import AttentionKernel, DocumentBounds
 from fctune.models.causal_lm import CausalLM, ExpertWeight, Linear, Router
 from fctune.models.precision import PrecisionPolicy
@@ -123,7 +124,9 @@ class TransformersCausalLM(CausalLM):
         fuse_norms_(decoder)
         if precision.compute_dtype is torch.float64:
             keep_float64_(decoder.get_submodule(self._base))
-        self.state_layers = separate_conversations_(self.blocks, self.token_keys)
+        # Float8 products over tokens need a multiple of 16 of them; elsewhere padding would only cost time and digits.
+        multiple = ROW_MULTIPLE if precision.has_float8_matmuls else 1
+        self.state_layers = separate_conversations_(self.blocks, self.token_keys, multiple)
         for block in self.blocks:
             block.forward = functools.partial(run_block, block.forward)
             block.register_forward_pre_hook(self._pass_bounds, with_kwargs=True)

@@ -58,19 +58,20 @@ def _forward(kind: type[nn.Module]) -> Any:
     return inspect.unwrap(kind.forward)
 
 
-def separate_conversations_(blocks: Iterable[nn.Module], token_keys: TokenKeys) -> str:
+def separate_conversations_(blocks: Iterable[nn.Module], token_keys: TokenKeys, multiple: int = 1) -> str:
     """Make each layer with state compute the conversations of packed rows apart, in place.
 
     Args:
         blocks: of the decoder.
         token_keys: keys of the tokens, which the adapters inside such layers read.
+        multiple: what the lengths of conversations that are computed apart are padded to a multiple of.
 
     Returns:
         Number of such layers by class, and how they do it; empty if there are none.
     """
     layers = [layer for block in blocks for layer in find_state_layers(block)]
     for layer in layers:
-        layer.forward = functools.partial(_run_apart, layer, layer.forward, token_keys)
+        layer.forward = functools.partial(_run_apart, layer, layer.forward, token_keys, multiple)
     counts: Any = Counter(map(type, layers))
     return "; ".join(
         f"{count} {kind.__name__}, {_BY_KERNELS if find_kernels(kind).take_bounds else _STACKED}"
@@ -135,7 +136,12 @@ def _without_kernels(kind: Any) -> Iterator[None]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # its shapes are those of each batch's conversations
 def _run_apart(
-    layer: nn.Module, forward: Callable[..., Any], token_keys: TokenKeys, *arguments: Any, **options: Any
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    token_keys: TokenKeys,
+    multiple: int,
+    *arguments: Any,
+    **options: Any,
 ) -> Any:
     """Call a layer's own forward so that it keeps the conversations of the running batch apart."""
     bounds = running_bounds()
@@ -150,7 +156,7 @@ def _run_apart(
                 return forward(*arguments, **options)
             if has_kernels and find_kernels(kind).take_bounds:
                 return _run_by_kernels(forward, bounds, token_keys, arguments, options)
-            return _run_in_stacks(forward, bounds, token_keys, arguments, options)
+            return _run_in_stacks(forward, bounds, token_keys, multiple, arguments, options)
     finally:
         token_keys.value, layer.training = keys, was_training
 
@@ -198,13 +204,14 @@ def _run_in_stacks(
     forward: Callable[..., Any],
     bounds: DocumentBounds,
     token_keys: TokenKeys,
+    multiple: int,
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> Any:
     """Compute conversations as rows of their own, those of similar length together."""
     shape, keys = bounds.shape, token_keys.value
     first = _find_tensor(arguments, options)
-    plan = _stack_plan(bounds, first.device, CPU_TILE if keeps_kernels(first) else 1)
+    plan = _stack_plan(bounds, first.device, CPU_TILE if keeps_kernels(first) else multiple)
     out, outputs = None, []
     for index in plan.stacks:
 
