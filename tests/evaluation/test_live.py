@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from fctune.models.causal_lm import materialize_
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import read_architecture
 from tests.conftest import ROOT, TINY_BASE
+from tests.models.expert_samples import save_base
+from tests.models.hybrid_samples import save_hybrid
 from tests.models.tiny_models import load_hf, save_tiny_model
 from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import CONFIGS, Kind, run_kind_on_rank, run_on_rank
@@ -59,20 +62,25 @@ def every(cases: Path, n: int, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "world_size", "mode"),
+    ("kind", "world_size", "mode", "source"),
     [
-        ("lora", 2, "fsdp"),
-        *(pytest.param("lora", *how, marks=pytest.mark.slow) for how in ((1, "auto"), (3, "ddp"), (4, "hsdp"))),
+        ("lora", 2, "fsdp", "transformers"),
         *(
-            pytest.param("full", *how, marks=pytest.mark.slow)
+            pytest.param(*how, "transformers", marks=pytest.mark.slow)
+            for how in (("lora", 4, "hsdp"), ("full", 2, "fsdp"))
+        ),
+        *(
+            pytest.param(kind, *how, "torchtune", marks=pytest.mark.slow)
+            for kind in ("lora", "full")
             for how in ((1, "auto"), (2, "fsdp"), (3, "ddp"), (4, "hsdp"))
         ),
     ],
 )
 def test_it_scores_what_the_export_scores_and_leaves_training_as_it_was(
-    kind: str, world_size: int, mode: str, cases: Path, tmp_path: Path
+    kind: str, world_size: int, mode: str, source: str, cases: Path, tmp_path: Path
 ) -> None:
     shape = [f"parallel.mode={mode}", *(["parallel.replicate=2"] if mode == "hsdp" else []), "global_batch_size=4"]
+    shape.append(f"model.source={source}")
     runs = {}
     for name, overrides in (("without", []), ("with", every(cases, 2))):
         results = run_ranks(run_kind_on_rank, world_size, argv(tmp_path / name, *shape, *overrides, kind=kind), kind)
@@ -99,7 +107,7 @@ def test_it_scores_what_the_export_scores_and_leaves_training_as_it_was(
 
 
 def answers_of(world: World, config_argv: list[str], cases: Path) -> dict[str, list[str]]:
-    """Answers of a model whose adapters do something: out of training, and from its export."""
+    """Answers of a sharded model whose adapters do something: out of training, and from its export."""
     from fctune.evaluation.cases import read_cases
     from fctune.models.export import export_merged
     from fctune.models.lora import apply_lora_, init_adapters_
@@ -107,25 +115,37 @@ def answers_of(world: World, config_argv: list[str], cases: Path) -> dict[str, l
 
     config = load_config(config_argv[1], config_argv[2:])
     assert config.adapter is not None
-    model = build_base(config, TINY_BASE, world)
+    base = Path(config.model.path)
+    model = build_base(config, base, world)
     apply_lora_(model, config.adapter)
-    shard_and_load_(model, config, TINY_BASE, world)
+    shard_and_load_(model, config, base, world)
     init_adapters_(model, 1)
     for name, parameter in model.named_parameters():
         if name.endswith("lora_b"):
             torch.nn.init.constant_(parameter, 0.002)
-    export_merged(model, TINY_BASE, Path(config.output_dir), is_writer=world.is_main)
+    export_merged(model, base, Path(config.output_dir), is_writer=world.is_main)
     torch.distributed.barrier()
-    live = LiveEvaluation(EvalConfig(every=1, cases=str(cases)), TINY_BASE, world)._engine(model)
+    live = LiveEvaluation(EvalConfig(every=1, cases=str(cases)), base, world)._engine(model)
     prompts = [case.prompt for case in read_cases(cases)]
     engines = {"live": live, "export": InProcessEngine(config.output_dir)}
     return {name: [a.text for a in sorted(e.answer(prompts, 40), key=lambda a: a.index)] for name, e in engines.items()}
 
 
-def test_the_answers_are_those_of_the_export(cases: Path, tmp_path: Path) -> None:
-    for answers in run_ranks(answers_of, 2, argv(tmp_path / "out", "parallel.mode=fsdp"), cases):
+BASES: dict[str, Callable[[Path], Path]] = {
+    "the demo's base": lambda path: TINY_BASE,
+    "hybrid": lambda path: save_hybrid("lfm2", path, with_tokenizer=True),
+    "mixture of experts": lambda path: save_base("qwen3_moe", path, with_tokenizer=True),
+}
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_the_answers_of_a_sharded_model_are_those_of_the_export(kind: str, cases: Path, tmp_path: Path) -> None:
+    base = BASES[kind](tmp_path / "base")
+    modules = [] if base == TINY_BASE else ["adapter.modules=all-linear"]
+    overrides = argv(tmp_path / "out", "parallel.mode=fsdp", f"model.path={base}", *modules)
+    for answers in run_ranks(answers_of, 2, overrides, cases):
         assert answers["live"] == answers["export"]
-        assert len(set(answers["live"])) > 5
+        assert len(set(answers["live"])) > 3
 
 
 def test_evaluation_that_would_cost_too_much_is_left_out_but_for_the_first_and_last(

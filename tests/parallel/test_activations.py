@@ -6,6 +6,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -28,7 +29,9 @@ from fctune.parallel.activations import (
     is_checkpointed,
     use_float8_matmuls_,
 )
+from tests.models.hybrid_samples import save_hybrid
 from tests.models.model_samples import ALL_MODULES, load_model
+from tests.models.tiny_models import save_tiny_model
 
 LORA = AdapterConfig(rank=4, alpha=8, dropout=0.2, modules=ALL_MODULES)
 LENGTHS = [[17, 40, 23], [60, 20]]
@@ -131,13 +134,34 @@ class RecordedOffloading(saved_tensors_hooks):
         super().__init__(pack, self.moved.__getitem__)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def save_base(kind: str, path: Path, make_model: Callable[..., Path]) -> Path:
+    """Save a model of four blocks of 64 channels, for torchtune (``llama``) or for transformers."""
+    if kind == "llama":
+        return make_model(kind, num_hidden_layers=4)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4}
+    if kind == "lfm2":
+        return save_hybrid(kind, path, **sizes, layer_types=["conv", "full_attention"] * 2)
+    return save_tiny_model(kind, path, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fraction", "is_compiled"),
+    [
+        *(("llama", fraction, is_compiled) for fraction in (0.5, 1.0) for is_compiled in (False, True)),
+        *((kind, fraction, False) for kind, fraction in (("qwen3", 0.5), ("lfm2", 1.0), ("qwen3_moe", 1.0))),
+    ],
+)
 def test_offloading_moves_the_inputs_of_checkpointed_blocks_and_no_weights(
-    fraction: float, is_compiled: bool, make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    fraction: float,
+    is_compiled: bool,
+    make_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = make_model("llama", num_hidden_layers=4)
-    plain, offloaded = (load_model(path, LORA, torch.float64) for _ in range(2))
+    path = save_base(kind, tmp_path, make_model)
+    adapter = LORA if kind == "llama" else replace(LORA, modules="all-linear")
+    plain, offloaded = (load_model(path, adapter, torch.float64) for _ in range(2))
     stand_in = SimpleNamespace(OffloadActivations=RecordedOffloading)
     monkeypatch.setitem(sys.modules, "fctune.models.torchtune.offloading", stand_in)
     RecordedOffloading.moved.clear()
