@@ -227,20 +227,23 @@ def run(only: Sequence[str], out: Path, num_jobs: int = 1, *, is_resumed: bool =
             pool.submit(prove, entry, Path(folder) / entry.model_type, Path(folder)): entry.model_type
             for entry in entries
         }
-        for done in as_completed(running):
-            row = rows[running[done]] = done.result() | {"code": code}
-            print(describe(row), flush=True)
-            result = {
-                "command": "python -m benchmarks.models",
-                "date": time.strftime("%Y-%m-%d"),
-                "code": code,
-                "versions": _versions(),
-                "rows": [rows[known.model_type] for known in ENTRIES if known.model_type in rows],
-            }
-            # A reader, or a run that is cut off, never sees half of it.
-            partial = out.with_name(f"{out.name}.partial")
-            partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            partial.replace(out)
+        try:
+            for done in as_completed(running):
+                row = rows[running[done]] = done.result() | {"code": code}
+                print(describe(row), flush=True)
+                result = {
+                    "command": "python -m benchmarks.models",
+                    "date": time.strftime("%Y-%m-%d"),
+                    "code": code,
+                    "versions": _versions(),
+                    "rows": [rows[known.model_type] for known in ENTRIES if known.model_type in rows],
+                }
+                # A reader, or a run that is cut off, never sees half of it.
+                partial = out.with_name(f"{out.name}.partial")
+                partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                partial.replace(out)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C, prove no others
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from benchmarks import models
 from benchmarks.model_checks import CHECKS, check_alone, prepare_sets
-from benchmarks.model_zoo import ENTRIES, HEADLINES, find_entry
+from benchmarks.model_zoo import ENTRIES, HEADLINES, Entry, find_entry
 from fctune.distributed import World
 from tests.ranks import run_ranks
 
@@ -46,6 +47,49 @@ def test_every_architecture_passes_or_is_refused_by_name() -> None:
     for family, reason in refused.items():
         assert "choose another model" in reason, family
     assert set(passed) >= HEADLINES
+
+
+def test_a_proof_that_was_cut_off_is_resumed_without_the_rows_of_the_present_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, proven = tmp_path / "result.json", []
+
+    def prove(entry: Entry, folder: Path, sets: Path) -> dict[str, Any]:
+        proven.append(entry.model_type)
+        return {"model_type": entry.model_type, "models": entry.models, "refused": "choose another model"}
+
+    def run(*options: str) -> list[str]:
+        """Return what a command proves."""
+        monkeypatch.setattr(sys, "argv", ["models", "--out", str(out), *options])
+        proven.clear()
+        models.main()
+        return proven
+
+    def written() -> dict[str, str]:
+        return {row["model_type"]: row["code"] for row in json.loads(out.read_text(encoding="utf-8"))["rows"]}
+
+    def interrupt_second(row: dict[str, Any]) -> str:
+        if out.is_file():
+            raise KeyboardInterrupt
+        return "one row"
+
+    monkeypatch.setattr(models, "prove", prove)
+    monkeypatch.setattr(models, "prepare_sets", lambda folder: None)
+    names = ["qwen2", "gpt_oss", "gemma"]
+    with monkeypatch.context() as during:
+        during.setattr(models, "describe", interrupt_second)
+        with pytest.raises(KeyboardInterrupt):
+            run("--only", *names)
+    (first,) = written()
+    assert run("--only", *names, "--resume") == [name for name in names if name != first]
+    assert list(written()) == names
+    assert run("--only", *names, "--resume") == []
+    assert run("--only", "gemma") == ["gemma"]
+    monkeypatch.setattr(models, "digest_code", lambda: "other code")
+    assert run("--only", "gemma", "qwen2", "--resume") == ["qwen2", "gemma"]
+    assert run("--only", *names, "--resume") == ["gpt_oss"]
+    assert written() == dict.fromkeys(names, "other code")
+    assert "gpt_oss" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model_type", SAMPLE)
