@@ -43,7 +43,7 @@ class _RowwiseRMSNorm(torch.autograd.Function):
         inverse = rows.new_empty(len(rows), 1, dtype=factor.dtype)
         for part in _split(rows):
             wide = _wide(rows[part], x)
-            of_part = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(rows.shape[-1]).add_(eps)
+            of_part = wide.square().mean(dim=-1, keepdim=True).add_(eps)
             inverse[part] = of_part.rsqrt_()
             out[part] = (wide * of_part).mul_(factor)
         ctx.save_for_backward(x, weight, inverse)
