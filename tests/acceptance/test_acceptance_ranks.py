@@ -89,7 +89,12 @@ def test_two_runs_give_the_same_result_except_for_numbers(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "kind", ["corrupt_compute", pytest.param("corrupt_send", marks=pytest.mark.slow), "corrupt_receive"]
+    "kind",
+    [
+        "corrupt_compute",
+        pytest.param("corrupt_send", marks=pytest.mark.slow),
+        pytest.param("corrupt_receive", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_only_the_rank_that_corrupts_data_is_blamed(kind: str, rank: int, tmp_path: Path) -> None:
@@ -132,6 +137,7 @@ def test_a_rank_that_was_only_briefly_slow_is_measured_again_and_not_blamed(rech
     assert {len(s["checksums"]) for s in done.result["samples"]["compute"].values()} == {2 * (1 + rechecks)}
 
 
+@pytest.mark.slow
 def test_two_nodes_are_measured_separately_and_together(tmp_path: Path) -> None:
     required = "required=[arrival, collectives_node, collectives_all, training_node, training_all, checkpoint]"
     done = run(tmp_path, required, "nodes=2", "compute.sustain_s=0.2", "training.steps=2", ranks_per_node=2)

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.gpu import Results
 from benchmarks.gpu_report import NOT_RUN, PAGE, RESULTS_FILE, SPEEDS, render
 from benchmarks.gpu_tests import run_tests
@@ -59,6 +61,7 @@ def test_a_failure_does_not_replace_a_success(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["one"]["tokens_per_s"] == 3.0
 
 
+@pytest.mark.slow
 def test_failing_tests_are_known_by_name_and_message_before_the_others_end(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     seen: list[dict[str, Any]] = []

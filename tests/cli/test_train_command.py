@@ -38,7 +38,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path) -> None:
-    process = start(tmp_path, "max_steps=40", "checkpoint.every=0")
+    process = start(tmp_path, "max_steps=20", "checkpoint.every=0")
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process, 240)
     process.send_signal(signal.SIGTERM)
@@ -49,11 +49,11 @@ def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path) -
     assert ended["code"] == 75
     assert (tmp_path / ended["checkpoint"]).is_dir()
 
-    process = start(tmp_path, "max_steps=40", "checkpoint.every=0")
+    process = start(tmp_path, "max_steps=20", "checkpoint.every=0")
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == list(range(1, 41))
+    assert steps == list(range(1, 21))
     assert (tmp_path / "run" / "export" / "merged" / "model.safetensors").is_file()
 
     assert "merged model: run/export/merged" in output

@@ -138,7 +138,9 @@ BASES: dict[str, Callable[[Path], Path]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize(
+    "kind", ["the demo's base", "hybrid", pytest.param("mixture of experts", marks=pytest.mark.slow)]
+)
 def test_the_answers_of_a_sharded_model_are_those_of_the_export(kind: str, cases: Path, tmp_path: Path) -> None:
     base = BASES[kind](tmp_path / "base")
     modules = [] if base == TINY_BASE else ["adapter.modules=all-linear"]

@@ -274,6 +274,7 @@ def test_a_run_with_other_settings_is_not_resumed(override: str, named: str, sta
     assert named in ended.output
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_extended(start: Start, inputs: tuple[Path, Path], tmp_path: Path) -> None:
     constant = "lr_scheduler.name=constant"
     assert start(constant, "max_steps=5").codes == (0, 0)
@@ -294,7 +295,7 @@ def test_restarting_a_finished_run_trains_nothing(start: Start, tmp_path: Path) 
     ("config", "kind"),
     [
         (LORA, "elastic"),
-        (FULL, "sharded"),
+        pytest.param(FULL, "sharded", marks=pytest.mark.slow),
         pytest.param(LORA, "sharded", marks=pytest.mark.slow),
         pytest.param(FULL, "elastic", marks=pytest.mark.slow),
     ],

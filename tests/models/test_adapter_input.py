@@ -18,7 +18,6 @@ from fctune.models.lora import LoRALinear
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import read_architecture
 from fctune.parallel.activations import compile_blocks_
-from tests.models import model_samples
 from tests.models.model_samples import ALL_MODULES, load_model
 
 RANK = 3
@@ -26,13 +25,9 @@ LORA = AdapterConfig(rank=RANK, alpha=8, dropout=0.3, modules=ALL_MODULES)
 
 
 @pytest.fixture(params=["torchtune", "transformers"])
-def load(
-    request: pytest.FixtureRequest, make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., CausalLM]:
+def load(request: pytest.FixtureRequest, make_model: Callable[..., Path]) -> Callable[..., CausalLM]:
     """Load the same tiny model in float64, from one source of models or the other."""
-    read = functools.partial(read_architecture, model_source=request.param)
-    monkeypatch.setattr(model_samples, "read_architecture", read)
-    return lambda adapter=LORA: load_model(make_model("llama"), adapter, torch.float64)
+    return lambda adapter=LORA: load_model(make_model("llama"), adapter, torch.float64, source=request.param)
 
 
 def separate_(model: CausalLM) -> None:

@@ -182,6 +182,7 @@ print(resident_mib() - before)
 """
 
 
+@pytest.mark.slow
 def test_16_bit_attention_and_loss_on_cpu_keep_no_memory_for_each_length() -> None:
     def measure(how: str) -> float:
         command = [sys.executable, "-c", _MANY_LENGTHS, how]

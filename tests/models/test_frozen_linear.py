@@ -154,8 +154,8 @@ def test_a_quantised_base_is_the_same_through_both_sources(
             (replace(adapter, base="bf16"), "torchtune"),
         )
     )
-    # A last bit of an input may round to another float8 number.
-    assert distance(ours, theirs) < (1e-4 if base == "nf4" else 0.1) * distance(theirs, full)
+    # A last bit of an input may round to another float8 number; a wrong scale, or none, makes a difference of 1.
+    assert distance(ours, theirs) < (1e-4 if base == "nf4" else 0.25) * distance(theirs, full)
 
 
 JAMBA = {"num_experts": 1, "num_experts_per_tok": 1, "mamba_dt_rank": 16}

@@ -153,7 +153,7 @@ def test_adapters_inside_layers_with_state_drop_the_tokens_of_the_row(bases: Pat
         torch.testing.assert_close(packed[row, place], alone[0], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("policy", ["block", "op"])
+@pytest.mark.parametrize("policy", [pytest.param("block", marks=pytest.mark.slow), "op"])
 @pytest.mark.parametrize("is_lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("model_type", [*SMALL, *(pytest.param(t, marks=pytest.mark.slow) for t in SLOW)])
 def test_five_steps_on_packed_rows_equal_five_on_padded_rows(

@@ -26,7 +26,11 @@ FULL = {"precision": "bf16_mixed"}
         (FULL, Setting("hsdp", 2, 2, 1.0, 1, 2)),
         (LORA, Setting("fsdp", 1, 4, 1.0, 2)),
         (LORA, Setting("none", 1, 1, 0.0, 2)),
-        ({"adapter": {"rank": 8, "base": "nf4"}, "precision": "bf16"}, Setting("none", 1, 1, 1.0, 2)),
+        pytest.param(
+            {"adapter": {"rank": 8, "base": "nf4"}, "precision": "bf16"},
+            Setting("none", 1, 1, 1.0, 2),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )

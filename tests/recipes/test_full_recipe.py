@@ -20,7 +20,15 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed", "bf16", "float8_mixed"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param("fp32", marks=pytest.mark.slow),
+        "bf16_mixed",
+        pytest.param("bf16", marks=pytest.mark.slow),
+        "float8_mixed",
+    ],
+)
 def test_all_weights_train_and_are_exported_as_a_model(precision: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -58,7 +58,10 @@ def test_auto_names_the_tokens_and_exports_their_rows(whole: tuple[Path, dict[st
 
 @pytest.mark.parametrize(
     ("num_ranks", "sharded"),
-    [pytest.param(2, "checkpoint.every=2", marks=pytest.mark.slow), (1, "checkpoint.every=0")],
+    [
+        pytest.param(2, "checkpoint.every=2", marks=pytest.mark.slow),
+        pytest.param(1, "checkpoint.every=0", marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path, num_ranks: int, sharded: str

@@ -434,7 +434,7 @@ def test_a_saved_data_check_is_on_the_page(tmp_path: Path) -> None:
 @needs_chromium
 @pytest.mark.parametrize("width", [1100, 390])
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("which", ["page", "page_of_two"])
+@pytest.mark.parametrize("which", ["page", pytest.param("page_of_two", marks=pytest.mark.slow)])
 def test_a_browser_shows_it_without_errors_or_network(
     which: str, width: int, dark: bool, request: pytest.FixtureRequest
 ) -> None:

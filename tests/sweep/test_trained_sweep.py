@@ -49,6 +49,7 @@ def read_rows(study: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_two_real_runs_are_compared_by_what_they_wrote(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path, {"max_steps": 3}, space={"optimizer.lr": [1e-7, 4e-3]}, metric="loss", at_once=2)
     process = start(tmp_path, "sweep", str(sweep))

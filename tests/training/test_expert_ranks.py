@@ -52,6 +52,7 @@ def check_equal(results: list[dict[str, Any]]) -> None:
     assert all(2.0 <= metrics["router_aux_loss"] < 5.0 for metrics in first["metrics"])
 
 
+@pytest.mark.slow
 def test_adapters_on_experts_train_alike_on_any_number_of_ranks(base: Path, tmp_path: Path) -> None:
     fsdp = {"parallel": {"mode": "fsdp"}, "activation_checkpointing": {"fraction": 1.0}}
     runs = [
@@ -79,6 +80,7 @@ def test_spread_experts_train_as_on_one_rank(tmp_path: Path) -> None:
     check_equal(train_all(base, tmp_path, runs, adapter=ADAPTER))
 
 
+@pytest.mark.slow
 def test_spread_experts_with_biases_train_all_their_weights_as_on_one_rank(tmp_path: Path) -> None:
     base = save_base("gpt_oss", tmp_path / "base", with_tokenizer=True, num_experts=4)
     runs = [(1, {}), (4, {"parallel": {"expert": 2}})]  # two groups of two

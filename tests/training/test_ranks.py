@@ -86,7 +86,7 @@ def test_scattering_large_gradients_gives_the_same_numbers(
     compare(runs(1, adapter=None), scattered, rtol=1e-9, atol=0)
 
 
-SHARDED = [{"mode": "ddp"}, {"mode": "fsdp"}, {"mode": "hsdp", "replicate": 2}]
+SHARDED = [pytest.param({"mode": "ddp"}, marks=pytest.mark.slow), {"mode": "fsdp"}, {"mode": "hsdp", "replicate": 2}]
 
 
 @pytest.mark.parametrize("parallel", SHARDED, ids=lambda p: p["mode"])

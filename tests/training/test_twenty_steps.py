@@ -136,6 +136,7 @@ def test_twenty_steps_match_transformers_and_peft(
         assert norms[step] == pytest.approx(norm, rel=2e-3), step
 
 
+@pytest.mark.slow
 def test_mixed_precision_matches_float32_weights_computed_in_bfloat16(
     make_model: Callable[..., Path], tmp_path: Path
 ) -> None:

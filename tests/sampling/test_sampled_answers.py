@@ -254,7 +254,7 @@ import json, sys, time
 from pathlib import Path
 from fctune.evaluation.results import ResultsFile
 from fctune.sampling.run import sample_suite
-from tests.sampling.test_sampling import ANSWERS, HERMES, SUITE, Script
+from tests.sampling.test_sampled_answers import ANSWERS, HERMES, SUITE, Script
 
 class Slow(Script):
     def answer(self, *arguments, **named):
