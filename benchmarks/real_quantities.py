@@ -18,7 +18,7 @@ from fctune.data.conversation import Call, Conversation, Message, Tool
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A numeric parameter.
+    """A numeric parameter of an invented tool, and how its values are drawn and said.
 
     Attributes:
         names: names that it may have.

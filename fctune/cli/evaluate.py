@@ -57,10 +57,18 @@ _NUM_SHOWN = 5
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate a model; 0 done, 1 below --min-accuracy or with unanswered cases, 2 wrong usage or input."""
+    return run_in_world(lambda world: _run(arguments, world))
+
+
+def run_in_world(work: Callable[[World | None], int]) -> int:
+    """Join the other processes of torchrun, if any, work and leave them; returns the exit code, 2 after an error.
+
+    An error that every rank raises is printed once.
+    """
     world = None
     try:
-        world = join_world()
-        code = _run(arguments, world)
+        world = _join_world()
+        code = work(world)
     except (ConfigError, DataError, CheckpointError) as error:
         if world is None or world.is_main:  # every rank raises it
             print(escape_controls(str(error)), file=sys.stderr)
@@ -72,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
-def join_world() -> World | None:
+def _join_world() -> World | None:
     """Join the process group of torchrun; None if this is the only process."""
     if int(read_environment().get("WORLD_SIZE", "1")) == 1:
         return None

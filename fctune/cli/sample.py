@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from fctune.cli.eval_options import add_case_and_engine_options, find_suite
 from fctune.cli.files import write_file
 from fctune.config.parsing import apply_override
-from fctune.errors import CheckpointError, ConfigError, DataError
+from fctune.errors import ConfigError
 
 _SUMMARY = "Ask each case several times, judge the answers, and write rows and pairs to train on."
 _KEEPS = ("best", "shortest", "diverse", "random")
@@ -71,9 +70,9 @@ def _check(arguments: argparse.Namespace) -> None:
     for option in ("model", "suite"):
         if getattr(arguments, option) is None:
             arguments.command_parser.error(f"the following arguments are required: --{option}")
-    for option in ("num", "rows_per_case", "pairs_per_case"):
-        if getattr(arguments, option) < (1 if option == "num" else 0):
-            raise ConfigError(f"--{option.replace('_', '-')} {getattr(arguments, option)}: expected 1 or more.")
+    for option, least in (("num", 1), ("rows_per_case", 0), ("pairs_per_case", 0)):
+        if (given := getattr(arguments, option)) < least:
+            raise ConfigError(f"--{option.replace('_', '-')} {given}: expected {least} or more.")
     for option in ("max_total_tokens", "max_minutes"):
         if (limit := getattr(arguments, option)) is not None and limit <= 0:
             raise ConfigError(f"--{option.replace('_', '-')} {limit}: expected more than 0.")
@@ -93,25 +92,17 @@ def _run(arguments: argparse.Namespace) -> int:
     from fctune.evaluation.row_cases import check_benchmark
     from fctune.evaluation.suites import benchmark_of
     from fctune.sampling.rewards import BINARY, check_reward
-    from fctune.terminal import escape_controls
 
     arguments.reward = arguments.reward or dict(BINARY)
     check_reward(arguments.reward, "--reward")
-    world = None
-    try:
-        world = evaluate.join_world()
+
+    def work(world: Any) -> int:
         suite = evaluate.open_suite(arguments)
         check_benchmark(benchmark_of(suite), f"--cases {arguments.suite}", arguments.force_benchmark)
         _sample(arguments, suite, world)
-    except (ConfigError, DataError, CheckpointError) as error:
-        if world is None or world.is_main:  # every rank raises it
-            print(escape_controls(str(error)), file=sys.stderr)
-        return 2
-    if world is not None:
-        from fctune.distributed import shutdown_distributed
+        return 0
 
-        shutdown_distributed()
-    return 0
+    return evaluate.run_in_world(work)
 
 
 def _sample(arguments: argparse.Namespace, suite: Any, world: Any) -> None:

@@ -39,7 +39,7 @@ _BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
 
 @dataclass(frozen=True, slots=True)
 class GgufExport:
-    """What was written.
+    """Files of one export, and what was found while writing them.
 
     Attributes:
         path: The GGUF file.

@@ -20,8 +20,8 @@ __all__ = ["NF4Tensor", "multiply", "quantize", "shard_like", "to_nf4"]
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
     """Return ``x W'`` in the dtype of x; backward dequantises the weight ``[out, in]`` again.
 
-    torch.compile would keep the dequantised weight of each linear for backward, since forward has computed it: three
-    times the memory of a base in 16 bits. What a checkpoint computes is computed again instead.
+    torch.compile would keep the dequantised weight of each linear for backward, since forward has computed it, and with
+    all of them the memory that 4 bits should save. What a checkpoint computes is computed again instead.
     """
     if torch.compiler.is_compiling():
         return linear(x, checkpoint(_dequantize, weight, x.dtype, use_reentrant=False))

@@ -177,7 +177,7 @@ def summarise_samples(
     settings: Mapping[str, Any],
     weights: Mapping[str, float] = BINARY,
 ) -> dict[str, Any]:
-    """Summarise judged answers.
+    """Count right answers and average rewards over all answers to the cases of a suite.
 
     ``pass_rates`` has a list of estimates by category, one for each k; ``shares`` counts the cases that are always,
     sometimes and never right, and those without any answer. Where no benchmark forbids it, ``all`` is a category.

@@ -22,7 +22,7 @@ _NUM_TRIES = 100  # draws of a run's settings until they differ from those of th
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What is known of a run when a later one is proposed."""
+    """Settings of an earlier run and how it went, for a sampler that proposes the next."""
 
     settings: Settings
     value: float | None = None  # of the metric; None: failed, still running, or nothing was measured

@@ -80,7 +80,7 @@ class NumberRange:
 
 @dataclass(kw_only=True, slots=True)
 class SweepConfig:
-    """A sweep."""
+    """Settings to try, the metric that ranks the runs, and where and how many of them run at once."""
 
     config: str
     """Config of the runs: a file relative to this one, or the name of a shipped config."""

@@ -65,7 +65,7 @@ class SweepRun:
 
     @property
     def title(self) -> str:
-        """Name and settings."""
+        """Name and settings of the run, as logs and tables show them."""
         return f"{self.name} {describe_settings(self.settings)}".strip()
 
     @property
@@ -171,7 +171,7 @@ class Study:
             raise self._cannot_use(error) from None
 
     def save(self) -> None:
-        """Write study.json."""
+        """Write the state of all runs to study.json, from which a restarted sweep goes on."""
         state = {"sweep": self._identity(), "runs": [dataclasses.asdict(run) for run in self.runs]}
         write_atomically(self.path / "study.json", json.dumps(state, indent=2) + "\n", is_durable=True)
 

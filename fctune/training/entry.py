@@ -52,7 +52,7 @@ class Recipe(Protocol):
         """Prepare everything before the first step."""
 
     def train(self) -> None:
-        """Take all steps."""
+        """Train from the restored step to the end, with saves and measurements when they are due."""
 
     def save_checkpoint(self) -> None:
         """Save the last state and write the exports."""

@@ -200,9 +200,9 @@ def check_config(where: str, raw: dict[str, Any]) -> None:
                 f"choose a model that transformers has, or a version of transformers that has this one (here: "
                 f"{version})."
             )
-        hint = suggest(family, known) if isinstance(family, str) else ""
+        hint = (suggest(family, known) if isinstance(family, str) else "") or "."
         raise ConfigError(
-            f"{where}: model_type={family!r} is no causal language model of transformers {version}{hint}. Install a "
+            f"{where}: model_type={family!r} is no causal language model of transformers {version}{hint} Install a "
             "version that has it, or choose another model."
         )
     _check_quantization(where, raw)
