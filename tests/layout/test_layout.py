@@ -22,6 +22,7 @@ LAYERS = (
     "parsing",
     "data",
     "calls",
+    "environments",
     "models",
     "parallel",
     "checkpoint",

@@ -1,0 +1,1 @@
+"""Simulated tools with a state, in which a model's calls have effects that can be judged."""

@@ -1,0 +1,392 @@
+"""Runs environments in a process of their own, with limits on time, memory and results.
+
+An environment that raises, hangs, exits or returns garbage ends its episode with a named error; the process is started
+again, and the other episodes continue: their calls are made again, which is why environments must be deterministic.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from fctune.config.parsing import suggest
+from fctune.data.conversation import Call, Tool
+from fctune.data.tool_schema import ToolSet
+from fctune.environments.base import Split, Task, TaskSpec
+from fctune.errors import ConfigError
+
+BUILT_IN = {
+    "files": "fctune.environments.files:Files",
+    "calendar": "fctune.environments.calendar:Calendar",
+    "shop": "fctune.environments.shop:Shop",
+}
+"""Our own environments by name."""
+
+GROUP = "fctune.environments"
+"""Entry points of this group are environments by name."""
+
+_HEADER = struct.Struct("<I")
+_START_LIMIT_S = 60.0
+_NUM_STDERR_SHOWN = 300
+
+
+class EnvironmentDefect(Exception):
+    """A defect of an environment, which ends the episode; the text names the environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an environment may use.
+
+    Attributes:
+        call_s: Seconds for one call, reset or task.
+        memory_bytes: Memory of the process, as ``RLIMIT_DATA``.
+        result_bytes: Size of one result or state as JSON.
+    """
+
+    call_s: float = 5.0
+    memory_bytes: int = 2 * 1024**3
+    result_bytes: int = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """What a call gave: JSON text for the model, and False if the call was refused."""
+
+    text: str
+    is_accepted: bool
+
+
+class EnvironmentHost:
+    """An environment class in a process of its own; usable from several threads, one request at a time.
+
+    Args:
+        name: ``files``, ``calendar`` or ``shop``, the name of an entry point in ``fctune.environments``, or
+            ``module:Class``.
+        limits: What it may use.
+
+    Raises:
+        ConfigError: There is no such environment, or it has no usable tools.
+    """
+
+    def __init__(self, name: str, limits: Limits | None = None):
+        self.name = name
+        self.limits = limits or Limits()
+        self._reference = _find_reference(name)
+        self._process: _Process | None = None
+        self._lock = threading.RLock()
+        self._num_starts = 0
+        self._next_episode = 0
+        try:
+            listed = self._start_process()
+        except EnvironmentDefect as error:
+            self.close()
+            raise ConfigError(f"{error}. Pass an environment's name, or module:Class of a working one.") from None
+        self.tools = self._read_tools(listed)
+        self.tool_set = ToolSet(self.tools)
+
+    def make_task(self, seed: int, split: Split) -> Task:
+        """Return the task of a seed, which its own calls have been seen to solve.
+
+        Raises:
+            EnvironmentDefect: The environment makes none, or its own calls are refused or achieve nothing.
+        """
+        value = self._request("make_task", seed=seed, split=split)
+        spec = self._read_task(value, f"the task of seed {seed} ({split})")
+        episode = self.start(Task(f"{self.name}/{split}/{seed}", spec))
+        try:
+            before = episode.state()
+            for name, arguments in spec.calls:
+                result = episode.call(Call(name, arguments))
+                if not result.is_accepted:
+                    raise self._defect(f"the task of seed {seed} ({split}) has a call that is refused: {result.text}")
+            goal = episode.state()
+        finally:
+            episode.close()
+        if goal == before and not spec.facts:
+            raise self._defect(f"the task of seed {seed} ({split}) changes nothing and asks for nothing")
+        return Task(f"{self.name}/{split}/{seed}", spec, before, goal)
+
+    def start(self, task: Task) -> Episode:
+        """Begin an episode in the initial state of a task.
+
+        Raises:
+            EnvironmentDefect: The environment fails.
+        """
+        with self._lock:
+            self._next_episode += 1
+            number = self._next_episode
+        return Episode(self, task, number)
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            if self._process is not None:
+                self._process.end()
+                self._process = None
+
+    def _start_process(self) -> Any:
+        """Start the process, and return what the class says that its tools are."""
+        self._num_starts += 1
+        self._process = _Process(self._reference, self.limits)
+        reply = self._exchange("open", {}, _START_LIMIT_S)
+        if "value" not in reply:
+            raise EnvironmentDefect(f"environment {self.name}: {reply.get('error') or reply.get('refused')}")
+        return reply["value"]
+
+    def _request(self, do: str, **values: Any) -> Any:
+        """Return the value of a request; a refused call is an error here.
+
+        Raises:
+                EnvironmentDefect: The environment failed; a process that had to be ended is started again when needed.
+        """
+        reply = self._request_reply(do, **values)
+        if "value" not in reply:
+            raise self._defect(f"{do}: {reply['refused']}")
+        return reply["value"]
+
+    def _request_reply(self, do: str, **values: Any) -> dict[str, Any]:
+        with self._lock:
+            if self._process is None:
+                self._start_process()
+            reply = self._exchange(do, values, self.limits.call_s)
+            if "error" in reply:
+                raise EnvironmentDefect(f"environment {self.name}, {_describe(do, values)}: {reply['error']}")
+            return reply
+
+    def _exchange(self, do: str, values: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        assert self._process is not None
+        try:
+            content = self._process.exchange({"do": do, "with": values}, limit_s, self.limits.result_bytes)
+            reply = json.loads(content)
+        except (_ProcessError, ValueError) as error:
+            self._process.end()
+            self._process = None
+            raise EnvironmentDefect(f"environment {self.name}, {_describe(do, values)}: {error}") from None
+        if not isinstance(reply, dict) or not reply.keys() & {"value", "refused", "error"}:
+            self.close()
+            raise EnvironmentDefect(f"environment {self.name}, {_describe(do, values)}: its process sends garbage")
+        return reply
+
+    def _defect(self, what: str) -> EnvironmentDefect:
+        return EnvironmentDefect(f"environment {self.name}: {what}")
+
+    def _read_tools(self, listed: Any) -> tuple[Tool, ...]:
+        if not isinstance(listed, list) or not listed:
+            self.close()
+            raise ConfigError(f"environment {self.name}: list_tools returned no list of tools.")
+        tools = []
+        for function in listed:
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                self.close()
+                raise ConfigError(
+                    f"environment {self.name}: list_tools returned {json.dumps(function)[:100]}, not a function with "
+                    "name, description and parameters."
+                )
+            tools.append(Tool(function))
+        for tool in tools:
+            problems = ToolSet(tools).find_errors(Call(tool.name, {}))
+            if any("unusable" in problem for problem in problems):
+                self.close()
+                raise ConfigError(f"environment {self.name}: {problems[0]}.")
+        return tuple(tools)
+
+    def _read_task(self, value: Any, where: str) -> TaskSpec:
+        try:
+            calls = tuple((str(name), dict(arguments)) for name, arguments in value["calls"])
+            spec = TaskSpec(
+                value["question"], value["state"], calls, tuple(value["facts"]), value["category"], value["system"]
+            )
+        except (TypeError, KeyError, ValueError) as error:
+            raise self._defect(f"{where} is not a TaskSpec ({type(error).__name__}: {error})") from None
+        texts = [spec.question, spec.category, *spec.facts, *([] if spec.system is None else [spec.system])]
+        if not all(isinstance(text, str) for text in texts) or not spec.question.strip():
+            raise self._defect(f"{where} has an empty question, or something else than texts in its texts")
+        if not isinstance(spec.state, dict):
+            raise self._defect(f"{where} has a state that is not an object")
+        return spec
+
+
+class Episode:
+    """One task in progress."""
+
+    def __init__(self, host: EnvironmentHost, task: Task, number: int):
+        self.task = task
+        self.calls: list[tuple[Call, CallResult]] = []
+        self._host = host
+        self._number = number
+        self._start = -1
+        self._begin()
+
+    def call(self, call: Call) -> CallResult:
+        """Make a call; one that does not match its tool's schema is refused here.
+
+        Raises:
+            EnvironmentDefect: The environment failed, or gives other results when its calls are made again.
+        """
+        problems = self._host.tool_set.find_errors(call)
+        if problems:
+            result = CallResult(_to_text({"error": problems[0]}), False)
+        else:
+            with self._host._lock:
+                self._ensure_alive()
+                result = self._make(call)
+        self.calls.append((call, result))
+        return result
+
+    def state(self) -> Any:
+        """Return the state.
+
+        Raises:
+            EnvironmentDefect: The environment failed.
+        """
+        with self._host._lock:
+            self._ensure_alive()
+            return self._host._request("state", episode=self._number)
+
+    def close(self) -> None:
+        """Forget the episode."""
+        with self._host._lock, suppress(EnvironmentDefect):
+            if self._host._process is not None and self._start == self._host._num_starts:
+                self._host._request("close", episode=self._number)
+
+    def _begin(self) -> None:
+        with self._host._lock:
+            if self._host._process is None:
+                self._host._start_process()
+            self._host._request("reset", episode=self._number, state=self.task.spec.state)
+            self._start = self._host._num_starts
+
+    def _ensure_alive(self) -> None:
+        """Make all calls again if another episode has cost the process its life."""
+        if self._host._process is not None and self._start == self._host._num_starts:
+            return
+        self._begin()
+        for call, result in self.calls:
+            if not self._host.tool_set.find_errors(call) and self._make(call) != result:
+                raise self._host._defect(
+                    f"is not deterministic: {call.name} gave another result when it was called again"
+                )
+
+    def _make(self, call: Call) -> CallResult:
+        reply = self._host._request_reply("call", episode=self._number, name=call.name, arguments=call.arguments)
+        if "refused" in reply:
+            return CallResult(_to_text({"error": reply["refused"]}), False)
+        return CallResult(_to_text(reply["value"]), True)
+
+
+class _ProcessError(Exception):
+    """The process ended, hung or broke its limits."""
+
+
+class _Process:
+    """A worker, and the pipes to it."""
+
+    def __init__(self, reference: str, limits: Limits):
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by ``end``)
+        allowed = {"memory_bytes": limits.memory_bytes, "result_bytes": limits.result_bytes}
+        # One thread each: memory limits count what idle threads of numerical libraries reserve.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "fctune.environments.worker", reference, json.dumps(allowed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def exchange(self, request: dict[str, Any], limit_s: float, max_bytes: int) -> bytes:
+        """Send a request and return the reply's bytes.
+
+        Raises:
+            _ProcessError: There is none in time, or it is too large.
+        """
+        assert self._popen.stdin is not None
+        deadline = time.monotonic() + limit_s
+        content = json.dumps(request).encode()
+        try:
+            self._popen.stdin.write(_HEADER.pack(len(content)) + content)
+            self._popen.stdin.flush()
+        except OSError:
+            raise _ProcessError(self._describe_end()) from None
+        (size,) = _HEADER.unpack(self._read(_HEADER.size, deadline, limit_s))
+        if size > max_bytes + 1024:
+            raise _ProcessError(f"sent {size:,} bytes; at most {max_bytes:,} are allowed")
+        return self._read(size, deadline, limit_s)
+
+    def end(self) -> None:
+        """Kill the process and those that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.wait()
+        for pipe in (self._popen.stdin, self._popen.stdout, self._stderr):
+            with suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+
+    def _read(self, size: int, deadline: float, limit_s: float) -> bytes:
+        assert self._popen.stdout is not None
+        descriptor, content = self._popen.stdout.fileno(), b""
+        while len(content) < size:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+                raise _ProcessError(f"no result within {limit_s:g} s")
+            piece = os.read(descriptor, size - len(content))
+            if not piece:
+                raise _ProcessError(self._describe_end())
+            content += piece
+        return content
+
+    def _describe_end(self) -> str:
+        try:
+            code = self._popen.wait(5.0)
+        except subprocess.TimeoutExpired:
+            return "closed its pipes"
+        self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, self._stderr.tell() - 4096))
+        lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
+        said = f" ({lines[-1][:_NUM_STDERR_SHOWN]})" if lines else ""
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        return f"its process {how}{said}"
+
+
+def list_environments() -> dict[str, str]:
+    """Return the references ``module:Class`` of all environments by name, entry points included."""
+    found = {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)}
+    return {**found, **BUILT_IN}
+
+
+def _find_reference(name: str) -> str:
+    if ":" in name:
+        return name
+    known = list_environments()
+    if name not in known:
+        close = suggest(name, list(known))
+        raise ConfigError(
+            f"environment {name}: no such environment{close} (known: {', '.join(sorted(known))}). Pass one of them, or "
+            "module:Class."
+        )
+    return known[name]
+
+
+def _describe(do: str, values: dict[str, Any]) -> str:
+    if do == "call":
+        return f"call of {values['name']}"
+    return {"open": "starting"}.get(do, do)
+
+
+def _to_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

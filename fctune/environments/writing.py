@@ -1,0 +1,54 @@
+"""Random choices of words and sentences, of which some are kept for held-out tasks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+from fctune.environments.base import Split
+
+T = TypeVar("T")
+
+_OPENINGS = {
+    "train": ("{}.", "Please {}.", "Could you {}?", "I need you to {}.", "Can you {}, please?", "Hi! {}, please."),
+    "test": ("Would you mind doing this for me: {}.", "Quick favour: {}.", "{}, thanks!"),
+}
+
+
+class Writer:
+    """Draws the words of one task.
+
+    Of every list of names, each fourth is for held-out tasks alone, and so is each fourth way to say something.
+
+    Args:
+        seed: Seed of the task.
+        split: Side that it belongs to.
+        environment: Name of the environment, so that equal seeds of others draw differently.
+    """
+
+    def __init__(self, seed: int, split: Split, environment: str):
+        self.random = random.Random(f"{environment}/{split}/{seed}")
+        self._split = split
+
+    def own(self, items: Sequence[T]) -> list[T]:
+        """Return the items of this side."""
+        return [item for index, item in enumerate(items) if (index % 4 == 3) == (self._split == "test")]
+
+    def pick(self, items: Sequence[T]) -> T:
+        """Return one item of this side."""
+        return self.random.choice(self.own(items))
+
+    def sample(self, items: Sequence[T], count: int) -> list[T]:
+        """Return different items of this side."""
+        return self.random.sample(self.own(items), count)
+
+    def request(self, phrasings: Sequence[str], **words: object) -> str:
+        """Return a request in one of these phrasings, imperatives without a full stop, politely or not."""
+        opening = self.random.choice(_OPENINGS[self._split])
+        text = opening.format(self.pick(phrasings).format(**words))
+        return text[0].upper() + text[1:]
+
+    def ask(self, phrasings: Sequence[str], **words: object) -> str:
+        """Return a question in one of these phrasings."""
+        return self.pick(phrasings).format(**words)

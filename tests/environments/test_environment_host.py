@@ -1,0 +1,161 @@
+"""A user's environment that fails is named, bounded and started again, and no other episode is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fctune.data.conversation import Call
+from fctune.environments.host import EnvironmentDefect, EnvironmentHost, Limits, list_environments
+from fctune.errors import ConfigError
+from tests.conftest import ROOT
+
+LIMITS = Limits(call_s=1.0, memory_bytes=512 * 1024**2, result_bytes=10_000)
+
+
+@pytest.fixture(autouse=True)
+def _in_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def add(by: int) -> Call:
+    return Call("add", {"by": by})
+
+
+def open_host(name: str) -> EnvironmentHost:
+    return EnvironmentHost(f"tests.environments.faulty_environments:{name}", LIMITS)
+
+
+@pytest.fixture
+def host(request: pytest.FixtureRequest) -> Iterator[EnvironmentHost]:
+    opened = open_host(request.param)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("Raises", "raised KeyError: 'no such shelf'"),
+        ("Hangs", "no result within 1 s"),
+        ("Exits", "its process exited with code 7"),
+        ("SysExits", "tried to exit with 3"),
+        ("ReturnsSet", "returned what JSON cannot express"),
+        ("ReturnsNan", "returned what JSON cannot express"),
+        ("Floods", "returned 10,000,013 bytes; at most 10,000 are allowed"),
+        ("Eats", "ran out of the memory that it may use"),
+        ("Crashes", "its process was killed by signal 11"),
+    ],
+    indirect=["host"],
+    ids=lambda value: value if isinstance(value, str) and value.isalpha() else "",
+)
+def test_a_fault_ends_its_episode_alone(host: EnvironmentHost, reason: str) -> None:
+    task = host.make_task(4, "train")
+    other, failing = host.start(task), host.start(task)
+    assert other.call(add(2)).text == '{"value": 2}'
+    assert not other.call(add(-1)).is_accepted
+    begun = time.monotonic()
+    with pytest.raises(EnvironmentDefect) as raised:
+        failing.call(add(13))
+    assert time.monotonic() - begun < 5
+    said = str(raised.value)
+    assert f"faulty_environments:{host.name.rpartition(':')[2]}, call of add: " in said
+    assert reason in said
+    assert "\n" not in said
+    # The other episode goes on where it was, in a new process if need be, and so do new ones.
+    assert other.call(add(3)).text == '{"value": 5}'
+    assert other.state() == {"value": 5} == task.goal
+    assert host.start(task).state() == {"value": 0}
+
+
+@pytest.mark.parametrize("host", ["Writes"], indirect=True)
+def test_prints_do_not_get_into_results(host: EnvironmentHost) -> None:
+    assert host.start(host.make_task(1, "train")).call(add(13)).text == '"printed"'
+
+
+@pytest.mark.parametrize("host", ["Drifts"], indirect=True)
+def test_an_environment_that_is_not_deterministic_is_named_when_calls_are_made_again(host: EnvironmentHost) -> None:
+    from fctune.environments.base import Task, TaskSpec
+
+    task = Task("t", TaskSpec("?", {"value": 0}, ()))
+    first, second = host.start(task), host.start(task)
+    first.call(add(1))
+    with pytest.raises(EnvironmentDefect, match="exited with code 7"):
+        second.call(add(13))
+    with pytest.raises(EnvironmentDefect, match="is not deterministic: add gave another result"):
+        first.call(add(1))
+
+
+@pytest.mark.parametrize("host", ["Counter"], indirect=True)
+def test_calls_that_match_no_tool_are_refused_without_asking_the_class(host: EnvironmentHost) -> None:
+    episode = host.start(host.make_task(1, "train"))
+    for call in (Call("subtract", {}), Call("add", {}), Call("add", {"by": "2"}), Call("add", {"by": 2, "to": 3})):
+        result = episode.call(call)
+        assert not result.is_accepted
+        assert '"error"' in result.text
+    assert episode.state() == {"value": 0}
+    assert len(episode.calls) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("fils", "environment fils: no such environment; did you mean files? (known: calendar, files, shop)"),
+        ("no.such.module:Thing", "No module named 'no'"),
+        ("tests.environments.faulty_environments:Missing", "has no attribute 'Missing'"),
+        (
+            "tests.environments.faulty_environments:NotAnEnvironment",
+            "lacks the methods list_tools, make_task, reset, call, state",
+        ),
+        ("tests.environments.faulty_environments:NoTools", "list_tools returned no list of tools"),
+        ("tests.environments.faulty_environments:BadSchema", "its schema is unusable"),
+    ],
+    ids=range(6),
+)
+def test_an_unusable_environment_is_refused_at_the_start_in_one_sentence(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        EnvironmentHost(name, LIMITS)
+    assert reason in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("Unsolvable", "has a call that is refused"),
+        ("Pointless", "changes nothing and asks for nothing"),
+        ("NoTask", "raised AttributeError"),
+    ],
+    indirect=["host"],
+    ids=["Unsolvable", "Pointless", "NoTask"],
+)
+def test_a_task_that_its_own_calls_do_not_solve_is_named(host: EnvironmentHost, reason: str) -> None:
+    with pytest.raises(EnvironmentDefect, match=reason):
+        host.make_task(3, "train")
+
+
+def test_an_entry_point_is_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[fctune.environments]\ncounter = tests.environments.faulty_environments:Counter\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "counter" in list_environments()
+    host = EnvironmentHost("counter", LIMITS)
+    try:
+        assert host.make_task(1, "train").id == "counter/train/1"
+    finally:
+        host.close()
+
+
+def test_ending_the_host_ends_its_process() -> None:
+    host = open_host("Counter")
+    assert host._process is not None
+    process = host._process._popen
+    host.close()
+    assert process.returncode is not None
