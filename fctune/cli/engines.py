@@ -13,15 +13,10 @@ from fctune.errors import ConfigError
 from fctune.generation.endpoint import EndpointEngine
 from fctune.generation.engine import Engine, Sampling
 from fctune.generation.http_client import RetryPolicy
-from fctune.generation.model_files import ModelFiles, find_model
+from fctune.generation.model_files import ModelFiles, find_model, is_server
 
 if TYPE_CHECKING:
     import torch
-
-
-def is_server(model: str) -> bool:
-    """Return True if a model is given as the URL of a server."""
-    return model.startswith(("http://", "https://"))
 
 
 def find_files(model: str, adapter: str | None = None) -> ModelFiles | None:

@@ -21,7 +21,7 @@ from fctune.config.chat_templates import list_shipped_templates
 from fctune.config.loading import read_environment
 from fctune.config.shipped import resolve_shipped_path, shipped_dir
 from fctune.errors import CheckpointError, ConfigError, DataError
-from fctune.generation.model_files import find_model
+from fctune.generation.model_files import check_local_model
 from fctune.terminal import escape_controls
 
 _SERVERS = ("vllm", "sglang")
@@ -96,8 +96,8 @@ def _check_inputs(name: str, arguments: argparse.Namespace) -> None:
         if name == "validate":  # which reports what an incomplete directory lacks
             if not Path(model).is_dir():
                 raise ConfigError(f"{model}: no such directory.")
-        elif not model.startswith(("http://", "https://", "hf:")):
-            find_model(model, getattr(arguments, "adapter", None))
+        else:
+            check_local_model(model, getattr(arguments, "adapter", None))
     find_suite(arguments.suite)
 
 

@@ -45,7 +45,7 @@ from fctune.evaluation.suites import Suite, benchmark_of, load_suite
 from fctune.evaluation.summary import summarise_run
 from fctune.generation.engine import Engine, Sampling
 from fctune.generation.http_client import RetryPolicy
-from fctune.generation.model_files import ModelFiles
+from fctune.generation.model_files import ModelFiles, is_server
 from fctune.terminal import escape_controls
 
 if TYPE_CHECKING:
@@ -129,10 +129,7 @@ def _has_leaks(arguments: argparse.Namespace, suite: Suite, world: World | None)
 
 
 def _report_leaks(arguments: argparse.Namespace, suite: Suite) -> bool:
-    if (
-        engines.is_server(arguments.model)
-        or (leaks := find_leaks(suite.all_cases, arguments.model, arguments.adapter)) is None
-    ):
+    if is_server(arguments.model) or (leaks := find_leaks(suite.all_cases, arguments.model, arguments.adapter)) is None:
         return False
     lines = [f"{path}: cannot be compared with the cases ({reason})" for path, reason in leaks.unread.items()]
     if num_leaked := len(leaks.case_ids):
@@ -177,7 +174,7 @@ def ask(
             results,
             max_new_tokens=arguments.max_new_tokens,
             # More conversations than requests in flight, so that the server stays busy during the slowest answers.
-            num_at_once=4 * arguments.concurrency if engines.is_server(arguments.model) else arguments.batch_size,
+            num_at_once=4 * arguments.concurrency if is_server(arguments.model) else arguments.batch_size,
             is_fresh=arguments.fresh,
             world=world,
             on_row=lambda row, done, total: progress.update(task, completed=done, total=total) if progress else None,
@@ -187,7 +184,7 @@ def ask(
 
 def check_model(arguments: argparse.Namespace, world: World | None) -> tuple[CallFormat | None, ModelFiles | None]:
     """Return the call format that was named, if any, and the model's files, None for a server; imports no torch."""
-    if engines.is_server(arguments.model) and world is not None:
+    if is_server(arguments.model) and world is not None:
         raise ConfigError(f"--model {arguments.model}: only one process can query a server; raise --concurrency.")
     named = get_format(arguments.format) if arguments.format else None
     return named, engines.find_files(arguments.model, arguments.adapter)
@@ -202,9 +199,7 @@ def open_suite(arguments: argparse.Namespace, has_multi_turn: bool = False) -> S
         categories=arguments.categories,
         bfcl_data=arguments.bfcl_data,
         bfcl_mode=arguments.bfcl_mode,
-        has_plain_names=engines.is_server(arguments.model)
-        and arguments.format is None
-        and arguments.bfcl_mode == "tools",
+        has_plain_names=is_server(arguments.model) and arguments.format is None and arguments.bfcl_mode == "tools",
         has_multi_turn=has_multi_turn,
     ).select(limit=arguments.limit)
     if arguments.min_accuracy is not None and suite.benchmark is not None:
@@ -302,10 +297,10 @@ def _warn_of_unparsed_calls(console: Console, rows: list[Row], summary: dict[str
 def _judge_run(arguments: argparse.Namespace, console: Console, summary: dict[str, Any]) -> int:
     code = 0
     if num_unanswered := summary["num_no_answer"]:
-        hint = "; re-run the same command to ask them again" if engines.is_server(arguments.model) else ""
+        hint = "; re-run the same command to ask them again" if is_server(arguments.model) else ""
         message = f"{num_unanswered:,} of {summary['num_cases']:,} cases have no answer and count as wrong{hint}"
         console.print(message, style="bold red", soft_wrap=True)
-        code = 1 if engines.is_server(arguments.model) else 0
+        code = 1 if is_server(arguments.model) else 0
     if arguments.min_accuracy is not None:
         accuracy = summary["scores"]["all"]["rates"]["accuracy"]["rate"]
         if accuracy < arguments.min_accuracy:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fctune.cli import evaluate
-from fctune.cli.engines import is_server
 from fctune.cli.eval_options import parse_eval_arguments
 from fctune.cli.files import write_file
 from fctune.cli.tables import make_console, make_table
@@ -25,7 +24,7 @@ from fctune.config.loading import read_environment
 from fctune.data.conversation import Conversation
 from fctune.errors import ConfigError
 from fctune.generation.endpoint import EndpointEngine
-from fctune.generation.model_files import find_model
+from fctune.generation.model_files import find_model, is_server
 
 if TYPE_CHECKING:
     from fctune.evaluation.throughput import Speed

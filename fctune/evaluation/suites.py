@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +98,12 @@ class Suite:
             seen[case.category] += 1
             return (not categories or case.category in categories) and (limit is None or seen[case.category] <= limit)
 
-        cases, multi_turn = tuple(filter(is_kept, self.cases)), tuple(filter(is_kept, self.multi_turn))
-        return replace(self, cases=cases, multi_turn=multi_turn)
+        return self.with_cases(list(filter(is_kept, self.cases)), list(filter(is_kept, self.multi_turn)))
+
+    def with_cases(self, cases: Sequence[Case], multi_turn: Sequence[MultiTurnCase] = ()) -> Suite:
+        """Return a suite that is described like this one, with other cases."""
+        described = {field.name: getattr(self, field.name) for field in fields(Suite)}
+        return Suite(**described | {"cases": tuple(cases), "multi_turn": tuple(multi_turn)})
 
 
 class BfclSuite(Suite):

@@ -24,6 +24,21 @@ class ModelFiles(NamedTuple):
         return self.model_dir
 
 
+def is_server(model: str) -> bool:
+    """Return True if a model is given as the URL of a server."""
+    return model.startswith(("http://", "https://"))
+
+
+def check_local_model(model: str, adapter: str | None = None) -> None:
+    """Check the paths of a model that is neither served nor on the Hub, before slow imports.
+
+    Raises:
+        ConfigError: There is no such model or adapter.
+    """
+    if not is_server(model) and not model.startswith("hf:"):
+        find_model(model, adapter)
+
+
 def find_model(name: str, adapter: str | None = None) -> ModelFiles:
     """Return the files of a model.
 

@@ -145,7 +145,7 @@ def repeat_cases(suite: Suite, num_samples: int) -> Suite:
     cases = [
         replace(case, id=f"{case.id}#{sample}", sample=sample) for sample in range(num_samples) for case in suite.cases
     ]
-    return replace(suite, cases=tuple(cases), multi_turn=())
+    return suite.with_cases(cases)
 
 
 def make_row(judged: JudgedAnswer, max_new_tokens: int) -> Row:

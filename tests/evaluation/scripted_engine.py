@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def load_multi_turn_suite() -> Suite:
 
 def sample(every: int = 40, categories: Sequence[str] = ()) -> Suite:
     suite = load_multi_turn_suite().select(categories)
-    return replace(suite, multi_turn=suite.multi_turn[::every])
+    return suite.with_cases((), suite.multi_turn[::every])
 
 
 def gold(case: MultiTurnCase, turn: int, step: int) -> list[Call]:

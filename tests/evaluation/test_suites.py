@@ -181,6 +181,15 @@ def test_names_without_dots_are_expected_where_they_are_offered() -> None:
     assert not case.judge(Parsed((plain,))).is_valid
 
 
+@needs_wheel
+def test_categories_of_the_benchmark_are_selected_and_keep_its_description() -> None:
+    suite = BfclSuite(data_dir(), ["multiple", "simple_python"], mode="prompt")
+    few = suite.select(["multiple"], 3)
+    assert [case.id for case in few.cases] == ["multiple_0", "multiple_1", "multiple_2"]
+    assert (few.benchmark, few.release, few.call_format) == (suite.benchmark, suite.release, suite.call_format)
+    assert few.find("simple_python_0") is None
+
+
 @pytest.mark.parametrize(
     ("names", "words"), [(["simple_pyton"], "did you mean simple_python"), (["liv"], "did you mean live")]
 )
