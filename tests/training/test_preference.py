@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from fctune.models.export import iter_merged
 from fctune.models.lora import adapters_off
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.loop import build_loader, train
-from fctune.training.preference import PreferenceObjective, log1mexp
+from fctune.training.preference import PreferenceObjective, log1mexp, pair_losses
 from fctune.training.prefetch import make_inputs
 from fctune.training.setup import start_state
 from tests.models.model_samples import draw_tokens, load_model, load_reference
@@ -205,6 +206,34 @@ def train_pairs(world: World, config: RunConfig, prepared: Path, num_steps: int)
         objective=PreferenceObjective(config.preference),
     )
     return recorder.metrics, started
+
+
+@pytest.mark.slow  # importing TRL
+@pytest.mark.parametrize(("beta", "margin"), [(2.0, 0.5), (0.3, 0.0), (10.0, 2.0)])
+def test_simpo_and_orpo_are_those_of_trl(beta: float, margin: float) -> None:
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([3, 9, 1, 4, 20, 20])
+    policy = -lengths * torch.rand(6, generator=generator, dtype=torch.float64) * 3
+    mean_chosen, mean_rejected = (policy / lengths).view(-1, 2).T
+    their_config = SimpleNamespace(
+        alpha=0.0,
+        beta=beta,
+        simpo_gamma=margin,
+        loss_type="simpo",
+        label_smoothing=0.0,
+        accelerator=SimpleNamespace(device="cpu"),
+    )
+    for name, theirs, sign in (("simpo", CPOTrainer.cpo_loss, 1), ("orpo", ORPOTrainer.odds_ratio_loss, -1)):
+        expected, chosen, rejected, *_ = theirs(their_config, mean_chosen, mean_rejected)
+        options = {"margin": margin} if name == "simpo" else {}
+        config = PreferenceConfig(loss=name, beta=beta, **options)
+        losses, rewards = pair_losses(policy, None, lengths, config)
+        # TRL computes ORPO in float32.
+        torch.testing.assert_close(losses, sign * expected.double(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(rewards, torch.stack([chosen, rejected]).double(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.slow
