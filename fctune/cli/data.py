@@ -97,7 +97,7 @@ def add_commands(commands: Any) -> None:
     cases.set_defaults(run=_make_cases)
     synthetic = data.add_parser("synthetic", help="write rows or held-out cases of the synthetic dataset")
     synthetic.add_argument(
-        "split", choices=("train", "reasoned", "shuffled", "pretrain", "cases"), help="part of the dataset"
+        "split", choices=("train", "varied", "reasoned", "shuffled", "pretrain", "cases"), help="part of the dataset"
     )
     synthetic.add_argument("--rows", type=int, required=True, metavar="N", help="number of rows")
     synthetic.add_argument("--seed", type=int, default=42, help="default: %(default)s")

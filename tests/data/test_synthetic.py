@@ -15,7 +15,7 @@ from fctune.data.synthetic.target_tools import load_target_tools
 from fctune.data.synthetic.values import TARGET_VALUES, is_held_out
 
 TARGETS = load_target_tools().called
-SPLITS = ("pretrain", "train", "reasoned", "shuffled")
+SPLITS = ("pretrain", "train", "varied", "reasoned", "shuffled")
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +153,17 @@ def test_half_of_the_reasoned_rows_reason_truthfully_and_all_else_is_as_in_train
             assert ("no tool" in message.reasoning or "answers" in message.reasoning) == (not message.calls)
         assert all(message.reasoning is None for message in after.messages if message.role != "assistant")
     assert 440 < counts[True] < 560
+
+
+def test_varied_rows_call_tools_of_their_own_with_arguments_that_fit() -> None:
+    rows = list(iter_conversations("varied", 1000, 0))
+    names = Counter(tool.name for row in rows for tool in row.tools)
+    assert not set(names) & {target.name for target in TARGETS}
+    assert len(names) > 1500 and max(names.values()) < 10
+    counts = Counter(len(_calls(row)) for row in rows)
+    assert counts.keys() == {0, 1, 2}
+    assert 150 < counts[0] < 250 and 150 < counts[2] < 250
+    for row in rows:
+        schemas = {tool.name: tool.function["parameters"] for tool in row.tools}
+        for call in _calls(row):
+            jsonschema.validate(call.arguments, schemas[call.name])

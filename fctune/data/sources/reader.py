@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fctune.data.conversation import Conversation
 from fctune.data.sources.defects import Defect, RowError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fctune.data.sources.arrow import IsWanted
 
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".ndjson", ".parquet", ".csv")
-_SYNTHETIC_SPLITS = ("pretrain", "train", "reasoned", "shuffled", "pairs")
+_SYNTHETIC_SPLITS = ("pretrain", "train", "varied", "reasoned", "shuffled", "pairs")
 _NUM_SHOWN = 10
 # Every spelling of a row's reasoning has a key or a text that starts with one of these words, or a part of these in a
 # text. JSON may escape the brackets of tags, but not their letters.
@@ -265,7 +265,7 @@ def decode_row(value: Any, context: ReadContext) -> Any:
 
 
 def _scan_synthetic(path: str) -> Iterator[UnreadRow]:
-    from fctune.data.synthetic import iter_conversations
+    from fctune.data.synthetic import Split, iter_conversations
     from fctune.data.synthetic.pairs import make_pairs
 
     split, *numbers = path.split(":")[1:]
@@ -278,6 +278,6 @@ def _scan_synthetic(path: str) -> Iterator[UnreadRow]:
         for i, pair in enumerate(pairs, start=1):
             yield UnreadRow(path, i, json.dumps(pair).encode())
         return
-    named = cast(Literal["pretrain", "train", "reasoned", "shuffled"], split)
+    named = cast(Split, split)
     for i, conversation in enumerate(iter_conversations(named, int(numbers[0]), seed), start=1):
         yield UnreadRow(path, i, replace(conversation, source=f"{path}:{i}"))

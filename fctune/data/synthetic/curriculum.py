@@ -31,7 +31,7 @@ _SMALL_TALK = (
     ("Who are you?", "I am an assistant that reads tools."),
     ("Goodbye.", "Goodbye!"),
 )
-_JOINERS = (" and ", " and also ", ", then ", ". Also ", " and then ", "; ")
+JOINERS = (" and ", " and also ", ", then ", ". Also ", " and then ", "; ")
 
 Turn = tuple[str, str]
 CurriculumTool = InventedTool | VariantTool
@@ -54,7 +54,7 @@ def _answer(tool: CurriculumTool, arguments: dict[str, Any], style: str) -> str:
     return f"Use {name} with " + join_words([f"{key} {value}" for key, value in pairs]) + "."
 
 
-def _draw_clause(tool: CurriculumTool, rng: random.Random) -> tuple[str, dict[str, Any]]:
+def draw_clause(tool: CurriculumTool, rng: random.Random) -> tuple[str, dict[str, Any]]:
     """Draw a clause that asks for the tool, and the expected arguments."""
     if isinstance(tool, VariantTool):
         return tool.request(rng)
@@ -62,10 +62,19 @@ def _draw_clause(tool: CurriculumTool, rng: random.Random) -> tuple[str, dict[st
     return word_request(tool, arguments, rng), arguments
 
 
-def _frame(clause: str, tool: CurriculumTool, rng: random.Random) -> str:
+def frame_clause(clause: str, tool: CurriculumTool, rng: random.Random) -> str:
+    """Turn the clause into a user's message."""
     if isinstance(tool, VariantTool):
         return str(frame_target_request(clause, "train", rng).content)
     return frame_request(clause, rng)
+
+
+def draw_unfit_request(tools: list[CurriculumTool], rng: random.Random) -> str:
+    """Draw a request that none of the tools fits."""
+    other = draw_variant(rng)
+    while any(isinstance(tool, VariantTool) and tool.target is other.target for tool in tools):
+        other = draw_variant(rng)
+    return frame_clause(draw_clause(other, rng)[0], other, rng)
 
 
 def _request_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -> Turn:
@@ -76,20 +85,15 @@ def _request_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -
     for _ in range(num_requests):
         if not same_tool:
             tool = rng.choice(tools)
-        clause, arguments = _draw_clause(tool, rng)
+        clause, arguments = draw_clause(tool, rng)
         clauses.append(clause)
         answers.append(_answer(tool, arguments, style))
-    return _frame(rng.choice(_JOINERS).join(clauses), tool, rng), "\n".join(answers)
+    return frame_clause(rng.choice(JOINERS).join(clauses), tool, rng), "\n".join(answers)
 
 
 def _unfit_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -> Turn:
     del style
-    if rng.random() < 0.3:
-        return rng.choice(_SMALL_TALK)
-    other = draw_variant(rng)
-    while any(isinstance(tool, VariantTool) and tool.target is other.target for tool in tools):
-        other = draw_variant(rng)
-    return _frame(_draw_clause(other, rng)[0], other, rng), rng.choice(_NONE_FITS)
+    return rng.choice(_SMALL_TALK) if rng.random() < 0.3 else (draw_unfit_request(tools, rng), rng.choice(_NONE_FITS))
 
 
 def _about_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -> Turn:
@@ -142,12 +146,12 @@ def _record_turn(tools: list[CurriculumTool], style: str, rng: random.Random) ->
 def _result_messages(tools: list[CurriculumTool], style: str, rng: random.Random) -> list[Message]:
     """Make a request, the plain answer, the tool's result and a sentence about it."""
     tool = rng.choice(tools)
-    clause, arguments = _draw_clause(tool, rng)
+    clause, arguments = draw_clause(tool, rng)
     kinds = [kind for kind in MADE_UP_VALUES if kind not in ("flag", "list")]
     record = {key: MADE_UP_VALUES[rng.choice(kinds)](rng) for key in rng.sample(NOUNS, rng.randint(1, 3))}
     sentence = join_words([f"the {key} is {value}" for key, value in record.items()])
     return [
-        Message("user", _frame(clause, tool, rng)),
+        Message("user", frame_clause(clause, tool, rng)),
         Message("assistant", _answer(tool, arguments, style)),
         Message("tool", json.dumps(record), name=tool.tool.name),
         Message("assistant", sentence[0].upper() + sentence[1:] + "."),
@@ -158,7 +162,7 @@ _TURNS = (_request_turn, _unfit_turn, _about_turn, _copy_turn, _record_turn)
 _WEIGHTS = (0.7, 0.08, 0.04, 0.12, 0.06)
 
 
-def _draw_tools(rng: random.Random) -> list[CurriculumTool]:
+def draw_tools(rng: random.Random) -> list[CurriculumTool]:
     """Draw up to three tools with different names; most are variants of different target tools."""
     known = load_target_tools()
     targets = rng.sample(known.called if rng.random() < 0.7 else known.all, 3)
@@ -171,7 +175,7 @@ def _draw_tools(rng: random.Random) -> list[CurriculumTool]:
 def draw_conversation(rng: random.Random) -> Conversation:
     """Draw one conversation of the curriculum."""
     style = rng.choices(("json", "prose", "lines"), (0.8, 0.1, 0.1))[0]
-    tools = _draw_tools(rng)
+    tools = draw_tools(rng)
     system = rng.choice(_STYLES[style])
     messages = [Message("system", system)] if system else []
     for _ in range(rng.randint(3, 5)):

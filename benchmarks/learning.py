@@ -1,0 +1,240 @@
+"""Does a model learn from verdicts on its own answers? Three methods on the tiny base, each with a random control.
+
+    python -m benchmarks.learning --out DIR [--methods rejection dpo] [--seeds 0 1 2] [--control] [key=value ...]
+
+For each seed: rows are split by tool; the tiny base is trained on some of the training rows and stopped early; it
+answers other training cases several times. From that start, a method trains on what the verdicts say of the answers:
+
+- rejection: supervised on right answers
+- dpo: on pairs of a right and a wrong answer
+
+--control also trains the same number of steps on as many answers that were chosen at random: a method must beat its
+start, and its control must not. All are measured on cases whose tools no training row has, and compared with the start
+in pairs (McNemar's exact test). --split validation measures other cases of those tools, for choosing settings;
+``key=value`` then overrides keys of the method's config, and --trial names the result.
+
+Every finished part is kept under --out: after an interruption, run the same command again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fctune.calls.metrics import wilson_interval
+from fctune.evaluation.paired import compare_rows
+from fctune.evaluation.results import read_rows
+
+NUM_ROWS = 9000  # before the split by tools
+NUM_START_ROWS = 3000
+NUM_CASES = {"validation": (160, 40), "test": (480, 120)}  # that expect calls, and that expect none
+CATEGORIES = ("call", "no_call", "all")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of learning from verdicts: a shipped config, its overrides, and the function that writes its rows.
+
+    ``make_rows`` takes the folder of a seed, the number of answers to each case and whether they are chosen at random;
+    it returns a file of rows.
+    """
+
+    config: str
+    overrides: tuple[str, ...]
+    make_rows: Callable[[Path, int, bool], Path]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is missing of every seed and method, print the table and write ``SPLIT.json``."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--control", action="store_true", help="also train on answers chosen at random")
+    parser.add_argument("--split", choices=NUM_CASES, default="test", help="cases to measure; default: %(default)s")
+    parser.add_argument("--trial", default="", metavar="NAME", help="name of a result with other settings")
+    parser.add_argument("--start-steps", type=int, default=300, help="steps of the start; default: %(default)s")
+    parser.add_argument("--prompts", type=int, default=1000, help="cases to sample; default: %(default)s")
+    parser.add_argument("--num", type=int, default=8, help="answers to each case; default: %(default)s")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the method's config")
+    arguments = parser.parse_intermixed_args(argv)
+    if bool(arguments.overrides) != bool(arguments.trial):
+        parser.error("key=value and --trial go together: a result with other settings needs its own name.")
+    for seed in arguments.seeds:
+        run_seed(arguments, seed)
+    results = read_results(arguments.out, arguments.split)
+    (arguments.out / f"{arguments.split}.json").write_text(json.dumps(results, indent=2) + "\n")
+    print("\n".join(format_results(results)))
+    return 0
+
+
+def run_seed(arguments: argparse.Namespace, seed: int) -> None:
+    """Run the parts of one seed that are not done yet; each model's result is in ``SPLIT/MODEL.json``."""
+    folder = arguments.out / f"seed{seed}"
+    make_data(folder, seed, arguments.prompts)
+    overrides = [f"data.sources.0.path={folder / 'start_rows.jsonl'}", f"max_steps={arguments.start_steps}"]
+    start = train(folder / "start", seed, "fctune/assets/tiny_base", "tiny_lora", [*SUPERVISED, *overrides])
+    measure(folder, start, arguments.split, seed)
+    for name in arguments.methods:
+        for is_control in (False, True)[: 1 + arguments.control]:
+            method = METHODS[name]
+            rows = method.make_rows(folder, arguments.num, is_control)
+            overrides = [*method.overrides, f"data.sources.0.path={rows}", *arguments.overrides]
+            label = "-".join(filter(None, (name, arguments.trial, "control" if is_control else "")))
+            tuned = train(folder / label, seed, str(start), method.config, overrides)
+            measure(folder, tuned, arguments.split, seed)
+
+
+def make_data(folder: Path, seed: int, num_prompts: int) -> None:
+    """Write rows for the start, cases to sample, and cases of each split, whose tools no row has."""
+    files = [folder / f"{name}.jsonl" for name in ("start_rows", "prompts", *NUM_CASES)]
+    if all(file.exists() for file in files):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    train_cases, test_cases = folder / "train_cases.jsonl", folder / "test_cases.jsonl"
+    source = f"synthetic:varied:{NUM_ROWS}:{seed}"
+    fctune("data", "cases", source, "--out", str(train_cases), "--test", str(test_cases), "--seed", "1")
+    lines = train_cases.read_text().splitlines(keepends=True)
+    contents = [lines[:NUM_START_ROWS], lines[NUM_START_ROWS:][:num_prompts]]
+    rest: dict[str, list[str]] = {"call": [], "no_call": []}
+    for line in test_cases.read_text().splitlines(keepends=True):
+        rest[json.loads(line)["kind"]].append(line)
+    for num_calls, num_others in NUM_CASES.values():
+        contents.append(rest["call"][:num_calls] + rest["no_call"][:num_others])
+        rest = {"call": rest["call"][num_calls:], "no_call": rest["no_call"][num_others:]}
+    for file, content in zip(files, contents, strict=True):
+        file.write_text("".join(content))
+
+
+def sample(folder: Path, num: int, keep: str, out: Path) -> Path:
+    """Ask the start each prompt several times, unless that is done; returns the rows of the chosen answers."""
+    if not out.exists():
+        samples = folder / "samples"
+        command = ["sample", "--model", str(folder / "start" / "export" / "merged"), "--num", str(num)]
+        command += ["--cases", str(folder / "prompts.jsonl"), "--max-new-tokens", "128", "--batch-size", "256"]
+        fctune(*command, "--keep", keep, "--out", str(samples), "--html", f"{samples}.html")
+        out.write_text((samples / "sft.jsonl").read_text())
+    return out
+
+
+def choose_rows(folder: Path, num: int, is_control: bool) -> Path:
+    """Return the rows of right answers; for the control as many of answers chosen at random."""
+    right = sample(folder, num, "best", folder / "right.jsonl")
+    if not is_control:
+        return right
+    others = sample(folder, num, "random", folder / "random.jsonl")
+    lines = others.read_text().splitlines(keepends=True)
+    others.write_text("".join(lines[: len(right.read_text().splitlines())]))
+    return others
+
+
+def choose_pairs(folder: Path, num: int, is_control: bool) -> Path:
+    """Return the pairs of right and wrong answers; for the control the same ones, each turned round by a coin."""
+    sample(folder, num, "best", folder / "right.jsonl")
+    pairs, others = folder / "samples" / "pairs.jsonl", folder / "random_pairs.jsonl"
+    if not is_control:
+        return pairs
+    if not others.exists():
+        rng, rows = random.Random(0), [json.loads(line) for line in pairs.read_text().splitlines()]
+        for row in rows:
+            if rng.random() < 0.5:
+                row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
+        others.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return others
+
+
+SUPERVISED = ("data.train_on=last_assistant",)
+METHODS = {
+    "rejection": Method("tiny_lora", (*SUPERVISED, "optimizer.lr=1e-3", "max_steps=150"), choose_rows),
+    "dpo": Method("tiny_dpo", ("max_steps=150",), choose_pairs),
+}
+
+
+def train(folder: Path, seed: int, base: str, config: str, overrides: Sequence[str]) -> Path:
+    """Train a LoRA adapter from a base, unless that is done; returns the merged model."""
+    merged = folder / "export" / "merged"
+    settings = [f"seed={seed}", f"model.path={base}", *overrides]
+    record = folder / "settings.json"
+    if record.exists() and json.loads(record.read_text())["settings"] != settings:
+        raise SystemExit(f"{folder} was trained with other settings: pass another --trial or --out.")
+    if not (merged / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps({"config": config, "settings": settings}) + "\n")
+        fctune(
+            *("train", config, f"output_dir={folder}", *settings, "epochs=100", "parallel.mode=auto"),
+            *("validation.every=0", "data.validation_share=0", "data.special_tokens_in_content=keep"),
+        )
+    return merged
+
+
+def measure(folder: Path, model: Path, split: str, seed: int) -> None:
+    """Write what a model answers right of a split, and how it differs from the start."""
+    name = model.parent.parent.name
+    out = folder / split / f"{name}.json"
+    if out.exists():
+        return
+    answers = out.with_suffix(".jsonl")
+    command = ["eval", "--model", str(model), "--cases", str(folder / f"{split}.jsonl"), "--max-new-tokens", "128"]
+    fctune(*command, "--batch-size", "256", "--out", str(answers))
+    found = {one.category: one for one in compare_rows(read_rows(out.with_name("start.jsonl")), read_rows(answers))}
+    result: dict[str, Any] = {"seed": seed, "model": name}
+    result |= json.loads((model.parent.parent / "settings.json").read_text())
+    result["categories"] = {
+        category: {
+            "n": one.n,
+            "right_before": one.num_right_before,
+            "right": one.num_right_after,
+            "turned_right": len(one.turned_right),
+            "turned_wrong": len(one.turned_wrong),
+            "difference": one.difference,
+            "p_value": one.p_value,
+        }
+        for category, one in found.items()
+    }
+    out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def read_results(out: Path, split: str) -> list[dict[str, Any]]:
+    """Return the results of all models that were measured on a split, by model and seed."""
+    results = [json.loads(file.read_text()) for file in out.glob(f"seed*/{split}/*.json") if file.suffixes == [".json"]]
+    results = [result for result in results if "categories" in result]
+    return sorted(results, key=lambda result: (result["model"] != "start", result["model"], result["seed"]))
+
+
+def format_results(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a table in Markdown: a line for each model, seed and category."""
+    lines = [
+        "| model | seed | cases | correct | 95 % interval | change | 95 % interval | p |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        for category in CATEGORIES:
+            found = result["categories"][category]
+            low, high = wilson_interval(found["right"], found["n"])
+            line = f"| {result['model']} | {result['seed']} | {category} ({found['n']}) "
+            line += f"| {found['right'] / found['n']:.1%} | {low:.1%} to {high:.1%} | "
+            if result["model"] != "start":
+                change, lowest, highest = found["difference"]
+                line += f"{change:+.1%} | {lowest:+.1%} to {highest:+.1%} | {found['p_value']:.2g} |"
+            else:
+                line += "| | |"
+            lines.append(line)
+    return lines
+
+
+def fctune(*arguments: str) -> None:
+    """Run a command, and end this one with its code if it fails."""
+    code = subprocess.run([sys.executable, "-m", "fctune.cli", *arguments], check=False).returncode
+    if code:
+        raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The benchmark of learning from verdicts, with commands that write what the real ones write."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import learning
+
+NUM_CALLS, NUM_OTHERS = learning.NUM_CASES["test"]
+
+
+class Commands:
+    """Plays ``fctune``: the start and the controls answer half of the test right, other models all of it."""
+
+    def __init__(self) -> None:
+        self.called: list[tuple[str, ...]] = []
+
+    def __call__(self, *arguments: str) -> None:
+        self.called.append(arguments)
+        options = dict(itertools.pairwise(arguments))
+        if arguments[0] == "data":
+            kinds = ["call", "no_call"] * 2000
+            for option in ("--out", "--test"):
+                write(Path(options[option]), [{"id": f"{option} {n}", "kind": kind} for n, kind in enumerate(kinds)])
+        elif arguments[0] == "train":
+            folder = Path(find_value(arguments, "output_dir"))
+            (folder / "export" / "merged").mkdir(parents=True)
+            (folder / "export" / "merged" / "config.json").write_text("{}")
+        elif arguments[0] == "sample":
+            out, num_rows = Path(options["--out"]), 9 if options["--keep"] == "best" else 40
+            write(out / "sft.jsonl", [{"row": n} for n in range(num_rows)])
+            write(out / "pairs.jsonl", [{"chosen": f"right {n}", "rejected": f"wrong {n}"} for n in range(40)])
+        else:
+            cases = [json.loads(line) for line in Path(options["--cases"]).read_text().splitlines()]
+            is_better = not any(name in options["--model"] for name in ("start", "control"))
+            rows = [
+                {"id": case["id"], "category": case["kind"], "expected_calls": []}
+                | {"verdict": "correct" if number % 2 or is_better else "wrong_name"}
+                for number, case in enumerate(cases)
+            ]
+            write(Path(options["--out"]), rows)
+
+
+def find_value(arguments: tuple[str, ...], key: str) -> str:
+    return [word.partition("=")[2] for word in arguments if word.startswith(f"{key}=")][-1]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_each_method_and_its_control_are_compared_with_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = Commands()
+    monkeypatch.setattr(learning, "fctune", commands)
+    command = ["--out", str(tmp_path), "--seeds", "1", "--methods", "rejection", "dpo", "--control"]
+    assert learning.main(command) == 0
+    found = {result["model"]: result["categories"] for result in json.loads((tmp_path / "test.json").read_text())}
+    assert list(found) == ["start", "dpo", "dpo-control", "rejection", "rejection-control"]
+    n = NUM_CALLS + NUM_OTHERS
+    assert (found["rejection"]["all"]["turned_right"], found["rejection"]["all"]["p_value"]) == (
+        n // 2,
+        2 / 2 ** (n // 2),
+    )
+    assert found["rejection-control"]["all"]["difference"][0] == 0
+    assert f"| rejection | 1 | no_call ({NUM_OTHERS}) | 100.0% |" in capsys.readouterr().out
+
+    folder = tmp_path / "seed1"
+    read = {name: (folder / f"{name}.jsonl").read_text().splitlines() for name in ("right", "random", "random_pairs")}
+    assert len(read["right"]) == len(read["random"]) == 9
+    # The control's pairs are the same, some of them turned round.
+    pairs = [json.loads(line) for line in read["random_pairs"]]
+    assert [{pair["chosen"], pair["rejected"]} for pair in pairs] == [{f"right {n}", f"wrong {n}"} for n in range(40)]
+    assert 10 < sum(pair["chosen"].startswith("right") for pair in pairs) < 30
+    # Nothing is both trained on by the start and sampled, and no case is in two sets.
+    lines = [
+        line
+        for name in ("start_rows", "prompts", "validation", "test")
+        for line in (folder / f"{name}.jsonl").read_text().splitlines()
+    ]
+    assert len(lines) == len(set(lines))
+    # All methods start from the same model.
+    trained = [arguments for arguments in commands.called if arguments[0] == "train"]
+    assert {find_value(arguments, "model.path") for arguments in trained[1:]} == {str(folder / "start/export/merged")}
+    # Run again, nothing is sampled, trained or measured.
+    commands.called.clear()
+    assert learning.main(command) == 0
+    assert not commands.called
+
+
+def test_other_settings_need_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "fctune", Commands())
+    command = ["--out", str(tmp_path), "--seeds", "0", "--methods", "dpo", "--split", "validation"]
+    with pytest.raises(SystemExit):
+        learning.main([*command, "optimizer.lr=1e-3"])
+    assert learning.main([*command, "--trial", "low", "optimizer.lr=1e-4"]) == 0
+    with pytest.raises(SystemExit, match="was trained with other settings"):
+        learning.main([*command, "--trial", "low", "optimizer.lr=1e-5"])
