@@ -105,6 +105,10 @@ class ChatTemplate:
         """Encode a prompt as ``ConversationEncoder.encode_prompt`` does."""
         return self.encoder.encode_prompt(conversation)
 
+    def encode_continuation(self, conversation: Conversation, index: int) -> list[int]:
+        """Return the ids between an answer and the next as ``ConversationEncoder.encode_continuation`` does."""
+        return self.encoder.encode_continuation(conversation, index)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
         text: str = self.tokenizer.decode(tokens)

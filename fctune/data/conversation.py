@@ -135,3 +135,12 @@ class Conversation:
         weights = _COMPACT.encode([message.weight for message in self.messages])
         text = f"[{self.to_json()},{weights}]"
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def to_encodable(value: Any) -> Any:
+    """Return a JSON value with half surrogate pairs replaced, which UTF-8 cannot encode and no prompt can hold."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {to_encodable(key): to_encodable(item) for key, item in value.items()}
+    return [to_encodable(item) for item in value] if isinstance(value, list) else value

@@ -110,11 +110,57 @@ class ConversationEncoder:
 
         Special tokens in its content are plain text unless ``special_tokens_in_content`` is keep.
         """
-        prompt = conversation
-        if self.supervision.special_tokens_in_content != "keep":
-            prompt = self.control_tokens.hide(conversation)
+        prompt = self._hide_in_prompt(conversation)
         text = self.template.render(prompt, add_generation_prompt=True)[0]
-        return self.tokenizer.ids(text) if prompt is conversation else self.tokenizer.encode_hidden(text).ids.tolist()
+        return self._to_ids(text, prompt is not conversation)
+
+    def encode_continuation(self, conversation: Conversation, index: int) -> list[int]:
+        """Return the token ids between the model's answer and its next one: those of the tools' results, for example.
+
+        They continue ids that the model has generated, which need not be those that its answer would be encoded to.
+
+        Args:
+            conversation: Messages up to where the model is to act again; special tokens in their content are treated as
+                in ``encode_prompt``.
+            index: The message that the model has generated; its ids end with the stop token.
+
+        Raises:
+            DataError: The template rejects the conversation, or renders what precedes or the answer differently once
+                messages follow, so that ids cannot be appended.
+        """
+        shown = self._hide_in_prompt(conversation)
+        before, answered = (replace(shown, messages=shown.messages[:count]) for count in (index, index + 1))
+        prompt = self.template.render(before, add_generation_prompt=True)[0]
+        text, spans = self.template.render(shown, add_generation_prompt=True)
+        by_message = {span.message: span for span in reversed(spans)}
+        if index in by_message and index + 1 in by_message:
+            stop = by_message[index].stop
+        else:  # a result is printed within the turn
+            stop = len(self.template.render(answered)[0])
+        ending = self.planner.find_end(shown.messages[index])
+        end: int | None = stop
+        if ending.printed:
+            end = ending.find(text, len(prompt), stop)
+        elif ending.following:
+            end = ending.find_following(text, stop)
+        if end is None or not text.startswith(prompt):
+            raise DataError(
+                "the chat template renders the answer, or what precedes it, differently once messages follow, so "
+                "results cannot be appended to what was generated; use a model whose template does not"
+            )
+        is_hidden = shown is not conversation
+        ids, own = self._to_ids(text, is_hidden), self._to_ids(text[:end], is_hidden)
+        if ids[: len(own)] != own:
+            raise DataError("the tokenizer joins the answer's stop token with what follows")
+        return ids[len(own) :]
+
+    def _hide_in_prompt(self, conversation: Conversation) -> Conversation:
+        if self.supervision.special_tokens_in_content == "keep":
+            return conversation
+        return self.control_tokens.hide(conversation)
+
+    def _to_ids(self, text: str, is_hidden: bool) -> list[int]:
+        return self.tokenizer.encode_hidden(text).ids.tolist() if is_hidden else self.tokenizer.ids(text)
 
     def _hide_special_tokens(self, conversation: Conversation) -> Conversation:
         if self.supervision.special_tokens_in_content == "escape":

@@ -278,7 +278,7 @@ def _cheapest(w: Writer) -> TaskSpec:
         ),
         thing=thing,
     )
-    calls = [
+    calls: list[tuple[str, dict[str, Any]]] = [
         ("search_products", {"text": thing}),
         ("add_to_basket", {"product_id": kinds[0][1], "quantity": 1}),
     ]

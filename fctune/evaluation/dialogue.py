@@ -11,11 +11,10 @@ import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from fctune.calls.bfcl.multi_turn import SimulatedTools
 from fctune.calls.formats.base import CallFormat, Parsed
-from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.data.conversation import Call, Conversation, Message, Tool, to_encodable
 from fctune.errors import DataError
 from fctune.evaluation.bfcl import BFCL
 from fctune.evaluation.judging import (
@@ -96,14 +95,14 @@ class _Step:
 
     def to_messages(self, has_one_call_each: bool) -> Iterator[Message]:
         reasoning = self.answer.reasoning
-        thought = (_encodable(reasoning.text) or None) if reasoning is not None else None
+        thought = (to_encodable(reasoning.text) or None) if reasoning is not None else None
         text = reasoning.blank(self.answer.text).strip() if reasoning is not None else self.answer.text
-        content = _encodable(text if self.lenient.malformed else self.lenient.prose)
+        content = to_encodable(text if self.lenient.malformed else self.lenient.prose)
         if not self.calls:
             yield Message("assistant", content, reasoning=thought)
             return
         results = [
-            Message("tool", _encodable(result), call_id=call.id, name=call.name)
+            Message("tool", to_encodable(result), call_id=call.id, name=call.name)
             for call, result in zip(self.calls, self.results, strict=True)
         ]
         if not has_one_call_each:
@@ -240,7 +239,7 @@ class _Dialogue:
     def _with_id(self, call: Call) -> Call:
         # Nine letters and digits: Mistral's templates and tokenizers accept no other ids.
         self.num_calls += 1
-        return Call(_encodable(call.name), _encodable(call.arguments), f"call{self.num_calls:05d}")
+        return Call(to_encodable(call.name), to_encodable(call.arguments), f"call{self.num_calls:05d}")
 
 
 def _answer_all(
@@ -258,12 +257,3 @@ def _answer_all(
         for index, prompt in enumerate(prompts):
             for answer in _answer_all(engine, [prompt], max_new_tokens, is_first=False):
                 yield replace(answer, index=index)
-
-
-def _encodable(value: Any) -> Any:
-    """Replace half surrogate pairs, which UTF-8 cannot encode and no prompt can hold."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {_encodable(key): _encodable(item) for key, item in value.items()}
-    return [_encodable(item) for item in value] if isinstance(value, list) else value
