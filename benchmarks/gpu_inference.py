@@ -64,7 +64,7 @@ def measure_generation(folder: Path, device: torch.device, num_prompts: int, new
 
     engine = InProcessEngine(folder, batch_size=num_prompts, device=device)
     engine.model.bfloat16()
-    engine._stop_ids = set()  # answers of random weights have any length
+    engine.stop_ids = frozenset()  # answers of random weights have any length
     prompts = [Conversation(case.messages, case.tools, case.id) for case in iter_cases(num_prompts, 1)]
     list(engine.answer(prompts, 4))
     _wait(device)

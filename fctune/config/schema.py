@@ -18,6 +18,7 @@ from fctune.config.intervals import IsInterval, is_never
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.data import DataConfig
 from fctune.config.sections.evaluation import VALIDATION_CASES, EvalConfig, ValidationConfig
+from fctune.config.sections.grpo import GRPOConfig
 from fctune.config.sections.model import ModelConfig
 from fctune.config.sections.parallel import ActivationCheckpointingConfig, ParallelConfig
 from fctune.config.sections.preference import PreferenceConfig
@@ -87,6 +88,8 @@ class RunConfig:
     """LoRA adapters."""
     preference: Annotated[PreferenceConfig | None, Null("supervised training")] = None
     """Preference training, by `recipes/lora_dpo_distributed`."""
+    grpo: Annotated[GRPOConfig | None, Null("supervised training")] = None
+    """Reinforcement learning from verdicts, by `recipes/lora_grpo_distributed`."""
     precision: Annotated[
         Precision | None, Null("`fp32` on CPU; on CUDA `bf16` with adapters and `bf16_mixed` without")
     ] = None
@@ -168,6 +171,7 @@ class RunConfig:
                     "eval.every=0"
                 )
         self._check_preference(problems)
+        self._check_grpo(problems)
         is_held_out = self.eval.cases == VALIDATION_CASES
         if not is_never(self.eval.every) and is_held_out and self.data.validation_share == 0:
             problems.append(
@@ -204,6 +208,40 @@ class RunConfig:
         if not is_never(self.eval.every) and self.eval.cases == VALIDATION_CASES:
             problems.append(
                 f"eval.cases={VALIDATION_CASES}: pairs have no expected calls; name a JSONL file of cases, or set "
+                "eval.every=0"
+            )
+
+    def _check_grpo(self, problems: list[str]) -> None:
+        """Check that reinforcement learning has an adapter without dropout, cases of its own and room for answers."""
+        if self.grpo is None:
+            if not self.data.sources:
+                problems.append("data.sources=[]: empty; write e.g. [{path: train.jsonl}]")
+            return
+        if self.preference is not None:
+            problems.append("grpo: a run learns from verdicts or from preference pairs; remove grpo or preference")
+        if self.data.sources:
+            problems.append(
+                f"data.sources: a run with grpo learns from its own answers to {self.grpo.cases}; remove it"
+            )
+        if self.adapter is None:
+            problems.append("grpo: trains adapters, and adapter is missing; add e.g. adapter: {rank: 16, alpha: 32}")
+        elif self.adapter.dropout:
+            problems.append(
+                f"adapter.dropout={self.adapter.dropout:g}: answers are generated without dropout, so their "
+                "log-probabilities would be another model's; set adapter.dropout=0"
+            )
+        if self.grpo.max_new_tokens >= self.data.seq_len:
+            problems.append(
+                f"grpo.max_new_tokens={self.grpo.max_new_tokens}: prompt and answer must fit in data.seq_len="
+                f"{self.data.seq_len}; lower the former or raise the latter"
+            )
+        if self.global_batch_tokens is not None:
+            problems.append(
+                "global_batch_tokens: a step of grpo has all answers of its batch; set grpo.prompts_per_step instead"
+            )
+        if not is_never(self.eval.every) and self.eval.cases == VALIDATION_CASES:
+            problems.append(
+                f"eval.cases={VALIDATION_CASES}: a run with grpo holds nothing out; name a JSONL file of cases, or set "
                 "eval.every=0"
             )
 

@@ -40,7 +40,8 @@ class StepTotals:
     """Totals of a global step over all its packs; every rank computes them itself, without communication.
 
     ``num_pairs`` is the number of pairs of a token and a token it attends to, itself included. ``num_preferences`` is
-    the number of preference pairs, and ``num_chosen`` that of supervised tokens of their chosen answers.
+    the number of preference pairs, ``num_chosen`` that of supervised tokens of their chosen answers, and
+    ``num_answers`` that of rollouts.
     """
 
     num_tokens: int
@@ -49,6 +50,7 @@ class StepTotals:
     num_pairs: int
     num_preferences: int = 0
     num_chosen: int = 0
+    num_answers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

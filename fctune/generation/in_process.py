@@ -10,19 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fctune.calls.reasoning.base import Reasoning
-from fctune.calls.reasoning.registry import detect_reasoning, find_reasoning
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation
 from fctune.errors import CheckpointError, ConfigError, DataError
+from fctune.generation.decoding import AnswerDecoder, find_stop_ids
 from fctune.generation.engine import Answer, AnswerTokens, Sampling
 from fctune.generation.model_files import ModelFiles
 from fctune.models.hub import digest_model
 
 _NUM_SHOWN = 3
-# Tokens at the end of a prompt that may open the reasoning.
-_NUM_ENDING = 32
 
 
 class InProcessEngine:
@@ -70,8 +67,8 @@ class InProcessEngine:
         self.batch_size = batch_size
         self.sampling = sampling or Sampling()
         self._keeps_tokens = keeps_tokens
-        self.reasoning_format = detect_reasoning(self.template.source)
-        self._stop_ids = _stop_ids(self.model.generation_config.eos_token_id, self.template)
+        self.stop_ids = find_stop_ids(self.model.generation_config.eos_token_id, self.template)
+        self.decoder = AnswerDecoder(self.template, self.stop_ids)
 
     def describe(self) -> dict[str, Any]:
         """Return paths and digests of the model, its adapter and its chosen template, and the sampling settings."""
@@ -106,7 +103,7 @@ class InProcessEngine:
             batch = waiting[: self.batch_size]
             seeds = [self._seed(prompts[i], samples[i] if samples else 0) for i in batch]
             try:
-                answers = self._answer_batch(batch, [encoded[i] for i in batch], seeds, max_new_tokens)
+                answers = list(self._answer_batch(batch, [encoded[i] for i in batch], seeds, max_new_tokens))
             except torch.OutOfMemoryError as error:
                 if len(batch) > 1:
                     self.batch_size = max(1, len(batch) // 2)
@@ -119,7 +116,7 @@ class InProcessEngine:
         """Return the token ids ``[b, s]`` that the model generates after each prompt, padded after its last."""
         width = max(map(len, encoded))
         pad = self.template.tokenizer.pad_token_id
-        pad = min(self._stop_ids) if pad is None else pad
+        pad = min(self.stop_ids) if pad is None else pad
         tokens = torch.tensor([[pad] * (width - len(ids)) + ids for ids in encoded], device=self.device)
         mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in encoded], device=self.device)
         greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -128,7 +125,7 @@ class InProcessEngine:
                 input_ids=tokens,
                 attention_mask=mask,
                 max_new_tokens=max_new_tokens,
-                eos_token_id=sorted(self._stop_ids),
+                eos_token_id=sorted(self.stop_ids),
                 pad_token_id=pad,
                 **greedy,
                 **options,
@@ -157,40 +154,36 @@ class InProcessEngine:
                 encoded[index] = ids
         return encoded, refused
 
-    def _answer_batch(
-        self, indices: list[int], encoded: list[list[int]], seeds: list[int], max_new_tokens: int
-    ) -> list[Answer]:
+    def continue_tokens(self, encoded: list[list[int]], seeds: list[int], max_new_tokens: int) -> list[AnswerTokens]:
+        """Continue a batch of prompts; without its stop token, a continuation was cut off.
+
+        Args:
+            encoded: Token ids of each prompt.
+            seeds: Seed of each continuation, for temperatures above 0.
+            max_new_tokens: Limit of tokens.
+
+        Returns:
+            The ids with their log-probabilities; without these unless the engine keeps tokens.
+        """
         from transformers import LogitsProcessorList
 
         record = ChosenLogprobs() if self._keeps_tokens else None
         processors: list[Any] = [record] if record is not None else []
         if self.sampling.temperature > 0:
             processors.append(GumbelNoise(self.sampling.temperature, seeds))
-        answers = []
         generated = self.generate(encoded, max_new_tokens, logits_processor=LogitsProcessorList(processors))
-        logprobs = record.finish(generated).tolist() if record is not None else None
-        for position, (index, prompt, row) in enumerate(zip(indices, encoded, generated.tolist(), strict=True)):
-            end = next((i for i, token in enumerate(row) if token in self._stop_ids), None)
-            ids = row if end is None else row[: end + 1]
-            text = self.template.decode(row[:end])
-            tokens = None
-            if logprobs is not None:
-                tokens = AnswerTokens(tuple(prompt), tuple(ids), tuple(logprobs[position][: len(ids)]))
-            reasoning = self._find_reasoning(prompt, text)
-            answers.append(Answer(index, text, end is None, reasoning=reasoning, num_tokens=len(ids), tokens=tokens))
-        return answers
+        logprobs = record.finish(generated).tolist() if record is not None else [()] * len(encoded)
+        continued = []
+        for prompt, row, row_logprobs in zip(encoded, generated.tolist(), logprobs, strict=True):
+            end = next((i + 1 for i, token in enumerate(row) if token in self.stop_ids), len(row))
+            continued.append(AnswerTokens(tuple(prompt), tuple(row[:end]), tuple(row_logprobs[:end])))
+        return continued
 
-    def _find_reasoning(self, prompt: list[int], text: str) -> Reasoning | None:
-        """Return the reasoning in a text, with its number of tokens; the prompt may have opened it."""
-        if self.reasoning_format is None:
-            reasoning = find_reasoning(text)
-        else:
-            is_open = self.reasoning_format.is_opened_by(self.template.decode(prompt[-_NUM_ENDING:]))
-            reasoning = self.reasoning_format.split(text, is_open)
-        if reasoning is None:
-            return None
-        num_tokens = len(self.template.tokenizer.encode(reasoning.text, add_special_tokens=False))
-        return reasoning._replace(num_tokens=num_tokens)
+    def _answer_batch(
+        self, indices: list[int], encoded: list[list[int]], seeds: list[int], max_new_tokens: int
+    ) -> Iterator[Answer]:
+        for index, tokens in zip(indices, self.continue_tokens(encoded, seeds, max_new_tokens), strict=True):
+            yield self.decoder.decode(index, tokens, has_tokens=self._keeps_tokens)
 
     def _seed(self, prompt: Conversation, sample: int) -> int:
         text = f"{self.sampling.seed} {prompt.digest()}" + (f" {sample}" if sample else "")
@@ -261,9 +254,3 @@ def _load_model(model_dir: Path, adapter_dir: Path | None) -> Any:
         where = f"{model_dir} with {adapter_dir}" if adapter_dir else str(model_dir)
         raise CheckpointError(f"{where}: cannot be loaded ({type(error).__name__}: {reason}).") from None
     return model.eval()
-
-
-def _stop_ids(eos: int | list[int] | None, template: ChatTemplate) -> set[int]:
-    """Return the model's own end tokens, and those with which the template closes an assistant's turn."""
-    ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    return ids | template.stop_ids

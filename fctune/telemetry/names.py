@@ -27,6 +27,8 @@ class Metric:
 _EACH = "this step, all ranks"
 _PAIRS = "mean over the step's preference pairs, all ranks, before the update"
 _VALIDATION_PAIRS = "on the validation split, in steps with a validation"
+_ROLLOUTS = "mean over the answers of the step's batch, all ranks"
+_GENERATED = "mean over the step's generated tokens, all ranks, before the update"
 _INTERVAL = "since the previous line that has it (log_every_n_steps)"
 _WILSON = "95 % interval by Wilson's method"
 _RATE = "share of held-out cases, in steps with an evaluation"
@@ -37,7 +39,8 @@ METRICS = (
     Metric(
         "loss",
         "nats/token",
-        "weighted mean cross entropy of supervised tokens; in preference training the mean loss of pairs, in nats",
+        "weighted mean cross entropy of supervised tokens; in preference training the mean loss of pairs, in nats; in "
+        "reinforcement learning the policy loss, without unit",
         _EACH + ", before the update",
     ),
     Metric("reward_accuracy", "share", "pairs whose chosen answer has the higher reward", _PAIRS),
@@ -47,6 +50,28 @@ METRICS = (
     Metric("logps_chosen", "nats", "log-probability of the chosen answer", _PAIRS),
     Metric("logps_rejected", "nats", "log-probability of the rejected answer", _PAIRS),
     Metric("sft_loss", "nats/token", "mean cross entropy of the chosen answers' supervised tokens", _EACH),
+    Metric("reward_mean", "", "reward of an answer", _ROLLOUTS),
+    Metric("reward/*", "share", "part of the reward, before its weight", _ROLLOUTS + "; * is the part"),
+    Metric("pass_rate", "share", "answers whose strict verdict is right", _ROLLOUTS),
+    Metric("pass_rate/*", "share", "pass_rate of one category", _ROLLOUTS + "; * is the category"),
+    Metric("answer_tokens_mean", "tokens", "generated tokens of an answer", _ROLLOUTS),
+    Metric("answers", "answers", "answers of the batch", "all ranks, with those of dropped groups"),
+    Metric("answers_trained", "answers", "answers that the step trains", "all ranks"),
+    Metric("answers_masked", "answers", "answers that are not trained because the token limit cut them", "all ranks"),
+    Metric("answers_failed", "answers", "requests without an answer", "all ranks"),
+    Metric("groups_dropped", "groups", "groups with equal rewards, or fewer than two answers", "all ranks"),
+    Metric("refill_rounds", "rounds", "rounds of further cases in place of dropped groups", "of the batch"),
+    Metric("staleness", "updates", "updates between the policy that answered and the one in training", "largest"),
+    Metric("generation_time_s", "s", "time to generate and judge the batch", "rank 0; may overlap with training"),
+    Metric("judging_time_s", "s", "part of generation_time_s in which answers were judged", "sum over ranks"),
+    Metric("publish_time_s", "s", "time to hand the policy to the engine", "rank 0; part of data_time_s"),
+    Metric("entropy", "nats/token", "minus the mean log-probability of the generated tokens", _GENERATED),
+    Metric("clip_share", "share", "tokens whose gradient the clip stopped", _GENERATED),
+    Metric("ratio_mean", "ratio", "probability of a token in training over that of its generation", _GENERATED),
+    Metric("ratio_max", "ratio", "largest such ratio", _EACH),
+    Metric("ratio_capped_share", "share", "tokens whose ratio exceeds grpo.ratio_cap", _GENERATED),
+    Metric("engine_gap", "nats/token", "mean distance of log-probabilities in training and generation", _GENERATED),
+    Metric("kl", "nats/token", "estimated divergence from the reference; 0 without grpo.kl_beta", _GENERATED),
     Metric(
         "router_aux_loss",
         "",

@@ -23,7 +23,7 @@ from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.meter import Meter
 from fctune.training.objective import Objective, SupervisedObjective
-from fctune.training.prefetch import Prefetcher
+from fctune.training.prefetch import Prefetcher, StepSource
 from fctune.training.step import StepResult, evaluate_objective, train_step
 
 logger = logging.getLogger("fctune")
@@ -92,6 +92,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     gpu_hours: float = 0.0,
     objective: Objective | None = None,
+    source: StepSource | None = None,
 ) -> None:
     """Train from ``state.step`` to ``num_steps``, in place, or until a callback ends training.
 
@@ -105,6 +106,7 @@ def train(
         callbacks: hooks, called in this order; see ``Callback``.
         gpu_hours: of the run before this process started.
         objective: computes the loss; None is that of supervised tokens.
+        source: where the data of the steps comes from; None prefetches the loader's.
 
     Raises:
         NonFiniteError: a step was not finite and ``on_nonfinite`` is stop.
@@ -113,11 +115,12 @@ def train(
     state.model.train()
     state.timers.start(num_steps, distributed.run_on_rank_0(time.monotonic))
     num_nonfinite = 0  # in a row
-    prefetcher = Prefetcher(loader, world, config.micro_batch_size, state.model.make_bounds, num_steps)
-    with prefetcher, Meter(config, state.model, world, gpu_hours) as meter:
+    if source is None:
+        source = Prefetcher(loader, world, config.micro_batch_size, state.model.make_bounds, num_steps)
+    with source, Meter(config, state.model, world, gpu_hours) as meter:
         while state.step < num_steps:
             started = time.perf_counter()
-            data = prefetcher.take(state.step + 1)
+            data = source.take(state.step + 1)
             step, is_last, wait_s = data.step.step, data.step.step == num_steps, time.perf_counter() - started
             lr = float(state.scheduler.get_last_lr()[0])
             for callback in callbacks:
@@ -149,7 +152,7 @@ def train(
             state.timers.advance(result.rank_0_s)
             elapsed_s = time.perf_counter() - started
             costs = {name: seconds for callback in callbacks for name, seconds in callback.step_costs().items()}
-            metrics = meter.measure(data, result, lr, wait_s, elapsed_s, costs)
+            metrics = meter.measure(data, result, lr, wait_s, elapsed_s, costs) | dict(data.metrics)
             if _is_validation_due(config, loader.prepared, state, is_last):
                 started = time.perf_counter()
                 metrics |= validate(config, state.model, objective, loader.prepared, world)

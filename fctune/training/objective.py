@@ -17,9 +17,11 @@ class Objective(ABC):
 
     Attributes:
         metrics: names of the figures that it measures beside the loss.
+        maxima: those of them, none negative, of which a step has the largest and not the sum of its micro-batches.
     """
 
     metrics: tuple[str, ...] = ()
+    maxima: frozenset[str] = frozenset()
 
     @abstractmethod
     def compute(

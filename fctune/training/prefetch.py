@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +23,8 @@ class Inputs:
     """Model inputs of one micro-batch, on the CPU; fields as in ``CausalLM.forward``.
 
     ``answer_lengths`` are the numbers of supervised tokens of each answer, int64 ``[a]``, if the objective compares
-    answers; the supervised positions are in their order.
+    answers; the supervised positions are in their order. Rollouts also have their ``advantages``, float64 ``[a]``, and
+    ``logprobs``, those of the supervised tokens under the policy that generated them, float64 ``[n]``.
     """
 
     tokens: Tensor
@@ -33,6 +36,8 @@ class Inputs:
     positions: Tensor | None
     bounds: DocumentBounds | None
     answer_lengths: Tensor | None = None
+    advantages: Tensor | None = None
+    logprobs: Tensor | None = None
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """Return the model's keyword arguments on its device; the host does not wait for the copies."""
@@ -45,11 +50,19 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class StepData:
-    """One rank's share of a global step."""
+    """One rank's share of a global step, and metrics of how it came about."""
 
     step: GlobalStep
     totals: StepTotals
     inputs: list[Inputs]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class StepSource(AbstractContextManager["StepSource"], Protocol):
+    """Where the data of a run's steps comes from; entered before the first step and left after the last."""
+
+    def take(self, step: int) -> StepData:
+        """Return this rank's inputs of global step ``step``; every rank asks for the same steps in the same order."""
 
 
 class Prefetcher:

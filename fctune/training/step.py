@@ -91,7 +91,9 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     clock.start()
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    metric_sums = torch.zeros(len(objective.metrics), dtype=torch.float64, device=world.device)
+    measured = torch.zeros(len(objective.metrics), dtype=torch.float64, device=world.device)
+    are_maxima = [name in objective.maxima for name in objective.metrics]
+    is_maximum = torch.tensor(are_maxima, dtype=torch.bool, device=world.device)
     balance = model.router_balance
     if balance is not None:
         _count_choices(model, balance, data, world)
@@ -99,7 +101,7 @@ def train_step(
         gradient_sync.defer(num_left > 0)
         loss, metrics = objective.compute(model, inputs, totals, world.device)
         loss_sum += loss.detach()
-        metric_sums += metrics
+        measured = torch.where(is_maximum, torch.maximum(measured, metrics), measured + metrics)
         if balance is not None:
             loss = loss + balance.loss()
         (world.world_size * loss).backward()  # type: ignore[no-untyped-call]
@@ -110,7 +112,7 @@ def train_step(
     num_slots = sum(inputs.tokens.numel() for inputs in data.inputs)
     aux_sum = loss_sum.new_zeros(()) if balance is None or balance.value is None else balance.value
     rows = _exchange(
-        torch.cat([torch.stack([loss_sum, norm.to(loss_sum), aux_sum]), metric_sums]),
+        torch.cat([torch.stack([loss_sum, norm.to(loss_sum), aux_sum]), measured]),
         [num_slots, clock.last_s, time.monotonic()],
         world,
     )
@@ -122,7 +124,10 @@ def train_step(
         optimizer.step()
     return StepResult(
         loss=sum(row[0] for row in rows),
-        metrics={name: sum(row[i] for row in rows) for i, name in enumerate(objective.metrics, start=3)},
+        metrics={
+            name: (max if name in objective.maxima else sum)(row[i] for row in rows)
+            for i, name in enumerate(objective.metrics, start=3)
+        },
         grad_norm=grad_norm,
         num_tokens=totals.num_tokens,
         num_supervised=totals.num_supervised,

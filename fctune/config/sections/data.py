@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fctune.config.fields import AT_LEAST_1, NotEmpty, Null, Range, join_key
+from fctune.config.fields import AT_LEAST_1, Null, Range, join_key
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,8 +34,8 @@ class SourceConfig:
 class DataConfig:
     """Training rows: sources, rendering, supervision and packing."""
 
-    sources: Annotated[list[SourceConfig], NotEmpty("[{path: train.jsonl}]")]
-    """Sources, read in this order."""
+    sources: list[SourceConfig] = field(default_factory=list)
+    """Sources, read in this order; every run has some but those with a `grpo` section."""
     validation_share: Annotated[float, Range(ge=0, lt=1)] = 0.02
     """Share of conversations held out for validation; chosen by hash, so a conversation keeps its split when rows are
     added. At least one is held out of 20 or more; 0: none."""

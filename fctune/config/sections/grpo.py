@@ -1,0 +1,104 @@
+"""Reinforcement learning from verdicts: rollouts, rewards, advantages and the clipped loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, Null, Range, join_key
+
+PolicyLoss = Literal["grpo", "dapo", "gspo", "dr_grpo"]
+Advantage = Literal["group", "unbiased", "leave_one_out"]
+
+# Clips where none are given: those of each paper's main experiments.
+_CLIPS: dict[PolicyLoss, tuple[float, float]] = {
+    "grpo": (0.2, 0.2),
+    "dapo": (0.2, 0.28),
+    "gspo": (3e-4, 4e-4),
+    "dr_grpo": (0.2, 0.2),
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class GRPOConfig:
+    """Groups of answers to each case, rewarded by the judge, and the policy loss. A step's batch is all of its answers,
+    so `global_batch_size` is not used; `epochs` are passes over the cases.
+    """
+
+    cases: str
+    """JSONL file of cases (`fctune data cases`), suite in YAML, or `synthetic:CASES[:SEED]`."""
+    force_benchmark: bool = False
+    """Learn from cases of a benchmark, which can then no longer measure the model."""
+    prompts_per_step: Annotated[int, AT_LEAST_1] = 16
+    """Cases of each batch of rollouts."""
+    group_size: Annotated[int, Range(ge=2)] = 8
+    """Answers to each case; an advantage compares an answer with the others of its group."""
+    max_new_tokens: Annotated[int, AT_LEAST_1] = 256
+    """Longest answer in tokens; prompt and answer together must fit in `data.seq_len`."""
+    temperature: Annotated[float, Range(gt=0)] = 1.0
+    """Temperature of the answers. Other than 1, answers come from a policy that is not quite the trained one, since
+    log-probabilities are those before the temperature is applied."""
+    reward: dict[str, float] = field(default_factory=lambda: {"strict": 1.0})
+    """Weight of each part of the reward: `strict`, `lenient`, `names`, `arguments`, `schema`, `format`, `brevity`, and
+    `random` as a control."""
+    advantage: Advantage = "group"
+    """Advantage of an answer: `group`, its reward minus the group's mean, over the group's standard deviation
+    (arXiv:2402.03300); `unbiased`, without the division (arXiv:2503.20783); `leave_one_out`, its reward minus the mean
+    of the others (arXiv:2402.14740)."""
+    loss: PolicyLoss = "dapo"
+    """Clipped loss: `grpo`, a mean over tokens, then over answers (arXiv:2402.03300); `dapo`, one mean over all tokens
+    and a higher upper clip (arXiv:2503.14476); `gspo`, one ratio for each answer (arXiv:2507.18071); `dr_grpo`, a sum
+    over tokens divided by `max_new_tokens`, so that length has no weight (arXiv:2503.20783)."""
+    clip_low: Annotated[float | None, Range(gt=0, lt=1), Null("0.2; 3e-4 for `gspo`")] = None
+    """The ratio is clipped at 1 minus this."""
+    clip_high: Annotated[float | None, Range(gt=0), Null("0.2; 0.28 for `dapo`, 4e-4 for `gspo`")] = None
+    """The ratio is clipped at 1 plus this."""
+    kl_beta: Annotated[float, AT_LEAST_0] = 0.0
+    """Weight of the divergence from the base with its adapter switched off, a forward pass more each step; 0: none."""
+    updates_per_batch: Annotated[int, AT_LEAST_1] = 1
+    """Optimizer steps on each batch of rollouts."""
+    ratio_cap: Annotated[float, Range(gt=1)] = 2.0
+    """Largest weight that corrects a token for the difference between the policy that generated it and the one in
+    training (truncated importance sampling), with one update a batch. Several updates clip the ratio itself."""
+    drop_flat_groups: bool = True
+    """Drop groups whose answers have equal rewards, which teach nothing, and ask further cases in their place."""
+    max_refills: Annotated[int, AT_LEAST_0] = 2
+    """Rounds of further cases in a batch; then it is trained with the groups that there are."""
+    max_flat_batches: Annotated[int, AT_LEAST_1] = 10
+    """End the run after this many batches in a row without any group to learn from."""
+    mask_cut: bool = True
+    """Do not train answers that `max_new_tokens` cut off; they count in their group's mean."""
+    engine: Literal["in_process", "server"] = "in_process"
+    """What generates: the model in training, gathered on each rank, or a server."""
+    generation_batch_size: Annotated[int, AT_LEAST_1] = 64
+    """Answers that a rank generates at a time, in process."""
+    max_staleness: Annotated[int, AT_LEAST_0] = 1
+    """Batches that a server generates ahead of the one in training; 0 waits for each. In process it is always 0."""
+
+    @property
+    def clips(self) -> tuple[float, float]:
+        """The configured lower and upper clip, or the defaults of the loss."""
+        low, high = _CLIPS[self.loss]
+        return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
+
+    @property
+    def answers_per_batch(self) -> int:
+        """Answers of a batch in which no group is dropped."""
+        return self.prompts_per_step * self.group_size
+
+    def check(self, where: str, problems: list[str]) -> None:
+        """Check that local cases exist."""
+        key = join_key(where, "cases")
+        if self.cases.startswith("synthetic:"):
+            parts = self.cases.split(":")[1:]
+            if (
+                not 1 <= len(parts) <= 2
+                or not all(part.isascii() and part.isdigit() for part in parts)
+                or parts[0] == "0"
+            ):
+                problems.append(f"{key}={self.cases}: expected synthetic:CASES or synthetic:CASES:SEED, in numbers")
+        elif not Path(self.cases).is_file():
+            problems.append(
+                f"{key}={self.cases}: no such file; make one with fctune data cases ROWS --out {self.cases}"
+            )

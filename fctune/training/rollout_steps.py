@@ -1,0 +1,97 @@
+"""The data of a step made of rollouts: packed, shared among ranks, with their advantages and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fctune.config.schema import RunConfig
+from fctune.data.loader import Batch, GlobalStep
+from fctune.data.packed_samples import pack_samples
+from fctune.data.prepared_set import PreparedSet
+from fctune.distributed import World
+from fctune.models.attention import MakeBounds
+from fctune.sampling.rollouts import Rollout
+from fctune.training.loop import build_loader
+from fctune.training.prefetch import Inputs, StepData, make_inputs
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRollout:
+    """A rollout that is trained, with its advantage."""
+
+    rollout: Rollout
+    advantage: float
+
+
+def make_step_data(
+    trained: Sequence[TrainedRollout],
+    config: RunConfig,
+    world: World,
+    make_bounds: MakeBounds,
+    *,
+    step: int = 1,
+    epoch: int = 0,
+    metrics: Mapping[str, float] | None = None,
+) -> StepData:
+    """Return this rank's share of an optimizer step on all these rollouts; the same update on any number of ranks.
+
+    Args:
+        trained: Rollouts of all ranks, in the same order on each; one or more.
+        config: Config of the run.
+        world: This rank.
+        make_bounds: Makes the boundaries of the rollouts in packed rows.
+        step: Global step.
+        epoch: Passes over the cases before this step.
+        metrics: Metrics of how the rollouts came about.
+    """
+    assert trained, "a step needs rollouts"
+    prepared = _pack(trained, config)
+    loader = build_loader(replace(config, global_batch_size=prepared.num_packs("train")), prepared)
+    packed = loader.step_at(1)
+    totals = replace(loader.totals(packed), num_answers=len(trained))
+    inputs = []
+    is_pinned = world.device.type == "cuda"
+    for batch in loader.micro_batches(packed, world.rank, world.world_size, config.micro_batch_size):
+        made = make_inputs(batch, make_bounds, seed=config.seed, step=step, is_pinned=is_pinned)
+        inputs.append(_add_answers(made, batch, packed, prepared, trained, is_pinned))
+    return StepData(replace(packed, step=step, epoch=epoch), totals, inputs, dict(metrics or {}))
+
+
+def _pack(trained: Sequence[TrainedRollout], config: RunConfig) -> PreparedSet:
+    rollouts = [one.rollout for one in trained]
+    return pack_samples(
+        [(*one.prompt_ids, *one.ids) for one in rollouts],
+        [(*[False] * len(one.prompt_ids), *one.is_generated) for one in rollouts],
+        config.data.seq_len,
+        config.data.packed,
+    )
+
+
+def _add_answers(
+    inputs: Inputs,
+    batch: Batch,
+    step: GlobalStep,
+    prepared: PreparedSet,
+    trained: Sequence[TrainedRollout],
+    is_pinned: bool,
+) -> Inputs:
+    """Return the inputs with the rollouts' lengths, advantages and log-probabilities, in the order of the batch."""
+    packs = [step.packs[row] for row in batch.rows if row >= 0]
+    mine = [trained[member] for pack in packs for member in prepared.members("train", pack)]
+    logprobs = [
+        logprob
+        for one in mine
+        for logprob, is_generated in zip(one.rollout.logprobs, one.rollout.is_generated, strict=True)
+        if is_generated
+    ]
+    tensors = [
+        torch.tensor([one.rollout.num_generated for one in mine], dtype=torch.int64),
+        torch.tensor([one.advantage for one in mine], dtype=torch.float64),
+        torch.tensor(logprobs, dtype=torch.float64),
+    ]
+    if is_pinned:
+        tensors = [tensor.pin_memory() for tensor in tensors]
+    return replace(inputs, answer_lengths=tensors[0], advantages=tensors[1], logprobs=tensors[2])
