@@ -128,6 +128,11 @@ class HttpClient:
         """
         return self._retry(lambda: self._attempt("POST", path, body, lambda answer: read(answer.read_json())))
 
+    def post_text(self, path: str, body: dict[str, Any]) -> str:
+        """Return the text of the server's answer, otherwise as ``post``; for servers that answer without JSON."""
+        read: Callable[[_Body], str] = lambda answer: b"".join(answer).decode("utf-8", "replace")  # noqa: E731
+        return self._retry(lambda: self._attempt("POST", path, body, read))
+
     def post_stream(self, path: str, body: dict[str, Any], read: Callable[[Iterator[Any]], T]) -> T:
         """Return what ``read`` makes of the server-sent events of the answer; otherwise as ``post``.
 

@@ -1,0 +1,420 @@
+"""Rollout engine of a vLLM server: token ids in and out, and each update of the policy as an adapter of its own name.
+
+A version is copied to a directory that the server sees, flushed and renamed, loaded under a name that was never used
+before, and only then asked. Names are not reused, because a server keeps cached prefixes by name and path. An older
+version is unloaded once no request uses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fctune.data.chat_template import ChatTemplate
+from fctune.errors import ConfigError
+from fctune.files import flush, staged_directory
+from fctune.generation.http_client import HttpClient, RequestError, RetryPolicy
+from fctune.sampling.rollouts import Generation
+
+_PROBE = 'Where is "Köln", 12.50 °C?\n\t{"city": [1, true]} <|x|> 北京 🎉'
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+# Times that one request may fail, each after all of its attempts, on a server that is up.
+_MAX_FAILURES = 3
+_REMEDY = (
+    "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, as fctune serve "
+    "--adapters does"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPatience:
+    """How long a server that is gone is waited for.
+
+    Attributes:
+        poll_s: Seconds between two looks.
+        max_wait_s: Seconds after which the run ends.
+        retry: How long one request is tried before the server counts as gone.
+    """
+
+    poll_s: float = 5.0
+    max_wait_s: float = 1800.0
+    retry: RetryPolicy = field(default_factory=lambda: RetryPolicy(max_attempts=3, timeout_s=600.0))
+
+
+@dataclass(slots=True, eq=False)
+class _Published:
+    """An adapter on the server; ``name`` is the base's where nothing was published yet."""
+
+    name: str
+    version: int
+    path: Path | None = None
+    num_requests: int = 0
+
+
+class ServerRolloutEngine:
+    """Continues token ids with a vLLM server, or one with its API; usable from several threads.
+
+    Args:
+        url: Address of the server, with or without ``/v1``.
+        publish_dir: Directory for adapters that trainer and server see under the same path.
+        template: Chat template and tokenizer of the policy.
+        temperature: Temperature of the choice of tokens; nothing else changes their probabilities.
+        served_model: Name of the base on the server; None takes the only one.
+        run_id: Names this run's adapters; those that an earlier process of the run left are unloaded.
+        api_key: Sent as a bearer token and never written anywhere.
+        concurrency: Requests in flight.
+        min_positions: Positions that the server's context must have.
+        patience: How long a lost server is waited for.
+        say: Called with a line when the server is lost or back.
+
+    Raises:
+        ConfigError: There is no server, it has several models, another tokenizer, or too short a context.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        publish_dir: Path,
+        template: ChatTemplate,
+        *,
+        temperature: float = 1.0,
+        served_model: str | None = None,
+        run_id: str = "run",
+        api_key: str | None = None,
+        concurrency: int = 64,
+        min_positions: int = 0,
+        patience: ServerPatience | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ):
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._publish_dir = publish_dir.absolute()
+        self._template = template
+        self._temperature = temperature
+        self._concurrency = concurrency
+        self._patience = patience or ServerPatience()
+        self._say = say
+        self._prefix = f"fctune-{hashlib.blake2b(run_id.encode(), digest_size=4).hexdigest()}-"
+        self._client = HttpClient(self.url, api_key, self._patience.retry)
+        # Loading is not repeated blindly: a second attempt would find the name taken.
+        self._once = HttpClient(self.url, api_key, RetryPolicy(max_attempts=1, timeout_s=300.0))
+        self._lock = threading.Lock()  # of the fields below
+        self._recovery = threading.Lock()  # one thread looks for a lost server
+        self._num_recoveries = 0
+        self._base = self._find_base(served_model, min_positions)
+        self._current = _Published(self._base, 0)
+        self._retired: list[_Published] = []
+        self._check_tokenizer()
+        for name in self._list_models():
+            if name.startswith(self._prefix):
+                self._unload(name)
+
+    @property
+    def version(self) -> int:
+        """Version of the policy that new requests go to."""
+        return self._current.version
+
+    def describe(self) -> dict[str, Any]:
+        """Return the address, the base's name and the temperature."""
+        return {"engine": "server", "url": self.url, "served_model": self._base, "temperature": self._temperature}
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_new_tokens: Sequence[int]
+    ) -> Iterator[Generation]:
+        """Yield the continuation of each prompt in the order of completion, each with the version that wrote it.
+
+        While the server is gone, requests wait for it; they are sent again once it is back.
+
+        Raises:
+            ConfigError: The server refuses the key or the path, or does not come back.
+        """
+        pool = ThreadPoolExecutor(min(self._concurrency, len(prompts) or 1), thread_name_prefix="rollout")
+        self._client.start()
+        try:
+            futures = [
+                pool.submit(self._generate_one, index, list(prompt), seed, limit)
+                for index, (prompt, seed, limit) in enumerate(zip(prompts, seeds, max_new_tokens, strict=True))
+            ]
+            for done in as_completed(futures):
+                yield done.result()
+        finally:
+            self._client.stop()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def publish(self, policy: Path, version: int) -> None:
+        """Load an adapter and send it all new requests; requests in flight finish with theirs.
+
+        Args:
+            policy: Directory of a PEFT adapter, which may change or vanish afterwards.
+            version: Number of updates that it has seen.
+
+        Raises:
+            ConfigError: The server does not take adapters, this one's rank is over its limit, it does not see the
+                directory, or it is gone for good.
+        """
+        path = self._copy(policy, version)
+        published = _Published(path.name, version, path)
+        while (error := self._load(published)) is not None:
+            self._recover(error, self._num_recoveries)
+        with self._lock:
+            previous, self._current = self._current, published
+            if previous.path is not None:
+                self._retired.append(previous)
+        self._unload_unused()
+
+    def close(self) -> None:
+        """Unload this run's adapters and delete their directories."""
+        self._client.stop()
+        with self._lock:
+            published = [*self._retired, self._current]
+            self._retired, self._current = [], _Published(self._base, self._current.version)
+        for one in published:
+            if one.path is not None:
+                self._unload(one.name)
+                shutil.rmtree(one.path, ignore_errors=True)
+
+    def _generate_one(self, index: int, prompt: list[int], seed: int, max_new_tokens: int) -> Generation:
+        failures = 0
+        while True:
+            num_recoveries = self._num_recoveries
+            with self._using_current() as published:
+                body = self._body(published.name, prompt, seed, max_new_tokens)
+                try:
+                    ids, logprobs, is_cut = self._client.post(
+                        "/v1/completions", body, lambda answer: _read_completion(answer, prompt)
+                    )
+                    return Generation(index, ids, logprobs, is_cut, published.version)
+                except RequestError as error:
+                    failure = error
+            is_unknown = failure.status == 404 and published.path is not None
+            if failure.status in (401, 403, 405) or (failure.status == 404 and not is_unknown):
+                hint = ". Set FCTUNE_API_KEY." if failure.status in (401, 403) else ""
+                raise ConfigError(f"{self.url} with the model {published.name}: {failure}{hint}")
+            if failure.status is not None and not is_unknown and failure.status < 500:
+                return Generation(index, version=published.version, error=str(failure))
+            if self._is_healthy() and not is_unknown:
+                failures += 1
+                if failures == _MAX_FAILURES:  # it runs, and fails with this request
+                    return Generation(index, version=published.version, error=str(failure))
+                continue
+            self._recover(str(failure), num_recoveries)
+
+    def _body(self, name: str, prompt: list[int], seed: int, max_new_tokens: int) -> dict[str, Any]:
+        return {
+            "model": name,
+            "prompt": prompt,
+            "max_tokens": max_new_tokens,
+            "temperature": self._temperature,
+            "seed": seed,
+            "stop_token_ids": sorted(self._template.stop_ids),
+            "logprobs": 0,
+            "return_token_ids": True,
+            "add_special_tokens": False,
+            # Over those of the model's generation config, which would make the served policy another one.
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+        }
+
+    @contextmanager
+    def _using_current(self) -> Iterator[_Published]:
+        """Hold the current version, so that it is not unloaded while a request uses it."""
+        with self._lock:
+            published = self._current
+            published.num_requests += 1
+        try:
+            yield published
+        finally:
+            with self._lock:
+                published.num_requests -= 1
+            self._unload_unused()
+
+    def _unload_unused(self) -> None:
+        with self._lock:
+            unused = [one for one in self._retired if not one.num_requests]
+            self._retired = [one for one in self._retired if one.num_requests]
+        for one in unused:
+            self._unload(one.name)
+            if one.path is not None:
+                shutil.rmtree(one.path, ignore_errors=True)
+
+    def _copy(self, policy: Path, version: int) -> Path:
+        """Copy an adapter under a name of its own, complete or not at all."""
+        path = self._publish_dir / f"{self._prefix}v{version}-{secrets.token_hex(3)}"
+        try:
+            with staged_directory(path) as staging:
+                for name in _ADAPTER_FILES:
+                    shutil.copyfile(policy / name, staging / name)
+                    flush(staging / name)
+                flush(staging)
+            flush(self._publish_dir)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._publish_dir}: the adapter of version {version} cannot be written ({error.strerror or error}). "
+                "Name a directory with some space that trainer and server share."
+            ) from None
+        return path
+
+    def _load(self, published: _Published) -> str | None:
+        """Load an adapter; returns the reason if the server is gone."""
+        body = {"lora_name": published.name, "lora_path": str(published.path)}
+        try:
+            # The body is a text and no JSON.
+            self._once.post_text("/v1/load_lora_adapter", body)
+        except RequestError as error:
+            if error.status is None or error.status in (502, 503, 504):
+                return str(error)
+            if "already been loaded" in str(error):
+                return None
+            raise ConfigError(f"{self.url}: {self._describe_refusal(published, error)}") from None
+        return None
+
+    def _describe_refusal(self, published: _Published, error: RequestError) -> str:
+        said, path = str(error), published.path
+        assert path is not None
+        if "max_lora_rank" in said or ("greater than" in said and "rank" in said.lower()):
+            rank = _read_rank(path)
+            return (
+                f"the adapter has rank {rank}, over the server's limit ({said}). Start vLLM with --max-lora-rank "
+                f"{rank} or more, or lower adapter.rank."
+            )
+        if "No adapter found" in said or "No such file" in said or str(path) in said:
+            return (
+                f"the server does not see {path} ({said}). Choose a directory that trainer and server share under the "
+                "same path."
+            )
+        if error.status in (404, 405) or ("lora" in said.lower() and "enabl" in said.lower()):
+            return f"takes no adapters at run time ({said}); {_REMEDY}."
+        return f"refuses the adapter {path} ({said}). Does it serve the model that is trained?"
+
+    def _unload(self, name: str) -> None:
+        with suppress(RequestError):  # a server that is gone has forgotten it, too
+            self._once.post_text("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def _recover(self, reason: str, num_recoveries: int) -> None:
+        """Wait until the server is healthy and has the current version again.
+
+        Args:
+            reason: Why it counts as gone.
+            num_recoveries: Value of the counter when the failed request began: if another thread has found the server
+                in the meantime, there is nothing to wait for.
+        """
+        with self._recovery:
+            if self._num_recoveries != num_recoveries:
+                return
+            started, is_told = time.monotonic(), False
+            while True:
+                if self._is_healthy():
+                    error = self._load(self._current) if self._current.path is not None else None
+                    if error is None:
+                        break
+                    reason = error
+                waited = time.monotonic() - started
+                if waited > self._patience.max_wait_s:
+                    raise ConfigError(
+                        f"{self.url}: gone for {waited:,.0f} s ({reason}). Start the server, and run the same command "
+                        "again to resume."
+                    )
+                if not is_told:
+                    self._say(f"the server at {self.url} is gone ({reason}); waiting for it")
+                    is_told = True
+                time.sleep(self._patience.poll_s)
+            self._num_recoveries += 1
+            if is_told:
+                waited = time.monotonic() - started
+                self._say(f"the server at {self.url} is back after {waited:,.0f} s, with version {self.version}")
+
+    def _is_healthy(self) -> bool:
+        try:
+            self._once.get("/v1/models")
+        except RequestError:
+            return False
+        return True
+
+    def _list_models(self) -> list[str]:
+        try:
+            listed = self._once.get("/v1/models")
+        except RequestError as error:
+            if error.status in (401, 403):
+                raise ConfigError(f"{self.url}: refuses the API key ({error}). Set FCTUNE_API_KEY.") from None
+            raise ConfigError(
+                f"{self.url}: no engine there ({error}). Start one (fctune serve BASE --adapters), or correct the "
+                "address."
+            ) from None
+        rows = listed.get("data") if isinstance(listed, dict) else None
+        self._models = [row for row in rows or [] if isinstance(row, dict) and "id" in row]
+        return [str(row["id"]) for row in self._models]
+
+    def _find_base(self, served_model: str | None, min_positions: int) -> str:
+        names = self._list_models()
+        bases = [str(row["id"]) for row in self._models if row.get("parent") is None]
+        if served_model is not None and served_model not in names:
+            raise ConfigError(f"{self.url}: serves no {served_model}; it lists {', '.join(names[:10]) or 'nothing'}.")
+        if served_model is None and len(bases) != 1:
+            raise ConfigError(f"{self.url}: lists {', '.join(bases[:10]) or 'no model'}; name the base to be used.")
+        base = bases[0] if served_model is None else served_model
+        row = next(row for row in self._models if str(row["id"]) == base)
+        positions = row.get("max_model_len")
+        if isinstance(positions, int) and positions < min_positions:
+            raise ConfigError(
+                f"{self.url}: has a context of {positions:,} tokens, and {min_positions:,} are needed. Start vLLM with "
+                f"--max-model-len {min_positions}."
+            )
+        return base
+
+    def _check_tokenizer(self) -> None:
+        """Compare the token ids of a text.
+
+        Raises:
+            ConfigError: The server's tokenizer is another one, or it does not say.
+        """
+        body = {"model": self._base, "prompt": _PROBE, "add_special_tokens": False}
+        try:
+            sent = self._client.post("/tokenize", body, lambda answer: [int(token) for token in answer["tokens"]])
+        except (RequestError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.url}: cannot say how it encodes text ({error}). Serve the model with vLLM."
+            ) from None
+        own = self._template.tokenizer.encode(_PROBE, add_special_tokens=False)
+        if own != sent:
+            raise ConfigError(
+                f"{self.url}: {self._base} has another tokenizer than {self._template.model_dir}: the same text has "
+                f"{len(sent)} token ids there and {len(own)} here. Serve the model that is trained."
+            )
+
+
+def _read_completion(body: Any, prompt: list[int]) -> tuple[tuple[int, ...], tuple[float, ...], bool]:
+    """Return ids, log-probabilities and whether the answer is cut, or raise ``ValueError``."""
+    choices = body.get("choices") if isinstance(body, dict) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(choice, dict):
+        raise ValueError(f"no choices in {json.dumps(body)[:120]}")
+    ids, listed = choice.get("token_ids"), choice.get("logprobs")
+    logprobs = listed.get("token_logprobs") if isinstance(listed, dict) else None
+    if not isinstance(ids, list) or not isinstance(logprobs, list):
+        raise ValueError("no token ids or no log-probabilities, which vLLM from 0.10.2 on sends on request")
+    if len(ids) != len(logprobs) or not all(isinstance(value, int | float) for value in logprobs):
+        raise ValueError(f"{len(ids):,} token ids with {len(logprobs):,} log-probabilities")
+    sent = choice.get("prompt_token_ids")
+    if sent is not None and sent != prompt:
+        raise ValueError(f"a prompt of {len(sent):,} token ids in place of the {len(prompt):,} that were sent")
+    return tuple(map(int, ids)), tuple(map(float, logprobs)), choice.get("finish_reason") == "length"
+
+
+def _read_rank(adapter_dir: Path) -> int | str:
+    try:
+        return int(json.loads((adapter_dir / "adapter_config.json").read_text(encoding="utf-8"))["r"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "unknown"

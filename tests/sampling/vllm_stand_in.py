@@ -1,0 +1,163 @@
+"""A small HTTP server with the part of vLLM's API that rollouts use, on transformers models: ids and logprobs are true.
+
+Messages and statuses are those of vLLM 0.32: ``entrypoints/serve/lora/api_router.py`` and
+``entrypoints/openai/models/serving.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.ranks import find_port
+
+
+class VllmStandIn:
+    """Serves until ``stop``; ``start`` begins again on the same port, with no adapter loaded."""
+
+    def __init__(self, model_dir: Path, **options: Any):
+        self.model_dir = model_dir
+        self.port = find_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.takes_adapters = options.pop("takes_adapters", True)
+        self.updates_at_run_time = options.pop("updates_at_run_time", True)
+        self.max_lora_rank = options.pop("max_lora_rank", 16)
+        self.max_model_len = options.pop("max_model_len", 2048)
+        self.is_blind = options.pop("is_blind", False)
+        self.names = options.pop("names", ["base"])
+        assert not options
+        self.tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        self.base = AutoModelForCausalLM.from_pretrained(model_dir).eval()
+        self.adapters: dict[str, tuple[str, Any]] = {}
+        self.requests: list[tuple[str, Any]] = []
+        self.delay_s = 0.0
+        self.num_failing = 0
+        self.fails_with: tuple[int, str] | None = None
+        self.lock = threading.Lock()
+        self._server: ThreadingHTTPServer | None = None
+        self.start()
+
+    def start(self) -> None:
+        self.adapters = {}
+        handler = type("Handler", (_Handler,), {"app": self})
+        self._server = _Server(("127.0.0.1", self.port), handler)
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        with self.lock:
+            self.requests.append((path, body))
+            if path == "/v1/completions" and self.num_failing > 0:
+                self.num_failing -= 1
+                return 500, {"error": {"message": "EngineCore encountered an issue."}}
+            if path == "/v1/completions" and self.fails_with is not None:
+                return self.fails_with[0], {"error": {"message": self.fails_with[1]}}
+        routes = {"/v1/completions": self._complete, "/tokenize": self._tokenize}
+        if self.updates_at_run_time:
+            routes |= {"/v1/load_lora_adapter": self._load, "/v1/unload_lora_adapter": self._unload}
+        return routes[path](body) if path in routes else (404, {"detail": "Not Found"})
+
+    def list_models(self) -> Any:
+        rows = [{"id": name, "root": str(self.model_dir), "parent": None} for name in self.names]
+        rows = [{**row, "max_model_len": self.max_model_len} for row in rows]
+        rows += [{"id": name, "root": path, "parent": self.names[0]} for name, (path, _) in self.adapters.items()]
+        return {"object": "list", "data": rows}
+
+    def _tokenize(self, body: dict[str, Any]) -> tuple[int, Any]:
+        ids = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
+        return 200, {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids}
+
+    def _load(self, body: dict[str, Any]) -> tuple[int, Any]:
+        name, path = body["lora_name"], Path(body["lora_path"])
+        if name in self.adapters:
+            return 400, {"error": {"message": f"The lora adapter '{name}' has already been loaded. If you want ..."}}
+        if not self.takes_adapters:
+            said = "Call to add_lora method failed: LoRA is not enabled. Use --enable-lora to enable LoRA."
+            return 500, {"error": {"message": said, "type": "InternalServerError"}}
+        if self.is_blind or not path.is_dir():
+            return 404, {"error": {"message": f"Loading lora {name} failed: No adapter found for {path}"}}
+        rank = json.loads((path / "adapter_config.json").read_text())["r"]
+        if rank > self.max_lora_rank:
+            said = f"Call to add_lora method failed: LoRA rank {rank} is greater than max_lora_rank"
+            return 500, {"error": {"message": f"{said} {self.max_lora_rank}.", "type": "InternalServerError"}}
+        model = AutoModelForCausalLM.from_pretrained(self.model_dir)
+        loaded = PeftModel.from_pretrained(model, str(path)).eval()
+        with self.lock:
+            self.adapters[name] = (str(path), loaded)
+        return 200, f"Success: LoRA adapter '{name}' added successfully."
+
+    def _unload(self, body: dict[str, Any]) -> tuple[int, Any]:
+        with self.lock:
+            found = self.adapters.pop(body["lora_name"], None)
+        if found is None:
+            return 404, {"error": {"message": f"The lora adapter '{body['lora_name']}' cannot be found."}}
+        return 200, f"Success: LoRA adapter '{body['lora_name']}' removed successfully."
+
+    def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
+        name, prompt = body["model"], body["prompt"]
+        with self.lock:
+            model = self.base if name in self.names else self.adapters.get(name, (None, None))[1]
+        if model is None:
+            return 404, {"error": {"message": f"The model `{name}` does not exist. Valid aliases: base."}}
+        if len(prompt) + body["max_tokens"] > self.max_model_len:
+            said = f"This model's maximum context length is {self.max_model_len} tokens."
+            return 400, {"error": {"message": said}}
+        time.sleep(self.delay_s)
+        ids, logprobs, reason = self._sample(model, body)
+        choice = {"index": 0, "text": self.tokenizer.decode(ids), "finish_reason": reason}
+        choice |= {"token_ids": ids, "prompt_token_ids": prompt, "logprobs": {"token_logprobs": logprobs}}
+        return 200, {"id": "cmpl-1", "object": "text_completion", "model": name, "choices": [choice]}
+
+    def _sample(self, model: Any, body: dict[str, Any]) -> tuple[list[int], list[float], str]:
+        generator = torch.Generator().manual_seed(body["seed"])
+        ids: list[int] = []
+        logprobs: list[float] = []
+        for _ in range(body["max_tokens"]):
+            with torch.no_grad(), self.lock:
+                logits = model(torch.tensor([body["prompt"] + ids])).logits[0, -1].float()
+            probabilities = (logits / body["temperature"]).softmax(-1)
+            token = int(torch.multinomial(probabilities, 1, generator=generator))
+            ids.append(token)
+            logprobs.append(float(logits.log_softmax(-1)[token]))
+            if token in body["stop_token_ids"]:
+                return ids, logprobs, "stop"
+        return ids, logprobs, "length"
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 128
+
+
+class _Handler(BaseHTTPRequestHandler):
+    app: VllmStandIn
+
+    def do_GET(self) -> None:
+        self._send(200, self.app.list_models()) if self.path == "/v1/models" else self._send(404, {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self._send(*self.app.answer(self.path, body))
+
+    def _send(self, status: int, content: Any) -> None:
+        sent = (content if isinstance(content, str) else json.dumps(content)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(sent)))
+        self.end_headers()
+        self.wfile.write(sent)
+
+    def log_message(self, *arguments: Any) -> None: ...
