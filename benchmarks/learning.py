@@ -32,8 +32,8 @@ from fctune.calls.metrics import wilson_interval
 from fctune.evaluation.paired import compare_rows
 from fctune.evaluation.results import read_rows
 
-NUM_ROWS = 9000  # before the split by tools
-NUM_START_ROWS = 3000
+NUM_ROWS = 5000  # before the split by tools
+NUM_START_ROWS = 2000
 NUM_CASES = {"validation": (160, 40), "test": (480, 120)}  # that expect calls, and that expect none
 CATEGORIES = ("call", "no_call", "all")
 
@@ -60,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--control", action="store_true", help="also train on answers chosen at random")
     parser.add_argument("--split", choices=NUM_CASES, default="test", help="cases to measure; default: %(default)s")
     parser.add_argument("--trial", default="", metavar="NAME", help="name of a result with other settings")
-    parser.add_argument("--start-steps", type=int, default=300, help="steps of the start; default: %(default)s")
-    parser.add_argument("--prompts", type=int, default=1000, help="cases to sample; default: %(default)s")
-    parser.add_argument("--num", type=int, default=8, help="answers to each case; default: %(default)s")
+    parser.add_argument("--start-steps", type=int, default=100, help="steps of the start; default: %(default)s")
+    parser.add_argument("--prompts", type=int, default=800, help="cases to sample; default: %(default)s")
+    parser.add_argument("--num", type=int, default=4, help="answers to each case; default: %(default)s")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the method's config")
     arguments = parser.parse_intermixed_args(argv)
     if bool(arguments.overrides) != bool(arguments.trial):
@@ -152,8 +152,8 @@ def choose_pairs(folder: Path, num: int, is_control: bool) -> Path:
 
 SUPERVISED = ("data.train_on=last_assistant",)
 METHODS = {
-    "rejection": Method("tiny_lora", (*SUPERVISED, "optimizer.lr=1e-3", "max_steps=150"), choose_rows),
-    "dpo": Method("tiny_dpo", ("max_steps=150",), choose_pairs),
+    "rejection": Method("tiny_lora", (*SUPERVISED, "optimizer.lr=1e-3", "max_steps=100"), choose_rows),
+    "dpo": Method("tiny_dpo", ("max_steps=60", "global_batch_size=2", "preference.sft_weight=0.5"), choose_pairs),
 }
 
 

@@ -86,8 +86,11 @@ class ResultsFile:
     def close(self) -> None:
         """Close the results file; the lock stays until ``release``."""
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            try:
+                file.close()  # writes again what a full disk has refused
+            except OSError as error:
+                raise self._unwritable(error) from None
 
     def release(self) -> None:
         """Release the lock, so that other processes may write the results."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -207,6 +208,20 @@ def test_a_killed_run_keeps_its_results_and_resumes(tmp_path: Path, tiny_base: P
     assert all(by_id[row["id"]] == row for row in kept)
     summary = json.loads(out.with_suffix(".summary.json").read_text())
     assert summary["scores"]["all"]["n"] == 40
+
+
+def test_a_full_disk_is_named_and_the_run_resumes_once_there_is_room(suite: Suite, tmp_path: Path) -> None:
+    expected = run(suite, Oracle(suite), tmp_path / "whole.jsonl")
+    results = tmp_path / "answers.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limits[1]))
+    try:
+        # Also when the file is closed, which writes again what is left in its buffer.
+        with pytest.raises(ConfigError, match=r"--out .*answers\.jsonl: cannot be written \(File too large\)\."):
+            run(suite, Oracle(suite), results)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert run(suite, Oracle(suite), results) == expected
 
 
 def test_a_results_file_cut_in_its_last_row_says_how_to_finish_it(tmp_path: Path) -> None:

@@ -16,14 +16,17 @@ from fctune.data.synthetic.curriculum import (
 
 _NUM_CALLS = (1, 2, 0)
 _WEIGHTS = (0.6, 0.2, 0.2)
+_SINGLE = 0.75  # so small a model is slow to learn choosing between tools that it has never seen
 _UNFIT = "I have no tool for that."
 
 
 def iter_varied(num_rows: int, seed: int) -> Iterator[Conversation]:
-    """Yield conversations of one request, each with one to three tools of its own; a fifth need no call."""
+    """Yield conversations of one request, each with a tool of its own, some with two or three; a fifth need no call."""
     rng = random.Random(f"varied:{seed}")
     for row in range(num_rows):
         tools = draw_tools(rng)
+        if rng.random() < _SINGLE:
+            tools = tools[:1]
         num_calls = rng.choices(_NUM_CALLS, _WEIGHTS)[0]
         if not num_calls:
             messages = (Message("user", draw_unfit_request(tools, rng)), Message("assistant", _UNFIT))
