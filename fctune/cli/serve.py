@@ -19,6 +19,12 @@ def add_commands(commands: Any) -> None:
     serve.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     serve.add_argument("--name", help="the served model's name; default: the run's")
     serve.add_argument("--python", default=sys.executable, help="Python with vLLM; default: this one")
+    serve.add_argument(
+        "--adapters",
+        type=int,
+        metavar="RANK",
+        help="serve a base for reinforcement: adapters up to this rank are loaded while it runs",
+    )
     serve.add_argument("--print", action="store_true", dest="print_only", help="print the command without running it")
     serve.add_argument("--vllm", default="", metavar="OPTIONS", help='further vLLM options: "--max-model-len 8192"')
     add_template_args_argument(serve)
@@ -26,17 +32,18 @@ def add_commands(commands: Any) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from fctune.launch.serving import require_agreement, server_options
+    from fctune.launch.serving import RUN_TIME_ADAPTERS, require_agreement, server_options
 
     try:
         further = shlex.split(arguments.vllm)
     except ValueError as error:
         raise ConfigError(f"--vllm {arguments.vllm}: {error}.") from None
-    options = server_options(arguments.model, arguments.name, arguments.template_args)
+    options = server_options(arguments.model, arguments.name, arguments.template_args, arguments.adapters)
     require_agreement(options, further)
     command = [arguments.python, "-m", "vllm.entrypoints.openai.api_server", *options, "--port", str(arguments.port)]
     command += further
-    print(shlex.join(command), flush=True)
+    environment = {} if arguments.adapters is None else RUN_TIME_ADAPTERS
+    print(" ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(command)]), flush=True)
     if arguments.print_only:
         return 0
     _require_vllm(arguments.python)
@@ -47,7 +54,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     def announce(seconds: float) -> None:
         print(f"ready after {seconds:.0f} s: {url}   (fctune chat {url}; Ctrl-C ends it)", flush=True)
 
-    return run_server(command, arguments.port, announce)
+    return run_server(command, arguments.port, announce, environment=environment)
 
 
 def _require_vllm(python: str) -> None:

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 
@@ -20,7 +20,11 @@ _GRACE_S = 30.0
 
 
 def run_server(
-    command: Sequence[str], port: int, announce: Callable[[float], None], start_limit_s: float = 1800.0
+    command: Sequence[str],
+    port: int,
+    announce: Callable[[float], None],
+    start_limit_s: float = 1800.0,
+    environment: Mapping[str, str] | None = None,
 ) -> int:
     """Run a server with OpenAI's API until it ends; SIGTERM and Ctrl-C end it and every process that it started.
 
@@ -29,6 +33,7 @@ def run_server(
         port: The port that it listens on.
         announce: Called with the seconds that it took, once ``/health`` answers.
         start_limit_s: Seconds after which a server that is not healthy is ended.
+        environment: Variables over those of this process.
 
     Returns:
         The server's exit code; 0 if it was asked to end.
@@ -45,7 +50,7 @@ def run_server(
 
     previous = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        process = _start(command)
+        process = _start(command, {**os.environ, **(environment or {})})
         try:
             started = time.monotonic()
             is_announced = False
@@ -79,9 +84,9 @@ def _require_free(port: int) -> None:
             raise ConfigError(f"--port {port}: cannot be listened on ({error.strerror}). Choose another.") from None
 
 
-def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     try:
-        return subprocess.Popen(command, start_new_session=True)
+        return subprocess.Popen(command, env=environment, start_new_session=True)
     except OSError as error:
         raise ConfigError(f"{command[0]}: cannot be started ({error.strerror}).") from None
 

@@ -15,7 +15,12 @@ from fctune.errors import ConfigError
 from fctune.generation.model_files import ModelFiles, find_model
 
 
-def server_options(model: str, name: str | None = None, template_args: Mapping[str, Any] | None = None) -> list[str]:
+def server_options(
+    model: str,
+    name: str | None = None,
+    template_args: Mapping[str, Any] | None = None,
+    adapter_rank: int | None = None,
+) -> list[str]:
     """Return the options of vLLM's server for a run's export or another model directory.
 
     vLLM reads the model directory's own chat template, from which the formats of calls and reasoning are detected here.
@@ -25,6 +30,8 @@ def server_options(model: str, name: str | None = None, template_args: Mapping[s
         model: as ``fctune.generation.model_files.find_model`` takes it.
         name: the served model's name; None uses the directory's name, for a run the run's.
         template_args: switches of the chat template, over those recorded with the model; a request's own come first.
+        adapter_rank: largest rank of adapters that are loaded while the server runs, as reinforcement does; None: no
+            adapters. The server also needs ``RUN_TIME_ADAPTERS`` in its environment, and no parsers.
 
     An adapter is served on its base, under ``name``; the base keeps its own.
 
@@ -38,12 +45,16 @@ def server_options(model: str, name: str | None = None, template_args: Mapping[s
     call_format = detect_format(template.source)
     parsers = (read_server_parsers(files.tokenizer_dir) or find_server_parsers(template))["vllm"]
     parser, reasoning_parser = parsers["tool_call_parser"], parsers["reasoning_parser"]
+    served = name or Path(model).resolve().name
+    if adapter_rank is not None:
+        if files.adapter_dir is not None:
+            raise ConfigError(f"{model}: is an adapter; --adapters serves its base, onto which training loads them.")
+        return ["--model", str(files.model_dir), "--served-model-name", served, *_run_time_options(adapter_rank)]
     if parser is None:
         known = ", ".join(name for name, other in FORMATS.items() if other.vllm_parser)
         raise ConfigError(
             f"{files.tokenizer_dir}: vLLM has no tool parser for {call_format.name}; it supports {known}."
         )
-    served = name or Path(model).resolve().name
     return [
         *("--model", str(files.model_dir)),
         *(_adapter_options(files, served) if files.adapter_dir else ("--served-model-name", served)),
@@ -122,6 +133,16 @@ def _adapter_options(files: ModelFiles, name: str) -> list[str]:
     return options
 
 
+def _run_time_options(rank: int) -> list[str]:
+    """Return the options with which two versions of an adapter can be asked at a time."""
+    limit = next((limit for limit in _LORA_RANKS if limit >= rank), None)
+    if rank < 1 or limit is None:
+        raise ConfigError(f"--adapters {rank}: expected a rank from 1 to {_LORA_RANKS[-1]}.")
+    return ["--enable-lora", "--max-lora-rank", str(limit), "--max-loras", "2", "--max-cpu-loras", "4"]
+
+
+# Environment in which vLLM loads adapters while it runs.
+RUN_TIME_ADAPTERS = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 # Parts of adapters that vLLM 0.32 refuses, by their key in adapter_config.json.
 _UNSERVED = {
     "use_dora": "DoRA's magnitudes",

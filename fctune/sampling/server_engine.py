@@ -254,6 +254,7 @@ class ServerRolloutEngine:
         """Copy an adapter under a name of its own, complete or not at all."""
         path = self._publish_dir / f"{self._prefix}v{version}-{secrets.token_hex(3)}"
         try:
+            self._publish_dir.mkdir(parents=True, exist_ok=True)
             with staged_directory(path) as staging:
                 for name in _ADAPTER_FILES:
                     shutil.copyfile(policy / name, staging / name)

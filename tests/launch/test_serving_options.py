@@ -163,3 +163,20 @@ def test_the_api_key_is_not_part_of_the_command(tiny_base: Path) -> None:
     assert "vllm.entrypoints.openai.api_server --model" in done.stdout
     assert done.stdout.strip().endswith("--port 8000 --max-model-len 1024")
     assert "api-key" not in done.stdout
+
+
+def test_a_base_is_served_for_adapters_of_any_version_up_to_a_rank(tiny_base: Path) -> None:
+    options = server_options(str(tiny_base), adapter_rank=12)
+    assert options[options.index("--max-lora-rank") + 1] == "16"
+    assert int(options[options.index("--max-loras") + 1]) >= 2, "an old version answers while the new one is loaded"
+    assert "--lora-modules" not in options
+    with pytest.raises(ConfigError, match="--adapters 513: expected a rank from 1 to 512"):
+        server_options(str(tiny_base), adapter_rank=513)
+
+
+def test_the_command_for_adapters_has_the_environment_that_they_need(tiny_base: Path) -> None:
+    command = [sys.executable, "-m", "fctune.cli", "serve", str(tiny_base), "--adapters", "8", "--print"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=True ")
+    assert "--enable-lora" in done.stdout

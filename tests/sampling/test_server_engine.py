@@ -76,7 +76,6 @@ def connect(template: ChatTemplate, tmp_path: Path) -> Iterator[Callable[..., Se
         engines.append(ServerRolloutEngine(server.url, tmp_path / "published", template, **values))
         return engines[-1]
 
-    (tmp_path / "published").mkdir()
     yield make
     for engine in engines:
         engine.close()

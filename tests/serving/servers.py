@@ -24,11 +24,14 @@ ENDS_S = 60.0
 
 
 @contextmanager
-def serve_vllm(model: Path | str, python: str, port: int, *options: str, **environment: str) -> Iterator[str]:
+def serve_vllm(
+    model: Path | str, python: str, port: int, *options: str, adapters: int | None = None, **environment: str
+) -> Iterator[str]:
     """Serve with ``fctune serve`` until the block ends; yields the address, and checks that the server ends cleanly."""
     words = ["--enforce-eager", "--max-model-len", "2048", "--dtype", "float32", "--max-num-seqs", "16", *options]
     command = [sys.executable, "-u", "-m", "fctune.cli", "serve", str(model), "--python", python, "--port", str(port)]
     command.append(f"--vllm={' '.join(words)}")
+    command += [] if adapters is None else ["--adapters", str(adapters)]
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", **environment}
     process = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -1,0 +1,72 @@
+"""Where rollouts come from: a server of the policy, and dialogues of several turns."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from fctune.config.fields import AT_LEAST_1, Null, Range, join_key
+
+ENVIRONMENT, RECORDED = "environment:", "recorded:"
+"""How ``grpo.cases`` names tasks in environments, and rows with recorded results."""
+
+_TASKS = re.compile(r"environment:(?P<names>[^,]+(?:,[^,]+)*):(?P<num_tasks>[1-9][0-9]*)")
+
+
+@dataclass(kw_only=True, slots=True)
+class ServerConfig:
+    """A vLLM server that generates; `fctune serve BASE --adapters RANK` starts one."""
+
+    url: str
+    """Address, with or without `/v1`. An API key is read from FCTUNE_API_KEY."""
+    publish_dir: Annotated[str | None, Null("`OUTPUT_DIR/policies`")] = None
+    """Directory for the adapters of each version, which trainer and server see under the same path."""
+    served_model: Annotated[str | None, Null("the only one")] = None
+    """Name of the base on the server."""
+    concurrency: Annotated[int, AT_LEAST_1] = 64
+    """Requests in flight."""
+    max_wait_s: Annotated[float, Range(gt=0)] = 1800.0
+    """How long a server that is gone is waited for; then the run ends and can be resumed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DialogueConfig:
+    """Limits of dialogues of several turns, with `environment:` and `recorded:` cases."""
+
+    max_turns: Annotated[int, AT_LEAST_1] = 8
+    """Answers of the model in a dialogue."""
+    call_timeout_s: Annotated[float, Range(gt=0)] = 5.0
+    """Seconds for a call in an environment."""
+    memory_gib: Annotated[float, Range(gt=0)] = 2.0
+    """Memory of an environment's process."""
+    max_result_bytes: Annotated[int, AT_LEAST_1] = 262_144
+    """Size of a result, or of an environment's state, as JSON."""
+
+
+def is_dialogue_source(cases: str) -> bool:
+    """Return True if ``grpo.cases`` names dialogues of several turns."""
+    return cases.startswith((ENVIRONMENT, RECORDED))
+
+
+def parse_environments(cases: str) -> tuple[list[str], int] | None:
+    """Return the environments' names and the number of tasks of each; None if the text has another form."""
+    found = _TASKS.fullmatch(cases)
+    return None if found is None else (found["names"].split(","), int(found["num_tasks"]))
+
+
+def find_source_problems(cases: str, where: str) -> list[str]:
+    """Return what is wrong with the source of dialogues.
+
+    Args:
+        cases: The value of ``grpo.cases``.
+        where: Config section, for messages.
+    """
+    key = join_key(where, "cases")
+    if cases.startswith(ENVIRONMENT) and parse_environments(cases) is None:
+        return [f"{key}={cases}: expected environment:NAMES:TASKS, such as environment:files,shop:1000"]
+    path = cases.removeprefix(RECORDED)
+    if cases.startswith(RECORDED) and "://" not in path and not path.startswith("hf:") and not Path(path).is_file():
+        return [f"{key}={cases}: {path} does not exist; name a file of rows with calls and their results"]
+    return []
