@@ -11,7 +11,7 @@ import pytest
 
 from fctune.calls.formats.registry import detect_format
 from fctune.data.chat_template import ChatTemplate
-from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.data.conversation import Call
 from fctune.environments.host import EnvironmentHost, Limits
 from fctune.errors import ConfigError, DataError
 from fctune.sampling.dialogues import DialogueLimits
@@ -19,6 +19,7 @@ from fctune.sampling.environment_tasks import EnvironmentTasks
 from fctune.sampling.recorded_tasks import RecordedTasks
 from fctune.sampling.rollouts import Request, Rollout
 from tests.conftest import ROOT, TINY_BASE
+from tests.sampling.recorded_rows import make_row
 from tests.sampling.scripted_engine import ScriptedEngine
 
 LIMITS = DialogueLimits(max_turns=8, max_new_tokens=200, max_tokens=3000)
@@ -213,33 +214,6 @@ def test_errors_of_the_engine_are_errors_of_their_rollouts(
 def test_an_unknown_part_of_the_reward_is_named(open_tasks: Callable[..., EnvironmentTasks]) -> None:
     with pytest.raises(ConfigError, match=r"reward.solvd: no such part of this reward; did you mean solved\?"):
         open_tasks("files", weights={"solvd": 1.0})
-
-
-TOOL = Tool(
-    {
-        "name": "find",
-        "description": "Find a thing",
-        "parameters": {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]},
-    }
-)
-
-
-def make_row(question: str = "Where are my keys and my hat?") -> Conversation:
-    calls = (Call("find", {"what": "keys"}, "a"), Call("find", {"what": "hat"}, "b"))
-    return Conversation(
-        (
-            Message("user", question),
-            Message("assistant", None, calls),
-            Message("tool", "in the hall", call_id="a", name="find"),
-            Message("tool", "on the sofa", call_id="b", name="find"),
-            Message("assistant", "The keys are in the hall, the hat is on the sofa."),
-            Message("user", "And my coat?"),
-            Message("assistant", None, (Call("find", {"what": "coat"}, "c"),)),
-            Message("tool", "at the cleaner's", call_id="c", name="find"),
-            Message("assistant", "At the cleaner's."),
-        ),
-        (TOOL,),
-    )
 
 
 def test_recorded_results_answer_the_calls_of_the_row_in_any_order(template: ChatTemplate) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, Null, Range, join_key
+from fctune.config.sections.rollouts import DialogueConfig, ServerConfig, find_source_problems, is_dialogue_source
 
 PolicyLoss = Literal["grpo", "dapo", "gspo", "dr_grpo"]
 Advantage = Literal["group", "unbiased", "leave_one_out"]
@@ -73,6 +74,12 @@ class GRPOConfig:
     """What generates: the model in training, gathered on each rank, or a server."""
     generation_batch_size: Annotated[int, AT_LEAST_1] = 64
     """Answers that a rank generates at a time, in process."""
+    server: Annotated[ServerConfig | None, Null("none")] = None
+    """The server, with `engine: server`."""
+    dialogue: DialogueConfig = field(default_factory=DialogueConfig)
+    """Limits of dialogues: `cases` that are `environment:NAMES:TASKS`, such as `environment:files,shop:1000`, or
+    `recorded:ROWS`, a file of rows with calls and their results (docs/environments.md). Their rewards have other parts:
+    `solved`, `progress`, and in environments `economy` and `validity`."""
     max_staleness: Annotated[int, AT_LEAST_0] = 1
     """Batches that a server generates ahead of the one in training; 0 waits for each. In process it is always 0."""
 
@@ -88,7 +95,13 @@ class GRPOConfig:
         return self.prompts_per_step * self.group_size
 
     def check(self, where: str, problems: list[str]) -> None:
-        """Check that local cases exist."""
+        """Check that local cases exist, and that a server is named if one generates."""
+        if (self.engine == "server") != (self.server is not None):
+            key, other = join_key(where, "engine"), join_key(where, "server.url")
+            problems.append(f"{key}={self.engine}: `{other}` belongs to engine=server, and only to that")
+        if is_dialogue_source(self.cases):
+            problems += find_source_problems(self.cases, where)
+            return
         key = join_key(where, "cases")
         if self.cases.startswith("synthetic:"):
             parts = self.cases.split(":")[1:]

@@ -1,0 +1,51 @@
+"""Config of dialogues and servers: every wrong value is one line with what is expected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fctune.config.sections.grpo import GRPOConfig
+from fctune.config.sections.rollouts import ServerConfig, parse_environments
+
+
+def find_problems(config: GRPOConfig) -> list[str]:
+    problems: list[str] = []
+    config.check("grpo", problems)
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("cases", "parsed"),
+    [
+        ("environment:files:10", (["files"], 10)),
+        ("environment:files,shop:1000", (["files", "shop"], 1000)),
+        ("environment:my.module:Thing,shop:5", (["my.module:Thing", "shop"], 5)),
+        ("environment:files", None),
+        ("environment:files:0", None),
+        ("environment::5", None),
+        ("environment:files,:5", None),
+        ("environment:files:many", None),
+    ],
+    ids=range(8),
+)
+def test_environments_are_named_with_their_number_of_tasks(cases: str, parsed: tuple[list[str], int] | None) -> None:
+    assert parse_environments(cases) == parsed
+    problems = find_problems(GRPOConfig(cases=cases))
+    assert bool(problems) == (parsed is None)
+    assert all("expected environment:NAMES:TASKS, such as" in problem for problem in problems)
+
+
+def test_recorded_rows_must_exist(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    assert "does not exist" in find_problems(GRPOConfig(cases=f"recorded:{rows}"))[0]
+    rows.write_text("{}")
+    assert not find_problems(GRPOConfig(cases=f"recorded:{rows}"))
+
+
+def test_a_server_is_named_exactly_if_it_generates() -> None:
+    cases, server = "environment:files:10", ServerConfig(url="http://127.0.0.1:8000")
+    assert not find_problems(GRPOConfig(cases=cases, engine="server", server=server))
+    assert "engine=server: `grpo.server.url`" in find_problems(GRPOConfig(cases=cases, engine="server"))[0]
+    assert "engine=in_process" in find_problems(GRPOConfig(cases=cases, server=server))[0]
