@@ -35,6 +35,9 @@ class FullFunctionCallingRecipe(FineTuning, FTRecipeInterface):
     def select_trainable_(self) -> None:
         """Leave every parameter trainable, as built."""
 
+    def select_tokens_(self) -> None:
+        """Do nothing: the rows of all tokens train."""
+
     def init_trainable_(self) -> None:
         """Do nothing: every parameter is loaded from the base."""
 

@@ -46,15 +46,27 @@ def load_base_(model: CausalLM, model_dir: str | Path, open_file: OpenFile = saf
     Raises:
         CheckpointError: a file is missing or damaged, or its tensors differ from the model's in name or shape.
     """
-    plan = plan_base(model.architecture, model_dir)
+    plan = check_base(model, model_dir)
     targets = list(find_targets(model))
-    plan.check({target.hf_name: target.tensor.shape for target in targets})
     first = {target.name: next(plan.sources[target.hf_name][0].leaves()) for target in targets}
     # In the order of the files, which disks read fastest.
     targets.sort(key=lambda target: str(first[target.name].headers()[0].file))
     with TensorReader(open_file) as reader:
         for target in targets:
             load_(model, target, plan, reader)
+
+
+def check_base(model: CausalLM, model_dir: str | Path) -> WeightPlan:
+    """Compare the tensors of a model directory with a model, which may be without memory; returns the plan of loading.
+
+    Reads the files' headers alone.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or its tensors differ from the model's in name or shape.
+    """
+    plan = plan_base(model.architecture, model_dir)
+    plan.check({target.hf_name: target.tensor.shape for target in find_targets(model)})
+    return plan
 
 
 def plan_base(architecture: Architecture, model_dir: str | Path) -> WeightPlan:

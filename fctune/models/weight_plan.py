@@ -16,6 +16,12 @@ from fctune.errors import CheckpointError
 from fctune.models.tensor_files import TensorHeader, TensorReader
 from fctune.models.weight_sources import Dequantized, Leaf, Source, Stored
 
+# A changed config.json is as likely as a wrong or incomplete download.
+_OTHER_MODEL = (
+    "Either config.json or the weights are another model's: compare config.json with the published one, or download "
+    "the model again."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:
@@ -54,7 +60,7 @@ class WeightPlan:
         leaves = [leaf for sources in self.sources.values() for source in sources for leaf in source.leaves()]
         object.__setattr__(self, "is_dequantized", any(isinstance(leaf, Dequantized) for leaf in leaves))
 
-    def check(self, shapes: Mapping[str, Sequence[int]], remedy: str = "Download the model again.") -> None:
+    def check(self, shapes: Mapping[str, Sequence[int]], remedy: str = _OTHER_MODEL) -> None:
         """Compare the plan with a model.
 
         Args:
@@ -77,10 +83,15 @@ class WeightPlan:
             raise CheckpointError(
                 f"{self.model_dir}: weights do not match config.json: {'; '.join(problems)}. {remedy}"
             )
-        for name, shape in shapes.items():
-            for source in self.sources[name]:
-                if source.shape != tuple(shape):
-                    raise CheckpointError(f"{_describe_shape(name, source, list(shape))}. {remedy}")
+        differing = [
+            (name, source, list(shape))
+            for name, shape in shapes.items()
+            for source in self.sources[name]
+            if source.shape != tuple(shape)
+        ]
+        if differing:
+            total = f" ({len(differing)} tensors differ)" if len(differing) > 1 else ""
+            raise CheckpointError(f"{_describe_shape(*differing[0])}{total}. {remedy}")
 
     def check_duplicate(self, name: str, values: Tensor, offsets: Sequence[int], reader: TensorReader) -> None:
         """Check that the other stored copies of a tied weight equal a region of the one that was read.

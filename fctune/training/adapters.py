@@ -13,7 +13,7 @@ from fctune.models.lora import init_adapters_
 from fctune.models.token_rows import init_token_rows_, trained_token_ids
 from fctune.training.entry import Run
 from fctune.training.recipe import FineTuning
-from fctune.training.setup import select_adapters_
+from fctune.training.setup import select_adapters_, select_tokens_
 
 
 class AdapterTuning(FineTuning):
@@ -26,8 +26,12 @@ class AdapterTuning(FineTuning):
         self.adapter = config.adapter
 
     def select_trainable_(self) -> None:
-        """Freeze the base, add an adapter to each selected linear, and train the rows of untrained tokens."""
-        select_adapters_(self.model, self.config, self.model_dir, self.prepared, self.world)
+        """Freeze the base and add an adapter to each selected linear."""
+        select_adapters_(self.model, self.adapter, self.world)
+
+    def select_tokens_(self) -> None:
+        """Train the rows of untrained tokens."""
+        select_tokens_(self.model, self.config, self.model_dir, self.prepared, self.world)
 
     def init_trainable_(self) -> None:
         """Initialize the adapters from the seed and token rows from the base, equally at any world size."""

@@ -48,6 +48,7 @@ from fctune.training.run_directory import installed_versions
 from fctune.training.setup import (
     build_base,
     check_packing,
+    check_weights,
     choose_batch_size,
     open_sinks,
     plan_parallelism,
@@ -86,6 +87,10 @@ class FineTuning(ABC):
         """Select the trainable parameters of the unsharded, weightless model, in place."""
 
     @abstractmethod
+    def select_tokens_(self) -> None:
+        """Select the token rows that train, which depend on the prepared data, in place."""
+
+    @abstractmethod
     def init_trainable_(self) -> None:
         """Initialize trainable parameters that are not the base's, in place."""
 
@@ -109,16 +114,18 @@ class FineTuning(ABC):
     def setup(self) -> None:
         """Build the model without weights, prepare the data, then load weights into shards and resume.
 
-        Data comes before weights because most runs that fail, fail there.
+        What is checked in an instant comes first, and data before weights, because most runs that fail, fail there.
         """
         self.model_dir = distributed.run_on_rank_0(lambda: resolve_base(self.config))
         self.chat_template = distributed.run_on_rank_0(lambda: read_chosen_template(self.config.model))
         keeps_history = self.config.profile is not None and self.config.profile.allocations
         self.snapshot = MemorySnapshot(self.run.directory.path, self.world, keeps_history)
         self.model = build_base(self.config, self.model_dir, self.world)
+        check_weights(self.model, self.model_dir)
+        self.select_trainable_()
         self.prepared = prepare_data(self.config, self.model_dir, self.chat_template, self.world)
         self.config = choose_batch_size(self.config, self.prepared)
-        self.select_trainable_()
+        self.select_tokens_()
         self.layout = plan_parallelism(self.model, self.config, self.world)
         given, self.config = self.config, record_checkpointing(self.config, self.layout)
         self.loader = self.build_loader()

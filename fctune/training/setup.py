@@ -21,6 +21,7 @@ from fctune.config.components import resolve_component
 from fctune.config.loading import read_environment
 from fctune.config.run_length import RunLength, find_length_warnings
 from fctune.config.schema import RunConfig
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.telemetry import TelemetryConfig, WandbConfig
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.encoding import Counts
@@ -35,7 +36,7 @@ from fctune.distributed import World
 from fctune.errors import DataError
 from fctune.models.architecture import ALL_LINEAR
 from fctune.models.attention import choose_attention_kernel
-from fctune.models.base_weights import load_base_
+from fctune.models.base_weights import check_base, load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.lora import apply_lora_, describe_adapters, find_frozen_experts
 from fctune.models.packing_proof import prove_packing
@@ -140,11 +141,40 @@ def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:
     return model
 
 
-def select_adapters_(model: CausalLM, config: RunConfig, model_dir: Path, prepared: PreparedSet, world: World) -> None:
-    """Freeze a meta model, add the configured adapters and make the chosen token rows trainable, in place.
+def check_weights(model: CausalLM, model_dir: Path) -> None:
+    """Compare names and shapes of the base's stored tensors with a meta model, on rank 0.
 
     Raises:
-        ConfigError: modules or tokens that the model does not have, or rows of a head with an adapter.
+        CheckpointError: a file is missing or damaged, or its tensors are not those of the model.
+    """
+
+    def check() -> None:
+        check_base(model, model_dir)
+
+    distributed.run_on_rank_0(check)
+
+
+def select_adapters_(model: CausalLM, adapter: AdapterConfig, world: World) -> None:
+    """Freeze a meta model and add the configured adapters, in place.
+
+    Raises:
+        ConfigError: modules that the model does not have, or that take no such adapter.
+    """
+    apply_lora_(model, adapter)
+    if adapter.modules == ALL_LINEAR:
+        for name, reason in model.architecture.unadaptable.items():
+            logger.info("adapters: none on %s, because %s", name, reason)
+    if counts := describe_adapters(model):
+        logger.info("adapters: %s", counts)
+    if world.is_main and (warning := find_frozen_experts(model)):
+        logger.warning("adapters: %s", warning)
+
+
+def select_tokens_(model: CausalLM, config: RunConfig, model_dir: Path, prepared: PreparedSet, world: World) -> None:
+    """Make the chosen token rows of a meta model with adapters trainable, in place.
+
+    Raises:
+        ConfigError: tokens that the model does not have, or rows of a head with an adapter.
         CheckpointError: the base's files are damaged.
     """
     adapter = config.adapter
@@ -155,14 +185,6 @@ def select_adapters_(model: CausalLM, config: RunConfig, model_dir: Path, prepar
         candidates = find_candidates(prepared, model_dir) if is_auto else Candidates()
         return choose_tokens(adapter, model_dir, model.architecture, candidates, config.model.add_tokens)
 
-    apply_lora_(model, adapter)
-    if adapter.modules == ALL_LINEAR:
-        for name, reason in model.architecture.unadaptable.items():
-            logger.info("adapters: none on %s, because %s", name, reason)
-    if counts := describe_adapters(model):
-        logger.info("adapters: %s", counts)
-    if world.is_main and (warning := find_frozen_experts(model)):
-        logger.warning("adapters: %s", warning)
     choice = distributed.run_on_rank_0(choose)
     train_tokens_(model, choice.ids)
     if choice.note and world.is_main:

@@ -15,7 +15,7 @@ from benchmarks.model_zoo import find_entry, save_config
 from fctune.config.schema import AdapterConfig
 from fctune.errors import CheckpointError, ConfigError
 from fctune.models.architecture import Architecture
-from fctune.models.base_weights import load_base_
+from fctune.models.base_weights import check_base, load_base_
 from fctune.models.causal_lm import materialize_
 from fctune.models.lora import LoRALinear, apply_lora_
 from fctune.models.precision import PrecisionPolicy
@@ -174,12 +174,42 @@ def refuse(*arguments: Any, **options: Any) -> NoReturn:
     raise AssertionError("weights are read")
 
 
+# By claim: the model type, what is changed in its config.json, and parts of the message.
+OTHER_CONFIGS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "other sizes": ("qwen3", {"hidden_size": 64}, ("embed_tokens.weight", "[96, 32]", "[96, 64]", "tensors differ")),
+    "more experts": ("mixtral", {"num_local_experts": 6}, ("missing", "experts.4.", "config.json")),
+    "fewer experts": ("mixtral", {"num_local_experts": 2}, ("gate.weight", "[4, 32]", "[2, 32]", "6 tensors differ")),
+}
+
+
+@pytest.mark.parametrize("claim", OTHER_CONFIGS)
+def test_a_changed_config_is_named_as_a_cause_before_memory_is_needed(claim: str, tmp_path: Path) -> None:
+    model_type, changes, parts = OTHER_CONFIGS[claim]
+    file = save_tiny_model(model_type, tmp_path) / "config.json"
+    config = json.loads(file.read_text())
+    assert changes.keys() <= config.keys()
+    file.write_text(json.dumps(config | changes))
+    model = read_architecture(tmp_path).build_model(64, FLOAT32)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    with pytest.raises(CheckpointError) as caught:
+        check_base(model, tmp_path)
+    check_sentences(str(caught.value), "Either config.json or the weights are another model's", *parts)
+
+
+def test_a_config_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    file = save_tiny_model("qwen3", tmp_path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 5}))
+    with pytest.raises(ConfigError) as caught:
+        read_architecture(tmp_path).build_model(64, FLOAT32)
+    check_sentences(str(caught.value), "config.json", "num_hidden_layers", "download the model again")
+
+
 # By claim: what is done to a checkpoint's tensors, and parts of the message.
 BROKEN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "missing": (lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.weight"), ("q_proj.weight", "missing")),
     "of another size": (
         lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)}),
-        ("model.norm.weight", "[7]", "[32]"),
+        ("model.norm.weight", "[7]", "[32]", "compare config.json with the published one, or download the model again"),
     ),
     "of another model": (
         lambda tensors: tensors.update({"model.layers.9.self_attn.q_proj.weight": torch.zeros(2, 2)}),

@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,9 +50,11 @@ def run_kind_on_rank(world: World, argv: list[str], kind: Kind) -> dict[str, Any
     return run_on_rank(world, argv, RECIPES[kind])
 
 
-def check_single_report(argv: list[str], words: str, kind: Kind = "lora") -> None:
+def check_single_report(
+    argv: list[str], words: str, kind: Kind = "lora", run: Callable[..., dict[str, Any]] = run_kind_on_rank
+) -> None:
     """Check that two ranks exit with code 2, and that rank 0 alone reports ``words``, without a traceback."""
-    results = run_ranks(run_kind_on_rank, 2, argv, kind)
+    results = run_ranks(run, 2, argv, kind)
     assert [r["code"] for r in results] == [2, 2], results
     assert words in results[0]["err"], results[0]["err"]
     assert "Traceback" not in results[0]["err"]

@@ -75,7 +75,10 @@ def read_full_config(where: str, config_json: str) -> Any:
         return CONFIG_MAPPING[raw["model_type"]].from_dict(PreTrainedConfig._decode_special_floats(raw))
     except Exception as error:  # the library's validation raises all kinds
         reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{where}: transformers cannot read it ({type(error).__name__}: {reason}).") from None
+        raise ConfigError(
+            f"{where}: transformers cannot read it ({type(error).__name__}: {reason}). Compare it with the published "
+            "one, or download the model again."
+        ) from None
 
 
 class _LargeOnMeta(TorchFunctionMode):

@@ -1,0 +1,96 @@
+"""Runs that cannot work end before their data is prepared: nothing is read that takes long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.distributed import World
+from tests.models.expert_samples import save_base
+from tests.models.hybrid_samples import save_hybrid
+from tests.ranks import run_ranks
+from tests.recipes.recipe_runs import arguments_for, run_on_rank
+
+ROWS = 100_000  # would take a minute to prepare
+
+
+def change_config(**changes: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())
+        assert changes.keys() <= config.keys()
+        (path / "config.json").write_text(json.dumps(config | changes))
+
+    return change
+
+
+def keep(path: Path) -> None:
+    """Leave the model as it is."""
+
+
+# By claim: the kind of model, what is done to it, settings, and parts of the message.
+CASES: dict[str, tuple[str, Callable[[Path], None], list[str], list[str]]] = {
+    "experts in 4 bits": (
+        "experts",
+        keep,
+        ["adapter.modules=all-linear", "adapter.base=nf4"],
+        ["adapter.base=nf4: this model is a mixture of experts", "set adapter.base=bf16"],
+    ),
+    "a module that is not there": (
+        "experts",
+        keep,
+        ["adapter.modules=[q_prj]"],
+        ["adapter.modules: no such module: q_prj; did you mean q_proj?", "experts.down_proj"],
+    ),
+    "a module that takes no adapter": (
+        "falcon_h1",
+        keep,
+        ["adapter.modules=[out_proj]"],
+        ["adapter.modules: out_proj takes no adapter", "PEFT"],
+    ),
+    "weights of another model": (
+        "experts",
+        change_config(hidden_size=128),
+        ["adapter.modules=all-linear"],
+        ["embed_tokens.weight has the shape", ", 64], config.json implies", "compare config.json with the published"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bases")
+    save_base("qwen3_moe", folder / "experts", with_tokenizer=True, num_experts=4)
+    save_hybrid("falcon_h1", folder / "falcon_h1", with_tokenizer=True)
+    return folder
+
+
+def try_cases(world: World, bases: Path, output: Path) -> dict[str, dict[str, Any]]:
+    """Run all cases one after another on this rank."""
+    found: dict[str, dict[str, Any]] = {}
+    for number, (claim, (kind, change, settings, _)) in enumerate(CASES.items()):
+        base = output / f"base {number}"
+        base.mkdir()
+        for file in (bases / kind).iterdir():
+            if file.name == "config.json":
+                (base / file.name).write_bytes(file.read_bytes())
+            else:
+                (base / file.name).symlink_to(file)
+        change(base)
+        rows = f"data.sources.0.path=synthetic:train:{ROWS}:1"
+        argv = arguments_for(output / str(number), f"model.path={base}", rows, *settings)
+        found[claim] = run_on_rank(world, argv)
+    return found
+
+
+def test_runs_that_cannot_work_end_before_their_data_is_prepared(bases: Path, tmp_path: Path) -> None:
+    results = run_ranks(try_cases, 1, bases, tmp_path)[0]
+    for claim, (*_, parts) in CASES.items():
+        result = results[claim]
+        assert result["code"] == 2, (claim, result)
+        assert "data:" not in result["out"], (claim, result)
+        message = result["err"].strip().splitlines()[-1]
+        assert all(part in message for part in parts), (claim, message)
