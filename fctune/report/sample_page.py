@@ -57,9 +57,11 @@ def _headline(summary: Mapping[str, Any]) -> str:
     rates = summary["pass_rates"].get("all")
     if not rates or rates[0]["rate"] is None:
         return f"{summary['num_answers']:,} answers to {summary['num_cases']:,} cases; rates are given by category."
-    first, last = rates[0], rates[-1]
+    first = rates[0]
+    # Where a budget ended the run, the cases with most answers are not all cases.
+    last = next(rate for rate in reversed(rates) if rate["n"] == first["n"])
     more = ""
-    if last["k"] > 1 and last["rate"] is not None:
+    if last["k"] > 1:
         more = f"; at least one of {last['k']} answers is right in {last['rate']:.1%}"
     return f"{first['rate']:.1%} of the answers are right (95 % interval {format_bounds(first)}){more}."
 

@@ -26,6 +26,7 @@ from fctune.evaluation.cases import Case
 from fctune.evaluation.results import ResultsFile, read_rows
 from fctune.evaluation.suites import Suite
 from fctune.generation.engine import Answer, AnswerTokens
+from fctune.report.sample_page import write_sample_html
 from fctune.sampling.pass_rates import choose_ks, estimate_pass_rate, pass_at_k
 from fctune.sampling.rewards import check_reward, weigh_parts
 from fctune.sampling.run import Budget, sample_suite, summarise_samples
@@ -160,6 +161,15 @@ def test_a_budget_ends_the_run_with_equally_many_answers_to_each_case(tmp_path: 
     again = Script(ANSWERS)  # earlier tokens count, so one answer spends what is left
     assert len(sample(again, path, budget=Budget(max_tokens=num_tokens + 1))) == 4
     assert len(sample(Script(ANSWERS), path)) == 12
+
+
+def test_the_headline_compares_rates_of_the_same_cases(tmp_path: Path) -> None:
+    rows = sample(Script(ANSWERS), tmp_path / "answers.jsonl")
+    for kept, shown in ((4, "at least one of 4 answers is right in 66.7%"), (2, "at least one of 2 answers is right")):
+        some = [row for row in rows if row["case"] == "a" or row["sample"] < kept]
+        page = tmp_path / "page.html"
+        write_sample_html({**summarise_samples(SUITE, some, 4, {}), "model": "script"}, SUITE, some, page)
+        assert shown in page.read_text()
 
 
 def test_best_shortest_and_diverse_answers_are_chosen(tmp_path: Path) -> None:
