@@ -32,7 +32,7 @@ from fctune.calls.metrics import wilson_interval
 from fctune.evaluation.paired import compare_rows
 from fctune.evaluation.results import read_rows
 
-NUM_ROWS = 5000  # before the split by tools
+NUM_ROWS = 5500  # before the split by tools, and before those with several tools are left out
 NUM_START_ROWS = 2000
 NUM_CASES = {"validation": (160, 40), "test": (480, 120)}  # that expect calls, and that expect none
 CATEGORIES = ("call", "no_call", "all")
@@ -42,13 +42,13 @@ CATEGORIES = ("call", "no_call", "all")
 class Method:
     """A way of learning from verdicts: a shipped config, its overrides, and the function that writes its rows.
 
-    ``make_rows`` takes the folder of a seed, the number of answers to each case and whether they are chosen at random;
-    it returns a file of rows.
+    ``make_rows`` takes the folder of a seed, the command's arguments and whether answers are chosen at random; it
+    returns a file of rows.
     """
 
     config: str
     overrides: tuple[str, ...]
-    make_rows: Callable[[Path, int, bool], Path]
+    make_rows: Callable[[Path, argparse.Namespace, bool], Path]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,9 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--control", action="store_true", help="also train on answers chosen at random")
     parser.add_argument("--split", choices=NUM_CASES, default="test", help="cases to measure; default: %(default)s")
     parser.add_argument("--trial", default="", metavar="NAME", help="name of a result with other settings")
-    parser.add_argument("--start-steps", type=int, default=100, help="steps of the start; default: %(default)s")
+    parser.add_argument("--start-steps", type=int, default=80, help="steps of the start; default: %(default)s")
     parser.add_argument("--prompts", type=int, default=800, help="cases to sample; default: %(default)s")
-    parser.add_argument("--num", type=int, default=4, help="answers to each case; default: %(default)s")
+    parser.add_argument("--num", type=int, default=4, help="answers to each case, at most; default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=100_000, help="tokens to sample; default: %(default)s")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the method's config")
     arguments = parser.parse_intermixed_args(argv)
     if bool(arguments.overrides) != bool(arguments.trial):
@@ -85,7 +86,7 @@ def run_seed(arguments: argparse.Namespace, seed: int) -> None:
     for name in arguments.methods:
         for is_control in (False, True)[: 1 + arguments.control]:
             method = METHODS[name]
-            rows = method.make_rows(folder, arguments.num, is_control)
+            rows = method.make_rows(folder, arguments, is_control)
             overrides = [*method.overrides, f"data.sources.0.path={rows}", *arguments.overrides]
             label = "-".join(filter(None, (name, arguments.trial, "control" if is_control else "")))
             tuned = train(folder / label, seed, str(start), method.config, overrides)
@@ -101,10 +102,10 @@ def make_data(folder: Path, seed: int, num_prompts: int) -> None:
     train_cases, test_cases = folder / "train_cases.jsonl", folder / "test_cases.jsonl"
     source = f"synthetic:varied:{NUM_ROWS}:{seed}"
     fctune("data", "cases", source, "--out", str(train_cases), "--test", str(test_cases), "--seed", "1")
-    lines = train_cases.read_text().splitlines(keepends=True)
+    lines = read_single(train_cases)
     contents = [lines[:NUM_START_ROWS], lines[NUM_START_ROWS:][:num_prompts]]
     rest: dict[str, list[str]] = {"call": [], "no_call": []}
-    for line in test_cases.read_text().splitlines(keepends=True):
+    for line in read_single(test_cases):
         rest[json.loads(line)["kind"]].append(line)
     for num_calls, num_others in NUM_CASES.values():
         contents.append(rest["call"][:num_calls] + rest["no_call"][:num_others])
@@ -113,31 +114,37 @@ def make_data(folder: Path, seed: int, num_prompts: int) -> None:
         file.write_text("".join(content))
 
 
-def sample(folder: Path, num: int, keep: str, out: Path) -> Path:
+def read_single(cases: Path) -> list[str]:
+    """Return the lines of cases that offer one tool: between unseen ones, so small a model chooses by chance."""
+    return [line for line in cases.read_text().splitlines(keepends=True) if len(json.loads(line)["tools"]) == 1]
+
+
+def sample(folder: Path, arguments: argparse.Namespace, keep: str, out: Path) -> Path:
     """Ask the start each prompt several times, unless that is done; returns the rows of the chosen answers."""
     if not out.exists():
         samples = folder / "samples"
-        command = ["sample", "--model", str(folder / "start" / "export" / "merged"), "--num", str(num)]
+        command = ["sample", "--model", str(folder / "start" / "export" / "merged"), "--num", str(arguments.num)]
+        command += ["--max-total-tokens", str(arguments.tokens)]
         command += ["--cases", str(folder / "prompts.jsonl"), "--max-new-tokens", "128", "--batch-size", "256"]
         fctune(*command, "--keep", keep, "--out", str(samples), "--html", f"{samples}.html")
         out.write_text((samples / "sft.jsonl").read_text())
     return out
 
 
-def choose_rows(folder: Path, num: int, is_control: bool) -> Path:
+def choose_rows(folder: Path, arguments: argparse.Namespace, is_control: bool) -> Path:
     """Return the rows of right answers; for the control as many of answers chosen at random."""
-    right = sample(folder, num, "best", folder / "right.jsonl")
+    right = sample(folder, arguments, "best", folder / "right.jsonl")
     if not is_control:
         return right
-    others = sample(folder, num, "random", folder / "random.jsonl")
+    others = sample(folder, arguments, "random", folder / "random.jsonl")
     lines = others.read_text().splitlines(keepends=True)
     others.write_text("".join(lines[: len(right.read_text().splitlines())]))
     return others
 
 
-def choose_pairs(folder: Path, num: int, is_control: bool) -> Path:
+def choose_pairs(folder: Path, arguments: argparse.Namespace, is_control: bool) -> Path:
     """Return the pairs of right and wrong answers; for the control the same ones, each turned round by a coin."""
-    sample(folder, num, "best", folder / "right.jsonl")
+    sample(folder, arguments, "best", folder / "right.jsonl")
     pairs, others = folder / "samples" / "pairs.jsonl", folder / "random_pairs.jsonl"
     if not is_control:
         return pairs

@@ -24,9 +24,15 @@ class Commands:
         self.called.append(arguments)
         options = dict(itertools.pairwise(arguments))
         if arguments[0] == "data":
-            kinds = ["call", "no_call"] * 2000
+            kinds = ["call", "no_call"] * 3000
             for option in ("--out", "--test"):
-                write(Path(options[option]), [{"id": f"{option} {n}", "kind": kind} for n, kind in enumerate(kinds)])
+                write(
+                    Path(options[option]),
+                    [
+                        {"id": f"{option} {n}", "kind": kind, "tools": [{}] * (1 + n % 3 // 2)}
+                        for n, kind in enumerate(kinds)
+                    ],
+                )
         elif arguments[0] == "train":
             folder = Path(find_value(arguments, "output_dir"))
             (folder / "export" / "merged").mkdir(parents=True)
