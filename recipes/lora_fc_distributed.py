@@ -28,6 +28,10 @@ class LoRAFunctionCallingRecipe(AdapterTuning, FTRecipeInterface):
                 "preference: this recipe trains on conversations. Remove it (~preference), or run "
                 "recipes/lora_dpo_distributed."
             )
+        if config.grpo is not None:
+            raise ConfigError(
+                "grpo: this recipe trains on conversations. Remove it (~grpo), or run recipes/lora_grpo_distributed."
+            )
         super().__init__(config, world, run)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-Phase = Literal["step", "update", "stage", "write", "publish", "mark", "prune", "sweep", "read"]
+Phase = Literal[
+    "step", "update", "stage", "write", "publish", "mark", "prune", "sweep", "read", "policy", "sample", "judged"
+]
 
 _listeners: list[Callable[[Phase, str], None]] = []
 

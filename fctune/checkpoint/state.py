@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,7 +30,6 @@ from fctune.checkpoint.tensors import (
     set_lr_,
 )
 from fctune.checkpoint.timers import RunTimers
-from fctune.data.loader import GlobalLoader
 from fctune.distributed import World
 from fctune.errors import CheckpointError
 from fctune.models.causal_lm import CausalLM
@@ -55,19 +54,30 @@ class TrainState:
     timers: RunTimers = field(default_factory=RunTimers)
 
 
+@runtime_checkable
+class DataCursor(Protocol):
+    """What a run knows of its data: where it is, and what it needs to continue there."""
+
+    def state_at(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint after ``step`` records, ready for JSON; ``epoch`` is part of it."""
+
+    def resume_at(self, state: dict[str, Any]) -> None:
+        """Continue after the step at which a state was recorded; raises ``DataError`` if it is of other data."""
+
+
 class Checkpointer:
     """Saves and restores the state of one run. Every rank calls every method.
 
     Args:
         state: live state of the run.
         weights: Hugging Face form of the trainable weights.
-        loader: of the training split; a checkpoint holds its position.
+        data: of the run; a checkpoint holds its position.
         facts: config and inputs of the run, which a resumed run must share.
         world: this rank.
     """
 
-    def __init__(self, state: TrainState, weights: HFWeights, loader: GlobalLoader, facts: RunFacts, world: World):
-        self.state, self.weights, self.loader, self.facts, self.world = state, weights, loader, facts, world
+    def __init__(self, state: TrainState, weights: HFWeights, data: DataCursor, facts: RunFacts, world: World):
+        self.state, self.weights, self.data, self.facts, self.world = state, weights, data, facts, world
 
     def collect(self) -> dict[str, Tensor]:
         """Return the live tensors to save: weights, optimizer state and this rank's random generators."""
@@ -76,7 +86,7 @@ class Checkpointer:
     def describe(self) -> dict[str, Any]:
         """Return what a checkpoint records besides tensors, ready for JSON."""
         state, facts = self.state, self.facts
-        cursor = self.loader.state_at(state.step)
+        cursor = self.data.state_at(state.step)
         return {
             "version": 1,
             "step": state.step,
@@ -108,7 +118,7 @@ class Checkpointer:
             DataError: the data is not that of the run.
         """
         distributed.run_on_all_ranks(lambda: check_same_run(resume, self.facts))
-        distributed.run_on_all_ranks(lambda: self.loader.step_of(resume.state["loader"]))
+        distributed.run_on_all_ranks(lambda: self.data.resume_at(resume.state["loader"]))
         folder, state = resume.checkpoint.path, self.state
         fire("read", folder.name)
         init_optimizer_state_(state.optimizer)

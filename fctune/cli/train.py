@@ -18,7 +18,7 @@ def add_commands(commands: Any) -> None:
         "train",
         help="fine-tune a model",
         description="Fine-tune a model: adapters if the config has an `adapter` section, otherwise all weights; on "
-        "preference pairs if it has a `preference` section.",
+        "preference pairs if it has a `preference` section, and on its own answers if it has a `grpo` section.",
         epilog="Ctrl-C or SIGTERM saves and stops; the same command resumes. Exit codes: 0 done, 1 failed, 2 wrong "
         "usage, config or data, 75 stopped and saved.",
     )
@@ -41,7 +41,9 @@ def _train(arguments: argparse.Namespace) -> int:
         num_processes = num_gpus or 1
         found = f"{num_gpus} GPU{'' if num_gpus == 1 else 's'}" if num_gpus else "no GPU found"
         _show(f"{num_processes} process{'' if num_processes == 1 else 'es'} ({found}); choose with --nproc")
-    if config.preference is not None:
+    if config.grpo is not None:
+        recipe = "lora_grpo_distributed"
+    elif config.preference is not None:
         recipe = "lora_dpo_distributed"
     else:
         recipe = "full_fc_distributed" if config.adapter is None else "lora_fc_distributed"

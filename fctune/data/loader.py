@@ -147,8 +147,8 @@ class GlobalLoader:
             "inputs": self.prepared.inputs,
         }
 
-    def step_of(self, state: dict[str, Any]) -> int:
-        """Return the global step after which a state was saved.
+    def resume_at(self, state: dict[str, Any]) -> None:
+        """Check that a saved state is of this data; the step number says where to continue.
 
         Raises:
             DataError: The state belongs to other data, another seed or another batch size; lists the differences.
@@ -166,7 +166,6 @@ class GlobalLoader:
                 f"the data differs from that of the checkpoint:\n{shown}\n"
                 "Restore the previous values, or start a new run in another output_dir."
             )
-        return int(state["epoch"] * self.steps_per_epoch + state["position"] // self.global_batch_size)
 
     def totals(self, step: GlobalStep) -> StepTotals:
         """Return the totals over the packs of a step."""

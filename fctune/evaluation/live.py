@@ -91,7 +91,7 @@ class LiveEvaluation:
             ConfigError: The call format of the model's chat template is unknown.
         """
         started = time.perf_counter()
-        with _random_state_restored(self.world.device):
+        with random_state_restored(self.world.device):
             engine = self._engine(model)
             call_format = detect_format(engine.template.source)
             share = self.suite.cases[self.world.rank :: self.world.world_size]
@@ -169,7 +169,7 @@ def check_answering_memory(model: CausalLM, used_bytes: int, memory_bytes: int) 
 
 
 @contextmanager
-def _random_state_restored(device: torch.device) -> Iterator[None]:
+def random_state_restored(device: torch.device) -> Iterator[None]:
     """Restore the state of every random generator of this rank; by default torch would start all CUDA devices."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -15,7 +15,7 @@ import torch
 from fctune import distributed
 from fctune.checkpoint.hf_checkpoint import HFWeights
 from fctune.checkpoint.resume import RunFacts
-from fctune.checkpoint.state import Checkpointer, TrainState
+from fctune.checkpoint.state import Checkpointer, DataCursor, TrainState
 from fctune.config.intervals import is_never
 from fctune.config.schema import RunConfig
 from fctune.config.sections.evaluation import VALIDATION_CASES
@@ -44,6 +44,7 @@ from fctune.training.host_memory import HostMemoryCallback
 from fctune.training.loop import build_loader, count_steps, train
 from fctune.training.objective import Objective, SupervisedObjective
 from fctune.training.out_of_memory import MemorySnapshot, suggest_less_memory
+from fctune.training.prefetch import StepSource
 from fctune.training.run_directory import installed_versions
 from fctune.training.setup import (
     build_base,
@@ -80,6 +81,7 @@ class FineTuning(ABC):
         self.chat_template: ChosenTemplate | None = None
         self.state: TrainState | None = None
         self.snapshot: MemorySnapshot | None = None
+        self.source: StepSource | None = None
         self.callbacks: list[Callback] = []
 
     @abstractmethod
@@ -123,13 +125,13 @@ class FineTuning(ABC):
         self.model = build_base(self.config, self.model_dir, self.world)
         check_weights(self.model, self.model_dir)
         self.select_trainable_()
-        self.prepared = prepare_data(self.config, self.model_dir, self.chat_template, self.world)
+        self.prepared = self.prepare()
         self.config = choose_batch_size(self.config, self.prepared)
         self.select_tokens_()
         self.layout = plan_parallelism(self.model, self.config, self.world)
         given, self.config = self.config, record_checkpointing(self.config, self.layout)
         self.loader = self.build_loader()
-        self.num_steps = count_steps(self.config, self.loader, self.world)
+        self.num_steps = self.count_steps()
         warn_of_length(self.config, self.prepared, self.num_steps, self.world)
         hosts = distributed.all_gather_objects(platform.node())
         if self.world.is_main:
@@ -149,9 +151,21 @@ class FineTuning(ABC):
         has_reasoning = self.prepared.counts.reasoning > 0
         return Prompting(self.chat_template, self.config.model.template_args, has_reasoning)
 
+    def prepare(self) -> PreparedSet:
+        """Return the prepared set of the training rows."""
+        return prepare_data(self.config, self.model_dir, self.chat_template, self.world)
+
     def build_loader(self) -> GlobalLoader:
         """Build the loader of the training split."""
         return build_loader(self.config, self.prepared)
+
+    def count_steps(self) -> int:
+        """Return the number of optimizer steps of the run."""
+        return count_steps(self.config, self.loader, self.world)
+
+    def open_source(self) -> StepSource | None:
+        """Return where the data of the steps comes from; None for the loader."""
+        return None
 
     def load_checkpoint(self) -> GradientSync:
         """Load the base's weights into shards and initialize the other trainable parameters."""
@@ -172,7 +186,9 @@ class FineTuning(ABC):
         facts = RunFacts(
             config.to_dict(), base_digest, self.num_steps, installed_versions(), trained_token_ids(self.model)
         )
-        checkpointer = Checkpointer(state, self.hf_weights(), self.loader, facts, world)
+        self.source = self.open_source()
+        data = self.source if isinstance(self.source, DataCursor) else self.loader
+        checkpointer = Checkpointer(state, self.hf_weights(), data, facts, world)
         if run.resume is not None:
             checkpointer.restore_(run.resume)
 
@@ -209,6 +225,7 @@ class FineTuning(ABC):
                 *(self.config, self.state, self.loader, self.num_steps, self.world, self.sinks, self.callbacks),
                 gpu_hours=hours,
                 objective=self.objective(),
+                source=self.source,
             )
 
     def save_checkpoint(self) -> None:

@@ -46,6 +46,11 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def rollouts(self) -> Path:
+        """Answers of a run with reinforcement learning, each once: one JSON object per answer."""
+        return self.path / "rollouts.jsonl"
+
+    @property
     def export(self) -> Path:
         """Directory of the exported models, ``merged`` and ``adapter``."""
         return self.path / "export"
@@ -146,7 +151,7 @@ class RunDirectory:
             self._run |= {"config": config.to_dict(), "world_size": world_size, "versions": installed_versions()}
             self._run["resumed"] = [*self._run.get("resumed", []), resumed]
             self._write("run.json", self._run)
-            for file in (self.metrics, self.path / "alerts.jsonl"):
+            for file in (self.metrics, self.rollouts, self.path / "alerts.jsonl"):
                 _drop_steps_after(file, step)
             for name in ("exit.json", "stop", "stop-for-good"):
                 (self.path / name).unlink(missing_ok=True)

@@ -103,7 +103,7 @@ def choose_batch_size(config: RunConfig, prepared: PreparedSet) -> RunConfig:
 def warn_of_length(config: RunConfig, prepared: PreparedSet, num_steps: int, world: World) -> None:
     """Warn once of settings that do not suit the number of steps."""
     has_validation = prepared.num_packs("validation") > 0
-    length = RunLength(num_steps, prepared.num_packs("train"), has_validation=has_validation)
+    length = RunLength(num_steps, prepared.num_packs("train") or None, has_validation=has_validation)
     for warning in find_length_warnings(config, length) if world.is_main else ():
         logger.warning("%s", warning)
 

@@ -16,15 +16,17 @@ from fctune.training.entry import run_recipe
 from recipes.full_fc_distributed import FullFunctionCallingRecipe
 from recipes.lora_dpo_distributed import LoRAPreferenceRecipe
 from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
+from recipes.lora_grpo_distributed import LoRAPolicyRecipe
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 
-Kind = Literal["lora", "full", "dpo"]
+Kind = Literal["lora", "full", "dpo", "grpo"]
 
 RECIPES: dict[Kind, Any] = {
     "lora": LoRAFunctionCallingRecipe,
     "full": FullFunctionCallingRecipe,
     "dpo": LoRAPreferenceRecipe,
+    "grpo": LoRAPolicyRecipe,
 }
 CONFIGS: dict[Kind, str] = {kind: str(ROOT / "configs" / f"tiny_{kind}.yaml") for kind in RECIPES}
 

@@ -1,0 +1,170 @@
+"""Batches of rollouts: cases in order, groups of answers, and further cases in place of groups that teach nothing.
+
+A batch depends on its position among the cases and on the answers alone, so it is collected again from the answers that
+a checkpoint holds, and none is asked twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fctune.config.sections.grpo import GRPOConfig
+from fctune.errors import DataError
+from fctune.sampling.rollouts import Request, Rollout, make_seed
+
+Play = Callable[[Sequence[Request]], Iterable[Rollout]]
+
+# Share of a reward's range below which rewards of a group count as equal: rounding of sums of weighted parts.
+_FLAT = 1e-9
+
+
+@dataclass(slots=True)
+class RolloutBatch:
+    """The answers of one batch.
+
+    Attributes:
+        number: Position of the batch in the run, from 1.
+        start: Cases drawn before the batch, since the start of the run.
+        stop: Cases drawn up to its end.
+        groups: Groups to learn from.
+        dropped: Groups with equal rewards, or with fewer than two answers.
+        num_rounds: Rounds of further cases.
+        num_flat: Batches in a row, this one included, without a group to learn from.
+        seconds: Duration of generation and judging.
+    """
+
+    number: int
+    start: int
+    stop: int
+    groups: list[list[Rollout]] = field(default_factory=list)
+    dropped: list[list[Rollout]] = field(default_factory=list)
+    num_rounds: int = 0
+    num_flat: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """All answers, those of dropped groups and failed ones included."""
+        return [one for group in (*self.groups, *self.dropped) for one in group]
+
+
+class RolloutCollector:
+    """Collects batches of rollouts.
+
+    Args:
+        config: The ``grpo`` section.
+        ids: Ids of the tasks.
+        seed: Of the run: chooses the order of the tasks in each pass, and the tokens of each answer.
+        play: Asks and rewards.
+    """
+
+    def __init__(self, config: GRPOConfig, ids: Sequence[str], seed: int, play: Play):
+        self._config, self._ids, self._seed, self._play = config, list(ids), seed, play
+        self._order: tuple[int, np.ndarray] | None = None
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks."""
+        return len(self._ids)
+
+    def collect(self, number: int, start: int, num_flat: int = 0, done: Iterable[Rollout] = ()) -> RolloutBatch:
+        """Return a batch with as many groups as a step is to have, or fewer if the limit of refills is reached.
+
+        Args:
+            number: Of the batch.
+            start: Cases drawn before it.
+            num_flat: Batches in a row before it that had nothing to learn from.
+            done: Answers to its requests that there are already.
+
+        Raises:
+            DataError: No answer arrives, no answer has a token, or too many batches in a row teach nothing.
+        """
+        began = time.perf_counter()
+        config, batch = self._config, RolloutBatch(number, start, start)
+        known = {(one.case_id, one.sample): one for one in done}
+        asked: Counter[str] = Counter()
+        missing = config.prompts_per_step
+        while True:
+            groups = self._ask(batch, missing, asked, known)
+            for group in groups:
+                (batch.dropped if self._is_dropped(group) else batch.groups).append(group)
+            missing = config.prompts_per_step - len(batch.groups)
+            if not missing or (batch.groups and batch.num_rounds >= config.max_refills):
+                break
+            if not batch.groups and batch.num_rounds >= config.max_refills:
+                num_flat += 1
+                self._check_flat(batch, num_flat)
+            batch.num_rounds += 1
+        if all(is_flat(group) for group in batch.groups):  # kept, since drop_flat_groups is off
+            num_flat += 1
+            self._check_flat(batch, num_flat)
+        else:
+            num_flat = 0
+        batch.num_flat = num_flat
+        batch.seconds = time.perf_counter() - began
+        return batch
+
+    def _ask(
+        self, batch: RolloutBatch, num_groups: int, asked: Counter[str], known: dict[tuple[str, int], Rollout]
+    ) -> list[list[Rollout]]:
+        """Return the groups of the next cases; a case that comes again in a batch has samples of higher numbers."""
+        size = self._config.group_size
+        groups: list[list[Request]] = []
+        for position in range(batch.stop, batch.stop + num_groups):
+            case_id = self._ids[self._index_at(position)]
+            first = asked[case_id]
+            asked[case_id] += size
+            seeds = [make_seed(self._seed, position, sample) for sample in range(size)]
+            groups.append([Request(case_id, first + sample, seed) for sample, seed in enumerate(seeds)])
+        batch.stop += num_groups
+        requests = [one for group in groups for one in group if (one.case_id, one.sample) not in known]
+        if requests:
+            known |= {(one.case_id, one.sample): one for one in self._play(requests)}
+        answered = [[known[one.case_id, one.sample] for one in group] for group in groups]
+        flat = [one for group in answered for one in group]
+        if all(one.error is not None for one in flat):
+            raise DataError(f"none of {len(flat):,} answers arrived, for example {flat[0].case_id}: {flat[0].error}")
+        if not any(one.num_generated for one in flat):
+            raise DataError(
+                f"none of {len(flat):,} answers has a generated token, for example that to {flat[0].case_id}: check "
+                "the model, its chat template and grpo.max_new_tokens."
+            )
+        return answered
+
+    def _is_dropped(self, group: Sequence[Rollout]) -> bool:
+        if sum(one.error is None for one in group) < 2 or not any(self.is_trained(one) for one in group):
+            return True
+        return self._config.drop_flat_groups and is_flat(group)
+
+    def is_trained(self, rollout: Rollout) -> bool:
+        """Return True for an answer with generated tokens that is not masked because it was cut off."""
+        is_masked = self._config.mask_cut and rollout.is_cut
+        return rollout.error is None and rollout.num_generated > 0 and not is_masked
+
+    def _check_flat(self, batch: RolloutBatch, num_flat: int) -> None:
+        if num_flat < self._config.max_flat_batches:
+            return
+        rewards = [one.reward for one in batch.rollouts if one.error is None]
+        raise DataError(
+            f"{num_flat} batches in a row had no group to learn from: in each, all answers had equal rewards or were "
+            f"cut off (mean reward {sum(rewards) / len(rewards):g}). Use cases that the model sometimes gets right "
+            "(fctune sample measures that), weigh finer parts in grpo.reward, or raise grpo.max_new_tokens or "
+            "grpo.temperature."
+        )
+
+    def _index_at(self, position: int) -> int:
+        epoch, index = divmod(position, len(self._ids))
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._ids)))
+        return int(self._order[1][index])
+
+
+def is_flat(group: Sequence[Rollout]) -> bool:
+    """Return True if all answers of a group that arrived have equal rewards."""
+    rewards = [one.reward for one in group if one.error is None]
+    return max(rewards) - min(rewards) <= _FLAT * max(1.0, *map(abs, rewards)) if rewards else True

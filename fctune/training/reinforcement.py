@@ -1,0 +1,159 @@
+"""Reinforcement learning from verdicts: what is asked, what generates, and how the policy reaches it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fctune import distributed
+from fctune.calls.formats.registry import detect_format
+from fctune.config.schema import RunConfig
+from fctune.config.sections.rollouts import is_dialogue_source
+from fctune.data.chat_template import ChatTemplate
+from fctune.data.packed_samples import pack_samples
+from fctune.data.prepared_set import PreparedSet
+from fctune.distributed import World
+from fctune.errors import ConfigError
+from fctune.evaluation.live import build_answering, random_state_restored
+from fctune.evaluation.suites import benchmark_of
+from fctune.generation.decoding import AnswerDecoder, find_stop_ids
+from fctune.generation.engine import Sampling
+from fctune.generation.in_process import InProcessEngine
+from fctune.models.export import export_adapter
+from fctune.sampling.case_tasks import CaseTasks, load_training_suite
+from fctune.sampling.in_process_rollouts import InProcessRolloutEngine
+from fctune.sampling.rollouts import TaskSet
+from fctune.sampling.server_engine import ServerRolloutEngine
+from fctune.sampling.task_sets import open_dialogue_tasks, open_server_engine
+from fctune.training.adapters import AdapterTuning
+from fctune.training.entry import Run
+from fctune.training.policy_gradient import PolicyObjective
+from fctune.training.rollout_source import RolloutSource
+
+logger = logging.getLogger("fctune")
+
+
+class PolicyTuning(AdapterTuning):
+    """A run that trains adapters on its own rewarded answers."""
+
+    def __init__(self, config: RunConfig, world: World, run: Run):
+        if config.grpo is None:
+            raise ConfigError(
+                "grpo: missing; this recipe learns from the verdicts on its own answers. Add e.g. grpo: {cases: "
+                "cases.jsonl}, or run recipes/lora_fc_distributed."
+            )
+        super().__init__(config, world, run)
+        self.grpo = config.grpo
+
+    def objective(self) -> PolicyObjective:
+        """Return the policy loss."""
+        return PolicyObjective(self.grpo)
+
+    def prepare(self) -> PreparedSet:
+        """Read the cases, and return an empty prepared set that stands for them in the run's record."""
+        self.tasks, benchmark = distributed.run_on_all_ranks(self._open_tasks)
+        num_cases = len(self.tasks.ids)
+        inputs = {"cases": self.grpo.cases, "num_cases": num_cases, "validation_share": 0.0}
+        data = self.config.data
+        empty = pack_samples([], [], data.seq_len, data.packed, self.tasks.digest(), inputs)
+        return replace(empty, counts=replace(empty.counts, benchmark=num_cases if benchmark else 0))
+
+    def count_steps(self) -> int:
+        """Return the number of optimizer steps: those of ``epochs`` passes over the cases if no group is dropped."""
+        batches = self.config.epochs * math.ceil(len(self.tasks.ids) / self.grpo.prompts_per_step)
+        steps = batches * self.grpo.updates_per_batch
+        return steps if self.config.max_steps is None else min(steps, self.config.max_steps)
+
+    def open_source(self) -> RolloutSource:
+        """Return the source of steps made of rollouts."""
+        is_shared = self.grpo.server is not None
+        engine, publish = self._open_server() if is_shared else self._open_in_process()
+        return RolloutSource(
+            *(self.config, self.tasks, engine, self.world, self.model.make_bounds, publish),
+            log=self.run.directory.rollouts,
+            is_shared=is_shared,
+        )
+
+    def _open_template(self) -> ChatTemplate:
+        switches = self.config.model.template_args
+        return ChatTemplate(self.model_dir, template_args=switches, chat_template=self.chat_template)
+
+    def _open_tasks(self) -> tuple[TaskSet, str | None]:
+        """Return the tasks, and the benchmark that they belong to, if any."""
+        grpo, max_tokens, template = self.grpo, self.config.data.seq_len, self._open_template()
+        limits: dict[str, Any] = {"max_new_tokens": grpo.max_new_tokens, "max_tokens": max_tokens}
+        if is_dialogue_source(grpo.cases):
+            return open_dialogue_tasks(grpo.cases, grpo.dialogue, template, reward=grpo.reward, **limits), None
+        suite = load_training_suite(grpo.cases, grpo.force_benchmark)
+        decoder = AnswerDecoder(template, find_stop_ids(read_eos(self.model_dir), template))
+        tasks = CaseTasks(suite, decoder, detect_format(template.source), weights=grpo.reward, **limits)
+        return tasks, benchmark_of(suite)
+
+    def _open_server(self) -> tuple[ServerRolloutEngine | None, Callable[[int], None]]:
+        """Return rank 0's engine, and the function that loads the adapter in training into the server."""
+        server, directory, opened = self.grpo.server, self.run.directory.path, list[ServerRolloutEngine]()
+        assert server is not None
+
+        def connect() -> None:
+            engine = open_server_engine(
+                *(server, self._open_template(), directory),
+                temperature=self.grpo.temperature,
+                min_positions=self.config.data.seq_len,
+                say=logger.warning,
+            )
+            opened.append(engine)
+
+        distributed.run_on_rank_0(connect)
+
+        def publish(version: int) -> None:
+            exported, base = directory / "policy", self.config.model.path
+            arguments = (self.model, self.adapter, base, self.model_dir, exported, self.world.is_main)
+            distributed.run_on_all_ranks(lambda: export_adapter(*arguments, prompting=self.prompting()))
+            distributed.run_on_rank_0(lambda: opened[0].publish(exported, version))
+
+        return (opened[0] if opened else None), publish
+
+    def _open_in_process(self) -> tuple[InProcessRolloutEngine, Callable[[int], None]]:
+        """Return this rank's engine, and the function that gives it the merged weights of the model in training."""
+        from transformers import GenerationConfig
+
+        device = self.world.device
+
+        def make_engine(model: Any) -> InProcessEngine:
+            return InProcessEngine(
+                self.model_dir,
+                batch_size=self.grpo.generation_batch_size,
+                sampling=Sampling(self.grpo.temperature, self.config.seed),
+                device=device,
+                model=model,
+                template_args=self.config.model.template_args,
+                chat_template=self.chat_template,
+                keeps_tokens=True,
+            )
+
+        engine = InProcessRolloutEngine(make_engine)
+
+        def publish(version: int) -> None:
+            with random_state_restored(device):
+                policy = build_answering(self.model, self.model_dir, device)
+                # Penalties of the model's own generation config would make answers of another policy.
+                policy.generation_config = GenerationConfig(eos_token_id=read_eos(self.model_dir))
+                engine.publish(policy, version)
+
+        return engine, publish
+
+
+def read_eos(model_dir: Path) -> int | list[int] | None:
+    """Return the end tokens of a model directory's generation config, or else of its model config."""
+    from transformers import AutoConfig, GenerationConfig
+
+    if (model_dir / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(str(model_dir), local_files_only=True).eos_token_id
+    else:
+        eos = AutoConfig.from_pretrained(str(model_dir), local_files_only=True).get_text_config().eos_token_id
+    found: int | list[int] | None = eos
+    return found

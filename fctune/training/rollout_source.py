@@ -1,0 +1,291 @@
+"""The source of steps that learn from rollouts: publishes the policy, waits for its answers, and makes steps of them.
+
+Answers of a server are generated on a thread, ahead of the step that trains them; those in this process between steps,
+each rank a share. What was answered and not trained yet is in every checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fctune import distributed
+from fctune.checkpoint.fault_hooks import fire
+from fctune.config.schema import RunConfig
+from fctune.distributed import World
+from fctune.errors import DataError
+from fctune.models.attention import MakeBounds
+from fctune.sampling.collection import RolloutBatch, RolloutCollector
+from fctune.sampling.rollouts import Request, Rollout, RolloutEngine, TaskSet
+from fctune.training.policy_gradient import compute_advantages
+from fctune.training.prefetch import StepData
+from fctune.training.rollout_steps import TrainedRollout, make_step_data
+
+# Parts that say if an answer is right, by the kind of task.
+_RIGHT = ("strict", "solved")
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """A batch that is being generated, and its answers so far, those of an earlier process included."""
+
+    number: int
+    rollouts: list[Rollout] = field(default_factory=list)
+    result: Future[RolloutBatch] | None = None
+
+
+class RolloutSource:
+    """Makes the steps of a run that learns from its own answers. Every rank calls every method.
+
+    Args:
+        config: Config of the run.
+        tasks: What is asked.
+        engine: Generates; if it is shared, None on ranks other than 0.
+        world: This rank.
+        make_bounds: Makes the boundaries of the rollouts in packed rows.
+        publish: Hands the current policy to the engine as this version; every rank calls it.
+        log: File of all answers, which rank 0 writes.
+        is_shared: One engine answers for all ranks, while they train.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        tasks: TaskSet,
+        engine: RolloutEngine | None,
+        world: World,
+        make_bounds: MakeBounds,
+        publish: Callable[[int], None],
+        log: Path,
+        is_shared: bool = False,
+    ):
+        assert config.grpo is not None
+        self._config, self._grpo, self._world = config, config.grpo, world
+        self._tasks, self._engine, self._publish = tasks, engine, publish
+        self._make_bounds, self._log, self._is_shared = make_bounds, log, is_shared
+        play = self._play_alone if is_shared else self._play_together
+        self._collector = RolloutCollector(self._grpo, tasks.ids, config.seed, play)
+        self._digest = tasks.digest()
+        self._num_ahead = self._grpo.max_staleness if is_shared else 0
+        self._batch: RolloutBatch | None = None  # in training
+        self._trained: list[TrainedRollout] = []
+        self._position = self._num_flat = 0  # after that batch
+        self._restored: dict[int, list[Rollout]] = {}  # answers of later batches in the checkpoint, by batch
+        self._lock = threading.Lock()
+        self._ahead: deque[_Ahead] = deque()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts") if is_shared else None
+        self._tail = (0, 0)  # position and flat batches after the last batch of the thread
+        self._arriving: list[Rollout] = []  # of the batch that the thread generates
+        self._published: int | None = None
+        self._publish_s = 0.0
+
+    def __enter__(self) -> RolloutSource:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+        for opened in (self._engine, self._tasks):
+            if (close := getattr(opened, "close", None)) is not None:  # of tasks, only environments have processes
+                close()
+
+    def take(self, step: int) -> StepData:
+        """Return this rank's inputs of global step ``step``; waits for the answers of its batch."""
+        number = (step - 1) // self._grpo.updates_per_batch + 1
+        metrics: dict[str, float] = {}
+        if self._batch is None or self._batch.number != number:
+            self._set_batch(self._next_batch(number, step))
+            assert self._batch is not None
+            metrics = self._measure(self._batch, step)
+            if self._world.is_main:
+                self._write_log(self._batch, step)
+        assert self._batch is not None
+        epoch = self._batch.start // self._collector.num_tasks
+        make_bounds = self._make_bounds
+        return make_step_data(
+            self._trained, self._config, self._world, make_bounds, step=step, epoch=epoch, metrics=metrics
+        )
+
+    def state_at(self, step: int) -> dict[str, Any]:
+        """Return the state that a checkpoint after ``step`` needs: the position, and answers not trained yet."""
+        updates = self._grpo.updates_per_batch
+        is_unfinished = self._batch is not None and step % updates != 0
+        with self._lock:
+            ahead = {one.number: list(one.rollouts) for one in self._ahead}
+        return {
+            "epoch": self._position // self._collector.num_tasks,
+            "position": self._position,
+            "num_flat": self._num_flat,
+            "seed": self._config.seed,
+            "cases": self._digest,
+            "batch": _to_json(self._batch) if is_unfinished and self._batch is not None else None,
+            "ahead": {str(number): [one.to_json() for one in rollouts] for number, rollouts in ahead.items()},
+        }
+
+    def resume_at(self, state: dict[str, Any]) -> None:
+        """Continue after the step at which this state was saved.
+
+        Raises:
+            DataError: The state belongs to other cases or another seed.
+        """
+        mine = self.state_at(0)
+        changes = [
+            f"{name}: was {state[name]}, is {mine[name]}" for name in ("cases", "seed") if state[name] != mine[name]
+        ]
+        if changes:
+            raise DataError(
+                f"the cases or the reward differ from those of the checkpoint ({', '.join(changes)}). "
+                "Restore the previous ones, or start a new run in another output_dir."
+            )
+        self._position, self._num_flat = int(state["position"]), int(state["num_flat"])
+        self._tail = (self._position, self._num_flat)
+        self._restored = {
+            int(number): [Rollout.from_json(row) for row in rows] for number, rows in state["ahead"].items()
+        }
+        if state["batch"] is not None:
+            self._set_batch(_from_json(state["batch"]))
+
+    def _set_batch(self, batch: RolloutBatch) -> None:
+        self._batch, self._position, self._num_flat = batch, batch.stop, batch.num_flat
+        self._trained = [one for group in batch.groups for one in self._weigh(group)]
+
+    def _weigh(self, group: Sequence[Rollout]) -> list[TrainedRollout]:
+        """Return the answers of a group that are trained, with advantages over all of its answers."""
+        answered = [one for one in group if one.error is None]
+        advantages = compute_advantages([one.reward for one in answered], self._grpo.advantage)
+        pairs = zip(answered, advantages, strict=True)
+        return [TrainedRollout(one, value) for one, value in pairs if self._collector.is_trained(one)]
+
+    def _next_batch(self, number: int, step: int) -> RolloutBatch:
+        """Return the batch to train next; rounds of generation that follow see the weights of now."""
+        if not self._is_shared:
+            self._publish_now(step)
+            assert self._engine is not None
+            batch = self._collector.collect(number, self._position, self._num_flat)
+            self._engine.close()
+            return batch
+        if not self._ahead or self._num_ahead == 0:  # the first batch, and every one without staleness
+            self._publish_now(step)
+            self._start(number)
+        batch = distributed.run_on_rank_0(self._wait)
+        self._ahead.popleft()
+        if self._num_ahead:
+            self._publish_now(step)
+            first = self._ahead[-1].number + 1 if self._ahead else number + 1
+            for later in range(first, number + self._num_ahead + 1):
+                self._start(later)
+        return batch
+
+    def _publish_now(self, step: int) -> None:
+        """Publish the policy, which has seen all updates before ``step``, unless it is published already."""
+        self._publish_s = 0.0
+        if self._published == step - 1:
+            return
+        fire("policy", str(step - 1))
+        started = time.perf_counter()
+        self._publish(step - 1)
+        self._published = step - 1
+        self._publish_s = time.perf_counter() - started
+
+    def _start(self, number: int) -> None:
+        """Start generating a batch on rank 0's thread; on other ranks, only count it."""
+        ahead = _Ahead(number, self._restored.pop(number, []))
+        with self._lock:
+            self._ahead.append(ahead)
+        if self._world.is_main:
+            assert self._thread is not None
+            ahead.result = self._thread.submit(self._collect_ahead, ahead)
+
+    def _collect_ahead(self, ahead: _Ahead) -> RolloutBatch:
+        self._arriving = ahead.rollouts
+        position, num_flat = self._tail
+        batch = self._collector.collect(ahead.number, position, num_flat, list(ahead.rollouts))
+        self._tail = (batch.stop, batch.num_flat)
+        return batch
+
+    def _wait(self) -> RolloutBatch:
+        result = self._ahead[0].result
+        assert result is not None
+        return result.result()
+
+    def _play_alone(self, requests: Sequence[Request]) -> Iterable[Rollout]:
+        """Ask with rank 0's engine; answers are kept for checkpoints as they arrive."""
+        assert self._engine is not None
+        fire("sample", str(len(requests)))
+        for rollout in self._tasks.play(self._engine, requests):
+            with self._lock:
+                self._arriving.append(rollout)
+            yield rollout
+
+    def _play_together(self, requests: Sequence[Request]) -> Iterable[Rollout]:
+        """Ask each rank's engine its share, and return all answers on every rank."""
+        assert self._engine is not None
+        engine, share = self._engine, requests[self._world.rank :: self._world.world_size]
+        fire("sample", str(len(requests)))
+        mine = distributed.run_on_all_ranks(lambda: list(self._tasks.play(engine, share)) if share else [])
+        fire("judged", str(len(requests)))
+        return [one for of_rank in distributed.all_gather_objects(mine) for one in of_rank]
+
+    def _measure(self, batch: RolloutBatch, step: int) -> dict[str, float]:
+        rollouts = batch.rollouts
+        answered = [one for one in rollouts if one.error is None]
+        metrics = {
+            "reward_mean": _mean([one.reward for one in answered]),
+            "answer_tokens_mean": _mean([one.num_generated for one in answered]),
+            "answers": len(rollouts),
+            "answers_trained": len(self._trained),
+            "answers_masked": sum(self._grpo.mask_cut and one.is_cut for one in answered),
+            "answers_failed": len(rollouts) - len(answered),
+            "groups_dropped": len(batch.dropped),
+            "refill_rounds": batch.num_rounds,
+            "staleness": step - 1 - min(one.rollout.version for one in self._trained),
+            "generation_time_s": batch.seconds,
+            "judging_time_s": sum(one.judging_s for one in rollouts),
+            "publish_time_s": self._publish_s,
+        }
+        for name in answered[0].parts:
+            metrics[f"reward/{name}"] = _mean([one.parts[name] for one in answered])
+        if (right := next((name for name in _RIGHT if name in answered[0].parts), None)) is not None:
+            metrics["pass_rate"] = _mean([one.parts[right] for one in answered])
+            for category in sorted({one.category for one in answered}):
+                shares = [one.parts[right] for one in answered if one.category == category]
+                metrics[f"pass_rate/{category}"] = _mean(shares)
+        return metrics
+
+    def _write_log(self, batch: RolloutBatch, step: int) -> None:
+        """Append every answer of the batch; the prompt's ids are left out, since the case has them."""
+        advantages = {(one.rollout.case_id, one.rollout.sample): one.advantage for one in self._trained}
+        with open(self._log, "a", encoding="utf-8") as log:
+            for one in batch.rollouts:
+                row = {"step": step, "batch": batch.number, **one.to_json()}
+                row["advantage"] = advantages.get((one.case_id, one.sample))
+                del row["prompt_ids"]
+                log.write(json.dumps(row) + "\n")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _to_json(batch: RolloutBatch) -> dict[str, Any]:
+    def rows(groups: Sequence[Sequence[Rollout]]) -> list[list[dict[str, Any]]]:
+        return [[one.to_json() for one in group] for group in groups]
+
+    names = ("number", "start", "stop", "num_rounds", "num_flat", "seconds")
+    return {name: getattr(batch, name) for name in names} | {"groups": rows(batch.groups)}
+
+
+def _from_json(row: dict[str, Any]) -> RolloutBatch:
+    """Return the batch without its dropped groups, which are logged and done with."""
+    groups = [[Rollout.from_json(one) for one in group] for group in row["groups"]]
+    return RolloutBatch(**row | {"groups": groups})

@@ -1,0 +1,109 @@
+"""The recipe of reinforcement learning as a user starts it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.ranks import run_ranks
+from tests.recipes.recipe_runs import CONFIGS, Kind, check_single_report, run_kind_on_rank
+
+# The base is hardly ever right, so that its verdicts alone would teach nothing.
+REWARD = ("grpo.reward={random: 1.0, brevity: 0.5}",)
+SMALL = (
+    *("grpo.cases=synthetic:train:12:1", "grpo.prompts_per_step=2", "grpo.group_size=3", "grpo.max_new_tokens=12"),
+    *("data.seq_len=1024", "grpo.mask_cut=false", "optimizer.lr=1e-3"),
+)
+
+
+def arguments(output: Path, *overrides: str) -> list[str]:
+    return ["--config", CONFIGS["grpo"], f"output_dir={output / 'run'}", *SMALL, *REWARD, *overrides]
+
+
+def read_lines(output: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "run" / name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("updates", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_run_that_is_resumed_equals_one_that_was_not(updates: int, tmp_path: Path) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    options = ("checkpoint.every=1", f"grpo.updates_per_batch={updates}")
+    done = run_ranks(run_kind_on_rank, 1, arguments(whole, *options, "max_steps=4"), "grpo")[0]
+    assert done["code"] == 0, done
+    assert (whole / "run" / "export" / "adapter" / "adapter_model.safetensors").is_file()
+    for steps in (3, 4):  # with two updates a batch, the first run ends in the middle of one
+        done = run_ranks(run_kind_on_rank, 1, arguments(halves, *options, f"max_steps={steps}"), "grpo")[0]
+        assert done["code"] == 0, done
+    one, two = (read_lines(folder, "metrics.jsonl") for folder in (whole, halves))
+    assert [m["loss"] for m in one] == [m["loss"] for m in two]
+    assert [m["data_digest"] for m in one] == [m["data_digest"] for m in two]
+    assert any(m["loss"] != 0 for m in one)
+    adapters = [load_file(f / "run" / "export" / "adapter" / "adapter_model.safetensors") for f in (whole, halves)]
+    assert all(torch.equal(weight, adapters[1][name]) for name, weight in adapters[0].items())
+    logs = [read_lines(folder, "rollouts.jsonl") for folder in (whole, halves)]
+    for rows in logs:
+        for row in rows:
+            del row["judging_s"]
+    assert logs[0] == logs[1]
+    assert max(Counter((row["batch"], row["case_id"], row["sample"]) for row in logs[1]).values()) == 1
+    assert {row["version"] for row in logs[1]} == set(range(0, 4, updates))
+    assert all(m["engine_gap"] < 1e-4 for m in one[::updates])
+
+
+def test_two_processes_share_the_answers_and_the_update(tmp_path: Path) -> None:
+    results = run_ranks(run_kind_on_rank, 2, arguments(tmp_path, "max_steps=1"), "grpo")
+    assert [one["code"] for one in results] == [0, 0], results
+    (metrics,) = read_lines(tmp_path, "metrics.jsonl")
+    rows = read_lines(tmp_path, "rollouts.jsonl")
+    assert metrics["answers"] == len(rows) >= 6
+    assert metrics["judging_time_s"] > 0
+    groups = {row["case_id"] for row in rows if row["advantage"] is not None}
+    for case_id in groups:
+        assert abs(sum(row["advantage"] for row in rows if row["case_id"] == case_id)) < 1e-6
+    assert metrics["reward_mean"] == pytest.approx(sum(row["reward"] for row in rows) / len(rows))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("grpo.reward={strikt: 1.0}", "grpo.reward.strikt: no such part of a reward; did you mean strict?"),
+        ("grpo.group_size=1", "grpo.group_size=1: expected 2 or more"),
+        ("grpo.cases=no/cases.jsonl", "grpo.cases=no/cases.jsonl: no such file"),
+        ("data.seq_len=128", "cases leave no room for an answer"),
+        ("adapter.dropout=0.1", "adapter.dropout=0.1: answers are generated without dropout"),
+        ("~adapter", "grpo: trains adapters, and adapter is missing"),
+        ("data.sources=[{path: synthetic:train:9}]", "data.sources: a run with grpo learns from its own answers"),
+    ],
+    ids=["part", "group", "cases", "room", "dropout", "adapter", "sources"],
+)
+def test_bad_input_is_named_in_one_sentence(override: str, words: str, tmp_path: Path) -> None:
+    done = run_ranks(run_kind_on_rank, 1, arguments(tmp_path, override), "grpo")[0]
+    assert done["code"] == 2, done
+    assert words in done["err"]
+    assert "Traceback" not in done["err"]
+
+
+def test_cases_of_a_benchmark_and_without_answers_are_refused(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    row = {"messages": [{"role": "user", "content": "Call f."}], "tools": [tool]}
+    for name, extra, words in (
+        ("bfcl", {"id": "simple_python_1", "expected_calls": []}, "belongs to a benchmark"),
+        ("unanswered", {"id": "one"}, "no expected_calls, and the last message is not the assistant's answer"),
+    ):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps(row | extra) + "\n")
+        done = run_ranks(run_kind_on_rank, 1, arguments(tmp_path, f"grpo.cases={path}"), "grpo")[0]
+        assert done["code"] == 2, done
+        assert words in done["err"]
+
+
+@pytest.mark.parametrize("kind", ["lora", "dpo"])
+def test_other_recipes_refuse_the_config(kind: Kind, tmp_path: Path) -> None:
+    words = "~grpo" if kind == "lora" else "preference: missing"
+    check_single_report(arguments(tmp_path), words, kind)

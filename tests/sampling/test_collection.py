@@ -1,0 +1,113 @@
+"""Batches of rollouts: drawn in order, refilled, bounded, and collected again from what a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from fctune.config.sections.grpo import GRPOConfig
+from fctune.errors import DataError
+from fctune.sampling.collection import RolloutCollector
+from fctune.sampling.rollouts import Request, Rollout
+
+IDS = [f"case {number}" for number in range(10)]
+
+
+def answer(request: Request, reward: float, **changes: object) -> Rollout:
+    made = Rollout(request.case_id, request.sample, "all", 0, (1,), (2, 3), (True, True), (-1.0, -1.0), reward=reward)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+class Player:
+    """Rewards by a function of the request, and counts what was asked."""
+
+    def __init__(self, make: Callable[[Request], Rollout]):
+        self.make, self.asked = make, list[Request]()
+
+    def __call__(self, requests: Sequence[Request]) -> Iterator[Rollout]:
+        self.asked += requests
+        return (self.make(request) for request in reversed(requests))
+
+
+def collector(player: Player, **options: object) -> RolloutCollector:
+    config = GRPOConfig(cases="synthetic:train:10", prompts_per_step=3, group_size=2, **options)  # type: ignore[arg-type]
+    return RolloutCollector(config, IDS, 7, player)
+
+
+def mixed(request: Request) -> Rollout:
+    return answer(request, float(request.sample % 2))
+
+
+def test_a_pass_asks_each_case_once_with_its_own_seeds() -> None:
+    player = Player(mixed)
+    batches = collector(player)
+    position = 0
+    for number in range(1, 6):
+        batch = batches.collect(number, position)
+        assert batch.start == position
+        assert [[one.sample % 2 for one in group] for group in batch.groups] == [[0, 1]] * 3
+        position = batch.stop
+    assert position == 15
+    assert sorted(one.case_id for one in player.asked[:20]) == sorted(IDS * 2)
+    assert len({one.seed for one in player.asked}) == len(player.asked)
+
+
+def test_flat_groups_are_dropped_and_replaced_up_to_the_limit() -> None:
+    taught: set[str] = set()
+
+    def make(request: Request) -> Rollout:
+        return answer(request, float(request.sample) if request.case_id in taught else 1.0)
+
+    batches = collector(Player(make), max_refills=2)
+    order = [IDS[batches._index_at(position)] for position in range(10)]
+    taught |= {order[1], order[4]}
+    batch = batches.collect(1, 0)
+    assert [group[0].case_id for group in batch.groups] == [order[1], order[4]]
+    assert (batch.num_rounds, batch.stop) == (2, 3 + 2 + 1)
+    assert len(batch.dropped) == 4
+    assert len(batch.rollouts) == 12
+    kept = collector(Player(make), drop_flat_groups=False).collect(1, 0)
+    assert len(kept.groups) == 3
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_batches_that_teach_nothing_end_the_run(drops: bool) -> None:
+    player = Player(lambda request: answer(request, 0.25))
+    batches = collector(player, drop_flat_groups=drops, max_refills=1, max_flat_batches=3)
+    num_flat = 0 if drops else batches.collect(2, 0, batches.collect(1, 0).num_flat).num_flat
+    with pytest.raises(DataError, match=r"3 batches in a row .* equal rewards .*mean reward 0\.25"):
+        batches.collect(3, 0, num_flat)
+    assert len(player.asked) <= 2 * 3 * 5
+
+
+def test_a_batch_is_collected_again_from_the_answers_that_there_are() -> None:
+    whole = collector(Player(mixed)).collect(4, 5)
+    player = Player(mixed)
+    done = whole.rollouts[::2]
+    again = collector(player).collect(4, 5, done=done)
+    assert again.groups == whole.groups
+    assert len(player.asked) == len(whole.rollouts) - len(done)
+    assert not {(one.case_id, one.sample) for one in player.asked} & {(one.case_id, one.sample) for one in done}
+
+
+def test_cut_answers_count_in_their_group_and_are_not_trained() -> None:
+    batches = collector(Player(lambda request: answer(request, float(request.sample), is_cut=request.sample == 1)))
+    batch = batches.collect(1, 0)
+    assert [[batches.is_trained(one) for one in group] for group in batch.groups] == [[True, False]] * 3
+    unmasked = collector(Player(mixed), mask_cut=False)
+    assert unmasked.is_trained(answer(Request("a", 0, 0), 1.0, is_cut=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"error": "no route", "ids": (), "is_generated": (), "logprobs": ()}, r"none of 6 answers arrived.*no route"),
+        ({"ids": (), "is_generated": (), "logprobs": ()}, "none of 6 answers has a generated token"),
+    ],
+    ids=["errors", "no tokens"],
+)
+def test_batches_without_answers_end_the_run(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        collector(Player(lambda request: answer(request, 1.0, **changes))).collect(1, 0)
