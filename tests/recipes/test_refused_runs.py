@@ -1,4 +1,4 @@
-"""Runs that cannot work end before their data is prepared: nothing is read that takes long."""
+"""Runs that cannot work end before their data is prepared, which may take long, or before their first step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from fctune.distributed import World
+from fctune.models.transformers import attention
 from tests.models.expert_samples import save_base
 from tests.models.hybrid_samples import save_hybrid
 from tests.ranks import run_ranks
@@ -94,3 +96,22 @@ def test_runs_that_cannot_work_end_before_their_data_is_prepared(bases: Path, tm
         assert "data:" not in result["out"], (claim, result)
         message = result["err"].strip().splitlines()[-1]
         assert all(part in message for part in parts), (claim, message)
+
+
+def run_with_leak(world: World, argv: list[str]) -> dict[str, Any]:
+    """Run on this rank with attention that ignores where conversations end."""
+    attend = attention.attend
+    with patch.object(attention, "attend", lambda q, k, v, bounds, **options: attend(q, k, v, None, **options)):
+        return run_on_rank(world, argv)
+
+
+def test_a_run_whose_packed_conversations_see_each_other_takes_no_step(bases: Path, tmp_path: Path) -> None:
+    settings = ["data.packed=true", "data.seq_len=512", "adapter.modules=[q_proj]"]
+    argv = arguments_for(tmp_path, f"model.path={bases / 'experts'}", *settings)
+    result = run_ranks(run_with_leak, 1, argv)[0]
+    assert result["code"] == 2, result
+    message = result["err"].strip().splitlines()[-1]
+    assert "data.packed: conversations of a packed row see each other in Qwen3MoeAttention" in message
+    assert message.endswith("Set data.packed=false.")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert not metrics.exists() or not metrics.read_text()
