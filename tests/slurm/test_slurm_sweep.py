@@ -97,32 +97,28 @@ def test_an_array_of_six_runs_survives_the_sweeps_own_death(cluster: Cluster, cl
     assert "valid" in checked
 
 
-def test_managed_jobs_run_a_sweep(cluster: Cluster, sky: SkyPilot, trial: str) -> None:
+@pytest.mark.timeout(1500)
+def test_six_managed_jobs_run_a_sweep_three_at_a_time(cluster: Cluster, sky: SkyPilot, trial: str) -> None:
     study = cluster.shared / "sweeps" / "managed"
-    # Two jobs fit on n0: one that calls srun cannot run on the other node of this cluster.
-    options = [
-        "--num-nodes",
-        "1",
-        "--cpus",
-        "32",
-        "--memory",
-        "500",
-        "--gpus",
-        "H100:4",
-        "--env",
-        "FCTUNE_CPU_RANKS=1",
-        "--env",
-        "OMP_NUM_THREADS=1",
-    ]
+    # Three jobs fit on n0: one that calls srun cannot run on the other node of this cluster.
+    resources = {"--num-nodes": "1", "--cpus": "32", "--memory": "500", "--gpus": "H100:2"}
+    variables = ("FCTUNE_CPU_RANKS=1", "OMP_NUM_THREADS=1")
+    options = [word for pair in resources.items() for word in pair]
+    options += [word for variable in variables for word in ("--env", variable)]
     launcher = {"kind": "sky", "task": "sky/slurm/finetune.yaml", "options": options, "poll_s": 5}
-    sweep = write_sweep(cluster, trial, "managed", sampler="list", runs=[{"seed": 1}, {"seed": 2}], launcher=launcher)
+    space = {"optimizer.lr": [1e-3, 4e-3, 1e-2], "adapter.rank": [8, 32]}
+    sweep = write_sweep(cluster, trial, "managed", space=space, launcher=launcher, at_once=3)
     sky.run("down", "--all", "--yes", check=False)
     # The desk's user is root, and that of the jobs is not: both write to the study's directory.
     program = ["bash", "-c", 'umask 0 && exec "$0" "$@"', PYTHON]
-    done = sky.run("-m", "fctune.cli", "sweep", sweep, timeout_s=800, program=program)
+    done = sky.run("-m", "fctune.cli", "sweep", sweep, timeout_s=1200, program=program)
     rows = read_rows(study)
+    assert len(rows) == 6
     assert {row["status"] for row in rows.values()} == {"completed"}, done.stderr
     assert {row["attempts"] for row in rows.values()} == {"1"}
-    assert len(rows) == 2
+    assert {(row["optimizer.lr"], row["adapter.rank"]) for row in rows.values()} == {
+        (str(lr), str(rank)) for lr in space["optimizer.lr"] for rank in space["adapter.rank"]
+    }
+    assert count_most_at_once(study) <= 3
     queue = sky.run("jobs", "queue", "--all").stdout
-    assert len(re.findall(r"managed-00\d-1 .*SUCCEEDED", queue)) == 2, queue
+    assert len(re.findall(r"managed-00\d-1 .*SUCCEEDED", queue)) == 6, queue
