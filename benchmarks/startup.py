@@ -48,6 +48,14 @@ _WRONG_INPUT = {
     "eval.throughput, wrong path": ["-m", "eval.throughput", "--model", "no/such"],
     "eval.serving, wrong path": ["-m", "eval.serving", "no/such"],
 }
+# What a plan takes depends on the library that builds the model, and on its layers.
+_PLANNED = {
+    "": "llama3_1_8b_lora",
+    ", QLoRA": "llama3_2_1b_qlora",
+    ", transformers": "qwen3_0_6b_lora",
+    ", experts": "qwen3_30b_a3b_lora",
+    ", layers of several kinds": "gemma4_e4b_lora",
+}
 _HELP = ("", "data show", "data check", "plan", "preflight", "score bfcl", "report", "watch")
 _HELP_OF_NEW_COMMANDS = ("train", "eval", "compare", "validate", "config check")
 
@@ -77,9 +85,10 @@ def make_commands() -> dict[str, Command]:
         commands[f"train, {name}"] = Command(2.0, [*CLI, "train", *rest], [*TUNE, *rest])
     show = [*CLI, "data", "show", "synthetic:train:1:1", "--row", "1", "--tokenizer", BASE]
     commands["data show of one row"] = Command(4.0, show, show)
-    for name, more, limit_s in (("plan", [], 3.0), ("plan, other numbers of nodes", ["--search"], 6.0)):
-        plan = [*CLI, "plan", "configs/llama3_1_8b_lora.yaml", *more]
-        commands[name] = Command(limit_s, plan, plan)
+    for kind, config in _PLANNED.items():
+        for name, more, limit_s in (("plan", [], 3.0), ("plan, other numbers of nodes", ["--search"], 6.0)):
+            plan = [*CLI, "plan", f"configs/{config}.yaml", *more]
+            commands[f"{name}{kind}"] = Command(limit_s, plan, plan)
     return commands
 
 
@@ -114,7 +123,7 @@ def measure(
             }
         before = f"{found.get('before_median_s', float('nan')):6.2f} s -> " if other is not None else ""
         late = "" if median < command.limit_s else "  OVER THE LIMIT"
-        print(f"{name:36} {before}{median:5.2f} s  (limit {command.limit_s:g} s){late}", flush=True)
+        print(f"{name:54} {before}{median:5.2f} s  (limit {command.limit_s:g} s){late}", flush=True)
         yield name, found
 
 

@@ -7,6 +7,7 @@ blocks) and from the times at which FSDP2 holds unsharded tensors (torch.distrib
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 
@@ -73,6 +74,12 @@ class MemoryModel:
         self.block_activations: BlockActivations = count_block_activations(
             model.architecture, config, self.precision.compute_dtype.itemsize
         )
+
+    def with_supervised_share(self, supervised_share: float) -> MemoryModel:
+        """Return the same for data of which another share is supervised, without tracing the blocks again."""
+        other = copy.copy(self)
+        other.supervised_share = supervised_share
+        return other
 
     def device_state(self, setting: Setting) -> Footprint:
         """Return the weights, gradients and optimizer state on one device; zero if they are offloaded to the host."""

@@ -70,7 +70,7 @@ class VariantSearch:
         world_size = request.nodes * request.gpus_per_node
         hardware = Hardware("cuda", world_size, request.gpus_per_node, request.gpu.memory_bytes)
         # A run chooses its layout before it knows which share of its data is supervised.
-        memory = MemoryModel(self.model, config, request.gpu.memory_bytes)
+        memory = self.memory.with_supervised_share(1.0)
         need = partial(memory.required, world_size)
         layout = choose_parallel_layout(config.parallel, hardware, config.adapter is not None, need)
         check_layout(config, self.model, layout.mode, layout.shard)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -26,11 +26,16 @@ def fuse_norms_(decoder: nn.Module) -> None:
     Norms that add one to their weight, as Gemma's do, are ours on CPUs only: elsewhere, torch's kernel would round the
     sum to half precision.
     """
+    offsets: dict[Hashable, float | None] = {}
     for module in decoder.modules():
         eps = _find_eps(module)
         if eps is None:
             continue
-        offset = _find_offset(module, eps)
+        # A decoder has hundreds of norms of a few kinds.
+        kind = _describe(module)
+        if kind not in offsets:
+            offsets[kind] = _find_offset(module, eps)
+        offset = offsets[kind]
         if offset == 0.0:
             module.forward = functools.partial(_normalise, module, eps)
         elif offset is not None:
@@ -59,6 +64,15 @@ def _find_eps(module: nn.Module) -> float | None:
         return None
     weight: Any = module.weight
     return eps[0] if weight.dim() == 1 else None
+
+
+def _describe(module: nn.Module) -> Hashable:
+    """Return what a norm's output depends on besides its input and weight: its class, size and attributes."""
+    own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    if not all(isinstance(value, bool | int | float | str | tuple | None) for value in own.values()):
+        return id(module)
+    weight: Any = module.weight
+    return type(module), len(weight), repr(sorted(own.items()))
 
 
 def _find_offset(module: nn.Module, eps: float) -> float | None:
