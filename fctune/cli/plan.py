@@ -71,6 +71,9 @@ def add_commands(commands: Any) -> None:
         "--disk-gb-s", type=float, default=1.0, metavar="X", help="bandwidth of the shared disk; default: %(default)s"
     )
     plan.add_argument("--failures-per-gpu-day", type=float, metavar="X", help="default: Llama 3's training")
+    plan.add_argument(
+        "--server-gpus", type=int, metavar="N", help="GPUs of the server in reinforcement; default: those of one node"
+    )
     plan.add_argument("--search", action="store_true", help="also try other numbers of nodes")
     plan.add_argument("--json", action="store_true", help="print JSON: version 1, bytes and seconds")
     plan.set_defaults(run=_plan)
@@ -111,6 +114,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             shared_gib=arguments.shared_gib,
             network_gib=arguments.network_gib,
             egress_gib=arguments.egress_gib,
+            server_gpus=arguments.server_gpus,
             **({} if rate is None else {"failures_per_gpu_day": rate}),
         )
     )

@@ -18,6 +18,7 @@ from fctune.planner.memory_timeline import Peak, Setting
 from fctune.planner.models import check_run, extend_architecture, find_architecture, find_planned_tokens, shape_model
 from fctune.planner.plan_request import PlanRequest
 from fctune.planner.prices import CURRENCY, Cost, Prices, compute_cost
+from fctune.planner.rollouts import RolloutPlan, plan_rollouts
 from fctune.planner.rule_of_thumb import RuleOfThumb, estimate_flops_by_rule, estimate_memory_by_rule
 from fctune.planner.speed import EFFICIENCY_RANGE, Flops, StepTime
 from fctune.planner.storage import Storage
@@ -53,6 +54,7 @@ class Plan:
     rule_of_thumb_flops: float | None
     storage: Storage
     variants: list[Variant]
+    rollouts: RolloutPlan | None = None  # generation, in reinforcement
     scaling: list[ScalingPoint] = field(default_factory=list)
 
     @property
@@ -185,6 +187,7 @@ class Plan:
             "costs": None if self.cost is None else asdict(self.cost) | {"total": self.cost.total},
             "currency": self.config.currency,
             "storage": self.storage.to_json(),
+            "rollouts": None if self.rollouts is None else self.rollouts.to_json(),
             "variants": [_describe_variant(v) for v in self.variants],
             "fastest": None if self.fastest is None else _describe_variant(self.fastest),
             "search": [
@@ -271,6 +274,16 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
         else estimate_flops_by_rule(num_parameters, total_tokens, is_recomputed),
         storage=search.storage(setting, num_steps),
         variants=search.variants(request.nodes),
+        rollouts=plan_rollouts(
+            config,
+            architecture,
+            num_parameters,
+            request.gpu,
+            request.server_gpus or request.gpus_per_node
+            if config.grpo is not None and config.grpo.engine == "server"
+            else world_size,
+            search.time(setting).total_s / config.global_batch_size,
+        ),
         scaling=search.scale(num_steps) if request.is_searching else [],
     )
 

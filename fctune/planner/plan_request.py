@@ -35,6 +35,7 @@ class PlanRequest:
     prices: Prices = field(default_factory=Prices)  # of GPUs without ``price``, disks and traffic
     shared_gib: float = 2000.0  # size of the shared disk that is paid for
     network_gib: float = NETWORK_GIB  # size of each node's network disk
+    server_gpus: int | None = None  # GPUs of the server in reinforcement; None takes those of one node
     egress_gib: float | None = None  # traffic to the internet; None takes the export's size, published once
 
     def __post_init__(self) -> None:
@@ -42,6 +43,8 @@ class PlanRequest:
         for option, number in (("--nodes", self.nodes), ("--gpus-per-node", self.gpus_per_node)):
             if number < 1:
                 problems.add(f"{option} {number}: expected 1 or more.")
+        if self.server_gpus is not None and self.server_gpus < 1:
+            problems.add(f"--server-gpus {self.server_gpus}: expected 1 or more.")
         if self.efficiency is not None and not 0 < self.efficiency <= 1:
             problems.add(f"--efficiency {self.efficiency:g}: expected more than 0 and at most 1.")
         if self.price is not None and not (self.price >= 0 and math.isfinite(self.price)):

@@ -12,6 +12,7 @@ from fctune.parallel.footprint import GIB, LABELS, SAFE_SHARE
 from fctune.planner.plan import Plan, list_remedies
 from fctune.planner.plan_request import FAILURES_PER_GPU_DAY
 from fctune.planner.prices import Cost
+from fctune.planner.rollouts import RolloutPlan
 from fctune.planner.speed import EFFICIENCY_RANGE
 from fctune.planner.storage import MAX_LOST_SHARE
 from fctune.planner.variants import WORTHWHILE_SPEEDUP, Variant
@@ -38,6 +39,8 @@ def print_plan(console: Console, plan: Plan) -> None:
     _print_variants(console, plan)
     console.print()
     _print_time(console, plan)
+    if plan.rollouts is not None:
+        _print_rollouts(console, plan.rollouts)
     _print_storage(console, plan)
     if plan.scaling:
         console.print()
@@ -153,6 +156,24 @@ def _print_time(console: Console, plan: Plan) -> None:
             "embedding as a matrix product, and ignores attention, padding, memory traffic and the network",
             "dim",
         )
+
+
+def _print_rollouts(console: Console, rollouts: RolloutPlan) -> None:
+    free = rollouts.memory_bytes - rollouts.weights_bytes - rollouts.cache_bytes
+    _say(
+        console,
+        f"generation on {rollouts.num_gpus} GPUs: {_gib(rollouts.weights_bytes)} GiB of weights each, "
+        f"{_gib(rollouts.cache_bytes)} GiB of KV cache for {rollouts.num_concurrent:,} answers in progress; at most "
+        f"{rollouts.tokens_per_s:,.0f} tokens/s, as the memory's bandwidth and the peak rate allow",
+    )
+    if not rollouts.fits:
+        _say(console, f"  {_gib(-free)} GiB over the GPU's memory: fewer answers are in progress at a time", "yellow")
+    joined = "while the last batch is trained" if rollouts.is_overlapped else "then trained"
+    _say(
+        console,
+        f"a batch of {rollouts.num_answers:,} answers: at least {_seconds(rollouts.generation_s)} to generate, "
+        f"{joined} in at most {_seconds(rollouts.training_s)}; {_seconds(rollouts.batch_s)} in all",
+    )
 
 
 def _describe_parts(plan: Plan, cost: Cost) -> str:
@@ -289,7 +310,7 @@ def _describe_layout(mode: str, replicate: int, shard: int) -> str:
     }[mode]
 
 
-def _gib(size: int) -> str:
+def _gib(size: float) -> str:
     return f"{size / GIB:,.2f}" if size >= GIB / 200 or not size else "< 0.01"
 
 
