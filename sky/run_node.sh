@@ -42,6 +42,7 @@ trains='' output_dir='' log='' arguments=()
 # shellcheck source=/dev/null
 . "$launch"
 case $trains in
+  rollouts) recipe=recipes/lora_grpo_distributed ;;
   preference) recipe=recipes/lora_dpo_distributed ;;
   adapter) recipe=recipes/lora_fc_distributed ;;
   all) recipe=recipes/full_fc_distributed ;;

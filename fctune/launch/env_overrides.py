@@ -59,7 +59,9 @@ class LaunchSpec:
 
     def to_shell(self, node: int) -> str:
         """Shell assignments of ``trains``, ``output_dir``, ``log`` and ``arguments``, to be sourced by a script."""
-        trains = "all" if self.config.adapter is None else "adapter" if self.config.preference is None else "preference"
+        config = self.config
+        trains = "all" if config.adapter is None else "adapter" if config.preference is None else "preference"
+        trains = trains if config.grpo is None else "rollouts"
         words = {
             "trains": trains,
             "output_dir": self.config.output_dir,

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Run one node's part of a reinforcement run: the last node serves the policy, the others train; a single node does both.
+#
+#   CONFIG=configs/tiny_grpo.yaml MODEL=/mnt/shared/model CASES=/mnt/shared/cases.jsonl sky/grpo_node.sh
+#
+# sky/grpo.yaml lists the variables. Exit codes are those of sky/run_node.sh; a server that ends by itself is 1.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 2
+[ ! -x .venv/bin/tune ] || PATH=$PWD/.venv/bin:$PATH
+
+nodes=${SKYPILOT_NUM_NODES:-1} node=${SKYPILOT_NODE_RANK:-0} gpus=${SKYPILOT_NUM_GPUS_PER_NODE:-0}
+ips=${SKYPILOT_NODE_IPS:-127.0.0.1}
+: "${MODEL:?$0: MODEL is empty; name the base that is trained and served}"
+: "${CASES:?$0: CASES is empty; name what is asked, as grpo.cases}"
+port=${SERVER_PORT:-8000}
+# Written by the first node at the end, so that the server's node can end as well; one of an earlier start is older than
+# the mark that the server's node leaves at its own start.
+done_file=${FCTUNE_SHARED:-/mnt/shared}/grpo/${SKYPILOT_TASK_ID:-local}.done
+
+if [ "$nodes" -gt 1 ]; then
+  server_gpus=$gpus training_nodes=$((nodes - 1)) host=$(tail -n1 <<< "$ips")
+  serves=$((node == nodes - 1)) trains=$((node < nodes - 1)) first_gpu=0
+else
+  server_gpus=${SERVER_GPUS:-$((gpus / 2))} training_nodes=1 host=127.0.0.1 serves=1 trains=1
+  first_gpu=$((gpus - server_gpus)) gpus=$((gpus - server_gpus))
+  if [ "$gpus" -lt 1 ] || [ "$server_gpus" -lt 1 ]; then
+    echo "$0: one node needs 2 GPUs or more, one of them to serve" >&2
+    exit 2
+  fi
+fi
+if ! mkdir -p "${done_file%/*}" || ! touch "$done_file.$node"; then
+  echo "$0: ${done_file%/*} cannot be written" >&2
+  exit 2
+fi
+
+server=''
+if [ "$serves" = 1 ]; then
+  visible=$(seq -s, "$first_gpu" $((first_gpu + server_gpus - 1)))
+  parallel=''
+  [ "$server_gpus" = 1 ] || parallel="--tensor-parallel-size $server_gpus"
+  CUDA_VISIBLE_DEVICES=$visible python -m fctune.cli serve "$MODEL" --adapters "${RANK:-32}" --name policy \
+    --python .vllm/bin/python --port "$port" --vllm="$parallel ${VLLM:-}" &
+  server=$!
+fi
+trap '[ -z "$server" ] || { kill -TERM "$server" 2> /dev/null; wait "$server" 2> /dev/null; }' EXIT
+
+if [ "$trains" = 0 ]; then
+  while [ ! "$done_file" -nt "$done_file.$node" ]; do
+    kill -0 "$server" 2> /dev/null || { echo "$0: the server has ended; its output is above" >&2; exit 1; }
+    sleep 5
+  done
+  exit 0
+fi
+
+# The server loads its model while the preflight and the imports run; training is not started before it answers.
+for ((waited = 0; ; waited += 5)); do
+  if curl --silent --fail --output /dev/null --max-time 5 "http://$host:$port/health"; then break; fi
+  if [ -n "$server" ] && ! kill -0 "$server" 2> /dev/null; then
+    echo "$0: the server has ended before it was ready; its output is above" >&2
+    exit 1
+  fi
+  [ "$waited" -lt "${SERVER_START_S:-1800}" ] || { echo "$0: no server at $host:$port after $waited s" >&2; exit 1; }
+  sleep 5
+done
+
+visible=$(seq -s, 0 $((gpus - 1)))
+[ "$nodes" -gt 1 ] || export CUDA_VISIBLE_DEVICES=$visible
+training_ips=$(head -n "$training_nodes" <<< "$ips")
+SKYPILOT_NUM_NODES=$training_nodes SKYPILOT_NODE_IPS=$training_ips SKYPILOT_NUM_GPUS_PER_NODE=$gpus \
+  sky/run_node.sh "grpo.cases=$CASES" grpo.engine=server "grpo.server.url=http://$host:$port" \
+  "grpo.server.served_model=policy" &
+training=$!
+# A stop request reaches the training, which saves and exits; the server ends with it.
+trap 'kill -TERM "$training" 2> /dev/null' TERM INT USR1
+wait "$training"; code=$?
+while kill -0 "$training" 2> /dev/null; do wait "$training"; code=$?; done
+[ "$node" != 0 ] || touch "$done_file"
+exit "$code"

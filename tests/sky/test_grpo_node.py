@@ -1,0 +1,114 @@
+"""The script of a reinforcement task, with stand-ins for the server and the training: who does what, on which GPUs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sky.task_files import SKY
+
+SERVER = """#!/usr/bin/env bash
+echo "gpus=${CUDA_VISIBLE_DEVICES:-all} $*" >> "$TEST_DIR/served"
+[ -z "${SERVER_FAILS:-}" ] || exit 3
+trap 'echo ended >> "$TEST_DIR/served"; exit 0' TERM
+touch "$TEST_DIR/up"
+while :; do sleep 0.1; done
+"""
+TRAINING = """#!/usr/bin/env bash
+echo "gpus=${CUDA_VISIBLE_DEVICES:-all} ranks=$SKYPILOT_NUM_GPUS_PER_NODE nodes=$SKYPILOT_NUM_NODES" \\
+  "node=$SKYPILOT_NODE_RANK ips=$(echo $SKYPILOT_NODE_IPS) $*" >> "$TEST_DIR/trained"
+exit "${TRAINING_CODE:-0}"
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A repository with the script, and with stand-ins for what it starts."""
+    (tmp_path / "sky").mkdir()
+    (tmp_path / "bin").mkdir()
+    shutil.copy(SKY / "grpo_node.sh", tmp_path / "sky")
+    curl = '#!/usr/bin/env bash\n[ -e "$TEST_DIR/up" ]\n'
+    sleep = '#!/usr/bin/env bash\nexec /bin/sleep "$([ "$1" = 5 ] && echo 0.1 || echo "$1")"\n'
+    files = {"sky/run_node.sh": TRAINING, "bin/python": SERVER, "bin/curl": curl, "bin/sleep": sleep}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def start(tree: Path, nodes: int, node: int, **more: Any) -> subprocess.Popen[str]:
+    ips = "\n".join(f"10.0.0.{number}" for number in range(1, nodes + 1))
+    own = {"SKYPILOT_NUM_NODES": nodes, "SKYPILOT_NODE_RANK": node, "SKYPILOT_NODE_IPS": ips}
+    own |= {"SKYPILOT_NUM_GPUS_PER_NODE": 8, "SKYPILOT_TASK_ID": "task-1", "FCTUNE_SHARED": tree / "shared"}
+    own |= {"MODEL": "/models/base", "CASES": "cases.jsonl", "TEST_DIR": tree, **more}
+    environment = {**os.environ, "PATH": f"{tree / 'bin'}:{os.environ['PATH']}", **{k: str(v) for k, v in own.items()}}
+    return subprocess.Popen([tree / "sky" / "grpo_node.sh"], env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def test_one_node_splits_its_gpus_and_ends_its_server(tree: Path) -> None:
+    process = start(tree, 1, 0, SERVER_GPUS=2, VLLM="--max-model-len 4096")
+    assert process.wait(30) == 0
+    served, ended = (tree / "served").read_text().splitlines()
+    assert served.startswith("gpus=6,7 -m fctune.cli serve /models/base --adapters 32 --name policy ")
+    assert served.endswith("--vllm=--tensor-parallel-size 2 --max-model-len 4096")
+    assert ended == "ended"
+    trained = (tree / "trained").read_text()
+    assert trained.startswith("gpus=0,1,2,3,4,5 ")
+    assert "ranks=6 nodes=1 node=0" in trained
+    assert "grpo.cases=cases.jsonl grpo.engine=server grpo.server.url=http://127.0.0.1:8000" in trained
+
+
+def test_the_last_of_several_nodes_serves_until_the_training_has_ended(tree: Path) -> None:
+    server = start(tree, 3, 2)
+    while not (tree / "up").exists():
+        time.sleep(0.05)
+    assert start(tree, 3, 1, TRAINING_CODE=75).wait(30) == 75, "the exit code is the training's"
+    time.sleep(0.3)
+    assert server.poll() is None, "another node's end is not the run's"
+    assert start(tree, 3, 0).wait(30) == 0
+    assert server.wait(30) == 0
+    served, ended = (tree / "served").read_text().splitlines()
+    assert served.startswith("gpus=0,1,2,3,4,5,6,7 ")
+    assert ended == "ended"
+    second, first = (tree / "trained").read_text().splitlines()
+    assert "ranks=8 nodes=2 node=1 ips=10.0.0.1 10.0.0.2 " in second
+    assert "nodes=2 node=0" in first
+    assert "grpo.server.url=http://10.0.0.3:8000" in first
+
+
+def test_a_restart_does_not_take_the_end_of_the_first_start_for_its_own(tree: Path) -> None:
+    (tree / "shared" / "grpo").mkdir(parents=True)
+    (tree / "shared" / "grpo" / "task-1.done").touch()
+    time.sleep(0.05)
+    server = start(tree, 2, 1)
+    time.sleep(0.5)
+    assert server.poll() is None
+    assert start(tree, 2, 0).wait(30) == 0
+    assert server.wait(30) == 0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "node", "more", "code", "reason"),
+    [
+        (1, 0, {"SERVER_FAILS": 1}, 1, "the server has ended before it was ready"),
+        (2, 1, {"SERVER_FAILS": 1}, 1, "the server has ended; its output is above"),
+        (2, 0, {"SERVER_START_S": 0}, 1, "no server at 10.0.0.2:8000"),
+        (1, 0, {"SKYPILOT_NUM_GPUS_PER_NODE": 1}, 2, "one node needs 2 GPUs or more"),
+        (1, 0, {"MODEL": ""}, 1, "MODEL is empty; name the base"),
+        (1, 0, {"CASES": ""}, 1, "CASES is empty; name what is asked"),
+    ],
+    ids=["server", "server_node", "no_server", "gpus", "model", "cases"],
+)
+def test_what_is_missing_is_named(
+    tree: Path, nodes: int, node: int, more: dict[str, Any], code: int, reason: str
+) -> None:
+    process = start(tree, nodes, node, **more)
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == code
+    assert reason in said
