@@ -259,6 +259,7 @@ def _format_command(record: RunRecord) -> str:
         return ""
     recipe = "lora_fc_distributed" if record.config.get("adapter") else "full_fc_distributed"
     recipe = "lora_dpo_distributed" if record.config.get("preference") else recipe
+    recipe = "lora_grpo_distributed" if record.config.get("grpo") else recipe
     ranks = record.run.get("world_size") or 1
     command = f"tune run --nproc_per_node {ranks} recipes/{recipe} --config FILE"
     return f"not recorded; equivalent, with the config below as FILE: {command}"

@@ -1,0 +1,169 @@
+"""The source of rollouts of a shared engine: how stale answers are, and what a checkpoint holds of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.config.schema import RunConfig
+from fctune.distributed import World
+from fctune.errors import DataError
+from fctune.models.attention import make_bounds
+from fctune.sampling.rollouts import Generation, Request, Rollout, RolloutEngine
+from fctune.training.rollout_source import RolloutSource
+from tests.ranks import run_ranks
+from tests.training.training_runs import make_config
+
+
+class Engine:
+    """Engine whose answers say the version that was published when they were asked."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_new_tokens: Sequence[int]
+    ) -> Iterator[Generation]:
+        version = self.version
+        for index, seed in enumerate(seeds):
+            yield Generation(index, (3 + seed % 50, 2), (-1.0, -0.5), version=version)
+
+    def publish(self, policy: Any, version: int) -> None:
+        self.version = version
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class Tasks:
+    """Tasks whose answers are rewarded by their sample; stops after ``limit`` answers until released."""
+
+    def __init__(self, limit: int | None = None, name: str = "tasks"):
+        self.asked: list[Request] = []
+        self.name, self.limit = name, limit
+        self.paused, self.released = threading.Event(), threading.Event()
+
+    @property
+    def ids(self) -> Sequence[str]:
+        return [f"case {number}" for number in range(9)]
+
+    def digest(self) -> str:
+        return self.name
+
+    def play(self, engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Rollout]:
+        generated = engine.generate([(1, 5)] * len(requests), [one.seed for one in requests], [8] * len(requests))
+        for request, one in zip(requests, generated, strict=True):
+            if len(self.asked) == self.limit:
+                self.paused.set()
+                assert self.released.wait(60)
+            self.asked.append(request)
+            reward = float(request.sample)
+            flags = (True,) * len(one.ids)
+            yield Rollout(
+                *(request.case_id, request.sample, "all", one.version, (1, 5), one.ids, flags, one.logprobs),
+                reward=reward,
+                parts={"strict": reward},
+            )
+
+
+def open_source(config: RunConfig, world: World, tasks: Tasks, log: Path) -> tuple[RolloutSource, Engine]:
+    engine = Engine()
+
+    def bounds(lengths: Sequence[Sequence[int]]) -> Any:
+        return make_bounds(lengths, "sdpa")  # type: ignore[arg-type]
+
+    def publish(version: int) -> None:
+        engine.publish(None, version)
+
+    source = RolloutSource(config, tasks, engine, world, bounds, publish, log, is_shared=True)
+    return source, engine
+
+
+def run_steps(world: World, config: RunConfig, folder: Path) -> dict[str, Any]:
+    """Take four steps; then stop in the middle of the next batch, and continue from the state of that moment."""
+    tasks = Tasks()
+    source, _ = open_source(config, world, tasks, folder / "log.jsonl")
+    with source:
+        staleness = [source.take(step).metrics["staleness"] for step in (1, 2, 3, 4)]
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+    paused = Tasks(limit=2 * 6 + 2)
+    first, _ = open_source(config, world, paused, folder / "first.jsonl")
+    with first:
+        digests = [first.take(step).step.data_digest for step in (1, 2)]
+        assert paused.paused.wait(60)
+        state = json.loads(json.dumps(first.state_at(2)))
+        paused.released.set()
+    resumed = Tasks()
+    second, _ = open_source(config, world, resumed, folder / "second.jsonl")
+    second.resume_at(state)
+    with second:
+        digests += [second.take(step).step.data_digest for step in (3, 4)]
+    other, _ = open_source(config, world, Tasks(name="others"), folder / "other.jsonl")
+    try:
+        other.resume_at(state)
+        refusal = ""
+    except DataError as error:
+        refusal = str(error)
+    with other:
+        pass
+    whole, _ = open_source(config, world, Tasks(), folder / "whole.jsonl")
+    with whole:
+        expected = [whole.take(step).step.data_digest for step in (1, 2, 3, 4)]
+    kept = [(row["case_id"], row["sample"]) for row in state["ahead"]["3"]]
+    again = [(one.case_id, one.sample) for one in resumed.asked]
+    return {
+        "staleness": staleness,
+        "rows": rows,
+        "kept": kept,
+        "again": again[: 6 - len(kept)],
+        "digests": digests,
+        "expected": expected,
+        "refusal": refusal,
+    }
+
+
+def run_four_steps(world: World, config: RunConfig, folder: Path) -> list[float]:
+    source, _ = open_source(config, world, Tasks(), folder / "log.jsonl")
+    with source:
+        return [source.take(step).metrics["staleness"] for step in (1, 2, 3, 4)]
+
+
+def make_server_config(model: Path, folder: Path, staleness: int) -> RunConfig:
+    grpo = {"cases": "synthetic:train:9", "prompts_per_step": 3, "group_size": 2, "max_new_tokens": 8}
+    return make_config(
+        *(model, folder),
+        adapter={"rank": 4, "alpha": 8, "dropout": 0.0, "modules": ["q_proj"]},
+        grpo=grpo | {"max_staleness": staleness},
+        data={"sources": [], "packed": False, "seq_len": 64},
+    )
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_answers_are_at_most_as_stale_as_allowed(
+    staleness: int, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    found = run_ranks(run_four_steps, 1, make_server_config(make_model("llama"), tmp_path, staleness), tmp_path)[0]
+    assert found[0] == 0
+    assert max(found) <= staleness
+
+
+def test_answers_that_a_checkpoint_holds_are_not_asked_again(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    found = run_ranks(run_steps, 1, make_server_config(make_model("llama"), tmp_path, 1), tmp_path)[0]
+    assert found["staleness"] == [0, 1, 1, 1]
+    counts = Counter((row["batch"], row["case_id"], row["sample"]) for row in found["rows"])
+    assert set(counts.values()) == {1}
+    assert len(found["rows"]) == 4 * 6
+    assert len(found["kept"]) == 2
+    assert not {tuple(one) for one in found["kept"]} & {tuple(one) for one in found["again"]}
+    assert found["digests"] == found["expected"]
+    assert "cases: was tasks, is others" in found["refusal"]
