@@ -31,6 +31,19 @@ _CURVES: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
         False,
         {"reward_margin": "training", "validation_reward_margin": "validation"},
     ),
+    ("Reward", "", False, {"reward_mean": "mean of the answers"}),
+    ("Answers that are right", "share", False, {"pass_rate": "strict verdict"}),
+    ("Length of answers", "tokens", False, {"answer_tokens_mean": "mean"}),
+    ("Entropy", "nats/token", False, {"entropy": "estimate"}),
+    ("Probability in training over generation", "ratio", False, {"ratio_mean": "mean", "ratio_max": "largest"}),
+    ("Clipped tokens", "share", False, {"clip_share": "by the loss", "ratio_capped_share": "weight at the cap"}),
+    ("Staleness", "updates", False, {"staleness": "oldest answer"}),
+    (
+        "Answers of a batch",
+        "",
+        False,
+        {"answers": "asked", "answers_trained": "trained", "answers_masked": "cut off", "answers_failed": "failed"},
+    ),
     ("Log-probability of answers", "nats", False, {"logps_chosen": "chosen", "logps_rejected": "rejected"}),
     (
         "Tool-call accuracy while training",
@@ -47,7 +60,12 @@ _CURVES: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
         "Step time",
         "s",
         False,
-        {"step_time_s": "step", "data_time_s": "waiting for data", "save_wait_s": "waiting for saves"},
+        {
+            "step_time_s": "step",
+            "data_time_s": "waiting for data",
+            "save_wait_s": "waiting for saves",
+            "generation_time_s": "generating and judging",
+        },
     ),
     (
         "Memory",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from fctune.evaluation.published import Published
 from fctune.report.page import Page, Tone, escape, make_table
+from fctune.report.rollout_sections import add_rollouts
 from fctune.report.run_charts import add_run_charts
 from fctune.report.run_sections import (
     add_accuracy,
@@ -98,6 +99,7 @@ def make_run_page(
         add_setup(page, record, suffix)
         add_events(page, record, suffix)
         add_time(page, figure, suffix)
+        add_rollouts(page, record, suffix)
         for accuracy in evaluated:
             if suffix:
                 page.add_section(f"Evaluation{suffix}", f"<p>{escape(str(accuracy.after.path))}</p>")
