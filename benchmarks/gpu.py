@@ -79,6 +79,7 @@ class Bench:
             "acceptance": (300, self.acceptance),
             "inference_3b": (240, self.inference),
             "profile_lora_8b": (180, self.profile(lora.replace(**ours))),
+            "liger": (180, self.liger),
             "lora_8b_torchtune": (360, self.best([lora.replace(**tune, **part) for part in none_and_all])),
             "lora_8b_trl": (360, self.best([lora.replace(**trl, **part) for part in none_and_all])),
             "full_8b_torchtune": (300, self.best([full.replace(**tune, ranks=1)])),
@@ -229,6 +230,10 @@ class Bench:
         flags = ["--model", self.model_dir("3b"), *(["--toy"] if self.is_toy else [])]
         return self.call(["-m", "benchmarks.gpu_inference", *flags], limit)
 
+    def liger(self, limit: float) -> dict[str, Any]:
+        """Compare Liger's fused loss and norm with ours."""
+        return self.call(["-m", "benchmarks.gpu_kernels", *(["--toy"] if self.is_toy else [])], limit)
+
     def profile(self, job: Job) -> Callable[[float], dict[str, Any]]:
         """Profile one step; the result is its table of kernels by time."""
 
@@ -331,8 +336,8 @@ class Results:
         return name in self._rows and bool(self._rows[name]["ok"])
 
     def is_current(self, name: str) -> bool:
-        """Return whether a row succeeded and bears no note that the code has changed since."""
-        return self.has(name) and "note" not in self._rows[name]
+        """Return whether a row succeeded, lacked nothing, and bears no note that the code has changed since."""
+        return self.has(name) and not {"note", "not_run"} & self._rows[name].keys()
 
     def passed_tests(self) -> list[str]:
         """Return the names of the tests that passed in earlier runs."""
@@ -397,7 +402,11 @@ def _plan(job: Job, found: dict[str, Any]) -> dict[str, Any]:
     assert isinstance(config, RunConfig)
     share = found["supervised"] / found["places"]
     model = shape_model(config, read_architecture(job.model_dir))
-    setting = Setting("none", 1, 1, job.checkpointed, job.micro_batch_size, job.rows_a_step // job.micro_batch_size)
+    # A run chooses its logits before it knows which share of its data is supervised.
+    device_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    logits = MemoryModel(model, config, device_bytes).choose_max_logits(1, 1, job.checkpointed)
+    num_micro_batches = job.rows_a_step // job.micro_batch_size
+    setting = Setting("none", 1, 1, job.checkpointed, job.micro_batch_size, num_micro_batches, logits)
     peak = MemoryModel(model, config, None, share).peak(setting)
     planned = (peak.footprint.total - peak.footprint.context - peak.footprint.fragmentation) / 2**30
     measured = found["peak_mib"] / 1024
@@ -414,6 +423,8 @@ def format_line(name: str, line: dict[str, Any]) -> str:
     if line.get("failed"):
         names = ", ".join(test["test"].rpartition("::")[2] for test in line["failed"])
         return f"{name:<28} {len(line['failed'])} FAILED, {len(line['passed'])} passed: {names}"
+    if "not_run" in line:
+        return f"{name:<28} not run: {line['not_run']}"
     if not line["ok"]:
         tried = line.get("tried") or [line]
         why = str(tried[-1].get("error") or tried[-1].get("output") or tried[-1]).strip().splitlines()[-1][:160]

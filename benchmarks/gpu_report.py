@@ -110,6 +110,7 @@ def _others(results: dict[str, Any]) -> str:
         "save_full_3b": _save,
         "inference_3b": _inference,
         "acceptance": lambda row: "passed",
+        "liger": _liger,
     }
     for name, text in shown.items():
         row = results.get(name)
@@ -135,6 +136,17 @@ def _planner(row: dict[str, Any]) -> str:
 def _save(row: dict[str, Any]) -> str:
     size = row["save"]["bytes"] / 1e9
     return f"{row['added_s_a_save']:.2f} s longer a save, of {size:.1f} GB; {row['num_saves']} saves"
+
+
+def _liger(row: dict[str, Any]) -> str:
+    if "not_run" in row:
+        return f"{NOT_RUN}: {row['not_run']}"
+    parts = {f"loss of {count} positions": ways for count, ways in row["losses"].items()} | {"norm": row["norm"]}
+    shown = {
+        name: ", ".join(f"{way} {one['ms']:.2f} ms and {one['peak_mib']:,.0f} MiB" for way, one in ways.items())
+        for name, ways in parts.items()
+    }
+    return "; ".join(f"{name}: {text}" for name, text in shown.items())
 
 
 def _inference(row: dict[str, Any]) -> str:

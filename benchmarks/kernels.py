@@ -1,22 +1,26 @@
-"""Products, bytes and microseconds of a compiled step on an H100, counted without a GPU.
+"""Products, kernels, bytes and microseconds of a compiled step on an H100, counted without a GPU.
 
-    python -m benchmarks.kernels [--json] [--count-only]
+    python -m benchmarks.kernels [--json] [--count-only] [--out benchmarks/results/kernels_DATE.json]
 
 Products and what backward keeps are counted in one block on the meta device, in the sizes of the shipped configs;
-times are those of ``fctune.planner.kernel_times``, which ``fctune plan`` shows too.
+graphs and kernels are those of torch's compiler for that block (``benchmarks.compiled_blocks``). Times are those of
+``fctune.planner.kernel_times``, which ``fctune plan`` shows too.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.compiled_blocks import count_compiled_block
 from fctune.config.schema import RunConfig
 from fctune.models.architecture import Architecture
 from fctune.models.attention import make_bounds
@@ -116,18 +120,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON line a row")
     parser.add_argument("--count-only", action="store_true", help="no times")
+    parser.add_argument("--out", type=Path, help="file for the counts and times of all rows")
     arguments = parser.parse_args()
+    results: list[dict[str, Any]] = []
     for row in ROWS:
         config = load_run_config(row.config, ["compile=true", *row.overrides])
         architecture = find_architecture(config.model.path, None, config.model.source)[0]
         found: dict[str, Any] = {"row": row.name, "block": count_block(config, architecture)}
+        if row.fraction in (0, 1) and config.precision != "float8":  # others have blocks of these, or are not traced
+            checkpointing = replace(config.activation_checkpointing, fraction=row.fraction)
+            tried = replace(config, activation_checkpointing=checkpointing)
+            found["compiled"] = count_compiled_block(tried, architecture, _TOKENS)
         if not arguments.count_only:
             found["us_per_token"] = estimate(row, config, architecture)
         print(
             json.dumps(found)
             if arguments.json
-            else f"{row.name}\n  {found['block']}\n  {found.get('us_per_token', '')}"
+            else f"{row.name}\n  {found['block']}\n  {found.get('compiled', '')}\n  {found.get('us_per_token', '')}"
         )
+        results.append(found)
+    if arguments.out:
+        versions = {"torch": torch.__version__}
+        text = json.dumps({"date": f"{datetime.date.today()}", "versions": versions, "rows": results}, indent=1)
+        arguments.out.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

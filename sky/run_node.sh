@@ -49,8 +49,25 @@ case $trains in
   *) echo "$0: the preflight did not set trains" >&2; exit 1 ;;
 esac
 # Set only after the preflight: torch creates these folders, which would hide a missing disk.
-export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$FCTUNE_NETWORK/cache/inductor}
-export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$FCTUNE_NETWORK/cache/triton}
+kernels=$FCTUNE_NETWORK/cache
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$kernels/inductor}
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$kernels/triton}
+
+# A preempted run may restart on a node whose disk is empty, so the head keeps compiled kernels with the run, once the
+# first step has compiled them and at the end. Keys of the caches include versions, graphs and GPUs.
+kept_kernels=$output_dir/compiled_kernels.tar
+if [ -f "$kept_kernels" ] && [ ! -d "$kernels/inductor" ]; then
+  mkdir -p "$kernels" && tar -xf "$kept_kernels" -C "$kernels" \
+    || echo "$0: $kept_kernels cannot be read; blocks are compiled again" >&2
+fi
+keep_kernels() {
+  [ -d "$kernels/inductor" ] && [ -s "$output_dir/metrics.jsonl" ] || return 1
+  local folders=(inductor)
+  [ ! -d "$kernels/triton" ] || folders+=(triton)
+  tar -cf "$kept_kernels.part" -C "$kernels" --ignore-failed-read "${folders[@]}" 2> /dev/null
+  # 1: another process has written a file meanwhile.
+  [ $? -le 1 ] && mv -f "$kept_kernels.part" "$kept_kernels"
+}
 
 # Copy the output to a log file on the shared volume and one on this node's disk; tee ignores the signals that request a
 # stop.
@@ -68,13 +85,22 @@ copy_records() {
 copier=''
 if [ "$node" = 0 ] && [ -d "$mirror" ]; then
   # The pipe is never written to, so `read` waits without a process that would outlive this one.
-  (trap '' USR1 TERM INT; while :; do read -rt 60 <> <(:); copy_records; done) > /dev/null 2>&1 &
+  (
+    trap '' USR1 TERM INT
+    is_kept=''
+    while :; do
+      read -rt 60 <> <(:)
+      copy_records
+      [ -n "$is_kept" ] || ! keep_kernels || is_kept=1
+    done
+  ) > /dev/null 2>&1 &
   copier=$!
 fi
 finish_mirror() {
   [ -n "$copier" ] || return 0
   kill -KILL "$copier" 2> /dev/null
   copy_records
+  keep_kernels
   if [ -n "${MIRROR_CHECKPOINTS:-}" ]; then
     cp -a "$output_dir/checkpoints" "$output_dir/export" "$mirror/" || echo "$0: checkpoints were not copied to $mirror" >&2
   fi

@@ -13,7 +13,7 @@ from fctune.errors import ConfigError
 from fctune.models.architecture import Architecture
 from fctune.models.attention import AttentionKernel, DocumentBounds, make_bounds
 from fctune.models.dropout import TokenKeys
-from fctune.models.loss import IGNORE, supervised_losses
+from fctune.models.loss import IGNORE, MAX_LOGITS, supervised_losses
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.router_balance import RouterBalance
 
@@ -60,6 +60,7 @@ class CausalLM(nn.Module, ABC):
             keep its conversations apart; empty if there are none.
         needs_packing_proof: a run checks with its weights that the conversations of a packed row stay apart.
         token_keys: keys of the tokens in the current forward, which adapters read for their dropout.
+        max_logits: largest number of logits that the loss computes at once.
         router_balance: load-balancing loss of the routers; None if the run has none.
     """
 
@@ -73,6 +74,7 @@ class CausalLM(nn.Module, ABC):
         self.state_layers = ""
         self.needs_packing_proof = False
         self.token_keys = TokenKeys()
+        self.max_logits = MAX_LOGITS
         self.router_balance: RouterBalance | None = None
 
     @property
@@ -203,7 +205,8 @@ class CausalLM(nn.Module, ABC):
             return logits.view(*tokens.shape, -1)
         if supervised is None:
             supervised = (labels.flatten() != IGNORE).nonzero().squeeze(1)
-        losses = supervised_losses(hidden, self.project, self.architecture.vocab_size, labels, keys, supervised)
+        num_vocab = self.architecture.vocab_size
+        losses = supervised_losses(hidden, self.project, num_vocab, labels, keys, supervised, self.max_logits)
         if is_summed:
             return (losses if loss_weights is None else losses * loss_weights.flatten()[supervised]).sum()
         return losses

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy, log_softmax, pad
 from torch.utils.checkpoint import checkpoint
 
 from fctune.models.document_attention import CPU_TILE, keeps_kernels
@@ -15,9 +17,10 @@ Projection = Callable[[Tensor, Tensor | None], Tensor]
 
 IGNORE = -100  # label of unsupervised positions
 
-# Largest number of logits in memory; more are computed in chunks, and again in backward.
+# Largest number of logits in memory, unless a run finds memory for more; others are computed in chunks.
 MAX_LOGITS = 32 * 1024 * 1024
 _TILE = 128  # rows that matrix kernels compute at once, so that other numbers of rows waste a part of the product
+_MIN_ROWS = 256
 
 
 def supervised_losses(
@@ -52,28 +55,85 @@ def supervised_losses(
         # A dummy row through the head keeps an adapter on it in the graph.
         logits = project(hidden[:1, 0], None if token_keys is None else token_keys[:1, 0])
         return (logits * 0.0).sum(1).to(_wide(hidden.dtype))[:0]
-    if len(targets) * num_vocab <= max_logits:
+    chunk = len(targets) if len(targets) * num_vocab <= max_logits else chunk_rows(num_vocab, max_logits)
+    if not torch.is_grad_enabled():
+        return torch.cat([_chunk_losses(project, *part) for part in _split(chunk, rows, targets, keys)])
+    if rows.requires_grad and not _trains(project, rows, keys):
+        losses: Tensor = _FrozenHeadLosses.apply(rows, targets, keys, project, chunk)  # type: ignore[no-untyped-call]
+        return losses
+    if chunk == len(targets):
         return _chunk_losses(project, rows, targets, keys)
-    chunk = chunk_rows(num_vocab, max_logits)
-    losses: list[Tensor] = []
-    for start in range(0, len(targets), chunk):
-        part = [None if t is None else t[start : start + chunk] for t in (rows, targets, keys)]
-        losses.append(checkpoint(_chunk_losses, project, *part, use_reentrant=False, preserve_rng_state=False))
-    return torch.cat(losses)
+    again = functools.partial(checkpoint, _chunk_losses, project, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([again(*part) for part in _split(chunk, rows, targets, keys)])
 
 
 def chunk_rows(num_vocab: int, max_logits: int = MAX_LOGITS) -> int:
     """Return the number of positions whose logits are computed at once."""
-    return max(256, max_logits // num_vocab // _TILE * _TILE)
+    return max(_MIN_ROWS, max_logits // num_vocab // _TILE * _TILE)
+
+
+class _FrozenHeadLosses(torch.autograd.Function):
+    """Losses under a head that does not train, with the gradients of the hidden states.
+
+    A loss depends on the hidden state of its position alone. So its gradient is computed while the logits are in
+    memory, and backward multiplies it by the gradient of the loss, where other heads compute all logits again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, targets: Tensor, keys: Tensor | None, project: Projection, chunk: int
+    ) -> Tensor:
+        """Return the losses ``[n]``; see ``supervised_losses``."""
+        losses = rows.new_empty(len(rows), dtype=_wide(rows.dtype))
+        slopes = torch.empty_like(rows)
+        parts = _split(chunk, rows, targets, keys, losses, slopes)
+        for part_rows, part_targets, part_keys, part_losses, part_slopes in parts:
+            padded, padded_targets, padded_keys = _pad_to_tile(part_rows, part_targets, part_keys)
+            with torch.enable_grad():
+                leaf = padded.detach().requires_grad_()
+                logits = project(leaf, padded_keys)
+            log_p = log_softmax(logits.detach(), dim=1, dtype=losses.dtype)
+            chosen = padded_targets[:, None]
+            part_losses.copy_(-log_p.gather(1, chosen).squeeze(1)[: len(part_rows)])
+            slope = log_p.exp_().scatter_add_(1, chosen, log_p.new_full((), -1.0).expand(chosen.shape))
+            slope = slope.to(logits.dtype)
+            del log_p
+            part_slopes.copy_(torch.autograd.grad(logits, leaf, slope)[0][: len(part_rows)])
+            del logits, slope
+        ctx.save_for_backward(slopes)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Return the gradients of the hidden states."""
+        (slopes,) = ctx.saved_tensors
+        return (slopes * grad_losses[:, None]).to(slopes.dtype), None, None, None, None
+
+
+def _trains(project: Projection, rows: Tensor, keys: Tensor | None) -> bool:
+    """Return True if the head has weights that train: if logits of constant hidden states have gradients."""
+    return project(rows[:0].detach(), None if keys is None else keys[:0]).requires_grad
+
+
+def _split(chunk: int, *tensors: Tensor | None) -> Iterator[Any]:
+    """Iterate over chunks of some rows of all tensors."""
+    num_rows = next(len(t) for t in tensors if t is not None)
+    for start in range(0, num_rows, chunk):
+        yield tuple(None if t is None else t[start : start + chunk] for t in tensors)
 
 
 def _chunk_losses(project: Projection, rows: Tensor, targets: Tensor, keys: Tensor | None) -> Tensor:
     count = len(rows)
-    if keeps_kernels(rows) and (missing := -count % CPU_TILE):
-        rows, targets = pad(rows, (0, 0, 0, missing)), pad(targets, (0, missing), value=IGNORE)
-        keys = None if keys is None else pad(keys, (0, missing))
-    losses = cross_entropy(project(rows, keys).to(_wide(rows.dtype)), targets, reduction="none", ignore_index=IGNORE)
+    rows, targets, keys = _pad_to_tile(rows, targets, keys)
+    losses = cross_entropy(project(rows, keys).to(_wide(rows.dtype)), targets, reduction="none")
     return losses[:count]
+
+
+def _pad_to_tile(rows: Tensor, targets: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Append zeros up to a multiple of ``CPU_TILE`` rows, where a kernel is kept for each number of rows."""
+    if not keeps_kernels(rows) or not (missing := -len(rows) % CPU_TILE):
+        return rows, targets, keys
+    return pad(rows, (0, 0, 0, missing)), pad(targets, (0, missing)), None if keys is None else pad(keys, (0, missing))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -11,6 +11,7 @@ from fctune.config.sections.parallel import ParallelConfig
 from fctune.errors import ConfigError
 from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import check_nf4_shards
+from fctune.models.loss import MAX_LOGITS
 from fctune.parallel.footprint import GIB, SAFE_SHARE, Footprint
 
 _MAX_SUGGESTED_SHARDS = 8192
@@ -39,7 +40,8 @@ class Hardware:
 class ParallelLayout:
     """``replicate`` copies of the model, each sharded over ``shard`` ranks; ``reason`` is for the log.
 
-    ``fraction`` is the share of the blocks that are checkpointed; see ``MemoryModel.choose_fraction``.
+    ``fraction`` is the share of the blocks that are checkpointed and ``max_logits`` the number of logits computed at
+    once; see ``choose_fraction`` and ``choose_max_logits`` of ``MemoryModel``.
     """
 
     mode: Literal["none", "ddp", "fsdp", "hsdp"]
@@ -47,6 +49,7 @@ class ParallelLayout:
     shard: int
     reason: str
     fraction: float = 0.0
+    max_logits: int = MAX_LOGITS
 
     def __str__(self) -> str:
         shape = {

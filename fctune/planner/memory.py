@@ -30,6 +30,10 @@ _NCCL_BYTES = int(0.9 * GIB)
 # Shares of checkpointed blocks among which a run chooses: multiples of one divided by this.
 _FRACTION_STEPS = 8
 
+# Multiples of the default number of logits among which a run chooses. More gain nothing: one weight is read for
+# 2,048 positions of a vocabulary of 128,256 then.
+_LOGITS_FACTORS = (8, 4, 2)
+
 # Share of a step's temporary memory that the caching allocator cannot reuse. An assumption.
 _FRAGMENTATION = 0.04
 
@@ -68,6 +72,7 @@ class MemoryModel:
         in_blocks = {id(p) for block in model.blocks for p in block.parameters()}
         self.root = ParameterGroup((n, p) for n, p in model.named_parameters() if id(p) not in in_blocks)
         self.all = ParameterGroup(model.named_parameters(), spread, num_parts)
+        self.trains_head = any(t.is_trained for t in self.root.tensors)
         self.buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         self._states: dict[int, Footprint] = {}
         self.keeps_unsharded_gradients = can_hold_gradients(self.reduction_bytes(self.all), device_bytes)
@@ -122,9 +127,9 @@ class MemoryModel:
         made = replace(parts, buffers=self.buffers, context=context, fragmentation=lost, process=process)
         return Peak(highest.phase, made)
 
-    def required(self, world_size: int, num_shards: int) -> Footprint:
+    def required(self, world_size: int, num_shards: int, max_logits: int | None = None) -> Footprint:
         """Return the peak footprint of the config as it is, with each replica sharded over ``num_shards`` ranks."""
-        return self._required(world_size, num_shards, self.choose_fraction(world_size, num_shards))
+        return self._required(world_size, num_shards, self.choose_fraction(world_size, num_shards), max_logits)
 
     def choose_fraction(self, world_size: int, num_shards: int) -> float:
         """Return the share of the blocks that are checkpointed: the config's, or the smallest that fits in memory.
@@ -140,9 +145,22 @@ class MemoryModel:
         fitting = (f for f in fractions if self._required(world_size, num_shards, f).total <= limit)
         return next(fitting, fractions[-1])
 
-    def _required(self, world_size: int, num_shards: int, fraction: float) -> Footprint:
+    def choose_max_logits(self, world_size: int, num_shards: int, fraction: float) -> int:
+        """Return the largest number of logits to compute at once that fits in memory with these checkpointed blocks.
+
+        It is the default unless the memory of a GPU is known: on CPUs, more logits take more time, not less.
+        """
+        if self.device_bytes is None or not self.is_cuda:
+            return MAX_LOGITS
+        limit = SAFE_SHARE * self.device_bytes
+        choices = [factor * MAX_LOGITS for factor in _LOGITS_FACTORS]
+        fitting = (n for n in choices if self._required(world_size, num_shards, fraction, n).total <= limit)
+        return next(fitting, MAX_LOGITS)
+
+    def _required(self, world_size: int, num_shards: int, fraction: float, max_logits: int | None = None) -> Footprint:
         mode = "fsdp" if num_shards > 1 else "ddp" if world_size > 1 else "none"
-        setting = Setting(mode, max(1, world_size // num_shards), num_shards, fraction, self.config.micro_batch_size)
+        size = self.config.micro_batch_size
+        setting = Setting(mode, max(1, world_size // num_shards), num_shards, fraction, size, max_logits=max_logits)
         return self.peak(self.with_accumulation(setting)).footprint
 
     def with_accumulation(self, setting: Setting) -> Setting:
@@ -214,12 +232,25 @@ class MemoryModel:
         unsharded = sum(t.numel * (width or t.itemsize) for t in tensors.sharded if t.is_trained)
         return unsharded + sum(t.local_numel(1) * t.itemsize for t in tensors.spread if t.is_trained)
 
-    def chunk_elements(self, num_rows: int) -> int:
+    def chunk_elements(self, num_rows: int, max_logits: int | None = None) -> int:
         """Return the number of logits computed at once for ``num_rows`` positions (see ``fctune.models.loss``)."""
-        vocab = self.architecture.vocab_size
-        if num_rows * vocab <= self.max_logits:
+        vocab, most = self.architecture.vocab_size, self.max_logits if max_logits is None else max_logits
+        if num_rows * vocab <= most:
             return num_rows * vocab
-        return min(num_rows, chunk_rows(vocab, int(self.max_logits))) * vocab
+        return min(num_rows, chunk_rows(vocab, int(most))) * vocab
+
+    @property
+    def logit_bytes(self) -> int:
+        """Return the bytes that each logit of a chunk takes at most.
+
+        Under a head that trains, these are the log-softmax, its gradient and the gradient of the logits, in float32;
+        under a frozen one the logits, their log-softmax in float32, which becomes its gradient in place, and a copy of
+        either in the other's dtype.
+        """
+        if self.trains_head or math.isinf(self.max_logits):
+            return 12
+        width = self.precision.compute_dtype.itemsize
+        return width + 4 + (0 if width == 4 else width if self.is_cuda else 4)
 
     def update_bytes(self, state: Footprint) -> int:
         """Return the temporary bytes of the update: ``foreach``, torch's default, keeps a denominator per parameter."""

@@ -33,6 +33,7 @@ class Setting:
     fraction: float  # share of the blocks that are checkpointed
     micro_batch_size: int
     accumulation: int = 1  # micro-batches per step
+    max_logits: int | None = None  # computed at once; None: those of the memory model
 
     @property
     def world_size(self) -> int:
@@ -120,15 +121,16 @@ class Timeline:
         """Yield the logits of a chunk with their copies, then the head's gradient as it is added to earlier ones."""
         memory = self.memory
         rows = int(self.tokens * memory.supervised_share)
-        logits = memory.chunk_elements(rows)
+        logits = memory.chunk_elements(rows, self.setting.max_logits)
+        slopes = 0 if memory.trains_head else rows  # gradients of hidden states, kept for backward
         held = replace(
             self._accumulated(self.num_blocks),
             gathered=self._gathered(self.num_blocks, buffers=self.gather_buffers),
-            activations=sum(self.kept) + (2 * self.tokens + rows) * self.token_bytes,
+            activations=sum(self.kept) + (2 * self.tokens + rows + slopes) * self.token_bytes,
         )
         width = memory.precision.compute_dtype.itemsize
-        # The log-softmax, its gradient and the gradient of the logits, all in float32.
-        yield Peak("loss", replace(held, reducing=held.reducing + self.head_grads, logits=12 * logits))
+        num_bytes = memory.logit_bytes * logits
+        yield Peak("loss", replace(held, reducing=held.reducing + self.head_grads, logits=num_bytes))
         if self.head_grads:
             reducing = held.reducing + 2 * self.head_grads
             yield Peak("gradient of the head", replace(held, reducing=reducing, logits=width * logits))

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 
 from fctune.gpus import Gpu
-from fctune.models.loss import MAX_LOGITS
 from fctune.planner.blocks import find_adapted
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Setting
@@ -82,7 +81,7 @@ def count_flops(
     fraction: float,
     supervised_share: float,
     pairs_per_token: float,
-    max_logits: float = MAX_LOGITS,
+    max_logits: float | None = None,
     micro_batch_size: int | None = None,
 ) -> Flops:
     """Count the FLOPs per token: 2N forward, 2N for input gradients, 2N for gradients of trained weights.
@@ -92,14 +91,14 @@ def count_flops(
     checkpointed block adds its forward; with policy ``op``, only its first and every second product. Its last product
     is not recomputed, because no backward reads it (torch.utils.checkpoint, early stop). Attention costs 4d per pair
     forward and 10d backward, where it recomputes its scores (https://arxiv.org/abs/2205.14135). The head is applied to
-    supervised positions only; if they need several chunks, logits are recomputed.
+    supervised positions only; if they need several chunks and the head trains, logits are recomputed.
 
     Args:
         memory: memory model of the run.
         fraction: share of the blocks that are checkpointed.
         supervised_share: share of the positions that are supervised.
         pairs_per_token: average number of tokens that a token attends to.
-        max_logits: logits computed in one chunk.
+        max_logits: logits computed in one chunk; None takes the memory model's.
         micro_batch_size: packs per micro-batch; None takes the config's.
     """
     a, config = memory.architecture, memory.config
@@ -136,7 +135,7 @@ def count_flops(
     if adapter is not None and a.head in a.resolve_adapter_modules(adapter.modules):
         head_adapter = 6 * adapter.rank * (a.vocab_size + a.embed_dim)
     positions = (micro_batch_size or config.micro_batch_size) * config.data.seq_len * supervised_share
-    if positions * a.vocab_size > max_logits:
+    if memory.trains_head and positions * a.vocab_size > (memory.max_logits if max_logits is None else max_logits):
         head_cost += 2
     head_total = supervised_share * (head_cost * head + head_adapter)
     return Flops(products, recomputed, 14 * pair, head_total, reference)

@@ -75,7 +75,9 @@ class VariantSearch:
         layout = choose_parallel_layout(config.parallel, hardware, config.adapter is not None, need)
         check_layout(config, self.model, layout.mode, layout.shard)
         fraction = memory.choose_fraction(world_size, layout.shard)
-        setting = Setting(layout.mode, layout.replicate, layout.shard, fraction, config.micro_batch_size)
+        logits = memory.choose_max_logits(world_size, layout.shard, fraction)
+        size = config.micro_batch_size
+        setting = Setting(layout.mode, layout.replicate, layout.shard, fraction, size, max_logits=logits)
         return self.memory.with_accumulation(setting), layout.reason
 
     def flops(self, setting: Setting) -> Flops:
@@ -85,7 +87,8 @@ class VariantSearch:
             setting.fraction,
             self.supervised_share,
             self.pairs_per_token,
-            micro_batch_size=setting.micro_batch_size,
+            setting.max_logits,
+            setting.micro_batch_size,
         )
 
     def time(self, setting: Setting, efficiency: float | None = None) -> StepTime:

@@ -39,6 +39,7 @@ from fctune.models.attention import choose_attention_kernel
 from fctune.models.base_weights import check_base, load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.lora import apply_lora_, describe_adapters, find_frozen_experts
+from fctune.models.loss import chunk_rows
 from fctune.models.packing_proof import prove_packing
 from fctune.models.precision import check_device, choose_precision
 from fctune.models.sources import read_architecture
@@ -210,18 +211,24 @@ def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> Parall
         check_layout(config, model, layout.mode, layout.shard)
         check_expert_parallelism(model, config.parallel.expert, world.world_size)
         warning = check_memory(hardware, layout, has_adapter, required, config.model.path)
-        layout = replace(layout, fraction=memory.choose_fraction(world.world_size, layout.shard))
+        fraction = memory.choose_fraction(world.world_size, layout.shard)
+        max_logits = memory.choose_max_logits(world.world_size, layout.shard, fraction)
+        layout = replace(layout, fraction=fraction, max_logits=max_logits)
         apply_activation_checkpointing_(model, config.activation_checkpointing, world.device.type, layout.fraction)
         return layout, warning
 
     layout, warning = distributed.run_on_all_ranks(choose)
+    model.max_logits = layout.max_logits
     if config.compile:
         compile_blocks_(model)
     logger.info("layout: %s", layout)
     num_blocks, num_checkpointed = len(memory.blocks), memory.count_checkpointed(layout.fraction)
     how = "the least that fits" if config.activation_checkpointing.fraction is None else "as configured"
     logger.info("activation checkpointing: %d of %d blocks (%s)", num_checkpointed, num_blocks, how)
-    logger.info("estimated memory per rank: %s", required(layout.shard))
+    logger.info(
+        "loss: logits of %s positions at once", f"{chunk_rows(model.architecture.vocab_size, layout.max_logits):,}"
+    )
+    logger.info("estimated memory per rank: %s", memory.required(world.world_size, layout.shard, layout.max_logits))
     if warning is not None and world.is_main:
         logger.warning("memory: %s", warning)
     return layout

@@ -43,6 +43,14 @@ def test_rows_that_were_not_run_or_failed_say_so() -> None:
     assert "failed" in line
 
 
+def test_a_row_that_lacks_a_package_says_so_and_runs_again(tmp_path: Path) -> None:
+    row = {"ok": True, "not_run": "liger-kernel is not installed", "device": {}, "versions": {}, "date": "2026-11-22"}
+    assert f"| `liger` | {NOT_RUN}: liger-kernel is not installed |" in render({"liger": row})
+    results = Results(tmp_path / "gpu.json")
+    results.add("liger", row)
+    assert not results.is_current("liger")
+
+
 def test_no_toy_or_failure_is_among_the_results() -> None:
     for name, row in json.loads(RESULTS_FILE.read_text()).items():
         assert row["ok"] or name == "tests", name

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 
 from fctune.models.attention import make_bounds
 from fctune.models.causal_lm import CausalLM
@@ -110,6 +111,74 @@ def test_weights_scale_the_loss_of_their_tokens(model: CausalLM) -> None:
         rtol=1e-9,
         atol=0,
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2**-7)], ids=str
+)
+@pytest.mark.parametrize("chunk", [256, 700])
+def test_a_frozen_head_gives_the_gradients_of_plain_cross_entropy_and_keeps_no_logits(
+    dtype: torch.dtype, tolerance: float, chunk: int
+) -> None:
+    """Losses with weights of their own, under a head with a soft cap; gradients are compared with those in float64."""
+    torch.manual_seed(0)
+    num_vocab, width, count = 331, 24, 700
+    weight = torch.randn(num_vocab, width, dtype=dtype)
+    hidden = torch.randn(2, count // 2, width, dtype=dtype).requires_grad_()
+    labels, scales = torch.randint(0, num_vocab, (2, count // 2)), torch.rand(count, dtype=torch.float64) * 1e-3
+    calls: list[int] = []
+
+    def project(rows: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+        calls.append(len(rows))
+        return 8 * torch.tanh(linear(rows, weight) / 8)
+
+    losses = supervised_losses(hidden, project, num_vocab, labels, max_logits=chunk * num_vocab)
+    kept = count_bytes_kept(losses)
+    (losses * scales.to(losses.dtype)).sum().backward()
+    exact = hidden.detach().double().requires_grad_()
+    logits = 8 * torch.tanh(linear(exact.flatten(0, 1), weight.double()) / 8)
+    expected = cross_entropy(logits, labels.flatten(), reduction="none")
+    (expected * scales).sum().backward()
+    assert hidden.grad is not None
+    assert exact.grad is not None
+    error = (hidden.grad.double() - exact.grad).norm() / exact.grad.norm()
+    assert error <= tolerance
+    torch.testing.assert_close(losses.double(), expected, rtol=tolerance, atol=8 * tolerance)
+    assert sum(calls) <= count + 64, "backward computed logits again"
+    assert kept <= hidden.numel() * hidden.element_size()
+
+
+def count_bytes_kept(losses: torch.Tensor) -> int:
+    """Return the bytes of the tensors that the node of some losses keeps for backward."""
+    node: Any = losses.grad_fn
+    return sum(t.numel() * t.element_size() for t in getattr(node, "saved_tensors", ()))
+
+
+@pytest.mark.parametrize("trained", ["weight", "adapter"])
+def test_a_head_with_anything_that_trains_gets_its_gradient(trained: str) -> None:
+    torch.manual_seed(0)
+    tensors = {"weight": torch.randn(50, 8, dtype=torch.float64), "adapter": torch.randn(50, 8, dtype=torch.float64)}
+    tensors[trained].requires_grad_()
+    hidden, labels = torch.randn(1, 600, 8, dtype=torch.float64).requires_grad_(), torch.randint(0, 50, (1, 600))
+
+    def project(rows: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+        return linear(rows, tensors["weight"]) + linear(rows, tensors["adapter"])
+
+    supervised_losses(hidden, project, 50, labels, max_logits=256 * 50).sum().backward()
+    found, ours = tensors[trained].grad, hidden.grad
+    tensors[trained].grad = hidden.grad = None
+    cross_entropy(project(hidden[0], None), labels[0], reduction="sum").backward()
+    torch.testing.assert_close(found, tensors[trained].grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours, hidden.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_losses_without_gradients_equal_those_with() -> None:
+    torch.manual_seed(0)
+    weight, hidden, labels = torch.randn(50, 8), torch.randn(1, 600, 8), torch.randint(0, 50, (1, 600))
+    arguments = (lambda rows, _: linear(rows, weight), 50, labels)
+    with torch.no_grad():
+        found = supervised_losses(hidden, *arguments, max_logits=256 * 50)
+    torch.testing.assert_close(found, supervised_losses(hidden.requires_grad_(), *arguments).detach(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("num_vocab", [32_000, 128_256, 151_936, 262_144])

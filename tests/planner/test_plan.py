@@ -103,7 +103,7 @@ def test_nemos_lora_is_between_the_plan_with_and_without_adapter_traffic(model: 
     flops = count_flops(memory, 0.0, 1.0, 4097 / 2)
     assert own < measured
     assert own == pytest.approx(measured, rel=0.2)
-    assert gpu.bf16_tflops * 1e12 * EFFICIENCY_RANGE[1] / flops.total == pytest.approx(measured, rel=0.1)
+    assert gpu.bf16_tflops * 1e12 * EFFICIENCY_RANGE[1] / flops.total == pytest.approx(measured, rel=0.12)
 
 
 def test_torchtunes_8b_lora_is_within_a_tenth() -> None:

@@ -148,6 +148,30 @@ def test_logs_and_records_are_copied_to_the_nodes_disk(tmp_path: Path) -> None:
     assert (mirror / "checkpoints").is_dir()
 
 
+def test_compiled_kernels_are_kept_with_the_run_for_a_restart_on_another_node(tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", EXIT_JSON="75", TUNE_CODE="1")
+    output, kernels = Path(environment["RUN"]), tmp_path / "network" / "cache"
+    output.mkdir(parents=True)
+    (output / "metrics.jsonl").write_text('{"step": 1}\n')
+    for name in ("inductor", "triton"):
+        (kernels / name).mkdir(parents=True)
+        (kernels / name / "kernel").write_text(name)
+    assert run(script, environment).returncode == 75
+
+    other = environment | {"FCTUNE_NETWORK": str(tmp_path / "other")}
+    (tmp_path / "other").mkdir()
+    assert run(script, other).returncode == 75
+    for name in ("inductor", "triton"):
+        assert (tmp_path / "other" / "cache" / name / "kernel").read_text() == name
+
+    (output / "compiled_kernels.tar").write_text("damaged")
+    (tmp_path / "third").mkdir()
+    done = run(script, environment | {"FCTUNE_NETWORK": str(tmp_path / "third")})
+    assert done.returncode == 75
+    assert "compiled again" in done.stdout + done.stderr
+
+
 def test_the_config_selects_the_recipe(tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)
     done = run(script, environment_of(tmp_path, CONFIG=FULL, FCTUNE_CPU_RANKS="1"))
