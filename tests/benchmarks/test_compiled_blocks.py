@@ -1,0 +1,21 @@
+"""The compiler's counts of a block: equally many graphs for all conversations, and the products of the model."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.compiled_blocks import count_compiled_block
+from fctune.models.run_config import load_run_config
+from fctune.models.sources import read_architecture
+from tests.conftest import ROOT
+
+LINEARS = 7
+
+
+@pytest.mark.slow
+def test_a_compiled_block_has_the_products_of_its_linears_and_two_graphs() -> None:
+    config = load_run_config(str(ROOT / "configs" / "tiny_full.yaml"), ["compile=true"])
+    counts = count_compiled_block(config, read_architecture(ROOT / "fctune" / "assets" / "tiny_base"), 64)
+    assert counts["products"] == 3 * LINEARS  # forward, gradient of the input and of the weight
+    assert counts["graphs"] == counts["graphs after other conversations"] == 2
+    assert counts["kernel bytes"] > 0 < counts["kernels"] < 3 * LINEARS
