@@ -94,7 +94,8 @@ def _speeds(results: dict[str, Any]) -> str:
 
 def _notes(results: dict[str, Any]) -> list[str]:
     """Return the notes on rows, such as what has changed since they were measured."""
-    return [line for name in SPEEDS for line in ([results[name]["note"]] if "note" in results.get(name, {}) else [])]
+    notes = [results[name]["note"] for name in SPEEDS if "note" in results.get(name, {})]
+    return list(dict.fromkeys(line for note in notes for line in note.splitlines()))
 
 
 def _reason(row: dict[str, Any] | None) -> str:
