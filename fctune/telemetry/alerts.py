@@ -16,6 +16,7 @@ DATA_WAIT = 0.1  # share of step time
 SKEW = 1.2  # slowest rank's time over the median rank's
 _STRAGGLER_STEPS = 18  # of a window, in which a straggler is the slowest
 DISK_FREE = 0.05  # share of the disk
+RATIO_CAPPED = 0.05  # share of the generated tokens
 _IDLE_MIN_S = 120.0
 _IDLE_STEPS = 20.0  # times the median step time
 _IDLE_WARM_UP_S = 600.0  # during the first steps, any of which may compile
@@ -43,6 +44,8 @@ ALERTS = {
     "data_wait": f"over {DATA_WAIT:.0%} of the time of {WINDOW} steps spent waiting for data, {_LASTING}",
     "straggler": f"the same rank slowest in {_STRAGGLER_STEPS} of {WINDOW} steps, and at least {SKEW - 1:.0%} over the "
     f"median, {_LASTING}",
+    "engine_mismatch": f"over {RATIO_CAPPED:.0%} of a step's generated tokens far more likely in training than at "
+    "generation (`grpo.ratio_cap`)",
     "disk": f"less than {DISK_FREE:.0%} of the disk of output_dir free",
     "no_progress": f"no step for {_IDLE_MIN_S:.0f} s ({_IDLE_WARM_UP_S:.0f} s during the first {_WARM_UP}), for "
     f"{_IDLE_STEPS:.0f} median step times and for twice the longest pause so far",
@@ -69,6 +72,7 @@ class AlertRules:
         self._durations: deque[float] = deque(maxlen=WINDOW)  # step times, including the first steps
         self._longest_pause_s = 0.0
         self._last_spike = 0
+        self._generates = False
 
     def observe(
         self, metrics: dict[str, Any], pause_s: float = 0.0, disk_free_share: float | None = None
@@ -87,7 +91,7 @@ class AlertRules:
             self._durations.append(metrics["step_time_s"])
         if self._num_seen > 1:
             self._longest_pause_s = max(self._longest_pause_s, pause_s)
-        found = [self._check_spike(metrics), self._check_disk(disk_free_share)]
+        found = [self._check_spike(metrics), self._check_disk(disk_free_share), self._check_engine(metrics)]
         if self._num_seen > _WARM_UP:
             found += [self._check_speed(metrics), self._check_data(metrics), self._check_straggler(metrics)]
         return [alert for alert in found if alert is not None]
@@ -123,7 +127,8 @@ class AlertRules:
 
     def _check_data(self, metrics: dict[str, Any]) -> Alert | None:
         step_s, data_s = metrics.get("step_time_s"), metrics.get("data_time_s")
-        if step_s is None or data_s is None:
+        self._generates |= metrics.get("generation_time_s") is not None
+        if step_s is None or data_s is None or self._generates:  # such a run waits for answers, as it should
             return None
         self._times.append((step_s, data_s))
         share = sum(data for _, data in self._times) / sum(step for step, _ in self._times)
@@ -133,6 +138,19 @@ class AlertRules:
             f"{waiting_s or 0:.0f} s. Put data.prepared_dir on a faster disk."
         )
         return self._update("data_wait", waiting_s is not None, share < DATA_WAIT / 2, share, DATA_WAIT, text)
+
+    def _check_engine(self, metrics: dict[str, Any]) -> Alert | None:
+        share = metrics.get("ratio_capped_share")
+        if share is None:
+            return None
+        text = (
+            f"{share:.1%} of the step's tokens are far more likely in training than when they were generated, "
+            f"{metrics.get('engine_gap', 0.0):.2g} nats apart on average. Check that the engine serves this base and "
+            "adapter in the same precision, or lower grpo.max_staleness or optimizer.lr."
+        )
+        return self._update(
+            "engine_mismatch", share > RATIO_CAPPED, share < RATIO_CAPPED / 2, share, RATIO_CAPPED, text
+        )
 
     def _check_straggler(self, metrics: dict[str, Any]) -> Alert | None:
         rank, skew, step_s = (metrics.get(name) for name in ("slowest_rank", "compute_skew", "step_time_s"))

@@ -259,3 +259,25 @@ def test_missing_metrics_raise_no_alert() -> None:
     rules = AlertRules()
     rules.observe({"step": 1})
     assert not rules.observe_silence(1e6)
+
+
+def test_an_engine_that_is_another_model_raises_one_alert_until_it_has_recovered() -> None:
+    rules = AlertRules()
+    shares = [0.0] * 10 + [0.2] * 10 + [0.0] * 5 + [0.3] * 5
+    alerts = [
+        alert
+        for step, share in enumerate(shares, start=1)
+        for alert in rules.observe({"step": step, "ratio_capped_share": share, "engine_gap": 0.9})
+    ]
+    assert [(alert.name, alert.step) for alert in alerts] == [("engine_mismatch", 11), ("engine_mismatch", 26)]
+
+
+def test_waiting_for_answers_is_not_waiting_for_data() -> None:
+    names = []
+    for generates in (True, False):
+        rules = AlertRules()
+        for step in range(1, 400):
+            metrics: dict[str, Any] = {"step": step, "step_time_s": 10.0, "data_time_s": 8.0}
+            metrics |= {"generation_time_s": 8.0} if generates and step % 2 else {}
+            names += [alert.name for alert in rules.observe(metrics)]
+    assert names == ["data_wait"]
