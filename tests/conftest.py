@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -34,6 +35,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_configure() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the workers of pytest-xdist too, which share the processors
+    gc.disable()  # until the tests are collected: what they import stays
     os.environ["FCTUNE_CACHE"] = tempfile.mkdtemp(prefix="fctune-tests-")  # of fixtures that tests share
     # A shell starts background jobs with Ctrl-C ignored, and the commands that tests start would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -46,6 +49,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("real_data"):
                 item.add_marker(pytest.mark.skip(reason="../shared/data is not here"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what was imported out of garbage collections, and start the server of ranks if several may need it."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    if "PYTEST_XDIST_WORKER" in os.environ and (ranks := sys.modules.get("tests.ranks")):
+        ranks.start_server()
 
 
 @pytest.fixture(scope="session")

@@ -13,20 +13,29 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 
-def start_context(*preloaded: str) -> Any:
-    """Return the context that starts ranks here; a server imports the modules first, on machines without GPUs."""
+def _make_context() -> Any:
     import torch
 
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-    context.set_forkserver_preload(list(preloaded))
-    return context
+    made = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    made.set_forkserver_preload(["tests.rank_imports"])
+    return made
 
 
-context = start_context("torch", "torchtune.modules", "transformers", "fctune.training.setup", "peft")
+context = _make_context()
+
+
+def start_server() -> None:
+    """Start the server that ranks are forked from, which imports while tests run; nothing on a machine with GPUs.
+
+    There is one server a process, so code under test that starts it first would decide on its imports.
+    """
+    if context.get_start_method() == "forkserver":
+        forkserver.ensure_running()
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 240) -> list[Any]:

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import ROOT
-from tests.ranks import start_context
+from tests.ranks import context
 
 CONFIG = ROOT / "configs" / "acceptance_cpu.yaml"
-
-_context = start_context("torch", "torchtune.modules", "fctune.acceptance.run")
 
 # Overrides for a short run.
 SHORT = ("~training", "compute.sustain_s=0.2", "collectives.repetitions=3", "collectives.sizes_mib=[0.015625, 4.0]")
@@ -64,7 +62,7 @@ def run(
         port = probe.getsockname()[1]
     started = time.monotonic()
     launch = (ranks, ranks_per_node or ranks, port, arguments(folder, *overrides))
-    processes = [_context.Process(target=_start, args=(rank, *launch)) for rank in range(ranks) if rank not in absent]
+    processes = [context.Process(target=_start, args=(rank, *launch)) for rank in range(ranks) if rank not in absent]
     for process in processes:
         process.start()
     meanwhile(processes)

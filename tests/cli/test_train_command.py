@@ -37,7 +37,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path) -> None:
+def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process = start(tmp_path, "max_steps=20", "checkpoint.every=0")
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process, 240)
@@ -56,6 +56,7 @@ def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path) -
     assert steps == list(range(1, 21))
     assert (tmp_path / "run" / "export" / "merged" / "model.safetensors").is_file()
 
+    monkeypatch.chdir(tmp_path)
     assert "merged model: run/export/merged" in output
     assert "adapter: run/export/adapter" in output
     commands = [line[line.index("fctune ") :] for line in output.splitlines() if " it: fctune " in line]
@@ -63,8 +64,7 @@ def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path) -
     for command in commands:
         words = shlex.split(command)[1:]
         words += ["--print"] if words[0] == "serve" else []  # without vLLM, which is not installed here
-        done = subprocess.run([*FCTUNE, *words], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
-        assert done.returncode == 0, f"{command}: {done.stderr}"
+        assert main(words) == 0, command
 
 
 def test_a_run_that_cannot_start_returns_its_own_code_and_message_only(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fctune.data.conversation import Conversation
 from fctune.data.sources import Defect, RowReader, UnreadRow, has_reasoning_rows, parse_source, read_source
 from fctune.data.sources.arrow import holds_text
 from fctune.data.sources.defects import RowError
-from fctune.data.sources.row_builder import ReadContext
+from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.row_formats.registry import read_row
 
 THOUGHT = "The city is given, so I can call <tool_call> now."

@@ -26,7 +26,7 @@ from fctune.data.sources import (
     read_source,
 )
 from fctune.data.sources.defects import RowError
-from fctune.data.sources.row_builder import ReadContext
+from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.row_formats.registry import read_row
 from fctune.errors import DataError
 from tests.conftest import REAL_DATA

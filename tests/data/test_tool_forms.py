@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fctune.data.conversation import Tool
 from fctune.data.sources import Defect, ParsedRow, parse_source
 from fctune.data.sources.defects import RowError
-from fctune.data.sources.row_builder import ReadContext
+from fctune.data.sources.read_context import ReadContext
 
 PARAMETERS = {
     "type": "object",

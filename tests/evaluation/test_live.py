@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fctune.cli.eval_options import run_module
 from fctune.config.loading import load_config
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.config.sections.evaluation import EvalConfig
@@ -29,18 +28,20 @@ from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import materialize_
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import read_architecture
-from tests.conftest import ROOT, TINY_BASE
+from tests.conftest import TINY_BASE
 from tests.models.expert_samples import save_base
 from tests.models.hybrid_samples import save_hybrid
 from tests.models.tiny_models import load_hf, save_tiny_model
 from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import CONFIGS, Kind, run_kind_on_rank, run_on_rank
 
+NUM_CASES = 10
+
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("cases") / "cases.jsonl"
-    file.write_text("".join(json.dumps(case.to_json()) + "\n" for case in iter_cases(20, 77)))
+    file.write_text("".join(json.dumps(case.to_json()) + "\n" for case in iter_cases(NUM_CASES, 77)))
     return file
 
 
@@ -94,12 +95,11 @@ def test_it_scores_what_the_export_scores_and_leaves_training_as_it_was(
 
     out = tmp_path / "results.jsonl"
     model = str(tmp_path / "with" / "export" / "merged")
-    command = [sys.executable, "-m", "eval.tool_calls", "--model", model, "--cases", str(cases), "--out", str(out)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert run_module("eval", "eval.tool_calls", ["--model", model, "--cases", str(cases), "--out", str(out)]) == 0
     verdicts = [json.loads(line)["verdict"] for line in out.read_text().splitlines()]
     last = runs["with"][-1]
-    assert last["eval_num_cases"] == len(verdicts) == 20
-    assert last["eval_accuracy"] == verdicts.count("correct") / 20
+    assert last["eval_num_cases"] == len(verdicts) == NUM_CASES
+    assert last["eval_accuracy"] == verdicts.count("correct") / NUM_CASES
     best = max(m["eval_accuracy"] for m in runs["with"] if "eval_accuracy" in m)
     kept = (tmp_path / "with" / "checkpoints" / "best").resolve().name
     first_best = next(m["step"] for m in runs["with"] if m.get("eval_accuracy") == best)

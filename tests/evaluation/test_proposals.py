@@ -10,7 +10,7 @@ import pytest
 
 from fctune.calls.formats.registry import FORMATS
 from fctune.data.sources.defects import RowError
-from fctune.data.sources.row_builder import ReadContext
+from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.row_formats.registry import read_row
 from fctune.errors import ConfigError
 from fctune.evaluation.judging import judge_answer

@@ -3,7 +3,8 @@
 python tests/sweep/fake_trainer.py --config FILE --nproc N
 
 It takes 20 steps. The validation loss of run NNN is ``|log10(lr) + 3|`` plus ``1 / step``. FAKE_FAULTS is JSON:
-run name -> list of faults, one an attempt ("crash", "config", "kill"; "" is none).
+run name -> list of faults, one an attempt ("crash", "config", "kill"; "" is none). FAKE_STEP_S is the seconds of a
+step, or JSON: learning rate -> seconds.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def main() -> int:
     metrics = output / "metrics.jsonl"
     first = 1 + len(metrics.read_text().splitlines()) if metrics.exists() else 1
     rate = float(config["optimizer"]["lr"])
+    step_s = json.loads(os.environ.get("FAKE_STEP_S", "0.005"))
     for step in range(first, STEPS + 1):
-        time.sleep(float(os.environ.get("FAKE_STEP_S", "0.005")))
+        time.sleep(step_s[str(rate)] if isinstance(step_s, dict) else step_s)
         row = {
             "step": step,
             "loss": 1 / step,

@@ -113,7 +113,8 @@ def test_a_failed_run_is_tried_again_kept_and_does_not_end_the_others(
 def test_the_worst_runs_are_stopped_early_and_are_not_started_again(
     write_sweep: WriteSweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "0.05")
+    # The best are first at each comparison, and the others take long enough to be stopped after it.
+    monkeypatch.setenv("FAKE_STEP_S", json.dumps({"0.001": 0.02, "0.0001": 0.4, "0.01": 0.4}))
     sweep, study = write_sweep(early_stop={"first_step": 5, "factor": 3}, at_once=6), tmp_path / "study"
     assert main(["sweep", str(sweep)]) == 0
     rows = read_rows(study)

@@ -33,8 +33,8 @@ def test_no_secret_of_the_environment_is_written_or_printed(
     pytest.importorskip("tensorboard")
     sinks = ["telemetry.wandb.project=calls", "telemetry.tensorboard=true", "success={}"]
     sinks += [f"telemetry.prometheus.port={find_port()}", "profile.first_step=1", "profile.last_step=2"]
-    results = run_ranks(run_with_secrets, 2, arguments_for(tmp_path, *sinks), str(tmp_path / "home"))
-    assert [result["code"] for result in results] == [0, 0], results
+    results = run_ranks(run_with_secrets, 1, arguments_for(tmp_path, *sinks), str(tmp_path / "home"))
+    assert [result["code"] for result in results] == [0], results
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")])

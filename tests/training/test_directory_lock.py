@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from fctune.errors import ConfigError
-from fctune.training.run_directory import DirectoryLock, RunDirectory
+from fctune.training.directory_lock import DirectoryLock
+from fctune.training.run_directory import RunDirectory
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import arguments_for, run_on_rank
@@ -25,10 +26,10 @@ from tests.runs.sample_runs import make_config, make_run
 HOLDER = """
 import sys, time
 from pathlib import Path
-from fctune.training.run_directory import DirectoryLock
+from fctune.training.directory_lock import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]))
 print("held", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

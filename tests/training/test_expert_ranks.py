@@ -34,7 +34,7 @@ def train_all(base: Path, folder: Path, runs: list[tuple[int, dict[str, Any]]], 
     """Return the results of runs that balance their routers, each given by its ranks and changes to the config."""
     results = []
     for world_size, changes in runs:
-        keys = {"max_steps": 3, "validation": {"every": 0}, "data": SMALL} | common | changes
+        keys = {"max_steps": 2, "validation": {"every": 0}, "data": SMALL} | common | changes
         config = make_config(base, folder, **keys)
         config.model.router_aux_loss = 0.05
         prepared = prepare(config.data, base, folder / "prepared")

@@ -33,6 +33,7 @@ def read_run(run: Path) -> tuple[list[int], list[int]]:
 
 def test_timed_actions_follow_rank_0_and_go_on_after_a_restart(tmp_path: Path) -> None:
     timed = ["checkpoint.every=3s", "checkpoint.keep_last=9", "validation.every=4s", "epochs=9"]
+    timed += ["global_batch_size=2", "micro_batch_size=1"]
     results = run_ranks(run_with_own_clock, 2, arguments_for(tmp_path, *timed, "max_steps=7"))
     assert [result["code"] for result in results] == [0, 0], results
     assert read_run(tmp_path / "run") == ([3, 6], [4, 7])

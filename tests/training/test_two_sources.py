@@ -14,8 +14,9 @@ from fctune.distributed import World
 from tests.ranks import run_ranks
 from tests.training.training_runs import ADAPTER, compare, make_config, run_training
 
+NUM_STEPS = 8
 STEPS: dict[str, Any] = {
-    "max_steps": 20,
+    "max_steps": NUM_STEPS,
     "epochs": 30,
     "data": {"packed": True, "seq_len": 512, "overlong": "drop"},
     "global_batch_size": 3,
@@ -28,9 +29,7 @@ def train_all(world: World, configs: list[RunConfig], prepared_path: Path) -> li
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
-def test_twenty_steps_are_equal_through_both_sources(
-    make_model: Callable[..., Path], tmp_path: Path, family: str
-) -> None:
+def test_steps_are_equal_through_both_sources(make_model: Callable[..., Path], tmp_path: Path, family: str) -> None:
     path = make_model(family)
     configs = []
     for adapter in (ADAPTER, None):
@@ -41,7 +40,7 @@ def test_twenty_steps_are_equal_through_both_sources(
     prepared = prepare(configs[0].data, path, tmp_path / "prepared")
     (results,) = run_ranks(train_all, 1, configs, prepared.path)
     for ours, theirs in (results[:2], results[2:]):
-        assert len(ours["metrics"]) == 20
+        assert len(ours["metrics"]) == NUM_STEPS
         assert ours["metrics"][-1]["loss"] < ours["metrics"][0]["loss"]
         # Weights have Hugging Face's names and torchtune's layout of rows, so only the numbers of the steps compare.
         compare({**ours, "weights": {}}, {**theirs, "weights": {}}, rtol=1e-9, atol=0)

@@ -1,10 +1,8 @@
-"""``fctune train`` runs models that torchtune does not have: a dense one and a mixture of experts from transformers."""
+"""The recipes train models that torchtune does not have: a dense one and a mixture of experts from transformers."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.conftest import ROOT
 from tests.models.tiny_models import copy_tokenizer
+from tests.ranks import run_ranks
+from tests.recipes.recipe_runs import CONFIGS, run_on_rank
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048}
@@ -29,12 +28,11 @@ def test_a_model_from_transformers_trains_on_two_ranks_and_its_export_loads(fami
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **SIZES | FAMILIES[family] | tokens)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    command = [sys.executable, "-m", "fctune.cli", "train", "tiny_lora", "--nproc", "2"]
-    overrides = ["model.path=model", "output_dir=run", "max_steps=3", "data.sources.0.path=synthetic:train:60:1"]
+    overrides = [f"model.path={tmp_path / 'model'}", "max_steps=3", "data.sources.0.path=synthetic:train:60:1"]
     overrides += ["adapter.modules=all-linear", "data.seq_len=512", "data.overlong=drop", "validation.every=0"]
-    environment = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, *overrides], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    argv = ["--config", CONFIGS["lora"], f"output_dir={tmp_path / 'run'}", *overrides]
+    results = run_ranks(run_on_rank, 2, argv)
+    assert [result["code"] for result in results] == [0, 0], results
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
