@@ -18,8 +18,9 @@ from fctune.data.conversation import Conversation, Message
 from fctune.data.conversation_encoder import ConversationEncoder, Encoded
 from fctune.data.sources import Defect, UnreadRow
 from fctune.data.sources.defects import RowError, describe_value
+from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.reader import decode_row
-from fctune.data.sources.row_builder import ParsedRow, ReadContext
+from fctune.data.sources.row_builder import ParsedRow
 from fctune.data.sources.row_formats.registry import read_row
 from fctune.errors import DataError
 

@@ -7,11 +7,8 @@ the spans of its messages without knowledge of the strings that a model family u
 from __future__ import annotations
 
 import itertools
-import operator
 import re
-import resource
 import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,22 +19,14 @@ from jinja2 import meta, nodes
 
 from fctune.data.call_ids import write_names_into_ids
 from fctune.data.conversation import Conversation, Tool
+from fctune.data.template_limits import OPERATORS, RenderingBudget, TemplateLimitError, apply_operator, check_number
 from fctune.errors import DataError
 
-_MAX_NUMBER = 10**7  # of a template's arithmetic and constants, which could be a width or a count
-_MAX_LENGTH = 10**8
-_FREE_S = 0.1  # wall time of a rendering without checks
-_MAX_CPU_S = 2.0
-_MAX_GROWTH_BYTES = 2**29
 _MAX_TOOLS = 2_000  # of which the printed JSON is kept
 
 
 IN_CONTENT = "content"  # reasoning key of templates that expect reasoning inside the content
 IN_LAST_CONTENT = "last_content"  # likewise for templates that know of no reasoning, so that none is in the history
-
-
-class TemplateLimitError(Exception):
-    """A template exceeds a limit on time, memory or the size of a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +49,7 @@ class _IndexedMessage(dict[str, Any]):
 class _ToolJson:
     """The ``tojson`` filter, which keeps the JSON of tools, since rows share them.
 
-    A tool that is read twice is one object (``fctune.data.sources.row_builder.ReadContext``), and nothing changes it.
+    A tool that is read twice is one object (``fctune.data.sources.read_context.ReadContext``), and nothing changes it.
 
     Args:
         dump: The filter of transformers' environment.
@@ -128,7 +117,7 @@ class TracedTemplate:
         self.reasoning_key, self.has_names_in_ids = reasoning_key, has_names_in_ids
         self._nonce = secrets.token_hex(8)
         self._marker = re.compile(rf"\[{self._nonce}:(\d+):(\d*)\]")
-        self._budget = _Budget()
+        self._budget = RenderingBudget()
         self._template = self._instrument(source)
 
     def __reduce__(self) -> tuple[type[TracedTemplate], tuple[str, dict[str, Any], str, bool]]:
@@ -195,8 +184,8 @@ class TracedTemplate:
             # A copy: transformers keeps its environment for its own renderings. It does not compile the template, since
             # compilation evaluates constant expressions of any size.
             environment: jinja2.Environment = _compile_jinja_template("").environment.overlay()
-            environment.intercepted_binops = frozenset(_OPERATORS)  # type: ignore[attr-defined]
-            environment.call_binop = _apply_operator  # type: ignore[attr-defined]
+            environment.intercepted_binops = frozenset(OPERATORS)  # type: ignore[attr-defined]
+            environment.call_binop = apply_operator  # type: ignore[attr-defined]
             environment.getattr = partial(_get_attribute, environment, environment.getattr)  # type: ignore[method-assign]
             environment.filters = environment.filters | {"fctune_turn": self._mark_turn, "fctune_end": self._mark_end}
             environment.filters["fctune_tick"] = self._budget.tick
@@ -207,7 +196,7 @@ class TracedTemplate:
             self.reads_tools = "tools" in meta.find_undeclared_variables(tree)
             self._examined = _find_examined(tree)
             for constant in tree.find_all(nodes.Const):
-                _check_number(constant.value)
+                check_number(constant.value)
         except jinja2.TemplateError as error:
             raise DataError(f"its chat template is not valid Jinja ({error}).") from None
         except (TemplateLimitError, RecursionError) as error:
@@ -267,56 +256,6 @@ class TracedTemplate:
         return plain, sorted(spans, key=lambda span: (span.start, -span.stop))
 
 
-class _Budget:
-    """Limits the time and memory of a rendering, checked whenever the template enters a loop's or a macro's body."""
-
-    def start(self) -> None:
-        """Reset the time and memory used, before a template is rendered."""
-        self._free_until = time.monotonic() + _FREE_S
-        self._cpu_start_s: float | None = None
-        self._start_bytes = 0
-
-    def tick(self, text: str = "") -> str:
-        """Return the text; raise ``TemplateLimitError`` if the rendering has used up its time or memory."""
-        if time.monotonic() < self._free_until:
-            return text
-        if self._cpu_start_s is None:
-            self._cpu_start_s, self._start_bytes = time.thread_time(), _read_resident_bytes()
-        elif time.thread_time() - self._cpu_start_s > _MAX_CPU_S:
-            raise TemplateLimitError(f"it takes more than {_MAX_CPU_S:.0f} s")
-        elif _read_resident_bytes() - self._start_bytes > _MAX_GROWTH_BYTES:
-            raise TemplateLimitError(f"it takes more than {_MAX_GROWTH_BYTES // 2**20:,} MiB of memory")
-        return text
-
-
-def _read_resident_bytes() -> int:
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * _PAGE_BYTES
-    except OSError:  # only Linux has it; elsewhere the time limit remains
-        return 0
-
-
-def _apply_operator(context: Any, name: str, left: Any, right: Any) -> Any:
-    """Apply ``*`` or ``**`` to values of a template unless the result would be unreasonably large."""
-    if name == "**" and isinstance(left, int) and isinstance(right, int) and abs(left) > 1 and right > _MAX_POWER:
-        raise TemplateLimitError(f"it computes {left} ** {right}")
-    for text, count in ((left, right), (right, left)):
-        if isinstance(text, str | list | tuple) and isinstance(count, int) and len(text) * count > _MAX_LENGTH:
-            raise TemplateLimitError(f"it repeats a value to a length of {len(text) * count:,}")
-    result = _OPERATORS[name](left, right)
-    _check_number(result)
-    return result
-
-
-def _check_number(value: Any) -> None:
-    if isinstance(value, int) and abs(value) > _MAX_NUMBER:
-        raise TemplateLimitError(f"it uses a number over {_MAX_NUMBER:,}")
-
-
-_PAGE_BYTES = resource.getpagesize()
-_MAX_POWER = 64
-_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {"*": operator.mul, "**": operator.pow}
 _OPENED = "fctune_opened"  # template variable: the loops that are at a message
 _NOT_KEYS = frozenset(dir(dict))
 # Attributes that the sandbox allows in any case, and that templates read most; its check takes longer than the reading.

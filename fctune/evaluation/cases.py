@@ -14,7 +14,7 @@ from fctune.calls.formats.base import Parsed
 from fctune.calls.judge import Judgement, judge, judge_failure
 from fctune.data.conversation import Call, Conversation
 from fctune.data.sources.defects import RowError
-from fctune.data.sources.row_builder import ReadContext
+from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.row_formats.registry import read_row
 from fctune.data.tool_schema import ToolSet
 from fctune.errors import DataError

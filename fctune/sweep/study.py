@@ -26,7 +26,7 @@ from fctune.models.run_config import load_run_config
 from fctune.runs.metrics_file import MetricsFile
 from fctune.sweep.sampling import Settings, describe_settings, identify
 from fctune.sweep.spec import Sweep, flatten
-from fctune.training.run_directory import DirectoryLock
+from fctune.training.directory_lock import DirectoryLock
 
 STOPPED = 75  # exit code of a run that was stopped and has saved
 WRONG_INPUT = 2

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.metadata
 import json
 import logging
-import os
 import platform
 import subprocess
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
 from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
 from fctune.files import write_atomically
+from fctune.training.directory_lock import DirectoryLock
 
 logger = logging.getLogger("fctune")
 
 _LAUNCHERS = ("tune", "fctune", "torchrun")
 _PACKAGES = ("fctune", "torch", "torchtune", "torchao", "transformers", "peft", "safetensors", "tokenizers", "numpy")
-
-# A dead process on this machine frees its lock at once; one on a machine that died, when its lease at the file server
-# expires (90 s, the default of Linux's NFS server).
-_LOCAL_WAIT_S, _REMOTE_WAIT_S = 10.0, 120.0
 
 
 class RunDirectory:
@@ -248,83 +242,6 @@ class RunDirectory:
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
         write_atomically(self.path / name, json.dumps(value, indent=2) + "\n")
-
-
-class DirectoryLock:
-    """Lock on ``.lock`` in a directory, held from construction to ``release`` or the end of the process.
-
-    Args:
-        folder: existing directory.
-        wait_s: for a holder that may be dead already; None: 10 s for one on this machine, 120 s for another machine.
-
-    Raises (at construction):
-        ConfigError: another live process holds the lock.
-    """
-
-    def __init__(self, folder: Path, wait_s: float | None = None):
-        self._file: IO[str] = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held until release)
-        try:
-            self._acquire(folder, wait_s)
-        except BaseException:
-            self._file.close()
-            raise
-        holder = {"process": os.getpid(), "host": platform.node(), "since": datetime.now(UTC).isoformat("T", "seconds")}
-        self._file.truncate(0)
-        self._file.write(json.dumps(holder) + "\n")
-        self._file.flush()
-
-    def release(self) -> None:
-        """Release the lock, so that another run may use the directory."""
-        self._file.close()
-
-    def _acquire(self, folder: Path, wait_s: float | None) -> None:
-        started, is_logged = time.monotonic(), False
-        while True:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                holder = self._read_holder()
-            except OSError as error:
-                logger.warning(
-                    "%s: its file system has no locks (%s); make sure that only one run uses it", folder, error
-                )
-                return
-            is_local = holder.get("host") == platform.node()
-            limit_s = wait_s if wait_s is not None else _LOCAL_WAIT_S if is_local else _REMOTE_WAIT_S
-            if (is_local and _is_alive(holder.get("process"))) or time.monotonic() - started >= limit_s:
-                raise ConfigError(
-                    f"output_dir={folder}: another run is writing to it ({_describe_holder(holder)}). "
-                    "Use another directory, or stop that run first."
-                )
-            if not is_logged:
-                is_logged = True
-                logger.info("%s is locked by %s; waiting up to %.0f s", folder, _describe_holder(holder), limit_s)
-            time.sleep(0.2)
-
-    def _read_holder(self) -> dict[str, Any]:
-        self._file.seek(0)
-        try:
-            holder = json.loads(self._file.read())
-        except ValueError:  # not written yet
-            return {}
-        return holder if isinstance(holder, dict) else {}
-
-
-def _describe_holder(holder: dict[str, Any]) -> str:
-    if not holder:
-        return "unknown process"
-    return f"process {holder.get('process')} on {holder.get('host')}, since {holder.get('since')}"
-
-
-def _is_alive(process: Any) -> bool:
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, TypeError, ValueError):
-        return True
-    return True
 
 
 def find_typed_command(command_lines: Sequence[Sequence[str]] | None = None) -> list[str] | None:

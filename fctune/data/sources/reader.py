@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from fctune.data.conversation import Conversation
 from fctune.data.sources.defects import Defect, RowError
 from fctune.data.sources.files import MAX_ROW_BYTES, open_rows
-from fctune.data.sources.row_builder import ParsedRow, ReadContext
+from fctune.data.sources.read_context import ReadContext
+from fctune.data.sources.row_builder import ParsedRow
 from fctune.data.sources.row_formats.registry import ROW_FORMATS, describe_row_formats, detect_row_format, read_row
 from fctune.errors import DataError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fctune.data.conversation import Tool
 from fctune.data.sources.defects import RowError
-from fctune.data.sources.row_builder import ReadContext
+from fctune.data.sources.read_context import ReadContext
 from fctune.errors import ConfigError
 
 _PLACE = re.compile(r"\[(\d+)\]\.?(.*)", re.DOTALL)

@@ -8,7 +8,8 @@ from typing import Any
 
 from fctune.data.sources import row_formats
 from fctune.data.sources.defects import TEXT_ONLY, RowError, describe_value
-from fctune.data.sources.row_builder import ParsedRow, ReadContext, RowBuilder
+from fctune.data.sources.read_context import ReadContext
+from fctune.data.sources.row_builder import ParsedRow, RowBuilder
 from fctune.data.sources.row_formats.base import RowFormat
 from fctune.data.sources.row_json import MAX_VALUE_DEPTH
 from fctune.data.sources.row_reasoning import read_template_args
