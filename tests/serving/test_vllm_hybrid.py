@@ -22,6 +22,7 @@ SIZES = {"hidden_size": 128, "head_dim": 32, "num_attention_heads": 4, "num_key_
 MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "falcon_h1": SIZES | MAMBA | {"mamba_d_ssm": 256},
+    "granitemoehybrid": SIZES | MAMBA,
 }
 PROMPT = [5, 17, 33, 101, 250, 7, 9, 44, 12, 61]
 NUM_TOKENS = 12
