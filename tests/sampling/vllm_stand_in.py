@@ -125,12 +125,15 @@ class VllmStandIn:
         generator = torch.Generator().manual_seed(body["seed"])
         ids: list[int] = []
         logprobs: list[float] = []
+        past, new = None, body["prompt"]
         for _ in range(body["max_tokens"]):
             with torch.no_grad(), self.lock:
-                logits = model(torch.tensor([body["prompt"] + ids])).logits[0, -1].float()
+                output = model(torch.tensor([new]), past_key_values=past, use_cache=True)
+            logits, past = output.logits[0, -1].float(), output.past_key_values
             probabilities = (logits / body["temperature"]).softmax(-1)
             token = int(torch.multinomial(probabilities, 1, generator=generator))
             ids.append(token)
+            new = [token]
             logprobs.append(float(logits.log_softmax(-1)[token]))
             if token in body["stop_token_ids"]:
                 return ids, logprobs, "stop"

@@ -1,0 +1,101 @@
+"""Reinforcement with a server's answers, and in environments, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import TINY_BASE
+from tests.ranks import run_ranks
+from tests.recipes.recipe_runs import CONFIGS, run_kind_on_rank
+from tests.sampling.vllm_stand_in import VllmStandIn
+
+SMALL = (
+    *("grpo.cases=synthetic:train:12:1", "grpo.prompts_per_step=2", "grpo.group_size=3", "grpo.max_new_tokens=8"),
+    *("data.seq_len=1024", "grpo.mask_cut=false", "optimizer.lr=1e-3"),
+)
+# The base is hardly ever right, so that its verdicts alone would teach nothing.
+REWARD = "grpo.reward={random: 1.0, brevity: 0.5}"
+
+
+@pytest.fixture
+def server() -> Iterator[VllmStandIn]:
+    started = VllmStandIn(TINY_BASE, max_lora_rank=32)
+    yield started
+    started.stop()
+
+
+def train(output: Path, server: VllmStandIn, *overrides: str) -> dict[str, Any]:
+    words = ["--config", CONFIGS["grpo"], f"output_dir={output / 'run'}", *SMALL]
+    words += ["grpo.engine=server", f"grpo.server.url={server.url}", REWARD, *overrides]
+    done: dict[str, Any] = run_ranks(run_kind_on_rank, 1, words, "grpo")[0]
+    return done
+
+
+def read_lines(output: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "run" / name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_server_answers_with_each_update_and_its_probabilities_are_the_trainers(
+    tmp_path: Path, server: VllmStandIn, staleness: int
+) -> None:
+    done = train(tmp_path, server, f"grpo.max_staleness={staleness}", "max_steps=3")
+    assert done["code"] == 0, done
+    metrics, rows = read_lines(tmp_path, "metrics.jsonl"), read_lines(tmp_path, "rollouts.jsonl")
+    assert not [row["error"] for row in rows if row["error"]]
+    for one in metrics:
+        versions = {row["version"] for row in rows if row["step"] == one["step"]}
+        assert min(versions) >= one["step"] - 1 - staleness, "at most so many updates old"
+        assert one["staleness"] == one["step"] - 1 - min(versions)
+    assert max(one["staleness"] for one in metrics) == staleness
+    assert all(one["engine_gap"] < 1e-4 for one in metrics if one["staleness"] == 0)
+    assert any(one["loss"] != 0 for one in metrics)
+    loads = [body["lora_name"] for path, body in server.requests if path == "/v1/load_lora_adapter"]
+    assert len(loads) == len(set(loads)) >= 3
+    assert not server.adapters, "the run takes its adapters with it"
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_during_a_run_is_waited_for(tmp_path: Path, server: VllmStandIn) -> None:
+    server.delay_s = 0.05
+
+    def restart_after_two_versions() -> None:
+        while sum(path == "/v1/load_lora_adapter" for path, _ in server.requests) < 2:
+            time.sleep(0.02)
+        server.stop()
+        time.sleep(1.0)
+        server.start()
+
+    threading.Thread(target=restart_after_two_versions, daemon=True).start()
+    done = train(tmp_path, server, "max_steps=4")
+    assert done["code"] == 0, done
+    rows = read_lines(tmp_path, "rollouts.jsonl")
+    assert len(read_lines(tmp_path, "metrics.jsonl")) == 4
+    assert not [row["error"] for row in rows if row["error"]], "nothing is lost"
+
+
+def test_a_refused_adapter_ends_the_run_in_one_sentence(tmp_path: Path) -> None:
+    server = VllmStandIn(TINY_BASE, max_lora_rank=8)
+    try:
+        done = train(tmp_path, server, "max_steps=1")
+    finally:
+        server.stop()
+    assert done["code"] == 2, done
+    assert "the adapter has rank 32, over the server's limit" in done["err"]
+    assert "Traceback" not in done["err"]
+
+
+def test_a_run_in_environments_asks_their_tasks_and_says_if_none_is_ever_solved(tmp_path: Path) -> None:
+    words = ["--config", CONFIGS["grpo"], f"output_dir={tmp_path / 'run'}", *SMALL, "data.seq_len=2048"]
+    words += ["grpo.cases=environment:shop:4", "grpo.max_refills=0"]
+    done = run_ranks(run_kind_on_rank, 1, [*words, "grpo.max_flat_batches=1", "max_steps=1"], "grpo")[0]
+    assert done["code"] == 2, done
+    assert "equal" in done["err"], done["err"]
+    assert "Traceback" not in done["err"]
