@@ -203,7 +203,8 @@ def _describe_schedule(plan: Plan, num_steps: int) -> str:
     first = plan.save_steps if saves and plan.save_steps else num_steps
     line += f", the first after {first:,} steps ({format_duration(first * step_s)})"
     for name, every in (("validated", validations), ("evaluated", evaluations)):
-        line += f"; {name} {f'every {min(every, num_steps):,} steps' if every else 'never'}"
+        steps = min(every, num_steps)
+        line += f"; {name} {'never' if not every else 'every step' if steps == 1 else f'every {steps:,} steps'}"
     return line
 
 
