@@ -203,8 +203,8 @@ def _describe_schedule(plan: Plan, num_steps: int) -> str:
     first = plan.save_steps if saves and plan.save_steps else num_steps
     line += f", the first after {first:,} steps ({format_duration(first * step_s)})"
     for name, every in (("validated", validations), ("evaluated", evaluations)):
-        steps = min(every, num_steps)
-        line += f"; {name} {'never' if not every else 'every step' if steps == 1 else f'every {steps:,} steps'}"
+        steps = min(every or 0, num_steps)
+        line += f"; {name} {'never' if not steps else 'every step' if steps == 1 else f'every {steps:,} steps'}"
     return line
 
 
