@@ -7,6 +7,7 @@ answers other training cases several times. From that start, a method trains on 
 
 - rejection: supervised on right answers
 - dpo: on pairs of a right and a wrong answer
+- grpo: from the verdicts on fresh answers, in groups
 
 --control also trains the same number of steps on as many answers that were chosen at random: a method must beat its
 start, and its control must not. All are measured on cases whose tools no training row has, and compared with the start
@@ -40,15 +41,15 @@ CATEGORIES = ("call", "no_call", "all")
 
 @dataclass(frozen=True)
 class Method:
-    """A way of learning from verdicts: a shipped config, its overrides, and the function that writes its rows.
+    """A way of learning from verdicts: a shipped config, its overrides, and the function that chooses its data.
 
-    ``make_rows`` takes the folder of a seed, the command's arguments and whether answers are chosen at random; it
-    returns a file of rows.
+    ``choose`` takes the folder of a seed, the command's arguments and whether answers are chosen at random; it returns
+    further overrides.
     """
 
     config: str
     overrides: tuple[str, ...]
-    make_rows: Callable[[Path, argparse.Namespace, bool], Path]
+    choose: Callable[[Path, argparse.Namespace, bool], list[str]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--control", action="store_true", help="also train on answers chosen at random")
     parser.add_argument("--split", choices=NUM_CASES, default="test", help="cases to measure; default: %(default)s")
     parser.add_argument("--trial", default="", metavar="NAME", help="name of a result with other settings")
-    parser.add_argument("--start-steps", type=int, default=80, help="steps of the start; default: %(default)s")
+    parser.add_argument("--start-steps", type=int, default=55, help="steps of the start; default: %(default)s")
     parser.add_argument("--prompts", type=int, default=800, help="cases to sample; default: %(default)s")
     parser.add_argument("--num", type=int, default=4, help="answers to each case, at most; default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=100_000, help="tokens to sample; default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=70_000, help="tokens to sample; default: %(default)s")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the method's config")
     arguments = parser.parse_intermixed_args(argv)
     if bool(arguments.overrides) != bool(arguments.trial):
@@ -86,8 +87,7 @@ def run_seed(arguments: argparse.Namespace, seed: int) -> None:
     for name in arguments.methods:
         for is_control in (False, True)[: 1 + arguments.control]:
             method = METHODS[name]
-            rows = method.make_rows(folder, arguments, is_control)
-            overrides = [*method.overrides, f"data.sources.0.path={rows}", *arguments.overrides]
+            overrides = [*method.overrides, *method.choose(folder, arguments, is_control), *arguments.overrides]
             label = "-".join(filter(None, (name, arguments.trial, "control" if is_control else "")))
             tuned = train(folder / label, seed, str(start), method.config, overrides)
             measure(folder, tuned, arguments.split, seed)
@@ -131,36 +131,41 @@ def sample(folder: Path, arguments: argparse.Namespace, keep: str, out: Path) ->
     return out
 
 
-def choose_rows(folder: Path, arguments: argparse.Namespace, is_control: bool) -> Path:
-    """Return the rows of right answers; for the control as many of answers chosen at random."""
+def choose_rows(folder: Path, arguments: argparse.Namespace, is_control: bool) -> list[str]:
+    """Choose the rows of right answers; for the control as many of answers chosen at random."""
     right = sample(folder, arguments, "best", folder / "right.jsonl")
     if not is_control:
-        return right
+        return [f"data.sources.0.path={right}"]
     others = sample(folder, arguments, "random", folder / "random.jsonl")
     lines = others.read_text().splitlines(keepends=True)
     others.write_text("".join(lines[: len(right.read_text().splitlines())]))
-    return others
+    return [f"data.sources.0.path={others}"]
 
 
-def choose_pairs(folder: Path, arguments: argparse.Namespace, is_control: bool) -> Path:
-    """Return the pairs of right and wrong answers; for the control the same ones, each turned round by a coin."""
+def choose_pairs(folder: Path, arguments: argparse.Namespace, is_control: bool) -> list[str]:
+    """Choose the pairs of right and wrong answers; for the control the same ones, each turned round by a coin."""
     sample(folder, arguments, "best", folder / "right.jsonl")
     pairs, others = folder / "samples" / "pairs.jsonl", folder / "random_pairs.jsonl"
-    if not is_control:
-        return pairs
-    if not others.exists():
+    if is_control and not others.exists():
         rng, rows = random.Random(0), [json.loads(line) for line in pairs.read_text().splitlines()]
         for row in rows:
             if rng.random() < 0.5:
                 row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
         others.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return others
+    return [f"data.sources.0.path={others if is_control else pairs}"]
+
+
+def choose_reward(folder: Path, arguments: argparse.Namespace, is_control: bool) -> list[str]:
+    """Choose the strict verdict as the reward of answers to the prompts, or a random one for the control."""
+    del arguments
+    return [f"grpo.cases={folder / 'prompts.jsonl'}", f"grpo.reward={{{'random' if is_control else 'strict'}: 1.0}}"]
 
 
 SUPERVISED = ("data.train_on=last_assistant",)
 METHODS = {
-    "rejection": Method("tiny_lora", (*SUPERVISED, "optimizer.lr=1e-3", "max_steps=100"), choose_rows),
+    "rejection": Method("tiny_lora", (*SUPERVISED, "optimizer.lr=1e-3", "max_steps=60"), choose_rows),
     "dpo": Method("tiny_dpo", ("max_steps=60", "global_batch_size=2", "preference.sft_weight=0.5"), choose_pairs),
+    "grpo": Method("tiny_grpo", ("max_steps=20", "optimizer.lr=5e-4"), choose_reward),
 }
 
 

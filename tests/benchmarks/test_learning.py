@@ -66,10 +66,13 @@ def test_each_method_and_its_control_are_compared_with_the_start(
 ) -> None:
     commands = Commands()
     monkeypatch.setattr(learning, "fctune", commands)
-    command = ["--out", str(tmp_path), "--seeds", "1", "--methods", "rejection", "dpo", "--control"]
+    command = ["--out", str(tmp_path), "--seeds", "1", "--control"]
     assert learning.main(command) == 0
     found = {result["model"]: result["categories"] for result in json.loads((tmp_path / "test.json").read_text())}
-    assert list(found) == ["start", "dpo", "dpo-control", "rejection", "rejection-control"]
+    assert list(found) == [
+        "start",
+        *("dpo", "dpo-control", "grpo", "grpo-control", "rejection", "rejection-control"),
+    ]
     n = NUM_CALLS + NUM_OTHERS
     assert (found["rejection"]["all"]["turned_right"], found["rejection"]["all"]["p_value"]) == (
         n // 2,
