@@ -5,9 +5,9 @@
 The tracker (torch.distributed._tools, FSDPMemTracker) runs the recipes' model, layout and step on tensors that have
 shapes and no memory, over a group that sends nothing, and counts every storage: some 10 to 60 seconds a configuration.
 It runs on the CPU's operators, so three things are put in place of what only CUDA has: packed rows attend by
-``varlen_attn`` as on CUDA, a norm keeps what CUDA's fused kernel keeps, and numbers of the loss that the host would
-read are left out. Nothing is compiled, and neither CUDA's context, the allocator's losses nor NCCL's buffers are
-counted: the planner's figures here are without these three, too.
+``varlen_attn`` as on CUDA, a norm and the log-softmax keep what CUDA's kernels keep, and numbers of the loss that the
+host would read are left out. Nothing is compiled, and neither CUDA's context, the allocator's losses nor NCCL's buffers
+are counted: the planner's figures here are without these three, too.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from fctune.config.loading import parse_config
 from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalStep, StepTotals
 from fctune.distributed import World
+from fctune.models import loss
 from fctune.models.architecture import Architecture
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.frozen_linear import copy_rows_, is_nf4
@@ -91,6 +92,8 @@ def _simulated_cuda(world_size: int) -> Iterator[None]:
     with ExitStack() as stack:
         for target, name, value in (
             (layers, "rms_norm", lambda x, weight, eps: FusedNorm.apply(x, weight)),
+            # CUDA's kernel reads 16-bit logits and writes float32, without a copy in between.
+            (loss, "log_softmax", lambda x, dim, dtype: x.new_empty(x.shape, dtype=dtype)),
             (step, "_exchange", lambda *_: rows),
             (Llama3ScaledRoPE, "apply_scaling", lambda self, frequencies, *_: frequencies),
             # DTensor derives shapes in a separate fake mode, which the tracker then knows to ignore.
@@ -114,6 +117,9 @@ def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) 
         apply_activation_checkpointing_(model, config.activation_checkpointing, "cuda")
         layout = ParallelLayout(setting.mode, setting.replicate, setting.shard, "")  # type: ignore[arg-type]
         hardware = Hardware("cpu", setting.world_size, setting.shard, DEVICE)
+        # The tracker follows modules, and fails where one is differentiated within the forward pass, as the loss does.
+        head: Any = model.head
+        model.project = lambda hidden, _=None: getattr(head, "forward", head)(hidden)  # type: ignore[method-assign]
         gradient_sync = shard_(model, layout, config.parallel, hardware)
         data = _make_step(config, model, setting)
         with mode:

@@ -91,7 +91,7 @@ class _FrozenHeadLosses(torch.autograd.Function):
             padded, padded_targets, padded_keys = _pad_to_tile(part_rows, part_targets, part_keys)
             with torch.enable_grad():
                 leaf = padded.detach().requires_grad_()
-                logits = project(leaf, padded_keys)
+                logits = project(leaf.view_as(leaf), padded_keys)  # hooks of modules reject leaves in autograd.grad
             log_p = log_softmax(logits.detach(), dim=1, dtype=losses.dtype)
             chosen = padded_targets[:, None]
             part_losses.copy_(-log_p.gather(1, chosen).squeeze(1)[: len(part_rows)])
