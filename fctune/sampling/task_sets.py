@@ -15,7 +15,6 @@ from fctune.environments.scoring import ENVIRONMENT_REWARD
 from fctune.sampling.dialogues import DialogueLimits
 from fctune.sampling.environment_tasks import EnvironmentTasks
 from fctune.sampling.recorded_tasks import RECORDED_REWARD, RecordedTasks, read_recorded
-from fctune.sampling.rewards import BINARY
 from fctune.sampling.server_engine import ServerPatience, ServerRolloutEngine
 
 
@@ -26,7 +25,7 @@ def open_dialogue_tasks(
     *,
     max_new_tokens: int,
     max_tokens: int,
-    reward: Mapping[str, float] = BINARY,
+    reward: Mapping[str, float] | None = None,
     where: str = "grpo.reward",
     split: Split = "train",
 ) -> EnvironmentTasks | RecordedTasks:
@@ -38,7 +37,7 @@ def open_dialogue_tasks(
         template: Chat template and tokenizer of the policy.
         max_new_tokens: Limit of one answer.
         max_tokens: Limit of a dialogue, prompt included.
-        reward: Weights of the parts; the default of single answers stands for the default of dialogues.
+        reward: Weights of the parts; None takes the default of the kind of tasks.
         where: Config key of the weights, for messages.
         split: Side of environments' tasks.
 
@@ -48,9 +47,8 @@ def open_dialogue_tasks(
     """
     call_format = detect_format(template.source)
     limits = DialogueLimits(config.max_turns, max_new_tokens, max_tokens)
-    has_default = dict(reward) == BINARY
     if cases.startswith(RECORDED):
-        weights = RECORDED_REWARD if has_default else reward
+        weights = RECORDED_REWARD if reward is None else reward
         rows = read_recorded(cases.removeprefix(RECORDED))
         return RecordedTasks(rows, template, call_format, limits, weights, where)
     parsed = parse_environments(cases)
@@ -61,7 +59,7 @@ def open_dialogue_tasks(
     try:
         for name in names:
             hosts.append(EnvironmentHost(name, allowed))
-        weights = ENVIRONMENT_REWARD if has_default else reward
+        weights = ENVIRONMENT_REWARD if reward is None else reward
         return EnvironmentTasks(hosts, split, num_tasks, template, call_format, limits, weights, where)
     except BaseException:
         for host in hosts:

@@ -26,6 +26,7 @@ from fctune.generation.in_process import InProcessEngine
 from fctune.models.export import export_adapter
 from fctune.sampling.case_tasks import CaseTasks, load_training_suite
 from fctune.sampling.in_process_rollouts import InProcessRolloutEngine
+from fctune.sampling.rewards import BINARY
 from fctune.sampling.rollouts import TaskSet
 from fctune.sampling.server_engine import ServerRolloutEngine
 from fctune.sampling.task_sets import open_dialogue_tasks, open_server_engine
@@ -90,7 +91,7 @@ class PolicyTuning(AdapterTuning):
             return open_dialogue_tasks(grpo.cases, grpo.dialogue, template, reward=grpo.reward, **limits), None
         suite = load_training_suite(grpo.cases, grpo.force_benchmark)
         decoder = AnswerDecoder(template, find_stop_ids(read_eos(self.model_dir), template))
-        tasks = CaseTasks(suite, decoder, detect_format(template.source), weights=grpo.reward, **limits)
+        tasks = CaseTasks(suite, decoder, detect_format(template.source), weights=grpo.reward or BINARY, **limits)
         return tasks, benchmark_of(suite)
 
     def _open_server(self) -> tuple[ServerRolloutEngine | None, Callable[[int], None]]:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from fctune.config.loading import load_config
 from fctune.config.sections.grpo import GRPOConfig
 from fctune.config.sections.rollouts import ServerConfig, parse_environments
+from tests.conftest import ROOT
 
 
 def find_problems(config: GRPOConfig) -> list[str]:
@@ -49,3 +51,9 @@ def test_a_server_is_named_exactly_if_it_generates() -> None:
     assert not find_problems(GRPOConfig(cases=cases, engine="server", server=server))
     assert "engine=server: `grpo.server.url`" in find_problems(GRPOConfig(cases=cases, engine="server"))[0]
     assert "engine=in_process" in find_problems(GRPOConfig(cases=cases, server=server))[0]
+
+
+def test_the_weights_of_a_reward_are_those_given_and_no_others() -> None:
+    given = load_config(ROOT / "configs" / "tiny_grpo.yaml", ["grpo.reward={random: 1.0}"]).grpo
+    assert given is not None
+    assert given.reward == {"random": 1.0}, "a control must not be rewarded for being right"

@@ -40,7 +40,8 @@ class GRPOConfig:
     temperature: Annotated[float, Range(gt=0)] = 1.0
     """Temperature of the answers. Other than 1, answers come from a policy that is not quite the trained one, since
     log-probabilities are those before the temperature is applied."""
-    reward: dict[str, float] = field(default_factory=lambda: {"strict": 1.0})
+    # Not a default mapping, which given parts would be added to.
+    reward: Annotated[dict[str, float] | None, Null("`strict: 1`; in dialogues see docs/environments.md")] = None
     """Weight of each part of the reward: `strict`, `lenient`, `names`, `arguments`, `schema`, `format`, `brevity`, and
     `random` as a control."""
     advantage: Advantage = "group"
