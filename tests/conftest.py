@@ -14,13 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from fctune.calls.bfcl.cases import SIMULATORS
 
-# Deterministic examples by default; HYPOTHESIS_PROFILE=random explores further.
-settings.register_profile("same", derandomize=True)
-settings.register_profile("random", derandomize=False)
+# Deterministic examples by default; HYPOTHESIS_PROFILE=random explores further. An example may take any time, as the
+# processors may be busy.
+slowness = [HealthCheck.too_slow]
+settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=slowness)
+settings.register_profile("random", derandomize=False, deadline=None, suppress_health_check=slowness)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 ROOT = Path(__file__).resolve().parents[1]
