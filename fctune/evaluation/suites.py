@@ -101,7 +101,7 @@ class Suite:
         return self.with_cases(list(filter(is_kept, self.cases)), list(filter(is_kept, self.multi_turn)))
 
     def with_cases(self, cases: Sequence[Case], multi_turn: Sequence[MultiTurnCase] = ()) -> Suite:
-        """Return a suite that is described like this one, with other cases."""
+        """Return a suite with other cases and the description of this one."""
         described = {field.name: getattr(self, field.name) for field in fields(Suite)}
         return Suite(**described | {"cases": tuple(cases), "multi_turn": tuple(multi_turn)})
 

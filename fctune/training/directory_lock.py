@@ -25,11 +25,12 @@ class DirectoryLock:
     """Lock on ``.lock`` in a directory, held from construction to ``release`` or the end of the process.
 
     Args:
-        folder: existing directory.
-        wait_s: for a holder that may be dead already; None: 10 s for one on this machine, 120 s for another machine.
+        folder: An existing directory.
+        wait_s: Seconds to wait for a holder that may be dead already; None: 10 s for one on this machine, 120 s for one
+            on another machine.
 
     Raises (at construction):
-        ConfigError: another live process holds the lock.
+        ConfigError: Another live process holds the lock.
     """
 
     def __init__(self, folder: Path, wait_s: float | None = None):

@@ -63,7 +63,7 @@ class RunDirectory:
         """Keep other runs out until ``unlock`` or the end of this process.
 
         Raises:
-            ConfigError: another run holds the lock, or the directory cannot be created.
+            ConfigError: Another run holds the lock, or the directory cannot be created.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -81,15 +81,15 @@ class RunDirectory:
         """Create the directory and run.json; an earlier run in it is renamed, never overwritten.
 
         Args:
-            config: of the run.
-            world_size: of the run.
-            not_used: problems of checkpoints of the earlier run, from none of which this one could resume.
+            config: The run's config.
+            world_size: Number of ranks.
+            not_used: Problems of the earlier run's checkpoints, if this run could resume from none of them.
 
         Returns:
             New path of the earlier run; None if there was none.
 
         Raises:
-            ConfigError: the directory cannot be created or written.
+            ConfigError: The directory cannot be created or written.
         """
         moved: Path | None = None
         try:
@@ -120,14 +120,14 @@ class RunDirectory:
         """Continue the run in this directory after ``step``: extend run.json and drop metrics of later steps.
 
         Args:
-            config: of this restart.
-            world_size: of this restart.
-            step: of the checkpoint.
-            checkpoint: that is resumed from.
-            damaged: problems of newer checkpoints that could not be used.
+            config: Config from now on.
+            world_size: Number of ranks from now on.
+            step: Optimizer steps that the checkpoint contains.
+            checkpoint: The checkpoint to resume from.
+            damaged: Problems of newer checkpoints that could not be used.
 
         Raises:
-            ConfigError: the directory cannot be read or written.
+            ConfigError: The directory cannot be read or written.
         """
         try:
             if (self.path / "run.json").exists():
@@ -169,13 +169,13 @@ class RunDirectory:
         """Write exit.json: why the run ended, since torchrun turns every exit code into 1.
 
         Args:
-            code: exit code.
-            reason: for people.
-            step: optimizer steps taken.
-            checkpoint: that a re-run resumes from.
-            is_crash: recorded by the rank that it happened on, unless exit.json exists: the first crash is the cause,
-                and other ranks fail because of it.
-            is_consequence: a crash whose cause is on another rank, which replaces this record if it can.
+            code: Exit code of the run.
+            reason: Reason in words, for people.
+            step: Optimizer steps taken.
+            checkpoint: Checkpoint that a re-run resumes from; None if there is none.
+            is_crash: The run crashed on this rank. An existing exit.json is kept: the first crash is the cause, and
+                other ranks fail because of it.
+            is_consequence: The crash was caused by another rank, whose own record replaces this one.
         """
         file = self.path / "exit.json"
         if not self.path.is_dir() or (is_crash and file.exists() and (is_consequence or not self._has_consequence())):
@@ -248,7 +248,8 @@ def find_typed_command(command_lines: Sequence[Sequence[str]] | None = None) -> 
     """Return the command that launched this rank, as typed; None if no launcher is known.
 
     Args:
-        command_lines: of this process and its parent, which is the launcher if there is one; None: ask the system.
+        command_lines: Command lines of this process and its parent, which is the launcher if there is one; None: ask
+            the system.
     """
     if command_lines is None:
         own = psutil.Process()

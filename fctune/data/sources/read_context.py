@@ -1,4 +1,4 @@
-"""State that the rows of a source share: the JSON reader, and a cache of the tools that several of them declare."""
+"""State shared by the rows of a source: the JSON reader, and a cache of the tools that several rows declare."""
 
 from __future__ import annotations
 
