@@ -12,7 +12,7 @@ import torch
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import prepare
 from fctune.distributed import World, use_expandable_segments
-from fctune.evaluation.live import _random_state_restored
+from fctune.evaluation.live import random_state_restored
 from fctune.telemetry.device import DeviceSampler, read_device
 from fctune.training.prefetch import Prefetcher
 from tests.cuda_stand_in import CudaStandIn
@@ -66,7 +66,7 @@ def test_evaluating_while_training_starts_no_other_device(monkeypatch: pytest.Mo
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
         monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: used.append(device) or torch.zeros(1))
         monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: used.append(device))
-        with _random_state_restored(DEVICE):
+        with random_state_restored(DEVICE):
             pass
     assert set(used) == {DEVICE}
 
