@@ -66,6 +66,8 @@ def test_two_processes_share_the_answers_and_the_update(tmp_path: Path) -> None:
     groups = {row["case_id"] for row in rows if row["advantage"] is not None}
     for case_id in groups:
         assert abs(sum(row["advantage"] for row in rows if row["case_id"] == case_id)) < 1e-6
+    for row in rows:  # the given parts alone: no default is added to them
+        assert row["reward"] == row["parts"]["random"] + 0.5 * row["parts"]["brevity"]
     assert metrics["reward_mean"] == pytest.approx(sum(row["reward"] for row in rows) / len(rows))
 
 
