@@ -52,9 +52,9 @@ def supervised_losses(
     rows, targets = hidden.flatten(0, 1).index_select(0, supervised), labels.flatten()[supervised]
     keys = None if token_keys is None else token_keys.flatten()[supervised]
     if not len(targets):
-        # A dummy row through the head keeps an adapter on it in the graph.
+        # A dummy row through the head keeps an adapter on it in the graph. No view is returned, as FSDP warns of those.
         logits = project(hidden[:1, 0], None if token_keys is None else token_keys[:1, 0])
-        return (logits * 0.0).sum(1).to(_wide(hidden.dtype))[:0]
+        return (logits[:0] * 0.0).sum(1).to(_wide(hidden.dtype))
     chunk = len(targets) if len(targets) * num_vocab <= max_logits else chunk_rows(num_vocab, max_logits)
     if not torch.is_grad_enabled():
         return torch.cat([_chunk_losses(project, *part) for part in _split(chunk, rows, targets, keys)])
@@ -126,7 +126,7 @@ def _chunk_losses(project: Projection, rows: Tensor, targets: Tensor, keys: Tens
     count = len(rows)
     rows, targets, keys = _pad_to_tile(rows, targets, keys)
     losses = cross_entropy(project(rows, keys).to(_wide(rows.dtype)), targets, reduction="none")
-    return losses[:count]
+    return losses if len(losses) == count else losses[:count].clone()
 
 
 def _pad_to_tile(rows: Tensor, targets: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -73,7 +73,7 @@ def test_the_json_schema_accepts_every_shipped_config_and_rejects_wrong_keys_and
         if not path.name.startswith("acceptance_"):
             assert not list(validator.iter_errors(read_yaml_mapping(path))), path.name
     good = read_yaml_mapping(ROOT / "configs" / "tiny_lora.yaml")
-    wrong = ({"epoch": 1}, {"epochs": 0}, {"data": {"sources": []}}, {"adapter": {"rank": "x"}}, {"precision": "fp8"})
+    wrong = ({"epoch": 1}, {"epochs": 0}, {"data": {"sources": [{}]}}, {"adapter": {"rank": "x"}}, {"precision": "fp8"})
     for change in wrong:
         assert list(validator.iter_errors(good | change)), change
 

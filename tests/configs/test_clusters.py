@@ -80,7 +80,7 @@ def test_a_cluster_config_holds_and_its_model_fits(name: str, tmp_path: Path, wo
 
 def test_every_config_is_one_of_the_tested_or_a_tiny_one() -> None:
     names = {path.stem for path in (ROOT / "configs").glob("*.yaml") if not path.stem.startswith("acceptance_")}
-    assert names == CASES.keys() | {"tiny_lora", "tiny_full", "tiny_dpo"}
+    assert names == CASES.keys() | {"tiny_lora", "tiny_full", "tiny_dpo", "tiny_grpo"}
 
 
 def test_the_table_of_configs_names_each_of_them() -> None:

@@ -17,7 +17,7 @@ PACKS = 100_000 * 700 // 4096  # of the rows that README's tables assume
 
 
 def test_every_config_of_a_real_model_is_covered() -> None:
-    demos = {"tiny_lora", "tiny_full", "tiny_dpo", "acceptance_cpu", "acceptance_2x8_h100"}
+    demos = {"tiny_lora", "tiny_full", "tiny_dpo", "tiny_grpo", "acceptance_cpu", "acceptance_2x8_h100"}
     assert {path.stem for path in list_shipped_configs()} - demos <= CASES.keys()
 
 

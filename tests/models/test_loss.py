@@ -181,6 +181,18 @@ def test_losses_without_gradients_equal_those_with() -> None:
     torch.testing.assert_close(found, supervised_losses(hidden.requires_grad_(), *arguments).detach(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("trains_head", [False, True])
+@pytest.mark.parametrize("num_labels", [0, 5])
+def test_losses_are_no_views_of_which_fsdp_warns(num_labels: int, trains_head: bool) -> None:
+    hidden = torch.randn(1, 7, 16, dtype=torch.bfloat16, requires_grad=True)
+    head = torch.randn(11, 16, dtype=torch.bfloat16, requires_grad=trains_head)
+    labels = torch.full((1, 7), -100)
+    labels[0, :num_labels] = 3
+    losses = supervised_losses(hidden, lambda rows, keys: linear(rows, head), 11, labels)
+    assert losses.shape == (num_labels,) and losses.requires_grad
+    assert not losses._is_view()
+
+
 @pytest.mark.parametrize("num_vocab", [32_000, 128_256, 151_936, 262_144])
 def test_chunks_of_positions_fill_the_tiles_of_matrix_kernels(num_vocab: int) -> None:
     rows = chunk_rows(num_vocab)
