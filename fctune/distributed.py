@@ -10,6 +10,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ T = TypeVar("T")
 USER_ERRORS = (ConfigError, DataError, CheckpointError)
 
 _TIMEOUT = datetime.timedelta(minutes=30)  # the other ranks wait while rank 0 prepares the data
+_SIGN_OF_LIFE_S = 60.0
 
 
 class DuplicateRankError(RuntimeError):
@@ -226,6 +228,37 @@ def run_on_rank_0(action: Callable[[], T]) -> T:
         raise box[1]
     result: T = box[0]
     return result
+
+
+def run_long_on_rank_0(action: Callable[[], T]) -> T:
+    """Run ``action`` on rank 0 on a thread, for as long as it takes; otherwise as ``run_on_rank_0``."""
+    if dist.get_rank() != 0:
+        return wait_for_rank_0(None)
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank-0")
+    try:
+        return wait_for_rank_0(thread.submit(action))
+    finally:
+        thread.shutdown(wait=False)
+
+
+def wait_for_rank_0(result: Future[T] | None) -> T:
+    """Return the result of rank 0's future on every rank, or raise its error on every rank, as ``run_on_rank_0``.
+
+    Rank 0 tells the others from time to time that it still waits, because a collective ends with an error when it takes
+    longer than the process group's time-out.
+
+    Args:
+        result: On rank 0; None on the others.
+    """
+
+    def look() -> list[T]:
+        assert result is not None
+        wait([result], _SIGN_OF_LIFE_S)
+        return [result.result()] if result.done() else []
+
+    while not (found := run_on_rank_0(look)):
+        pass
+    return found[0]
 
 
 def any_rank(flags: Sequence[bool]) -> list[bool]:

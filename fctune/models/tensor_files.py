@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ _DTYPES = {
     "F64": torch.float64,
 }
 
+# https://huggingface.co/docs/safetensors: the header's length, and the longest header that its own readers accept.
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
+
 OpenFile = Callable[..., Any]
 
 
@@ -56,21 +61,55 @@ def read_headers(model_dir: str | Path) -> dict[str, TensorHeader]:
     found: dict[str, TensorHeader] = {}
     for file, names in _list_files(Path(model_dir)):
         try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    # A tensor that the index has in another file is an earlier version, as the matrices of an extended
-                    # base.
-                    if names.get(name, file.name) == file.name:
-                        stored = tensors.get_slice(name)
-                        dtype = stored.get_dtype()
-                        if dtype not in _DTYPES:
-                            raise CheckpointError(
-                                f"{file}: {name} has the unsupported dtype {dtype}; use a checkpoint in bfloat16."
-                            )
-                        found[name] = TensorHeader(name, file, tuple(stored.get_shape()), _DTYPES[dtype])
-        except (SafetensorError, OSError) as error:
+            entries = _read_entries(file)
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{file}: damaged safetensors ({error}). Download the model again.") from None
+        for name, (dtype, shape) in entries.items():
+            # A tensor that the index has in another file is an earlier version, as the matrices of an extended base.
+            if names.get(name, file.name) != file.name:
+                continue
+            if dtype not in _DTYPES:
+                raise CheckpointError(
+                    f"{file}: {name} has the unsupported dtype {dtype}; use a checkpoint in bfloat16."
+                )
+            found[name] = TensorHeader(name, file, shape, _DTYPES[dtype])
     return found
+
+
+def _read_entries(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of each tensor of a file, by name.
+
+    Only the header is read: opening a file with safetensors maps all of it, which limits on memory can forbid.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The header is none, or the file has not the bytes that it describes.
+    """
+    num_bytes = file.stat().st_size
+    with open(file, "rb") as stored:
+        size = int.from_bytes(stored.read(_LENGTH_BYTES), "little")
+        if num_bytes < _LENGTH_BYTES or size > min(_MAX_HEADER_BYTES, num_bytes - _LENGTH_BYTES):
+            raise ValueError("no header, or an incomplete one")
+        content = stored.read(size)
+    entries: dict[str, tuple[str, tuple[int, ...]]] = {}
+    ends = [0]
+    try:
+        header = json.loads(content)
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            start, end = map(int, entry["data_offsets"])
+            dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
+            if min(start, *shape, 0) < 0 or (
+                dtype in _DTYPES and end - start != math.prod(shape) * _DTYPES[dtype].itemsize
+            ):
+                raise ValueError(f"{name} has not the bytes of its shape")
+            entries[name] = dtype, shape
+            ends.append(end)
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"invalid header: {type(error).__name__}: {error}") from None
+    if max(ends) != (left := num_bytes - _LENGTH_BYTES - size):
+        raise ValueError(f"{left:,} bytes of tensors in place of {max(ends):,}")
+    return entries
 
 
 def _list_files(root: Path) -> Iterator[tuple[Path, dict[str, str]]]:
@@ -136,7 +175,7 @@ class TensorReader:
         """Return the region of a stored tensor with the given first indices and shape; it is mapped, not copied.
 
         Raises:
-            CheckpointError: the region holds NaN or infinity, or the file is damaged.
+            CheckpointError: the region holds NaN or infinity, or the file is damaged or cannot be mapped.
         """
         try:
             if header.file not in self._opened:
@@ -149,6 +188,12 @@ class TensorReader:
                 part = file.get_tensor(header.name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{header.file}: damaged safetensors ({error}). Download the model again.") from None
+        except (MemoryError, RuntimeError) as error:  # safetensors' and torch's, if the file cannot be mapped
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(
+                f"{header.file}: cannot be read ({reason}). If memory is limited (ulimit -v), raise the limit "
+                "above the file's size."
+            ) from None
         if part.is_floating_point() and part.element_size() > 1 and part.numel() and not _is_finite(part):
             raise CheckpointError(f"{header.file}: {header.name} holds NaN or infinity; download the model again.")
         return part

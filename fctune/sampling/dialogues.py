@@ -176,7 +176,8 @@ class DialoguePlayer:
         dialogue.ids += generation.ids
         dialogue.logprobs += generation.logprobs
         dialogue.is_generated += [True] * len(generation.ids)
-        dialogue.version = generation.version
+        # The oldest policy that wrote a part of it.
+        dialogue.version = min(dialogue.version, generation.version) if dialogue.num_turns else generation.version
         dialogue.num_turns += 1
         has_stop = not generation.is_cut and bool(generation.ids)
         text = self._template.decode(generation.ids[:-1] if has_stop else generation.ids)

@@ -21,7 +21,7 @@ class Rollout:
         case_id: Task that was asked.
         sample: Number of the answer among those to the same task in a step.
         category: Category of the task.
-        version: Version of the policy that wrote the last turn.
+        version: Oldest version of the policy that wrote a turn.
         prompt_ids: Token ids of the prompt.
         ids: Token ids after the prompt: generated ones, the stop token of a turn included, and between turns those that
             the chat template puts there, such as a tool's result.

@@ -110,6 +110,7 @@ class ServerRolloutEngine:
         self._lock = threading.Lock()  # of the fields below
         self._recovery = threading.Lock()  # one thread looks for a lost server
         self._num_recoveries = 0
+        self._closed = threading.Event()
         self._base = self._find_base(served_model, min_positions)
         self._current = _Published(self._base, 0)
         self._retired: list[_Published] = []
@@ -139,6 +140,8 @@ class ServerRolloutEngine:
         """
         pool = ThreadPoolExecutor(min(self._concurrency, len(prompts) or 1), thread_name_prefix="rollout")
         self._client.start()
+        if self._closed.is_set():
+            self._client.stop()
         try:
             futures = [
                 pool.submit(self._generate_one, index, list(prompt), seed, limit)
@@ -172,7 +175,8 @@ class ServerRolloutEngine:
         self._unload_unused()
 
     def close(self) -> None:
-        """Unload this run's adapters and delete their directories."""
+        """Unload this run's adapters and delete their directories; threads that still generate end with errors."""
+        self._closed.set()  # the process ends only after its threads
         self._client.stop()
         with self._lock:
             published = [*self._retired, self._current]
@@ -186,6 +190,8 @@ class ServerRolloutEngine:
         failures = 0
         while True:
             num_recoveries = self._num_recoveries
+            if self._closed.is_set():
+                return Generation(index, version=self.version, error="the run has ended")
             with self._using_current() as published:
                 body = self._body(published.name, prompt, seed, max_new_tokens)
                 try:
@@ -331,7 +337,8 @@ class ServerRolloutEngine:
                 if not is_told:
                     self._say(f"the server at {self.url} is gone ({reason}); waiting for it")
                     is_told = True
-                time.sleep(self._patience.poll_s)
+                if self._closed.wait(self._patience.poll_s):
+                    raise ConfigError(f"{self.url}: gone ({reason}), and not waited for since the run has ended.")
             self._num_recoveries += 1
             if is_told:
                 waited = time.monotonic() - started

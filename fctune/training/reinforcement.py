@@ -114,7 +114,7 @@ class PolicyTuning(AdapterTuning):
             exported, base = directory / "policy", self.config.model.path
             arguments = (self.model, self.adapter, base, self.model_dir, exported, self.world.is_main)
             distributed.run_on_all_ranks(lambda: export_adapter(*arguments, prompting=self.prompting()))
-            distributed.run_on_rank_0(lambda: opened[0].publish(exported, version))
+            distributed.run_long_on_rank_0(lambda: opened[0].publish(exported, version))
 
         return (opened[0] if opened else None), publish
 

@@ -177,7 +177,7 @@ class RolloutSource:
         if not self._ahead or self._num_ahead == 0:  # the first batch, and every one without staleness
             self._publish_now(step)
             self._start(number)
-        batch = distributed.run_on_rank_0(self._wait)
+        batch = distributed.wait_for_rank_0(self._ahead[0].result)
         self._ahead.popleft()
         if self._num_ahead:
             self._publish_now(step)
@@ -212,11 +212,6 @@ class RolloutSource:
         batch = self._collector.collect(ahead.number, position, num_flat, list(ahead.rollouts))
         self._tail = (batch.stop, batch.num_flat)
         return batch
-
-    def _wait(self) -> RolloutBatch:
-        result = self._ahead[0].result
-        assert result is not None
-        return result.result()
 
     def _play_alone(self, requests: Sequence[Request]) -> Iterable[Rollout]:
         """Ask with rank 0's engine; answers are kept for checkpoints as they arrive."""

@@ -286,7 +286,8 @@ def check_packing(model: CausalLM, config: RunConfig, world: World) -> None:
 
 
 def _describe_hardware(world: World) -> Hardware:
-    memory = total_memory(world.device, world.ranks_per_node)
+    """Return the hardware with the least memory of any rank, by which all plan; every rank calls it."""
+    memory = min(distributed.all_gather_objects(total_memory(world.device, world.ranks_per_node)))
     return Hardware(world.device.type, world.world_size, world.ranks_per_node, memory)
 
 

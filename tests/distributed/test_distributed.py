@@ -63,6 +63,27 @@ def test_every_rank_gets_the_same_results_and_errors() -> None:
         assert found["full"] is (rank == 1)
 
 
+def outlast_the_time_out(world: World) -> dict[str, str]:
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+    distributed._SIGN_OF_LIFE_S = 0.5
+
+    def be_slow() -> int:
+        time.sleep(4)
+        return 7
+
+    def fail() -> int:
+        raise DataError(f"rank {world.rank}")
+
+    return {
+        "slow": catch(lambda: distributed.run_long_on_rank_0(be_slow)),
+        "failed": catch(lambda: distributed.run_long_on_rank_0(fail)),
+    }
+
+
+def test_rank_0_may_take_longer_than_the_time_out_of_collectives() -> None:
+    assert run_ranks(outlast_the_time_out, 2) == [{"slow": "returned 7", "failed": "raised rank 0"}] * 2
+
+
 def join(port: int, run_id: str, folder: Path) -> None:
     be_rank(1, 2, port)
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID=run_id)

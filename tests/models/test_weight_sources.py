@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import json
+import os
+import resource
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fctune.errors import CheckpointError
 from fctune.models.tensor_files import TensorReader, read_headers
 from fctune.models.transformers.lazy_tensors import LazyTensor
 from fctune.models.weight_plan import WeightPlan
@@ -116,6 +121,51 @@ def test_groups_are_dequantised_as_they_are_needed(tmp_path: Path, monkeypatch: 
             source.read_(out, (start, 0), reader)
             assert torch.equal(out, expected[start:end])
     assert max(sizes) == 2
+
+
+def test_headers_are_read_without_mapping_the_files(tmp_path: Path) -> None:
+    size, file = 4 * 1024**3, tmp_path / "model.safetensors"
+    header = {"w": {"dtype": "BF16", "shape": [size // 8, 4], "data_offsets": [0, size]}}
+    content = json.dumps(header).encode()
+    file.write_bytes(len(content).to_bytes(8, "little") + content)
+    os.truncate(file, 8 + len(content) + size)  # sparse
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + size // 2, before[1]))
+    try:
+        found = read_headers(tmp_path)["w"]
+        with (
+            TensorReader() as reader,
+            pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read .*[mM]emory"),
+        ):
+            reader.read_all(found)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert (found.shape, found.dtype) == ((size // 8, 4), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda content: content[:5], "no header"),
+        (lambda content: b"\xff" * 8 + content[8:], "no header"),
+        (lambda content: content[:-1], "47 bytes of tensors in place of 48"),
+        (lambda content: content + b"x", "49 bytes of tensors in place of 48"),
+        (lambda content: content.replace(b"[2,6]", b"[2,7]"), "t has not the bytes of its shape"),
+        (lambda content: content.replace(b'"shape"', b'"shope"'), "KeyError: 'shape'"),
+        (lambda content: content[:8] + b"[" + content[9:], "damaged"),
+    ],
+    ids=["too short", "length", "truncated", "longer", "shape", "key", "not JSON"],
+)
+def test_damaged_headers_are_refused_as_safetensors_does(
+    damage: Callable[[bytes], bytes], problem: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"t": torch.zeros(2, 6)}, file)
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(SafetensorError), safe_open(file, framework="pt"):
+        pass
+    with pytest.raises(CheckpointError, match=f"damaged safetensors .*{problem}|{problem} safetensors"):
+        read_headers(tmp_path)
 
 
 def test_tensors_that_do_not_fit_together_are_named(tmp_path: Path) -> None:

@@ -87,6 +87,22 @@ def test_the_solution_of_every_task_gets_the_full_reward_and_silence_none(
         assert not any(rollout.parts.values())
 
 
+def test_a_dialogue_is_as_old_as_its_oldest_turn(
+    open_tasks: Callable[..., EnvironmentTasks], template: ChatTemplate
+) -> None:
+    tasks = open_tasks("shop", num_tasks=1)
+    follow, engine = follow_reference(tasks, template), ScriptedEngine(template, lambda text: "")
+
+    def answer(text: str) -> str:
+        engine.version += 1  # published while the dialogue goes on
+        return follow(text)
+
+    engine._answer = answer
+    (rollout,) = play(tasks, engine)
+    assert engine.version > 8
+    assert rollout.version == 8
+
+
 def test_generated_ids_stay_and_the_rest_is_the_templates(
     open_tasks: Callable[..., EnvironmentTasks], template: ChatTemplate
 ) -> None:

@@ -222,6 +222,34 @@ def test_a_server_that_does_not_come_back_ends_the_run_in_a_sentence(
         ask(engine)
 
 
+def test_closing_ends_the_threads_that_wait_for_a_lost_server(
+    serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine]
+) -> None:
+    server = serve()
+    waits, said = ServerPatience(10.0, 20.0, QUICK.retry), threading.Event()
+    engine = connect(server, patience=waits, say=lambda line: said.set())
+    server.stop()
+    errors: list[str] = []
+
+    def generate() -> None:
+        try:
+            ask(engine)
+        except ConfigError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    assert said.wait(10)
+    engine.close()
+    thread.join(5)
+    assert not thread.is_alive(), "the process would end only with the wait"
+    assert "not waited for since the run has ended" in errors[0]
+    server.start()
+    assert [answer.error for answer in ask(engine)] == ["the run has ended"] * len(PROMPTS), (
+        "a further round of a batch"
+    )
+
+
 def test_failing_requests_are_repeated_within_bounds(
     serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine]
 ) -> None:

@@ -10,7 +10,10 @@ import pytest
 from fctune.config.loading import load_config
 from fctune.config.sections.telemetry import WandbConfig
 from fctune.data.prepared_set import resolve_batch_size
+from fctune.distributed import World
 from fctune.launch.checks import check_length
+from fctune.parallel.layout import Hardware
+from fctune.training import setup
 from fctune.training.setup import is_wandb_on
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
@@ -63,3 +66,14 @@ def test_the_preflight_notes_a_run_of_a_few_steps() -> None:
     assert problem.severity == "note"
     assert "data.max_samples=100 leaves at most 6 steps in all, fewer than 50" in str(problem)
     assert check_length(load_config(CONFIG)) == []  # nothing is known of its data
+
+
+def describe_uneven(world: World) -> Hardware:
+    setup.total_memory = lambda device, ranks_per_node: (80 - 40 * world.rank) * 10**9
+    return setup._describe_hardware(world)
+
+
+def test_ranks_with_unequal_memory_plan_by_the_least() -> None:
+    first, second = run_ranks(describe_uneven, 2)
+    assert first == second
+    assert first.memory_bytes == 40 * 10**9
