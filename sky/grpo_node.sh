@@ -38,7 +38,7 @@ if [ "$serves" = 1 ]; then
   visible=$(seq -s, "$first_gpu" $((first_gpu + server_gpus - 1)))
   parallel=''
   [ "$server_gpus" = 1 ] || parallel="--tensor-parallel-size $server_gpus"
-  CUDA_VISIBLE_DEVICES=$visible python -m fctune.cli serve "$MODEL" --adapters "${RANK:-32}" --name policy \
+  CUDA_VISIBLE_DEVICES=$visible python -m fctune.cli serve "$MODEL" --adapters "${ADAPTER_RANK:-32}" --name policy \
     --python .vllm/bin/python --port "$port" --vllm="$parallel ${VLLM:-}" &
   server=$!
 fi

@@ -62,11 +62,11 @@ if [ -f "$kept_kernels" ] && [ ! -d "$kernels/inductor" ]; then
 fi
 keep_kernels() {
   [ -d "$kernels/inductor" ] && [ -s "$output_dir/metrics.jsonl" ] || return 1
-  local folders=(inductor)
+  local folders=(inductor) part=$kept_kernels.$BASHPID # the copier may be killed while it writes
   [ ! -d "$kernels/triton" ] || folders+=(triton)
-  tar -cf "$kept_kernels.part" -C "$kernels" --ignore-failed-read "${folders[@]}" 2> /dev/null
+  tar -cf "$part" -C "$kernels" --ignore-failed-read "${folders[@]}" 2> /dev/null
   # 1: another process has written a file meanwhile.
-  [ $? -le 1 ] && mv -f "$kept_kernels.part" "$kept_kernels"
+  [ $? -le 1 ] && mv -f "$part" "$kept_kernels"
 }
 
 # Copy the output to a log file on the shared volume and one on this node's disk; tee ignores the signals that request a
@@ -99,6 +99,7 @@ fi
 finish_mirror() {
   [ -n "$copier" ] || return 0
   kill -KILL "$copier" 2> /dev/null
+  rm -f "$kept_kernels.$copier"
   copy_records
   keep_kernels
   if [ -n "${MIRROR_CHECKPOINTS:-}" ]; then

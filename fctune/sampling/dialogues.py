@@ -20,8 +20,9 @@ from fctune.data.conversation import Call, Conversation, Message, to_encodable
 from fctune.errors import ConfigError, DataError
 from fctune.sampling.rollouts import Generation, Request, Rollout, RolloutEngine, make_seed
 
-# Rollouts in a row without an answer after which something is wrong that asking further will not mend.
-_MAX_FAILURES_IN_A_ROW = 20
+# Tasks in a row without an answer after which something is wrong that asking further will not mend. A single task, such
+# as one whose prompt is too long, fails as many times as its group has answers.
+_MAX_FAILING = 20
 # Tokens at the end of a prompt that may open the reasoning.
 _NUM_ENDING = 32
 
@@ -113,7 +114,7 @@ class DialoguePlayer:
         self._limits = limits
         self._weights = dict(weights)
         self._reasoning_format = detect_reasoning(template.source)
-        self._num_failures_in_a_row = 0
+        self._failing: set[str] = set()  # tasks of the failures since the last answer
 
     def play(
         self, engine: RolloutEngine, requests: Iterable[Request], open_world: Callable[[Request], World]
@@ -123,7 +124,7 @@ class DialoguePlayer:
         A world that fails, or a template that cannot continue, ends its dialogue with an error.
 
         Raises:
-            ConfigError: Many dialogues in a row failed.
+            ConfigError: Many tasks in a row failed.
         """
         active: list[_Dialogue] = []
         for request in requests:
@@ -242,10 +243,13 @@ class DialoguePlayer:
         )
 
     def _count(self, rollout: Rollout) -> Rollout:
-        self._num_failures_in_a_row = 0 if rollout.error is None else self._num_failures_in_a_row + 1
-        if self._num_failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
+        if rollout.error is None:
+            self._failing.clear()
+        else:
+            self._failing.add(rollout.case_id)
+        if len(self._failing) >= _MAX_FAILING:
             raise ConfigError(
-                f"{self._num_failures_in_a_row} dialogues in a row failed, the last one, {rollout.case_id}, with: "
+                f"all dialogues of {len(self._failing)} tasks in a row failed, the last one, {rollout.case_id}, with: "
                 f"{rollout.error}."
             )
         return rollout

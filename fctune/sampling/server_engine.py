@@ -207,10 +207,11 @@ class ServerRolloutEngine:
                 raise ConfigError(f"{self.url} with the model {published.name}: {failure}{hint}")
             if failure.status is not None and not is_unknown and failure.status < 500:
                 return Generation(index, version=published.version, error=str(failure))
-            if self._is_healthy() and not is_unknown:
-                failures += 1
-                if failures == _MAX_FAILURES:  # it runs, and fails with this request
-                    return Generation(index, version=published.version, error=str(failure))
+            is_up = self._is_healthy()
+            failures += is_up
+            if failures == _MAX_FAILURES:  # it runs, and fails with this request
+                return Generation(index, version=published.version, error=str(failure))
+            if is_up and not is_unknown:
                 continue
             self._recover(str(failure), num_recoveries)
 

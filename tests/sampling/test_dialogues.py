@@ -207,12 +207,23 @@ def test_an_environment_that_fails_ends_its_own_dialogue(
     assert rollouts[1].ids == ()
 
 
+def test_one_task_that_always_fails_does_not_end_the_run(
+    open_tasks: Callable[..., EnvironmentTasks], template: ChatTemplate
+) -> None:
+    tasks = open_tasks("shop", num_tasks=1, limits=replace(LIMITS, max_tokens=10))
+    rollouts = play(tasks, ScriptedEngine(template, lambda text: ""), num_samples=32)
+    assert len(rollouts) == 32
+    assert all("leave no room within 10" in str(rollout.error) for rollout in rollouts)
+
+
 def test_an_environment_that_always_fails_ends_the_run_in_a_sentence(
     open_tasks: Callable[..., EnvironmentTasks], template: ChatTemplate
 ) -> None:
     tasks = open_tasks(f"{FAULTY}:Raises", num_tasks=30)
     fail = detect_format(template.source).render([Call("add", {"by": 13})])
-    with pytest.raises(ConfigError, match=r"20 dialogues in a row failed, the last one, .* raised KeyError"):
+    with pytest.raises(
+        ConfigError, match=r"all dialogues of 20 tasks in a row failed, the last one, .* raised KeyError"
+    ):
         play(tasks, ScriptedEngine(template, lambda text: fail))
 
 

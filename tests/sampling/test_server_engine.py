@@ -222,6 +222,21 @@ def test_a_server_that_does_not_come_back_ends_the_run_in_a_sentence(
         ask(engine)
 
 
+def test_an_adapter_that_one_of_several_servers_never_finds_fails_its_requests(
+    serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine], make_adapter: Callable[..., Path]
+) -> None:
+    server = serve()
+    engine = connect(server)
+    engine.publish(make_adapter(1), 1)
+    server.fails_with = (404, "The model does not exist")
+    found: list[Generation] = []
+    thread = threading.Thread(target=lambda: found.extend(ask(engine)), daemon=True)
+    thread.start()
+    thread.join(10)
+    server.fails_with = (400, "enough")  # ends the thread where requests are repeated for ever
+    assert ["does not exist" in str(answer.error) for answer in found] == [True] * len(PROMPTS)
+
+
 def test_closing_ends_the_threads_that_wait_for_a_lost_server(
     serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine]
 ) -> None:
