@@ -189,7 +189,8 @@ def test_losses_are_no_views_of_which_fsdp_warns(num_labels: int, trains_head: b
     labels = torch.full((1, 7), -100)
     labels[0, :num_labels] = 3
     losses = supervised_losses(hidden, lambda rows, keys: linear(rows, head), 11, labels)
-    assert losses.shape == (num_labels,) and losses.requires_grad
+    assert losses.shape == (num_labels,)
+    assert losses.requires_grad
     assert not losses._is_view()
 
 
