@@ -49,11 +49,11 @@ def run_tests(
     """Run pytest and return the names of the tests that passed, and name and message of those that failed.
 
     Args:
-        arguments: of pytest: files and options.
-        file: to be written, a line a test.
-        limit: seconds after which pytest is ended.
-        passed: tests that passed before, which are left out.
-        progress: called with the result so far whenever a test has failed.
+        arguments: Arguments of pytest: files and options.
+        file: File to write, one line per test.
+        limit: Seconds after which pytest is ended.
+        passed: Tests that passed before, which are left out.
+        progress: Called with the result so far whenever a test has failed.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu_tests", "-p", "no:cacheprovider"]
     command += [*arguments, *(f"--deselect={name}" for name in passed)]

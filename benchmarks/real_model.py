@@ -156,12 +156,12 @@ def load_suites(
     """Load what is measured, in order: BFCL's categories, unseen tools, and for the test the smoke suite.
 
     Args:
-        folder: where ``write_data`` wrote the cases.
-        split: validation or test.
-        categories: names of what to measure; empty: everything.
-        limit: at most this many cases of each category.
-        bfcl_data: the benchmark's data; None: that of the installed wheel.
-        has_plain_names: write underscores for dots in BFCL's names, as servers' protocols require.
+        folder: Where ``write_data`` wrote the cases.
+        split: Validation or test.
+        categories: Names of what to measure; empty: everything.
+        limit: Largest number of cases of each category.
+        bfcl_data: The benchmark's data; None: that of the installed wheel.
+        has_plain_names: Write underscores for dots in BFCL's names, as servers' protocols require.
 
     Raises:
         ConfigError: A category does not exist.

@@ -71,9 +71,9 @@ class Option:
     """A parameter that a tool may get, and a clause that asks for it.
 
     Attributes:
-        names: names that it may have.
-        schema: its JSON Schema.
-        draw: draws a value and the clause.
+        names: Names that it may have.
+        schema: Its JSON Schema.
+        draw: Draws a value and the clause.
     """
 
     names: tuple[str, ...]

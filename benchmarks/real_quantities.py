@@ -21,10 +21,10 @@ class Quantity:
     """A numeric parameter of an invented tool, and how its values are drawn and said.
 
     Attributes:
-        names: names that it may have.
-        kind: its JSON Schema type, ``integer`` or ``number``.
-        description: what it is, without its article.
-        draw: draws a value and how a request says it.
+        names: Names that it may have.
+        kind: Its JSON Schema type, ``integer`` or ``number``.
+        description: What it is, without its article.
+        draw: Draws a value and how a request says it.
     """
 
     names: tuple[str, ...]

@@ -36,8 +36,8 @@ class ToolPool:
     """The tools that training rows may offer, with values for their arguments and a search by words.
 
     Args:
-        tools: the tools; of those with one name, the first counts.
-        conversations: rows whose calls give further values.
+        tools: The tools; of those with one name, the first counts.
+        conversations: Rows whose calls give further values.
     """
 
     def __init__(self, tools: Sequence[Tool], conversations: Sequence[Conversation]):

@@ -49,18 +49,18 @@ class Mixture:
     """Numbers of training rows by kind.
 
     Attributes:
-        natural: one-call questions of Seal-Tools with other values and further options.
-        seal_copies: times each Seal-Tools row appears, each time among other tools.
+        natural: One-call questions of Seal-Tools with other values and further options.
+        seal_copies: Times each Seal-Tools row appears, each time among other tools.
         glaive: Glaive rows, as they are.
-        no_call: questions whose tools were taken away.
-        described: requests written from the description of a tool.
-        parallel: requests for several calls of one tool.
-        listed: the same requests where the tool takes a list of values in one call.
-        joined: two or three questions as one.
-        quantities: requests to invented tools for one or more calculations, with numbers and lists of them.
-        synthetic: rows of this project's synthetic set.
-        renamed_share: share of Seal-Tools' tools that are renamed to snake case or with a dot.
-        seed: seed of the random choices.
+        no_call: Questions whose tools were taken away.
+        described: Requests written from the description of a tool.
+        parallel: Requests for several calls of one tool.
+        listed: The same requests where the tool takes a list of values in one call.
+        joined: Two or three questions as one.
+        quantities: Requests to invented tools for one or more calculations, with numbers and lists of them.
+        synthetic: Rows of this project's synthetic set.
+        renamed_share: Share of Seal-Tools' tools that are renamed to snake case or with a dot.
+        seed: Seed of the random choices.
     """
 
     natural: int = 2000
@@ -133,8 +133,8 @@ def mix_rows(
     Args:
         seal: Seal-Tools rows to train on.
         glaive: Glaive rows.
-        mixture: numbers of rows by kind.
-        is_allowed: rows that may be trained on; others are left out or drawn again.
+        mixture: Numbers of rows by kind.
+        is_allowed: Rows that may be trained on; others are left out or drawn again.
     """
     rng = random.Random(f"mixture:{mixture.seed}")
     seal = [row for row in seal if is_allowed(replace(row, tools=()))]
@@ -260,8 +260,8 @@ class BenchmarkFilter:
     """Tells which rows may be trained on: those without a question or a tool of a benchmark.
 
     Args:
-        question_files: the benchmark's files of questions.
-        cases: its cases, with their tools.
+        question_files: The benchmark's files of questions.
+        cases: Its cases, with their tools.
     """
 
     def __init__(self, question_files: Sequence[Path], cases: Iterable[Case]):
@@ -290,9 +290,9 @@ def check_contamination(path: Path, question_files: Sequence[Path], benchmark: I
     """Look for a benchmark's questions and tools in a file of training rows.
 
     Args:
-        path: the training rows.
-        question_files: the benchmark's files of questions, for the overlap that ``fctune data check`` reports.
-        benchmark: its cases.
+        path: The training rows.
+        question_files: The benchmark's files of questions, for the overlap that ``fctune data check`` reports.
+        benchmark: Its cases.
     """
     report = check_sources([str(path)], eval_suites=[str(file) for file in question_files])
     names = {plain_name(tool.name) for case in benchmark for tool in case.prompt.tools}

@@ -35,11 +35,11 @@ def serve(model_dir: Path, python: str, options: str, port: int, log: Path) -> I
     """Run ``fctune serve`` and yield its address; the server ends with the block, or with this process.
 
     Args:
-        model_dir: the model, with its chat template.
+        model_dir: The model, with its chat template.
         python: Python of an environment with vLLM.
-        options: further options of vLLM.
-        port: the port to listen on; answers that were interrupted go on only at the same address.
-        log: file that gets the server's output.
+        options: Further options of vLLM.
+        port: The port to listen on; answers that were interrupted go on only at the same address.
+        log: File that gets the server's output.
 
     Raises:
         ConfigError: The server ends, or is not healthy after half an hour; with the last line of its output.

@@ -75,9 +75,9 @@ class Turns:
     """Sink that forwards steps in one half of each pair of blocks, and times the steps of both.
 
     Args:
-        sinks: where steps go.
-        block: steps of a half that are timed, after some that are not.
-        accompany: context to run while steps are forwarded, for work that does not depend on steps.
+        sinks: Where steps go.
+        block: Steps of a half that are timed, after some that are not.
+        accompany: Context to run while steps are forwarded, for work that does not depend on steps.
     """
 
     def __init__(self, sinks: Any, block: int, accompany: Callable[[], contextlib.AbstractContextManager[Any]]):

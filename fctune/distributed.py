@@ -95,7 +95,7 @@ def init_distributed() -> World:
     """Join the process group that the launcher describes; without a launcher, create one of a single rank.
 
     Raises:
-        DuplicateRankError: a process of another launch has joined as this rank.
+        DuplicateRankError: A process of another launch has joined as this rank.
     """
     launch = read_launcher_environment()
     if launch.world_size > launch.ranks_per_node:
@@ -164,9 +164,9 @@ def exchange_rows(
 
     Args:
         rows: ``[n, ...]``.
-        num_sent: rows for each rank; they add up to n.
-        num_received: rows from each rank.
-        group: ranks to exchange with.
+        num_sent: Rows for each rank; they add up to n.
+        num_received: Rows from each rank.
+        group: Ranks to exchange with.
     """
     received: Tensor = _RowExchange.apply(rows, num_sent, num_received, group)  # type: ignore[no-untyped-call]
     return received
@@ -286,9 +286,9 @@ def gather_full_tensor(tensor: Tensor, owner: int, group: dist.ProcessGroup) -> 
     """Gather the shards of a CPU tensor on one rank; returns the full tensor there, and None on the other ranks.
 
     Args:
-        tensor: plain (equal on all ranks), or a DTensor sharded along its first dim and replicated on other mesh axes.
-        owner: global rank that receives the tensor.
-        group: gloo group of all ranks.
+        tensor: Plain (equal on all ranks), or a DTensor sharded along its first dim and replicated on other mesh axes.
+        owner: Global rank that receives the tensor.
+        group: Gloo group of all ranks.
     """
     if not isinstance(tensor, DTensor):
         return tensor if dist.get_rank() == owner else None

@@ -44,7 +44,7 @@ class ConfigProblems:
         """Raise what was found.
 
         Raises:
-            ConfigError: with each problem on lines of its own.
+            ConfigError: With each problem on lines of its own.
         """
         if self._found:
             raise ConfigError("\n".join(self._found))

@@ -22,8 +22,8 @@ def open_atomically(path: Path, errors: str = "strict") -> Iterator[IO[str]]:
     Concurrent writers do not interfere: the last one to finish wins. Readers see the old file or the new one.
 
     Args:
-        path: file to create or replace; its directory must exist.
-        errors: handler for text that UTF-8 cannot encode, as in ``open``.
+        path: File to create or replace; its directory must exist.
+        errors: Handler for text that UTF-8 cannot encode, as in ``open``.
     """
     partial = _partial_name(path)
     try:
@@ -38,9 +38,9 @@ def write_atomically(path: Path, content: str | bytes, *, is_durable: bool = Fal
     """Create or replace a file in one step; text is encoded as UTF-8.
 
     Args:
-        path: file to create or replace; its directory must exist.
-        content: complete content of the file.
-        is_durable: flush the file and its directory, so that the new content survives a power cut.
+        path: File to create or replace; its directory must exist.
+        content: Complete content of the file.
+        is_durable: Flush the file and its directory, so that the new content survives a power cut.
     """
     partial = _partial_name(path)
     try:
@@ -61,9 +61,9 @@ def staged_directory(path: Path, *, suffix: str = "partial", replaces: bool = Fa
     The hidden directory is removed if the block raises; a killed process leaves it for the next one to replace.
 
     Args:
-        path: final directory.
-        suffix: last part of the hidden directory's name; processes that may run at once need different ones.
-        replaces: delete an existing ``path`` first. Otherwise an existing one is kept and the new one dropped.
+        path: Final directory.
+        suffix: Last part of the hidden directory's name; processes that may run at once need different ones.
+        replaces: Delete an existing ``path`` first. Otherwise an existing one is kept and the new one dropped.
     """
     staging = path.with_name(f".{path.name}.{suffix}")
     shutil.rmtree(staging, ignore_errors=True)
@@ -82,7 +82,7 @@ def flush(path: Path) -> None:
     """Flush a file's content, or a directory's names, to disk (fsync).
 
     Raises:
-        OSError: the disk refuses.
+        OSError: The disk cannot be written.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -95,7 +95,7 @@ def checksum(path: Path) -> str:
     """Return the XXH3-128 checksum of a file's bytes, 32 hex digits.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: The file cannot be read.
     """
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:

@@ -95,11 +95,11 @@ def find_gpu(name: str, options: dict[str, float | None] | None = None) -> Gpu:
     """Return the GPU of a name, with figures overridden by options, or a GPU described by options alone.
 
     Args:
-        name: key of ``GPUS``, in any case; any other name needs at least --gpu-memory-gib and --tflops.
-        options: option of ``fctune plan`` -> its value, None if it was not given.
+        name: Key of ``GPUS``, in any case; any other name needs at least --gpu-memory-gib and --tflops.
+        options: Option of ``fctune plan`` -> its value, None if it was not given.
 
     Raises:
-        ConfigError: the name is unknown and the options do not describe the GPU, or a value is out of range.
+        ConfigError: The name is unknown and the options do not describe the GPU, or a value is out of range.
     """
     given = {option: value for option, value in (options or {}).items() if value is not None}
     for option, value in given.items():

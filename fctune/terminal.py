@@ -48,7 +48,7 @@ class LogHandler(logging.Handler):
     A process that shares the terminal with the one that shows progress erases that line first; it is redrawn below.
 
     Args:
-        erases_line: the progress line on this terminal is drawn by another process.
+        erases_line: The progress line on this terminal is drawn by another process.
     """
 
     def __init__(self, erases_line: bool) -> None:

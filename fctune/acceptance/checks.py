@@ -34,13 +34,13 @@ def judge_run(
     """Judge all checks of a run, in order.
 
     Args:
-        config: of the run.
+        config: Config of the run.
         samples: ``samples[phase][rank]``, possibly incomplete.
-        hosts: host names of the ranks that arrived.
-        ranks_per_node: as launched.
-        world_size: as launched.
-        end: why the run ended early, if it did.
-        skipped: phase -> why it was not run.
+        hosts: Host names of the ranks that arrived.
+        ranks_per_node: As launched.
+        world_size: As launched.
+        end: Why the run ended early, if it did.
+        skipped: Phase -> why it was not run.
     """
     judge = Judge(config, hosts, ranks_per_node)
     _judge_arrival(judge, samples.get("hello", {}), world_size, end)

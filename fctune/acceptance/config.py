@@ -138,7 +138,7 @@ def load_acceptance(path: str | Path, overrides: Sequence[str] = ()) -> Acceptan
     """Load a YAML file and apply the selected profile, then ``key=value`` overrides.
 
     Raises:
-        ConfigError: listing every problem with its key and remedy.
+        ConfigError: Listing every problem with its key and remedy.
     """
     raw = compose_config(find_config(path), AcceptanceConfig).values
     problems: list[str] = []

@@ -112,9 +112,9 @@ class Judge:
     """Builds the checks of one run.
 
     Args:
-        config: thresholds and required checks.
-        hosts: host name of each rank.
-        ranks_per_node: as launched.
+        config: Thresholds and required checks.
+        hosts: Host name of each rank.
+        ranks_per_node: As launched.
     """
 
     def __init__(self, config: AcceptanceConfig, hosts: Mapping[int, str], ranks_per_node: int):
@@ -142,8 +142,8 @@ class Judge:
         """Add a metric's worst value to its check, which must be started, and blame everyone beyond its threshold.
 
         Args:
-            name: a key of ``METRICS``.
-            values: by rank, by a tuple of ranks, or by None for a value of the whole cluster.
+            name: A key of ``METRICS``.
+            values: Values by rank, by a tuple of ranks, or by None for a value of the entire cluster.
         """
         metric, threshold = METRICS[name], self.config.thresholds.get(name)
         if not values:

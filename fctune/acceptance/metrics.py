@@ -115,10 +115,10 @@ def compute_bandwidth(operation: str, num_bytes: int, num_ranks: int, seconds: f
     with factor 1.
 
     Args:
-        operation: a name in ``OPERATIONS``.
-        num_bytes: size of the larger buffer of one rank, as nccl-tests counts it.
-        num_ranks: number of participants.
-        seconds: duration of one operation.
+        operation: A name in ``OPERATIONS``.
+        num_bytes: Size of the larger buffer of one rank, as nccl-tests counts it.
+        num_ranks: Number of participants.
+        seconds: Duration of one operation.
     """
     factor = 1.0
     if operation == "all_reduce":
@@ -149,8 +149,8 @@ def compute_slowdowns(seconds: Mapping[Name, float], floor_s: float = 0.0) -> di
     """Compute how much longer each participant takes than the median of the others, relative to it.
 
     Args:
-        seconds: duration for each participant; a single participant has a slowdown of 0.
-        floor_s: the smallest denominator, where differences below it are explained by a clock or a cache.
+        seconds: Duration for each participant; a single participant has a slowdown of 0.
+        floor_s: The smallest denominator, where differences below it are explained by a clock or a cache.
     """
     slowdowns = {}
     for name, mine in seconds.items():
@@ -169,7 +169,7 @@ def isolate_slow_pairs(
     compared among the pairs of the remaining ranks.
 
     Args:
-        seconds: duration of a message in each direction, by pair; all pairs use the same kind of link.
+        seconds: Duration of a message in each direction, by pair; all pairs use the same kind of link.
         max_slowdown: ``compute_slowdowns`` up to which a rank or a link is not slow.
     """
     best: dict[int, float] = {}

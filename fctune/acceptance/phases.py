@@ -40,12 +40,12 @@ class Phases:
     Measuring a phase again with its earlier sample adds to it.
 
     Args:
-        session: of the run.
-        config: of the run.
-        device: this rank's.
-        run_id: part of the names of the run's files on measured disks.
-        save_partial: called with a phase's name and its sample so far, after each piece.
-        show: called with a line that summarizes a piece.
+        session: Session of the run.
+        config: Config of the run.
+        device: Device of this rank.
+        run_id: Part of the names of the run's files on measured disks.
+        save_partial: Called with a phase's name and its sample so far, after each piece.
+        show: Called with a line that summarizes a piece.
     """
 
     def __init__(

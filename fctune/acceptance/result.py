@@ -63,7 +63,7 @@ def write_result(result: Result, folder: Path) -> Path:
     """Write ``acceptance.json`` atomically, and ``exit.json`` with the exit code; return the former's path.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: The folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / RESULT_FILE, json.dumps(result, indent=1, allow_nan=False) + "\n")
@@ -78,7 +78,7 @@ def read_result(path: str | Path) -> dict[str, Any]:
     """Read and validate the result in a file or in a run's output directory.
 
     Raises:
-        ConfigError: the file does not exist, is not JSON, or does not match the schema.
+        ConfigError: The file does not exist, is not JSON, or does not match the schema.
     """
     path = Path(path)
     file = path / RESULT_FILE if path.is_dir() else path
@@ -149,9 +149,9 @@ def compare_results(old: Result, new: Result, tolerance: float) -> Comparison:
     """Compare the figures and checks of two results of the same cluster or of two.
 
     Args:
-        old: the earlier result.
-        new: the later result.
-        tolerance: relative degradation up to which a figure is not reported as slower.
+        old: The earlier result.
+        new: The later result.
+        tolerance: Relative degradation up to which a figure is not reported as slower.
     """
     before, after = _list_figures(old), _list_figures(new)
     changes = []

@@ -27,9 +27,9 @@ class Acceptance:
     """An acceptance run on one rank.
 
     Args:
-        config: of the run.
-        launch: this process's launch.
-        progress: shows progress on rank 0, and the result of a run that ends early on the rank that writes it.
+        config: Config of the run.
+        launch: This process's launch.
+        progress: Shows progress on rank 0, and the result of a run that ends early on the rank that writes it.
     """
 
     def __init__(self, config: AcceptanceConfig, launch: LauncherEnvironment, progress: ProgressPrinter | None = None):
@@ -53,7 +53,7 @@ class Acceptance:
         """Run all phases and return the result, the same on all ranks; a run that ends early ends the process.
 
         Raises:
-            ConfigError: the training run's config is invalid, or the result cannot be written.
+            ConfigError: The training run's config is invalid, or the result cannot be written.
         """
         if self.config.training is not None:  # report an invalid config before measuring anything
             with tempfile.TemporaryDirectory() as folder:

@@ -35,13 +35,13 @@ class Session:
     """One rank's connection to the others.
 
     Args:
-        launch: this process's launch.
-        limits: timeouts of the run.
-        folder: directory of the result; ranks that lost the store elect the one that writes it there.
-        write_early: writes the result of a run that ended early; called on one rank, in a thread.
+        launch: This process's launch.
+        limits: Timeouts of the run.
+        folder: Directory of the result; ranks that lost the store elect the one that writes it there.
+        write_early: Writes the result of a run that ended early; called on one rank, in a thread.
 
     Raises:
-        ConnectionError: rank 0's store was not reachable in time; ``write_early`` has been called.
+        ConnectionError: Rank 0's store was not reachable in time; ``write_early`` has been called.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Session:
         Every rank calls this before each piece of a long measurement.
 
         Raises:
-            OutOfTime: no time is left.
+            OutOfTime: No time is left.
         """
         left = float(self.broadcast("the time left", lambda: self._over_at - time.monotonic()))
         if left <= 0:

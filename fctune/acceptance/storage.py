@@ -66,13 +66,13 @@ def measure_disk(
     finds at the end of that round that no time is left, and all ranks stop.
 
     Args:
-        session: of the run.
-        config: file sizes and counts.
-        folder: on the disk; this rank's part of it is removed at the end.
+        session: Session of the run.
+        config: File sizes and counts.
+        folder: On the disk; this rank's part of it is removed at the end.
         disk: ``node`` or ``shared``.
-        groups: as ``list_groups`` returns them.
-        faults: this rank's.
-        sample: updated in place.
+        groups: As ``list_groups`` returns them.
+        faults: Faults of this rank.
+        sample: Updated in place.
     """
     rank, limit_s = session.launch.rank, session.limits.build_s
     mine = folder / f"rank-{rank}"

@@ -44,7 +44,7 @@ def load_run(config: TrainingConfig, folder: Path) -> tuple[RunConfig, Path]:
     If the acceptance config specifies an architecture, its config.json is written to ``folder``.
 
     Raises:
-        ConfigError: the run's config is invalid, or its architecture is not supported.
+        ConfigError: The run's config is invalid, or its architecture is not supported.
     """
     overrides = list(config.overrides)
     if config.architecture:

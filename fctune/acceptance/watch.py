@@ -99,10 +99,10 @@ def find_early_end(peers: Mapping[int, Peer], limits: LimitsConfig, now: float, 
     """Find ranks that are silent or hold up the others; None if the run can continue.
 
     Args:
-        peers: all ranks, which have all arrived.
-        limits: of the run.
+        peers: All ranks, which have all arrived.
+        limits: Limits of the run.
         now: ``time.monotonic``.
-        over_s: seconds since the run's time and grace period ended; negative before.
+        over_s: Seconds since the run's time and grace period ended; negative before.
     """
     silent = tuple(rank for rank, peer in peers.items() if now - peer.seen > limits.silence_s)
     if silent:

@@ -28,7 +28,7 @@ def record_file(path: Path) -> FileRecord:
     """Flush a written file to disk and return its manifest entry.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: The disk cannot be written.
     """
     flush(path)
     return FileRecord(path.name, path.stat().st_size, checksum(path))
@@ -38,7 +38,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """Write CPU tensors to one safetensors file and flush it to disk.
 
     Raises:
-        OSError: the disk is full, gone or read-only.
+        OSError: The disk is full, gone or read-only.
     """
     try:
         save_file(dict(tensors), path, metadata=dict(metadata or {}) or None)
@@ -51,7 +51,7 @@ def write_json(path: Path, value: Any) -> FileRecord:
     """Write a JSON file and flush it to disk.
 
     Raises:
-        OSError: the disk is full, gone or read-only.
+        OSError: The disk is full, gone or read-only.
     """
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     return record_file(path)

@@ -55,9 +55,9 @@ class HFWeights(ABC):
     """Writes and reads a run's trainable weights as a directory that other tools load.
 
     Args:
-        architecture: shape of the model.
-        base_dir: the base model's directory, from which configs and tokenizer files are copied.
-        prompting: template and switches for the directory to carry.
+        architecture: Shape of the model.
+        base_dir: The base model's directory, from which configs and tokenizer files are copied.
+        prompting: Template and switches for the directory to carry.
     """
 
     stem: str  # of the weight files' names
@@ -85,7 +85,7 @@ class HFWeights(ABC):
         """Fill the trainable weights of a model in place, without communication.
 
         Raises:
-            CheckpointError: a tensor is missing or has another shape.
+            CheckpointError: A tensor is missing or has another shape.
         """
 
     def write(self, folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> list[FileRecord]:
@@ -210,8 +210,8 @@ def plan_files(stem: str, sizes: Mapping[str, int], max_bytes: int = _MAX_FILE_B
 
     Args:
         stem: ``model`` gives ``model.safetensors``, or ``model-00001-of-00002.safetensors`` and so on.
-        sizes: bytes of each tensor by name, in the order to write.
-        max_bytes: limit of a file; a larger tensor gets a file to itself.
+        sizes: Bytes of each tensor by name, in the order to write.
+        max_bytes: Limit of a file; a larger tensor gets a file to itself.
     """
     files: list[list[str]] = []
     free_bytes = 0
@@ -241,19 +241,19 @@ def write_files(
     Rank 0 adds the index if there are several files.
 
     Args:
-        folder: existing directory.
-        stem: see ``plan_files``.
-        tensors: staged tensors by name, shards or full.
-        group: ranks that write.
-        parts: what to write of them; by default each tensor as it is.
-        max_bytes: see ``plan_files``.
-        write: writes a file.
+        folder: Existing directory.
+        stem: See ``plan_files``.
+        tensors: Staged tensors by name, shards or full.
+        group: Ranks that write.
+        parts: What to write of them; by default each tensor as it is.
+        max_bytes: See ``plan_files``.
+        write: Writes a file.
 
     Returns:
         Records of the files that this rank wrote.
 
     Raises:
-        OSError: this rank's disk is full, gone or read-only; the other ranks are not left waiting.
+        OSError: This rank's disk is full, gone or read-only; the other ranks are not left waiting.
     """
     if parts is None:
         parts = [FilePart((name,), {name: _num_bytes(tensor)}, dict) for name, tensor in tensors.items()]
@@ -297,7 +297,7 @@ def locate_tensors(folder: Path, stem: str) -> dict[str, Path]:
     """Map each tensor name to its file, over the safetensors files whose names start with ``stem``.
 
     Raises:
-        CheckpointError: there is no such file.
+        CheckpointError: There is no such file.
     """
     files = sorted(folder.glob(f"{stem}.safetensors")) or sorted(folder.glob(f"{stem}-*-of-*.safetensors"))
     if not files:

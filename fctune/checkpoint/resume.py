@@ -50,14 +50,14 @@ def choose_checkpoint(resume: str, store: CheckpointStore, world: World) -> tupl
 
     Args:
         resume: ``auto``, ``never``, or the path of a checkpoint.
-        store: checkpoints of the run.
-        world: each rank verifies its share of the files.
+        store: Checkpoints of the run.
+        world: Each rank verifies its share of the files.
 
     Returns:
         The checkpoint, None if there is none to resume from; and for each newer one, why it is not used.
 
     Raises:
-        CheckpointError: the named checkpoint, or every complete one, is damaged.
+        CheckpointError: The named checkpoint, or every complete one, is damaged.
     """
     if resume == "never":
         return None, []
@@ -95,7 +95,7 @@ def check_same_run(resume: Resume, facts: RunFacts) -> None:
     """Check that a checkpoint was saved by this run; the loader checks the data.
 
     Raises:
-        CheckpointError: base, adapter, optimizer, schedule, batch size or seed differ; each difference is listed.
+        CheckpointError: Base, adapter, optimizer, schedule, batch size or seed differ; each difference is listed.
     """
     saved, current = resume.state["config"], json.loads(json.dumps(facts.config))
     changes = [

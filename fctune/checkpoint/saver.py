@@ -48,9 +48,9 @@ class Saver:
     Every rank calls every method at the same step. A running save delays the next save, not the next step.
 
     Args:
-        store: where checkpoints are published.
-        world: this rank.
-        is_async: save in a thread; otherwise ``start`` returns when the save is complete.
+        store: Where checkpoints are published.
+        world: This rank.
+        is_async: Save in a thread; otherwise ``start`` returns when the save is complete.
     """
 
     def __init__(self, store: CheckpointStore, world: World, is_async: bool):
@@ -72,11 +72,11 @@ class Saver:
         """Start saving live tensors, which must not change before ``wait_staged`` returns.
 
         Args:
-            kind: sharded or elastic.
-            step: optimizer steps taken.
-            tensors: to copy and save.
+            kind: Sharded or elastic.
+            step: Optimizer steps taken.
+            tensors: Tensors to copy and save.
             description: JSON part of the checkpoint.
-            write: writes this rank's files.
+            write: Writes this rank's files.
         """
         self.finish()
         self._staged.clear()

@@ -65,7 +65,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
         Records of the files that this rank wrote.
 
     Raises:
-        OSError: the disk of any rank is full, gone or read-only.
+        OSError: The disk of any rank is full, gone or read-only.
     """
     writer = _ShardWriter(folder)
     try:
@@ -79,7 +79,7 @@ def read_shards_(folder: Path, tensors: dict[str, Any]) -> None:
     """Fill tensors, sharded in any way, from a folder of shards, in place. Every rank calls it.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape.
+        CheckpointError: A tensor is missing or has another shape.
     """
     try:
         load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))

@@ -16,7 +16,7 @@ class Stager:
     called: they miss no update, and do not wait for the step that follows.
 
     Args:
-        device: of the tensors.
+        device: Device of the tensors.
     """
 
     def __init__(self, device: torch.device):

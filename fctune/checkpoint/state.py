@@ -69,11 +69,11 @@ class Checkpointer:
     """Saves and restores the state of one run. Every rank calls every method.
 
     Args:
-        state: live state of the run.
+        state: Live state of the run.
         weights: Hugging Face form of the trainable weights.
-        data: of the run; a checkpoint holds its position.
-        facts: config and inputs of the run, which a resumed run must share.
-        world: this rank.
+        data: Data of the run; a checkpoint holds its position.
+        facts: Config and inputs of the run, which a resumed run must share.
+        world: This rank.
     """
 
     def __init__(self, state: TrainState, weights: HFWeights, data: DataCursor, facts: RunFacts, world: World):
@@ -114,8 +114,8 @@ class Checkpointer:
         Random generators are restored only on the world size they were saved on.
 
         Raises:
-            CheckpointError: the checkpoint belongs to another run, or tensors are missing or have other shapes.
-            DataError: the data is not that of the run.
+            CheckpointError: The checkpoint belongs to another run, or tensors are missing or have other shapes.
+            DataError: The data is not that of the run.
         """
         distributed.run_on_all_ranks(lambda: check_same_run(resume, self.facts))
         distributed.run_on_all_ranks(lambda: self.data.resume_at(resume.state["loader"]))

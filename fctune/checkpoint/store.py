@@ -47,8 +47,8 @@ class CheckpointStore:
     """Publishes, lists and prunes a run's checkpoints. Only rank 0 changes the directory; any rank may read it.
 
     Args:
-        root: the checkpoint directory.
-        keep_last: number of newest checkpoints of each kind that ``prune`` keeps.
+        root: The checkpoint directory.
+        keep_last: Number of newest checkpoints of each kind that ``prune`` keeps.
         keep_every_n_steps: ``prune`` also keeps checkpoints whose step is a multiple of this.
     """
 
@@ -75,7 +75,7 @@ class CheckpointStore:
         """Write the manifest, rename and mark a checkpoint whose files are all written and flushed.
 
         Raises:
-            OSError: the disk is full, gone or read-only; earlier checkpoints are unaffected.
+            OSError: The disk is full, gone or read-only; earlier checkpoints are unaffected.
         """
         partial, final = self.partial_path(kind, step), self.path(kind, step)
         listed = {file.name: {"bytes": file.num_bytes, "xxh3_128": file.checksum} for file in files}
@@ -164,7 +164,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Return the published checkpoint in a directory that a user named; links such as ``final`` are followed.
 
     Raises:
-        CheckpointError: the directory is missing, is not a checkpoint, or is incomplete.
+        CheckpointError: The directory is missing, is not a checkpoint, or is incomplete.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory. Name a checkpoint, such as RUN/checkpoints/checkpoint-500.")
@@ -186,7 +186,7 @@ def read_manifest(checkpoint: Checkpoint) -> Mapping[str, FileRecord]:
     """Return the manifest entries of a checkpoint by file name.
 
     Raises:
-        CheckpointError: the manifest is missing, damaged, or names files outside of the checkpoint.
+        CheckpointError: The manifest is missing, damaged, or names files outside of the checkpoint.
     """
     file, marker = checkpoint.path / MANIFEST, checkpoint.path / _MARKERS[checkpoint.kind]
     try:
@@ -207,7 +207,7 @@ def verify(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> None:
     """Check this rank's share of a checkpoint's files against the manifest.
 
     Raises:
-        CheckpointError: a file is missing, truncated or altered; the first such file is named.
+        CheckpointError: A file is missing, truncated or altered; the first such file is named.
     """
     records = read_manifest(checkpoint)
     for record in sorted(records.values(), key=lambda r: (-r.num_bytes, r.name))[rank::world_size]:

@@ -66,7 +66,7 @@ def apply_options_file(
     """Parse ``argv`` again with the options of its ``--config`` file as defaults; the command line wins.
 
     Raises:
-        ConfigError: the file cannot be read, or holds an unknown option.
+        ConfigError: The file cannot be read, or holds an unknown option.
     """
     if getattr(arguments, "options_file", None) is None:
         return arguments
@@ -78,7 +78,7 @@ def find_suite(name: str) -> Path:
     """Find an evaluation suite by the name of one that comes with fctune, or by its path.
 
     Raises:
-        ConfigError: there is no such suite.
+        ConfigError: There is no such suite.
     """
     built_in = {path.stem: path for path in (shipped_dir("eval") / "suites").glob("*.yaml")}
     path = built_in.get(name, Path(name))

@@ -12,12 +12,12 @@ def write_file(path: Path, option: str, make: Callable[[], str | None]) -> None:
     """Write the text that ``make`` returns, or let it write the file itself; missing directories are created.
 
     Args:
-        path: file to write.
-        option: command-line option that named it, for the error.
-        make: returns the text, or None if it has written the file.
+        path: File to write.
+        option: Command-line option that named it, for the error.
+        make: Returns the text, or None if it has written the file.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: The file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

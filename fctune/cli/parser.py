@@ -85,8 +85,8 @@ def resolve_config_arguments(arguments: argparse.Namespace, rest: Sequence[str])
     """Sort the words of a command with a config into ``config`` and ``overrides``, in any order on the command line.
 
     Args:
-        arguments: parsed arguments, changed in place.
-        rest: words that argparse left over, such as overrides after an option.
+        arguments: Parsed arguments, changed in place.
+        rest: Words that argparse left over, such as overrides after an option.
     """
     words = [*([arguments.config] if arguments.config is not None else []), *arguments.overrides, *rest]
     overrides = [word for word in words if _is_override(word)]

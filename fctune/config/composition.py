@@ -27,10 +27,10 @@ class Composition:
     """A config merged from layers, the lowest first.
 
     Attributes:
-        schema: dataclass that the merged config is parsed to.
-        values: the merged config.
-        origins: layer of each value that is not a mapping; changed items of lists have their own.
-        files: files of the layers.
+        schema: Dataclass that the merged config is parsed to.
+        values: The merged config.
+        origins: Layer of each value that is not a mapping; changed items of lists have their own.
+        files: Files of the layers.
     """
 
     schema: type[Any]

@@ -93,7 +93,7 @@ def read_field_docs(cls: type[Any]) -> dict[str, str]:
     """Return the documentation of each field of a dataclass, on one line each.
 
     Raises:
-        LookupError: a field has no string literal below it.
+        LookupError: A field has no string literal below it.
     """
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(definition, ast.ClassDef)

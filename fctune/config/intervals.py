@@ -30,8 +30,8 @@ class Interval:
         """Return the interval in whole steps, at least 1, or 0 for never; None for a time without ``step_s``.
 
         Args:
-            num_steps: steps of the run.
-            step_s: seconds of a step, which a time is divided by.
+            num_steps: Steps of the run.
+            step_s: Seconds of a step, which a time is divided by.
         """
         if self.steps is not None:
             return self.steps
@@ -52,7 +52,7 @@ def parse_interval(value: int | str) -> Interval:
     """Parse ``500`` (steps), ``90s``, ``10min``, ``2h``, ``5%`` (of the run) or ``0`` (never).
 
     Raises:
-        ValueError: the value is none of these.
+        ValueError: The value is none of these.
     """
     if isinstance(value, int):
         if value < 0:

@@ -27,10 +27,10 @@ def load_config(
             ``tiny_lora``.
         overrides: ``a.b=value`` (parsed as YAML; list items by index, ``data.sources.0.path=x``), or ``~a.b`` to drop
             a key.
-        check: finds further problems of a config whose keys and types are right, one line each.
+        check: Finds further problems of a config whose keys and types are right, one line each.
 
     Raises:
-        ConfigError: listing every problem with its key and remedy.
+        ConfigError: Listing every problem with its key and remedy.
     """
     path = find_config(path)
     problems: list[str] = []
@@ -52,10 +52,10 @@ def compose_config(path: Path, schema: type[Any]) -> Composition:
 
     Args:
         path: YAML file.
-        schema: dataclass that the config is parsed to.
+        schema: Dataclass that the config is parsed to.
 
     Raises:
-        ConfigError: a file is missing, cannot be read or is not YAML, or extends itself.
+        ConfigError: A file is missing, cannot be read or is not YAML, or extends itself.
     """
     composition = Composition(schema)
     _add_file(composition, path, [])
@@ -102,7 +102,7 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """Read a YAML file that holds a mapping.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or holds something else.
+        ConfigError: The file cannot be read, is not YAML, or holds something else.
     """
     try:
         raw = parse_yaml(path.read_text(encoding="utf-8"))
@@ -136,7 +136,7 @@ def find_config(path: str | Path) -> Path:
     """Find a config by its path, or by its name if it is a shipped one.
 
     Raises:
-        ConfigError: there is none; the message suggests near names.
+        ConfigError: There is none; the message suggests near names.
     """
     found = Path(path)
     if found.is_file():

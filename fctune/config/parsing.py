@@ -42,7 +42,7 @@ def parse_yaml(text: str) -> Any:
     """Parse a YAML document to plain values.
 
     Raises:
-        yaml.YAMLError: the text is not YAML.
+        yaml.YAMLError: The text is not YAML.
     """
     return yaml.load(text, _Loader)
 

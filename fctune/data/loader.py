@@ -89,15 +89,15 @@ class GlobalLoader:
     The last step of an epoch has the remaining packs. The only state is the step number, which callers pass.
 
     Args:
-        prepared: prepared set.
-        split: split of the set.
-        global_batch_size: packs per step.
-        seed: of the shuffle.
-        is_shuffled: shuffle the packs of each epoch.
-        pad_to: length of unpacked rows.
-        has_full_batches: pad every micro-batch to as many rows, and packed rows to as many conversations, so that all
+        prepared: Prepared set.
+        split: Split of the set.
+        global_batch_size: Packs per step.
+        seed: Seed of the shuffle.
+        is_shuffled: Shuffle the packs of each epoch.
+        pad_to: Length of unpacked rows.
+        has_full_batches: Pad every micro-batch to as many rows, and packed rows to as many conversations, so that all
             micro-batches of a run, of both splits, have one shape.
-        row_multiple: lengths of unpacked rows are multiples of this.
+        row_multiple: Lengths of unpacked rows are multiples of this.
     """
 
     def __init__(

@@ -140,9 +140,9 @@ def encode_pair(pair: Pair, encoder: ConversationEncoder) -> list[Encoded]:
     """Return the samples of the chosen and the rejected answer, each after the same prompt.
 
     Raises:
-        PairError: an answer has no supervised tokens or is of several samples, the prompts differ, or both answers
+        PairError: An answer has no supervised tokens or is of several samples, the prompts differ, or both answers
             are the same tokens.
-        DataError: the template rejects an answer; see ``ConversationEncoder.encode``.
+        DataError: The template rejects an answer; see ``ConversationEncoder.encode``.
     """
     chosen, rejected = (
         _encode_answer(pair.prompt, answer, name, encoder)

@@ -162,9 +162,9 @@ def resolve_batch_size(config: RunConfig, tokens: int, packs: int) -> RunConfig:
     """Return the config with the packs of a step that hold ``global_batch_tokens``; unchanged without that key.
 
     Args:
-        config: of the run.
-        tokens: of an epoch.
-        packs: of an epoch.
+        config: Config of the run.
+        tokens: Tokens of an epoch.
+        packs: Packs of an epoch.
     """
     if config.global_batch_tokens is None:
         return config

@@ -23,7 +23,7 @@ def find_held_out_cases(config: DataConfig, prepared: PreparedSet, max_cases: in
     source gives an equal share, and is read no further than that.
 
     Raises:
-        DataError: nothing with tools is held out, or a source cannot be read.
+        DataError: Nothing with tools is held out, or a source cannot be read.
     """
     flat, _ = prepared.packs["validation"]
     held_out = {int(digest) for digest in prepared.digests[flat]}

@@ -128,9 +128,9 @@ def build_answering(model: CausalLM, model_dir: Path, device: torch.device) -> A
     """Build transformers' text model with the merged weights of a model in training. Every rank calls it.
 
     Args:
-        model: the model in training; not changed.
-        model_dir: the base model's directory, for its config.
-        device: where to put the weights.
+        model: The model in training; not changed.
+        model_dir: The base model's directory, for its config.
+        device: Where to put the weights.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -151,12 +151,12 @@ def check_answering_memory(model: CausalLM, used_bytes: int, memory_bytes: int) 
     """Check that the complete model fits on each device next to the training state.
 
     Args:
-        model: model in training, possibly sharded.
-        used_bytes: memory of the device that is in use.
-        memory_bytes: memory of the device.
+        model: Model in training, possibly sharded.
+        used_bytes: Memory of the device that is in use.
+        memory_bytes: Memory of the device.
 
     Raises:
-        ConfigError: it does not fit.
+        ConfigError: It does not fit.
     """
     numel = sum(p.numel() for name, p in model.named_parameters() if not is_adapter(name))
     needed, gib = numel * model.precision.compute_dtype.itemsize, 2**30

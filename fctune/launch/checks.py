@@ -70,7 +70,7 @@ def estimate_disk_usage(config: RunConfig, is_downloaded: bool) -> DiskUsage:
     """Estimate a run's peak disk usage from its model's shape.
 
     Raises:
-        ConfigError: the model's architecture cannot be determined.
+        ConfigError: The model's architecture cannot be determined.
     """
     architecture, _, _ = find_architecture(config.model.path, model_source=config.model.source)
     memory = MemoryModel(shape_model(config, architecture), config, device_bytes=1)

@@ -48,7 +48,7 @@ class LaunchSpec:
         """Create the log directory; the head also removes the exit.json of an earlier attempt.
 
         Raises:
-            ConfigError: the shared volume cannot be written.
+            ConfigError: The shared volume cannot be written.
         """
         try:
             self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def _split_overrides(text: str) -> list[str]:
     """Split OVERRIDES at its spaces, as a shell does.
 
     Raises:
-        ConfigError: a quotation mark is missing.
+        ConfigError: A quotation mark is missing.
     """
     try:
         return shlex.split(text)
@@ -89,7 +89,7 @@ def resolve_launch(config: Path, environment: Mapping[str, str], overrides: Sequ
     A relative ``output_dir`` is resolved against the shared volume, because a node's own disks are deleted with it.
 
     Raises:
-        ConfigError: listing every problem of the combined config.
+        ConfigError: Listing every problem of the combined config.
     """
     arguments = []
     for name, key in ENV_OVERRIDES.items():

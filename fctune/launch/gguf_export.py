@@ -58,12 +58,12 @@ def export_gguf(model: str, out: Path | None = None, quantize: str | None = None
     """Convert a run's merged export, or another model directory, to GGUF.
 
     Args:
-        model: as ``fctune.generation.model_files.find_model`` takes it.
-        out: directory to write to; None: ``gguf`` beside the model directory.
-        quantize: one of GGUF_TYPES; None keeps the model's own dtype.
+        model: As ``fctune.generation.model_files.find_model`` takes it.
+        out: Directory to write to; None: ``gguf`` beside the model directory.
+        quantize: One of GGUF_TYPES; None keeps the model's own dtype.
 
     Raises:
-        ConfigError: there is no such model, it is an adapter, a package is missing, the disk is too small, or
+        ConfigError: There is no such model, it is an adapter, a package is missing, the disk is too small, or
             llama.cpp cannot read the model or its tokenizer as it was trained.
     """
     files = find_model(model)

@@ -94,12 +94,12 @@ def download(config: RunConfig, folder: Path) -> list[str]:
     until its record is deleted, so that a resumed run does not switch to a newer one.
 
     Args:
-        config: the run's config.
-        folder: receives the locks and one record for each downloaded repository.
+        config: The run's config.
+        folder: Receives the locks and one record for each downloaded repository.
 
     Raises:
-        ConfigError: the model cannot be downloaded.
-        DataError: a dataset cannot be downloaded.
+        ConfigError: The model cannot be downloaded.
+        DataError: A dataset cannot be downloaded.
     """
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
@@ -126,15 +126,15 @@ def push(model: str, name: str, is_private: bool, revision: str | None, environm
     """Upload an export to the hub as one commit and return the commit's URL.
 
     Args:
-        model: a run's output directory, an export or another model directory, or an adapter directory.
+        model: A run's output directory, an export or another model directory, or an adapter directory.
         name: OWNER/NAME of the repository, which is created if it does not exist.
-        is_private: visibility of a repository that is created.
-        revision: branch; None: main.
-        environment: holds the token, HF_TOKEN.
+        is_private: Visibility of a repository that is created.
+        revision: Branch; None: main.
+        environment: Holds the token, HF_TOKEN.
 
     Raises:
-        ConfigError: there is no model to upload, or the hub refused the upload.
-        CheckpointError: the directory has no weights.
+        ConfigError: There is no model to upload, or the hub refused the upload.
+        CheckpointError: The directory has no weights.
     """
     from huggingface_hub import create_repo, upload_folder
 

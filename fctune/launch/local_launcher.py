@@ -42,10 +42,10 @@ def launch_recipe(
 
     Args:
         recipe: Python file of the recipe.
-        arguments: its command line.
-        num_processes: ranks to start, all on this machine.
-        output_dir: directory of the run, where ``exit.json`` gives the reason for its end.
-        show: receives messages for the user, one line each.
+        arguments: Its command line.
+        num_processes: Ranks to start, all on this machine.
+        output_dir: Directory of the run, where ``exit.json`` gives the reason for its end.
+        show: Receives messages for the user, one line each.
 
     Returns:
         The exit code: 0 done, 1 failed, 2 wrong config or data, 75 stopped and saved.

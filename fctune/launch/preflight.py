@@ -42,9 +42,9 @@ def run_preflight(node: Node, request: Request, show: ShowLine) -> tuple[int, La
     Every node of the run calls this at the same time. A problem on any node stops all of them, within ``node.wait_s``.
 
     Args:
-        node: this node's position.
-        request: the same on all nodes, except for their environments.
-        show: receives each output line.
+        node: Position of this node.
+        request: Request, equal on all nodes except for their environments.
+        show: Receives each output line.
 
     Returns:
         0 and the launch specification; otherwise an exit code and None: 1 if a node is unfit, 2 if the request is

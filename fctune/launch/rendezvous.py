@@ -42,7 +42,7 @@ class Rendezvous:
     Every method raises RendezvousError if the head is lost.
 
     Raises:
-        RendezvousError: the head is unreachable, or its port is in use.
+        RendezvousError: The head is unreachable, or its port is in use.
     """
 
     def __init__(self, node: Node):
@@ -57,7 +57,7 @@ class Rendezvous:
         """Publish this node's value (small, JSON-serializable) and return those of all nodes, by rank.
 
         Raises:
-            RendezvousError: a node did not publish its value within ``wait_s``.
+            RendezvousError: A node did not publish its value within ``wait_s``.
         """
         self.publish(f"{name}/{self.node.rank}", value)
         deadline = time.monotonic() + self.node.wait_s
@@ -81,7 +81,7 @@ class Rendezvous:
         """Return a value as soon as it is published; without a limit, wait for as long as the head is alive.
 
         Raises:
-            RendezvousError: it was not published within ``wait_s``.
+            RendezvousError: It was not published within ``wait_s``.
         """
         deadline = None if wait_s is None else time.monotonic() + wait_s
         while not self._has(name):

@@ -27,16 +27,16 @@ def server_options(
     The API key is not among the options, because every user of a machine can see them: vLLM reads VLLM_API_KEY.
 
     Args:
-        model: as ``fctune.generation.model_files.find_model`` takes it.
-        name: the served model's name; None uses the directory's name, for a run the run's.
-        template_args: switches of the chat template, over those recorded with the model; a request's own come first.
-        adapter_rank: largest rank of adapters that are loaded while the server runs, as reinforcement does; None: no
+        model: As ``fctune.generation.model_files.find_model`` takes it.
+        name: The served model's name; None uses the directory's name, for a run the run's.
+        template_args: Switches of the chat template, over those recorded with the model; a request's own come first.
+        adapter_rank: Largest rank of adapters that are loaded while the server runs, as reinforcement does; None: no
             adapters. The server also needs ``RUN_TIME_ADAPTERS`` in its environment, and no parsers.
 
     An adapter is served on its base, under ``name``; the base keeps its own.
 
     Raises:
-        ConfigError: the model does not exist, lacks tokens of its template, uses a call format that vLLM cannot parse,
+        ConfigError: The model does not exist, lacks tokens of its template, uses a call format that vLLM cannot parse,
             or is an adapter that vLLM cannot load.
     """
     files = find_model(model)
@@ -68,11 +68,11 @@ def require_agreement(options: Sequence[str], further: Sequence[str]) -> None:
     """Check that a user's options of vLLM's server do not undo those that the model needs.
 
     Args:
-        options: of ``server_options``.
-        further: the user's own.
+        options: Options from ``server_options``.
+        further: Further options, given by the user.
 
     Raises:
-        ConfigError: they name another parser than the model's format has, or a smaller limit than the adapter's rank.
+        ConfigError: They name another parser than the model's format has, or a smaller limit than the adapter's rank.
     """
     needed, named = _read_options(options), _read_options(further)
     for option in ("tool_call_parser", "reasoning_parser"):

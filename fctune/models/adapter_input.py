@@ -22,9 +22,9 @@ class AdapterInput:
     parts. Each keeps its own parameters. A linear that is called with another tensor computes its product by itself.
 
     Args:
-        key: name of the input within the model, equal for every source; seeds its dropout.
-        dropout: share of the elements that are dropped in training.
-        token_keys: keys of the tokens in the current forward, shared by all inputs of the model.
+        key: Name of the input within the model, equal for every source; seeds its dropout.
+        dropout: Share of the elements that are dropped in training.
+        token_keys: Keys of the tokens in the current forward, shared by all inputs of the model.
     """
 
     def __init__(self, key: str, dropout: float, token_keys: TokenKeys):

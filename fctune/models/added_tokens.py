@@ -37,8 +37,8 @@ def extend_base(model_dir: Path, tokens: Sequence[str], root: Path) -> Path:
     grow only if these exceed the rows that they have, which many are padded with.
 
     Raises:
-        ConfigError: a token that the tokenizer has already, or the directory cannot be written.
-        CheckpointError: the base's files are damaged.
+        ConfigError: A token that the tokenizer has already, or the directory cannot be written.
+        CheckpointError: The base's files are damaged.
     """
     path = find_extended_path(model_dir, tokens, root)
     if (path / "config.json").is_file():
@@ -78,7 +78,7 @@ def count_vocabulary(architecture: Architecture, model_dir: Path | None, tokens:
     """Return the rows of an extended base's matrices; without its tokenizer, padding is taken to be used up.
 
     Raises:
-        ConfigError: a token that the tokenizer has already.
+        ConfigError: A token that the tokenizer has already.
     """
     if model_dir is None or not (model_dir / "tokenizer.json").is_file():
         return architecture.vocab_size + len(tokens)

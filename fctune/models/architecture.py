@@ -45,9 +45,9 @@ class Branch:
     """The linears of one residual branch of a block, such as its attention or its MLP.
 
     Attributes:
-        inputs: linears before the branch's mixing, such as queries, keys and values, or gate and up.
-        output: linear that writes the branch's result.
-        is_attention: the branch mixes tokens by attention.
+        inputs: Linears before the branch's mixing, such as queries, keys and values, or gate and up.
+        output: Linear that writes the branch's result.
+        is_attention: The branch mixes tokens by attention.
     """
 
     inputs: tuple[LinearShape, ...]
@@ -82,9 +82,9 @@ class Block:
     """The linears of a transformer block, by residual branch, and its experts.
 
     Attributes:
-        branches: the linears, without those of experts.
-        experts: weights of the experts, in the order of computation; none in a dense block.
-        routers: names, as in ``adapter.modules``, of what chooses the experts and is no linear.
+        branches: The linears, without those of experts.
+        experts: Weights of the experts, in the order of computation; none in a dense block.
+        routers: Names, as in ``adapter.modules``, of what chooses the experts and is no linear.
     """
 
     branches: tuple[Branch, ...]
@@ -214,7 +214,7 @@ class Architecture(ABC):
         """Check that the model has positions for rows of this many tokens.
 
         Raises:
-            ConfigError: it has fewer.
+            ConfigError: It has fewer.
         """
         if max_seq_len > self.max_position_embeddings:
             raise ConfigError(
@@ -274,11 +274,11 @@ class Architecture(ABC):
         """Plan how the parameters, by their names in transformers' model, consist of the tensors of a checkpoint.
 
         Args:
-            model_dir: directory of the checkpoint.
-            headers: its tensors by name.
+            model_dir: Directory of the checkpoint.
+            headers: Its tensors by name.
 
         Raises:
-            CheckpointError: tensors are quantised in a way that cannot be undone, or do not fit together.
+            CheckpointError: Tensors are quantised in a way that cannot be undone, or do not fit together.
         """
 
     @abstractmethod
@@ -288,18 +288,18 @@ class Architecture(ABC):
         """Build the model on the meta device, without memory for its weights.
 
         Args:
-            max_seq_len: longest row, in tokens; sizes the position embedding's tables.
-            precision: dtypes of the weights and of the computation.
-            attention_kernel: implementation of attention within packed rows.
+            max_seq_len: Longest row, in tokens; sizes the position embedding's tables.
+            precision: Dtypes of the weights and of the computation.
+            attention_kernel: Implementation of attention within packed rows.
 
         Raises:
-            ConfigError: rows longer than the positions of the model, or a combination that the source cannot build.
+            ConfigError: Rows longer than the positions of the model, or a combination that the source cannot build.
         """
 
     def build_shapes(self, max_seq_len: int, precision: PrecisionPolicy) -> CausalLM:
         """Build a model on the meta device to count its parameters and buffers; a source may leave out what runs.
 
         Raises:
-            ConfigError: rows longer than the positions of the model, or a combination that the source cannot build.
+            ConfigError: Rows longer than the positions of the model, or a combination that the source cannot build.
         """
         return self.build_model(max_seq_len, precision)

@@ -35,15 +35,15 @@ class DocumentBounds:
     """Boundaries of the conversations in packed rows; the padding of a row counts as a conversation.
 
     Attributes:
-        kernel: kernel that the bounds are for.
-        ends: cumulative lengths over the flattened batch, starting with 0: int32 ``[conversations + 1]``; on the CPU
+        kernel: Kernel that the bounds are for.
+        ends: Cumulative lengths over the flattened batch, starting with 0: int32 ``[conversations + 1]``; on the CPU
             for ``per_document``, else on the device of the queries.
-        max_length: upper bound of the conversations' lengths: the tokens of a row.
-        shape: rows of the batch, and tokens per row.
-        host_ends: the same cumulative lengths, for layers that would otherwise wait for the device.
-        windows: sliding windows of the layers that use flex attention; None is a layer without one.
-        block_masks: masks of flex attention by window, on the device.
-        derived: what layers make of the bounds once for a batch, by a name that includes its device.
+        max_length: Upper bound of the conversations' lengths: the tokens of a row.
+        shape: Rows of the batch, and tokens per row.
+        host_ends: The same cumulative lengths, for layers that would otherwise wait for the device.
+        windows: Sliding windows of the layers that use flex attention; None is a layer without one.
+        block_masks: Masks of flex attention by window, on the device.
+        derived: What layers make of the bounds once for a batch, by a name that includes its device.
     """
 
     kernel: AttentionKernel
@@ -73,10 +73,10 @@ def make_bounds(
     """Return the bounds of rows whose conversations have these lengths.
 
     Args:
-        lengths: by row; all rows have the same total. They may be zero: with as many lengths in every batch, the
-            bounds of all batches have one shape.
-        kernel: kernel that the bounds are for.
-        windows: sliding windows of the layers that use flex attention; None: one layer kind without a window for
+        lengths: Lengths by row; all rows have the same total. They may be zero: with as many lengths in every batch,
+            the bounds of all batches have one shape.
+        kernel: Kernel that the bounds are for.
+        windows: Sliding windows of the layers that use flex attention; None: one layer kind without a window for
             ``flex``, and no layer for the other kernels.
     """
     if windows is None:
@@ -93,9 +93,9 @@ def choose_attention_kernel(
     """Return the fastest kernel for packed rows, and its description for the log.
 
     Args:
-        device_type: cpu or cuda.
-        dtype: dtype of the queries.
-        head_dim: size of a head.
+        device_type: ``cpu`` or ``cuda``.
+        dtype: Dtype of the queries.
+        head_dim: Size of a head.
         capability: CUDA compute capability; None on CPU.
     """
     if device_type != "cuda" or capability is None:
@@ -124,16 +124,16 @@ def attend(
     ``varlen`` has no soft caps, sinks or heads over 256, which go to flex attention.
 
     Args:
-        q: queries, ``[b, s, h, d]``.
-        k: keys, ``[b, s, kv_h, d]``.
-        v: values, ``[b, s, kv_h, v_d]``.
-        bounds: ends of the conversations; without them, each row is one conversation, whose padding is at the end,
+        q: Queries, ``[b, s, h, d]``.
+        k: Keys, ``[b, s, kv_h, d]``.
+        v: Values, ``[b, s, kv_h, v_d]``.
+        bounds: Ends of the conversations; without them, each row is one conversation, whose padding is at the end,
             where no real token attends to it.
-        implementation: replaces torch's function for ``varlen`` and ``flex``.
-        scale: factor on the scores; None is ``d ** -0.5``.
-        window: tokens that a token sees, itself included; None is all before it.
-        softcap: scores become ``softcap * tanh(scores / softcap)``.
-        sinks: score of a key of each head that every token sees and whose value is zero, ``[h]``.
+        implementation: Replaces torch's function for ``varlen`` and ``flex``.
+        scale: Factor on the scores; None is ``d ** -0.5``.
+        window: Tokens that a token sees, itself included; None is all before it.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``.
+        sinks: Score of a key of each head that every token sees and whose value is zero, ``[h]``.
 
     Returns:
         ``[b, s, h, v_d]``.

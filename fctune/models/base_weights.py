@@ -39,12 +39,12 @@ def load_base_(model: CausalLM, model_dir: str | Path, open_file: OpenFile = saf
     shards.
 
     Args:
-        model: model with memory for its parameters.
+        model: Model with memory for its parameters.
         model_dir: Hugging Face model directory.
-        open_file: opens a safetensors file, with the signature of ``safetensors.safe_open``.
+        open_file: Opens a safetensors file, with the signature of ``safetensors.safe_open``.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or its tensors differ from the model's in name or shape.
+        CheckpointError: A file is missing or damaged, or its tensors differ from the model's in name or shape.
     """
     plan = check_base(model, model_dir)
     targets = list(find_targets(model))
@@ -62,7 +62,7 @@ def check_base(model: CausalLM, model_dir: str | Path) -> WeightPlan:
     Reads the files' headers alone.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or its tensors differ from the model's in name or shape.
+        CheckpointError: A file is missing or damaged, or its tensors differ from the model's in name or shape.
     """
     plan = plan_base(model.architecture, model_dir)
     plan.check({target.hf_name: target.tensor.shape for target in find_targets(model)})
@@ -73,7 +73,7 @@ def plan_base(architecture: Architecture, model_dir: str | Path) -> WeightPlan:
     """Plan how the parameters of a model consist of the tensors of a model directory; reads the files' headers.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or tensors are quantised in a way that cannot be undone.
+        CheckpointError: A file is missing or damaged, or tensors are quantised in a way that cannot be undone.
     """
     return architecture.plan_weights(Path(model_dir), read_headers(model_dir))
 
@@ -127,7 +127,7 @@ def read_matrix(plan: WeightPlan, hf_name: str) -> Tensor:
     """Read a parameter in full, in the dtype in which it is stored; mapped, not copied, where it is stored as it is.
 
     Raises:
-        CheckpointError: the parameter is missing, or its file is damaged.
+        CheckpointError: The parameter is missing, or its file is damaged.
     """
     _require(plan, hf_name)
     source = plan.sources[hf_name][0]
@@ -139,7 +139,7 @@ def read_rows(plan: WeightPlan, hf_name: str, ids: Sequence[int]) -> Tensor:
     """Read some rows of a parameter, ``[len(ids), ...]`` in the dtype in which it is stored.
 
     Raises:
-        CheckpointError: the parameter is missing, or its file is damaged.
+        CheckpointError: The parameter is missing, or its file is damaged.
     """
     _require(plan, hf_name)
     source = plan.sources[hf_name][0]

@@ -51,17 +51,17 @@ class CausalLM(nn.Module, ABC):
     sharding hold the head's full weight.
 
     Attributes:
-        architecture: sizes, names and weight layout.
-        precision: dtypes of the weights and of the computation.
-        attention_kernel: implementation of attention within packed rows; batches carry bounds made for it.
-        windows: sliding windows of the layers that use flex attention; None: see ``attention.make_bounds``.
-        attention_warning: why the layers' attention was not compared with their masks; None if it was.
-        state_layers: number and kind of the layers that carry state along a row, such as convolutions, and how they
+        architecture: Sizes, names and weight layout.
+        precision: Dtypes of the weights and of the computation.
+        attention_kernel: Implementation of attention within packed rows; batches carry bounds made for it.
+        windows: Sliding windows of the layers that use flex attention; None: see ``attention.make_bounds``.
+        attention_warning: Why the layers' attention was not compared with their masks; None if it was.
+        state_layers: Number and kind of the layers that carry state along a row, such as convolutions, and how they
             keep its conversations apart; empty if there are none.
-        needs_packing_proof: a run checks with its weights that the conversations of a packed row stay apart.
-        token_keys: keys of the tokens in the current forward, which adapters read for their dropout.
-        max_logits: largest number of logits that the loss computes at once.
-        router_balance: load-balancing loss of the routers; None if the run has none.
+        needs_packing_proof: A run checks with its weights that the conversations of a packed row stay apart.
+        token_keys: Keys of the tokens in the current forward, which adapters read for their dropout.
+        max_logits: Largest number of logits that the loss computes at once.
+        router_balance: Load-balancing loss of the routers; None if the run has none.
     """
 
     def __init__(self, architecture: Architecture, precision: PrecisionPolicy, attention_kernel: AttentionKernel):
@@ -112,10 +112,10 @@ class CausalLM(nn.Module, ABC):
         """Set up the load-balancing loss of the routers, in place.
 
         Args:
-            coefficient: factor on the loss; None takes what the model's config.json says, 0 has no such loss.
+            coefficient: Factor on the loss; None takes what the model's config.json says, 0 has no such loss.
 
         Raises:
-            ConfigError: the model has no such loss.
+            ConfigError: The model has no such loss.
         """
         if coefficient:
             raise ConfigError(
@@ -132,9 +132,9 @@ class CausalLM(nn.Module, ABC):
         """Compute the normed output of the last block.
 
         Args:
-            tokens: token ids, int64 ``[b, s]``.
-            positions: position of each token in its conversation, ``[b, s]``; None counts along the row.
-            bounds: ends of the conversations in each row; None is one conversation per row.
+            tokens: Token ids, int64 ``[b, s]``.
+            positions: Position of each token in its conversation, ``[b, s]``; None counts along the row.
+            bounds: Ends of the conversations in each row; None is one conversation per row.
 
         Returns:
             Hidden states in the compute dtype, ``[b, s, d]``.
@@ -177,17 +177,17 @@ class CausalLM(nn.Module, ABC):
         A load-balancing loss of routers is not part of it: see ``router_balance``.
 
         Args:
-            tokens: token ids, int64 ``[b, s]``.
-            positions: position of each token in its conversation, ``[b, s]``; None counts along the row.
-            bounds: ends of the conversations in each row; None is one conversation per row.
-            labels: the token that each position must predict, -100 where unsupervised, ``[b, s]``.
-            loss_weights: weight of each position's loss, float32 ``[b, s]``; None is 1.0.
+            tokens: Token ids, int64 ``[b, s]``.
+            positions: Position of each token in its conversation, ``[b, s]``; None counts along the row.
+            bounds: Ends of the conversations in each row; None is one conversation per row.
+            labels: The token that each position must predict, -100 where unsupervised, ``[b, s]``.
+            loss_weights: Weight of each position's loss, float32 ``[b, s]``; None is 1.0.
             row_keys: int64 keys that dropout is a function of, ``[b]``; needed only by adapters with dropout.
-            supervised: indices of the supervised positions in the flattened batch, int64 ``[n]``; None finds them in
+            supervised: Indices of the supervised positions in the flattened batch, int64 ``[n]``; None finds them in
                 the labels, for which the host waits on a CUDA device.
-            row_lengths: tokens of each row before its padding, int64 ``[b]``; None: no row has padding. Used only by
+            row_lengths: Tokens of each row before its padding, int64 ``[b]``; None: no row has padding. Used only by
                 the load-balancing loss.
-            is_summed: return the sum of weight x loss; otherwise the loss of each supervised token, without its weight.
+            is_summed: Return the sum of weight x loss; otherwise the loss of each supervised token, without its weight.
 
         Returns:
             A scalar or ``[n]`` in float32 (float64 for a float64 model), or logits ``[b, s, vocab]``.
@@ -219,9 +219,9 @@ def materialize_(model: CausalLM, device: torch.device, is_offloaded: bool = Fal
     checkpoint stores.
 
     Args:
-        model: model on the meta device.
-        device: device of the buffers, and of the parameters unless they are offloaded.
-        is_offloaded: keep the parameters in the host's memory.
+        model: Model on the meta device.
+        device: Device of the buffers, and of the parameters unless they are offloaded.
+        is_offloaded: Keep the parameters in the host's memory.
     """
     model.to_empty(device=torch.device("cpu") if is_offloaded else device)
     for module in model.modules():

@@ -64,14 +64,14 @@ def attend_per_document(
     It is a custom operator, so that compilation and activation checkpointing treat all the products as one.
 
     Args:
-        q: queries, ``[b, h, s, d]``.
-        k: keys, ``[b, kv_h, s, d]``.
-        v: values, ``[b, kv_h, s, v_d]``.
-        ends: cumulative lengths of the conversations over the flattened batch, starting with 0, on the CPU.
-        scale: factor on the scores.
-        window: tokens that a token sees, itself included; 0 is all before it.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; 0 leaves them.
-        sinks: score of a key of each head that every token sees and whose value is zero, ``[h]``.
+        q: Queries, ``[b, h, s, d]``.
+        k: Keys, ``[b, kv_h, s, d]``.
+        v: Values, ``[b, kv_h, s, v_d]``.
+        ends: Cumulative lengths of the conversations over the flattened batch, starting with 0, on the CPU.
+        scale: Factor on the scores.
+        window: Tokens that a token sees, itself included; 0 is all before it.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``; 0 leaves them.
+        sinks: Score of a key of each head that every token sees and whose value is zero, ``[h]``.
     """
     out, lse = _empty_outputs(q, v)
     uses_flash = _uses_flash(q, softcap, sinks)

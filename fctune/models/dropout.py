@@ -69,10 +69,10 @@ def keyed_dropout(x: Tensor, p: float, token_keys: Tensor, channels: Tensor) -> 
     operations on bits.
 
     Args:
-        x: input.
-        p: probability, less than 1.
+        x: Input.
+        p: Probability, less than 1.
         token_keys: int32 ``[...]``.
-        channels: result of ``channel_keys`` for the input, int32 ``[d]``.
+        channels: Result of ``channel_keys`` for the input, int32 ``[d]``.
     """
     # Each input has token keys of its own, because a compiler keeps masks that depend on a tensor used far apart.
     token_keys = token_keys + channels[:1]

@@ -20,7 +20,7 @@ class ExpertExchange:
     Every rank of the group calls it at the same time, with or without rows for the others.
 
     Args:
-        group: ranks over which the experts are spread, in equal parts, in the order of the experts.
+        group: Ranks over which the experts are spread, in equal parts, in the order of the experts.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -36,11 +36,11 @@ class ExpertExchange:
         """Return what ``compute`` returns for the rows, ``[n, out]``, wherever it runs.
 
         Args:
-            compute: function of rows, sorted by the experts of its rank, of their keys and of the row after the last
+            compute: Function of rows, sorted by the experts of its rank, of their keys and of the row after the last
                 one of each of these experts, int32; it returns one row for each.
-            rows: rows of this rank, ``[n, in]``, sorted by expert.
-            keys: dropout keys of the rows, int64 ``[n]``, or None.
-            ends: row after the last one of each expert, int32 ``[experts]``.
+            rows: Rows of this rank, ``[n, in]``, sorted by expert.
+            keys: Dropout keys of the rows, int64 ``[n]``, or None.
+            ends: Row after the last one of each expert, int32 ``[experts]``.
         """
         num_ranks = dist.get_world_size(self.group)
         counts = torch.diff(ends, prepend=ends.new_zeros(1)).to(torch.int64)

@@ -25,13 +25,13 @@ class ExpertLoRA(nn.Module):
     Shapes: ``lora_a [experts, rank, in]``, ``lora_b [experts, out, rank]``, whichever way the weight is stored.
 
     Args:
-        weight: the experts' weight, ``[experts, out, in]``, or ``[experts, in, out]`` if it is stored transposed.
-        is_transposed: how the weight is stored.
-        config: the ``adapter`` section of the run's config.
-        dtype: of the adapter.
-        scaling: factor on the product.
-        key: name of the weight within the model; seeds its dropout.
-        token_keys: keys of the tokens in the current forward, shared by all adapters of the model.
+        weight: The experts' weight, ``[experts, out, in]``, or ``[experts, in, out]`` if it is stored transposed.
+        is_transposed: How the weight is stored.
+        config: The ``adapter`` section of the run's config.
+        dtype: Dtype of the adapter.
+        scaling: Factor on the product.
+        key: Name of the weight within the model; seeds its dropout.
+        token_keys: Keys of the tokens in the current forward, shared by all adapters of the model.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class ExpertLoRA(nn.Module):
         """Return the dropout keys of rows, int32 ``[n]``; None if nothing is dropped.
 
         Args:
-            tokens: the token that each row is of, as its index in the flattened batch, int64 ``[n]``.
-            experts: expert of each row, int64 ``[n]``; each drops independently, as separate linears would.
+            tokens: The token that each row is of, as its index in the flattened batch, int64 ``[n]``.
+            experts: Expert of each row, int64 ``[n]``; each drops independently, as separate linears would.
         """
         if not (self.dropout and self.training):
             return None
@@ -77,9 +77,9 @@ class ExpertLoRA(nn.Module):
         """Return the change of each row's output, ``[n, out]``; zero while adapters are off.
 
         Args:
-            x: inputs of the experts, ``[n, in]``, sorted by expert.
-            row_keys: result of ``make_row_keys``, of this adapter or another one of the same experts.
-            ends: row after the last one of each expert, int32 ``[experts]``.
+            x: Inputs of the experts, ``[n, in]``, sorted by expert.
+            row_keys: Result of ``make_row_keys``, of this adapter or another one of the same experts.
+            ends: Row after the last one of each expert, int32 ``[experts]``.
         """
         if not self.is_active:
             return x.new_zeros(len(x), self.lora_b.shape[1])
@@ -98,10 +98,10 @@ class RouterLoRA(nn.Module):
     """``scaling * B A``, added to the weight of a router, ``[experts, in]``, which is small; without dropout.
 
     Args:
-        weight: the router's weight.
-        config: the ``adapter`` section of the run's config.
-        dtype: of the adapter.
-        scaling: factor on the product.
+        weight: The router's weight.
+        config: The ``adapter`` section of the run's config.
+        dtype: Dtype of the adapter.
+        scaling: Factor on the product.
     """
 
     def __init__(self, weight: Tensor, config: AdapterConfig, dtype: torch.dtype, scaling: float):

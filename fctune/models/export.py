@@ -77,15 +77,15 @@ def export_merged(
     Every rank must call this, because sharded weights are gathered, one at a time; only the writer keeps them.
 
     Args:
-        model: model to export; not changed.
-        base_dir: directory that the base was loaded from; gives config and tokenizer.
-        out: directory to create; replaced if it exists.
-        is_writer: this rank writes the files.
-        max_file_bytes: size above which weights are split into several files.
-        prompting: template and switches for the export to carry.
+        model: Model to export; not changed.
+        base_dir: Directory that the base was loaded from; gives config and tokenizer.
+        out: Directory to create; replaced if it exists.
+        is_writer: True if this rank writes the files.
+        max_file_bytes: Size above which weights are split into several files.
+        prompting: Template and switches for the export to carry.
 
     Raises:
-        CheckpointError: the disk is full, gone or read-only; raised by the writer once all tensors are gathered.
+        CheckpointError: The disk is full, gone or read-only; raised by the writer once all tensors are gathered.
     """
     tensors = iter_merged(model)
     try:
@@ -113,16 +113,16 @@ def export_adapter(
     """Write the adapters as a PEFT directory. Every rank must call this.
 
     Args:
-        model: model to export; not changed.
-        config: the ``adapter`` section of the run's config.
-        base: name or path of the base, as the user gave it, by which PEFT loads it.
-        base_dir: directory that the base was loaded from; gives the tokenizer.
-        out: directory to create; replaced if it exists.
-        is_writer: this rank writes the files.
-        prompting: template and switches for the export to carry.
+        model: Model to export; not changed.
+        config: The ``adapter`` section of the run's config.
+        base: Name or path of the base, as the user gave it, by which PEFT loads it.
+        base_dir: Directory that the base was loaded from; gives the tokenizer.
+        out: Directory to create; replaced if it exists.
+        is_writer: True if this rank writes the files.
+        prompting: Template and switches for the export to carry.
 
     Raises:
-        CheckpointError: the disk is full, gone or read-only.
+        CheckpointError: The disk is full, gone or read-only.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -216,11 +216,11 @@ def write_adapter_config(
     """Write ``adapter_config.json``, by which PEFT and inference servers load the adapter.
 
     Args:
-        folder: existing directory.
-        config: the ``adapter`` section of the run's config.
-        base: name or path by which PEFT loads the base.
-        architecture: shape of the model.
-        token_ids: tokens with trained rows, in the order of the rows.
+        folder: Existing directory.
+        config: The ``adapter`` section of the run's config.
+        base: Name or path by which PEFT loads the base.
+        architecture: Shape of the model.
+        token_ids: Tokens with trained rows, in the order of the rows.
     """
     from peft import LoraConfig, TaskType  # slow to import
 
@@ -265,9 +265,9 @@ def copy_companions(base_dir: Path, out: Path, prompting: Prompting = BASE_PROMP
     names the servers' parsers for the model.
 
     Args:
-        base_dir: directory of the base.
-        out: directory to write to.
-        prompting: template to write in place of the base's, and switches to record over those of the base.
+        base_dir: Directory of the base.
+        out: Directory to write to.
+        prompting: Template to write in place of the base's, and switches to record over those of the base.
     """
     for pattern in _COMPANIONS:
         for file in base_dir.glob(pattern):
@@ -289,9 +289,9 @@ def write_generation_config(folder: Path, base_dir: Path, template: ChatTemplate
     ``eos_token_id`` becomes the list of the base's own ids and of those with which the chat template ends a turn.
 
     Args:
-        folder: directory to write to.
-        base_dir: directory of the base.
-        template: chat template of the model in ``folder``.
+        folder: Directory to write to.
+        base_dir: Directory of the base.
+        template: Chat template of the model in ``folder``.
     """
     path = base_dir / "generation_config.json"
     if path.is_file():
@@ -333,7 +333,7 @@ def _new_directory(out: Path) -> Iterator[Path]:
     """Yield a staging directory that replaces ``out`` on success and is deleted on failure.
 
     Raises:
-        CheckpointError: the disk is full, gone or read-only.
+        CheckpointError: The disk is full, gone or read-only.
     """
     try:
         with staged_directory(out, replaces=True) as staging:

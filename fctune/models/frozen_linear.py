@@ -39,8 +39,8 @@ class FrozenLinear(nn.Module):
     have one float32 scale per row (``weight_scale [out]``) and are multiplied in float8, with one scale per token.
 
     Args:
-        base: linear to take the weight and bias from.
-        base_dtype: storage of the weight; ``bf16`` keeps the dtype of ``base``.
+        base: Linear to take the weight and bias from.
+        base_dtype: Storage of the weight; ``bf16`` keeps the dtype of ``base``.
 
     Raises:
         ConfigError: NF4 for a weight that is not a multiple of its scale blocks, or float8 for one whose sizes are not
@@ -148,7 +148,7 @@ def check_nf4_shards(model: nn.Module, num_shards: int) -> None:
     """Check that the 4-bit weights of a model can be sharded over ``num_shards`` ranks.
 
     Raises:
-        ConfigError: a shard would split weights that share a scale.
+        ConfigError: A shard would split weights that share a scale.
     """
     for name, module in model.named_modules():
         if isinstance(module, FrozenLinear) and module.base_dtype == "nf4":

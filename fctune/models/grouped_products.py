@@ -20,9 +20,9 @@ def multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     dtypes, which it does not have or computes no faster, there is a product for each group.
 
     Args:
-        x: rows, ``[n, in]``, sorted by group.
-        weight: one matrix for each group, ``[groups, in, out]``.
-        ends: row after the last one of each group, int32 ``[groups]``; the last is n.
+        x: Rows, ``[n, in]``, sorted by group.
+        weight: One matrix for each group, ``[groups, in, out]``.
+        ends: Row after the last one of each group, int32 ``[groups]``; the last is n.
 
     Returns:
         Products, ``[n, out]``.

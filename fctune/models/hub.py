@@ -42,7 +42,7 @@ def resolve_model_dir(path: str) -> Path:
     """Return the local directory of ``model.path``, downloading ``hf:NAME[@REVISION]`` first.
 
     Raises:
-        ConfigError: the download failed; gives the reason.
+        ConfigError: The download failed; gives the reason.
     """
     named = parse_name(path)
     if named is None:
@@ -67,7 +67,7 @@ def digest_model(model_dir: Path, patterns: Sequence[str] = (*WEIGHT_FILES, "*.j
 
     Args:
         model_dir: Hugging Face model or PEFT adapter directory.
-        patterns: files to cover; by default weights, configs, tokenizer and chat template.
+        patterns: Files to cover; by default weights, configs, tokenizer and chat template.
     """
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted({file for pattern in patterns for file in model_dir.glob(pattern)}):

@@ -44,11 +44,11 @@ class LoRALinear(FrozenLinear):
     the sum of both products is multiplied by magnitude / norm, with the norm detached from the graph.
 
     Args:
-        base: linear to adapt.
-        config: the ``adapter`` section of the run's config.
-        base_dtype: storage of the frozen weight.
-        key: name of the linear within the model.
-        shared: the input that it reads, with other linears or alone.
+        base: Linear to adapt.
+        config: The ``adapter`` section of the run's config.
+        base_dtype: Storage of the frozen weight.
+        key: Name of the linear within the model.
+        shared: The input that it reads, with other linears or alone.
     """
 
     def __init__(self, base: nn.Linear, config: AdapterConfig, base_dtype: BaseDtype, key: str, shared: AdapterInput):
@@ -130,7 +130,7 @@ def apply_lora_(model: CausalLM, config: AdapterConfig) -> None:
     """Freeze the model and add an adapter to each linear that the config selects, in place.
 
     Raises:
-        ConfigError: modules that the model does not have, or a head that shares the weight of the embedding.
+        ConfigError: Modules that the model does not have, or a head that shares the weight of the embedding.
     """
     if problems := model.architecture.find_adapter_problems(config.modules):
         raise ConfigError("\n".join(problems))
@@ -155,7 +155,7 @@ def _check_experts(model: CausalLM, config: AdapterConfig, modules: Sequence[str
     """Check that a mixture of experts has the options of its adapters.
 
     Raises:
-        ConfigError: an option that experts do not have.
+        ConfigError: An option that experts do not have.
     """
     architecture = model.architecture
     if config.base != "bf16" and architecture.expert_names:

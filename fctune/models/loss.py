@@ -39,13 +39,13 @@ def supervised_losses(
     because sharded ranks must run the same collectives in backward.
 
     Args:
-        hidden: final hidden states, ``[b, s, d]``.
-        project: returns the logits ``[n, vocab]`` of hidden states ``[n, d]`` and token keys ``[n]``, if any.
-        num_vocab: number of logits of a position.
-        labels: token ids or ``IGNORE``, int64 ``[b, s]``.
+        hidden: Final hidden states, ``[b, s, d]``.
+        project: Returns the logits ``[n, vocab]`` of hidden states ``[n, d]`` and token keys ``[n]``, if any.
+        num_vocab: Number of logits of a position.
+        labels: Token ids or ``IGNORE``, int64 ``[b, s]``.
         token_keys: int64 ``[b, s]``, passed to ``project``.
-        supervised: indices of the supervised positions in the flattened batch, int64 ``[n]``; None finds them.
-        max_logits: largest number of logits in memory at once.
+        supervised: Indices of the supervised positions in the flattened batch, int64 ``[n]``; None finds them.
+        max_logits: Largest number of logits in memory at once.
     """
     if supervised is None:
         supervised = (labels.flatten() != IGNORE).nonzero().squeeze(1)

@@ -37,7 +37,7 @@ def quantize(base: nn.Linear) -> Tensor:
     """Return the weight of a linear in 4 bits.
 
     Raises:
-        ConfigError: the weight is not a multiple of the weights that share scales.
+        ConfigError: The weight is not a multiple of the weights that share scales.
     """
     rows, columns = base.weight.shape
     if rows * columns % NF4_BLOCK:

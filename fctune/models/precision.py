@@ -21,9 +21,9 @@ class PrecisionPolicy:
     """Dtypes of a run.
 
     Attributes:
-        weight_dtype: dtype that the weights are stored in; with adapters, the frozen base's.
-        compute_dtype: dtype of the activations and of the weights in matrix products.
-        has_float8_matmuls: the blocks' linears round both factors to float8 first, with one scale per tensor.
+        weight_dtype: Dtype that the weights are stored in; with adapters, the frozen base's.
+        compute_dtype: Dtype of the activations and of the weights in matrix products.
+        has_float8_matmuls: The blocks' linears round both factors to float8 first, with one scale per tensor.
     """
 
     weight_dtype: torch.dtype
@@ -63,14 +63,14 @@ def check_device(
     """Check that the device has matrix products in the dtypes of the run.
 
     Args:
-        precision: dtypes of the run.
-        base: storage of a frozen base: bf16, nf4 or float8.
-        device_type: cpu or cuda.
+        precision: Dtypes of the run.
+        base: Storage of a frozen base: bf16, nf4 or float8.
+        device_type: ``cpu`` or ``cuda``.
         capability: CUDA compute capability; None on CPU, which supports every dtype.
-        device_name: name for the message.
+        device_name: Name for the message.
 
     Raises:
-        ConfigError: the device is too old; names the dtype and the first capability that supports it.
+        ConfigError: The device is too old; names the dtype and the first capability that supports it.
     """
     if capability is None:
         return

@@ -27,12 +27,12 @@ class RouterBalance:
     them up over ranks; for several, pass each through the model first and call ``add_counts``, then ``finish_counts``.
 
     Args:
-        coefficient: factor on the loss.
-        num_experts: experts that a router chooses from.
-        top_k: experts that it chooses.
+        coefficient: Factor on the loss.
+        num_experts: Experts that a router chooses from.
+        top_k: Experts that it chooses.
 
     Attributes:
-        value: parts of the loss since the start of the step, without the coefficient; None before the first.
+        value: Parts of the loss since the start of the step, without the coefficient; None before the first.
     """
 
     def __init__(self, coefficient: float, num_experts: int, top_k: int):
@@ -105,9 +105,9 @@ def _count_choices(logits: Tensor, mask: Tensor, top_k: int) -> tuple[Tensor, Te
     """Return how often each expert is chosen, and the sum of its probabilities, both float64 ``[experts]``.
 
     Args:
-        logits: of a router, ``[tokens, experts]``.
-        mask: tokens to count, bool ``[tokens]``.
-        top_k: experts that a token chooses.
+        logits: Logits of a router, ``[tokens, experts]``.
+        mask: Tokens to count, bool ``[tokens]``.
+        top_k: Experts that a token chooses.
     """
     wide = torch.float64 if logits.dtype is torch.float64 else torch.float32
     chosen = logits.topk(top_k, dim=-1).indices

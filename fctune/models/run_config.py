@@ -23,7 +23,7 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
         overrides: ``key=value`` overrides, see ``load_config``.
 
     Raises:
-        ConfigError: listing every problem with its key and remedy.
+        ConfigError: Listing every problem with its key and remedy.
     """
     return load_config(path, overrides, _find_model_problems)
 
@@ -32,8 +32,8 @@ def resolve_base(config: RunConfig) -> Path:
     """Return the local directory of a run's base, downloaded and extended by ``model.add_tokens`` if needed.
 
     Raises:
-        ConfigError: the download failed, or a token cannot be added.
-        CheckpointError: the base's files are damaged.
+        ConfigError: The download failed, or a token cannot be added.
+        CheckpointError: The base's files are damaged.
     """
     model_dir = resolve_model_dir(config.model.path)
     if not config.model.add_tokens:

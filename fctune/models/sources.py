@@ -19,7 +19,7 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     """Read ``config.json`` of a Hugging Face model directory.
 
     Raises:
-        ConfigError: the file is missing or broken.
+        ConfigError: The file is missing or broken.
     """
     path = Path(model_dir) / "config.json"
     try:
@@ -42,11 +42,11 @@ def read_architecture(model_dir: str | Path, model_source: ModelSource = "auto")
     """Read the architecture from ``config.json`` of a Hugging Face model directory.
 
     Args:
-        model_dir: the directory.
+        model_dir: Model directory.
         model_source: ``model.source`` of the run's config.
 
     Raises:
-        ConfigError: the file is missing or broken, or describes a model that the source cannot build.
+        ConfigError: The file is missing or broken, or describes a model that the source cannot build.
     """
     return parse_architecture(str(Path(model_dir) / "config.json"), read_config(model_dir), model_source)
 
@@ -55,7 +55,7 @@ def parse_architecture(where: str, raw: dict[str, Any], model_source: ModelSourc
     """Read the architecture from the parsed content of a ``config.json``; ``where`` names the file in messages.
 
     Raises:
-        ConfigError: the content is broken, or describes a model that the source cannot build.
+        ConfigError: The content is broken, or describes a model that the source cannot build.
     """
     if choose_source(where, raw, model_source) == "torchtune":
         return torchtune.parse_architecture(where, raw)
@@ -66,7 +66,7 @@ def choose_source(where: str, raw: dict[str, Any], model_source: ModelSource = "
     """Return the source that builds a model; ``auto`` takes torchtune for those that it builds exactly.
 
     Raises:
-        ConfigError: the source cannot build the model.
+        ConfigError: The source cannot build the model.
     """
     if model_source != "transformers":
         try:

@@ -56,7 +56,7 @@ def read_headers(model_dir: str | Path) -> dict[str, TensorHeader]:
     """Read the headers of all tensors of a model directory, by name.
 
     Raises:
-        CheckpointError: no safetensors, a file that the index names is missing, or one is damaged.
+        CheckpointError: No safetensors, a file that the index names is missing, or one is damaged.
     """
     found: dict[str, TensorHeader] = {}
     for file, names in _list_files(Path(model_dir)):
@@ -154,7 +154,7 @@ class TensorReader:
     """Reads parts of stored tensors; keeps the files open that it has read from. A context manager.
 
     Args:
-        open_file: opens a safetensors file, with the signature of ``safetensors.safe_open``.
+        open_file: Opens a safetensors file, with the signature of ``safetensors.safe_open``.
     """
 
     def __init__(self, open_file: OpenFile = safe_open):
@@ -175,7 +175,7 @@ class TensorReader:
         """Return the region of a stored tensor with the given first indices and shape; it is mapped, not copied.
 
         Raises:
-            CheckpointError: the region holds NaN or infinity, or the file is damaged or cannot be mapped.
+            CheckpointError: The region holds NaN or infinity, or the file is damaged or cannot be mapped.
         """
         try:
             if header.file not in self._opened:

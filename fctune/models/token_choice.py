@@ -38,15 +38,15 @@ def choose_tokens(
     """Choose the tokens to train by ``adapter.train_tokens``.
 
     Args:
-        config: the ``adapter`` section of the run's config.
+        config: The ``adapter`` section of the run's config.
         model_dir: Hugging Face directory of the base; without weights in it, ``auto`` finds nothing.
-        architecture: shape of the model.
-        candidates: tokens of the run's data.
-        add_tokens: tokens that the run adds to the base, whose rows train in any case.
+        architecture: Shape of the model.
+        candidates: Tokens of the run's data.
+        add_tokens: Tokens that the run adds to the base, whose rows train in any case.
 
     Raises:
-        ConfigError: a token that the tokenizer does not have, or one of a head with a LoRA adapter.
-        CheckpointError: the base's files are damaged.
+        ConfigError: A token that the tokenizer does not have, or one of a head with a LoRA adapter.
+        CheckpointError: The base's files are damaged.
     """
     has_head_adapter = architecture.head in architecture.resolve_adapter_modules(config.modules)
     if has_head_adapter and add_tokens:
@@ -94,7 +94,7 @@ def find_token_ids(names: Sequence[str], model_dir: Path, architecture: Architec
     """Return the ids of tokens given by name, ascending.
 
     Raises:
-        ConfigError: a name that is not one token of the tokenizer; all of them, each with the nearest token.
+        ConfigError: A name that is not one token of the tokenizer; all of them, each with the nearest token.
     """
     tokenizer = _load_tokenizer(model_dir)
     problems: list[str] = []
@@ -176,7 +176,7 @@ def _load_tokenizer(model_dir: Path) -> Any:
     """Load the plain tokenizer of a model directory, for names and ids.
 
     Raises:
-        ConfigError: there is none, or it is broken.
+        ConfigError: There is none, or it is broken.
     """
     file = model_dir / "tokenizer.json"
     return _read_tokenizer(file, file.stat().st_mtime_ns if file.is_file() else 0)

@@ -26,8 +26,8 @@ class TokenRows(nn.Module):
     The rows are stored in float32 (float64 for a float64 base), and replicated or sharded like an adapter.
 
     Args:
-        weight: frozen weight.
-        ids: the tokens, ascending.
+        weight: Frozen weight.
+        ids: The tokens, ascending.
     """
 
     def __init__(self, weight: nn.Parameter, ids: Sequence[int]):
@@ -97,11 +97,11 @@ def train_tokens_(model: CausalLM, ids: Sequence[int]) -> None:
     """Make the embedding and head rows of some tokens trainable, in place; without ids, change nothing.
 
     Args:
-        model: frozen model, with its adapters.
-        ids: tokens of the vocabulary.
+        model: Frozen model, with its adapters.
+        ids: Tokens of the vocabulary.
 
     Raises:
-        ConfigError: the head has an adapter, which PEFT cannot combine with trained rows.
+        ConfigError: The head has an adapter, which PEFT cannot combine with trained rows.
     """
     if not ids:
         return

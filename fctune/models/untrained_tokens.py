@@ -72,12 +72,12 @@ def find_untrained(
 
     Args:
         model_dir: Hugging Face directory with the weights.
-        architecture: shape of the model.
-        candidates: ids beyond the vocabulary are ignored.
-        added: the tokenizer's added tokens; of these, rows are compared with all others.
+        architecture: Shape of the model.
+        candidates: Ids beyond the vocabulary are ignored.
+        added: The tokenizer's added tokens; of these, rows are compared with all others.
 
     Raises:
-        CheckpointError: a matrix is missing, or its file is damaged.
+        CheckpointError: A matrix is missing, or its file is damaged.
     """
     plan = plan_base(architecture, model_dir)
     found: dict[int, UntrainedToken] = {}
@@ -96,12 +96,12 @@ def find_untrained_rows(
     """Find the untrained rows of one matrix.
 
     Args:
-        rows: one row per token, ``[vocab, d]``.
-        candidates: rows to look at.
-        added: candidates to compare with every other row too.
+        rows: One row per token, ``[vocab, d]``.
+        candidates: Rows to look at.
+        added: Candidates to compare with every other row too.
 
     Returns:
-        By candidate: the row that equals it, or None if its norm is far from the rest; and its norm over the median.
+        By candidate: The row that equals it, or None if its norm is far from the rest; and its norm over the median.
     """
     checked = sorted({i for i in candidates if 0 <= i < len(rows)})
     compared = torch.tensor([i for i in checked if i in added], dtype=torch.int64)

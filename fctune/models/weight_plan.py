@@ -64,11 +64,11 @@ class WeightPlan:
         """Compare the plan with a model.
 
         Args:
-            shapes: shape of each parameter and stored buffer of the model, by name.
-            remedy: last sentence of the message.
+            shapes: Shape of each parameter and stored buffer of the model, by name.
+            remedy: Last sentence of the message.
 
         Raises:
-            CheckpointError: tensors are missing, have no place in the model, or differ in shape.
+            CheckpointError: Tensors are missing, have no place in the model, or differ in shape.
         """
         missing = sorted(set(shapes) - set(self.sources) - set(self.incomplete))
         missing += [name for names in self.incomplete.values() for name in names]
@@ -97,7 +97,7 @@ class WeightPlan:
         """Check that the other stored copies of a tied weight equal a region of the one that was read.
 
         Raises:
-            CheckpointError: a copy differs.
+            CheckpointError: A copy differs.
         """
         first, *others = self.sources[name]
         for other in others:
@@ -114,7 +114,7 @@ class WeightPlan:
         """Convert full parameters to the tensors that an export stores, as soon as each is complete.
 
         Args:
-            tensors: name and full value of each parameter; holds no more than the stored tensors that are incomplete.
+            tensors: Name and full value of each parameter; holds no more than the stored tensors that are incomplete.
 
         Yields:
             Stored name and contiguous tensor, in the dtype of the parameter.
@@ -164,10 +164,10 @@ def plan_directly(
     """Plan a checkpoint that stores every parameter under its own name.
 
     Args:
-        model_dir: directory of the checkpoint.
-        headers: its tensors.
-        tied: parameters that share the weight of another, by name.
-        ignored: ends of the names of tensors that are computed, not read.
+        model_dir: Directory of the checkpoint.
+        headers: Its tensors.
+        tied: Parameters that share the weight of another, by name.
+        ignored: Ends of the names of tensors that are computed, not read.
     """
     sources: dict[str, list[Source]] = {}
     copied: list[Leaf] = []

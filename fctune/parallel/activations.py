@@ -41,7 +41,7 @@ def apply_activation_checkpointing_(
     (policy ``op``), which are cheaper to store than to recompute. Offloading keeps the inputs in the host's memory.
 
     Raises:
-        ConfigError: offloading on CPU.
+        ConfigError: Offloading on CPU.
     """
     if config.offload and device_type == "cpu":
         raise ConfigError(

@@ -26,12 +26,12 @@ def check_expert_parallelism(model: CausalLM, num_ranks: int, world_size: int) -
     """Check that the experts of a model can be spread over groups of ranks.
 
     Args:
-        model: the model.
-        num_ranks: ranks of a group, ``parallel.expert``.
-        world_size: ranks of the run.
+        model: The model.
+        num_ranks: Ranks of a group, ``parallel.expert``.
+        world_size: Ranks of the run.
 
     Raises:
-        ConfigError: a dense model, or a number that does not divide the ranks or the experts.
+        ConfigError: A dense model, or a number that does not divide the ranks or the experts.
     """
     if num_ranks == 1:
         return
@@ -50,9 +50,9 @@ def spread_experts_(model: CausalLM, num_ranks: int, device_type: str) -> set[nn
     """Make each rank hold its part of the experts of a meta model, in place; returns the parameters concerned.
 
     Args:
-        model: model on the meta device, with its adapters.
-        num_ranks: ranks of a group, over which the experts are spread.
-        device_type: cpu or cuda.
+        model: Model on the meta device, with its adapters.
+        num_ranks: Ranks of a group, over which the experts are spread.
+        device_type: ``cpu`` or ``cuda``.
     """
     num_groups = dist.get_world_size() // num_ranks
     # The ranks of a group are consecutive, so that on one node tokens do not cross the network.

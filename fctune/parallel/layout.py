@@ -67,13 +67,13 @@ def choose_parallel_layout(
     """Return the configured layout; for ``auto``, the one with the least network traffic among those that fit.
 
     Args:
-        config: the ``parallel`` section of the run's config.
-        hardware: ranks of the run.
-        has_adapter: the base is frozen and only adapters train.
-        estimate: memory of one rank, given the number of ranks that a copy of the model is sharded over.
+        config: The ``parallel`` section of the run's config.
+        hardware: Ranks of the run.
+        has_adapter: The base is frozen and only adapters train.
+        estimate: Memory of one rank, given the number of ranks that a copy of the model is sharded over.
 
     Raises:
-        ConfigError: a number of copies that does not divide the ranks, or offloading on CPU.
+        ConfigError: A number of copies that does not divide the ranks, or offloading on CPU.
     """
     world = hardware.world_size
     if config.cpu_offload and hardware.device_type == "cpu":
@@ -130,7 +130,7 @@ def check_memory(
     """Compare the estimated memory with the device's; returns a warning if the run probably does not fit, else None.
 
     Raises:
-        ConfigError: the run cannot fit with any batch size; gives the missing memory and settings that would fit.
+        ConfigError: The run cannot fit with any batch size; gives the missing memory and settings that would fit.
     """
     need, memory = estimate(layout.shard), hardware.memory_bytes
     if memory is None or hardware.can_hold(need):

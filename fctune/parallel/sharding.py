@@ -27,9 +27,9 @@ class GradientSync:
     backward scatters them into shards; with several copies of the model, the sum over the copies waits for the last.
 
     Args:
-        model: model to train; sharded or replicated unless the run has one rank.
-        num_copies: copies of the model over the ranks.
-        holds_gradients: full gradients of the trained parameters fit in memory.
+        model: Model to train; sharded or replicated unless the run has one rank.
+        num_copies: Copies of the model over the ranks.
+        holds_gradients: Full gradients of the trained parameters fit in memory.
     """
 
     def __init__(self, model: CausalLM, num_copies: int = 1, holds_gradients: bool = True):
@@ -57,10 +57,10 @@ def shard_(model: CausalLM, layout: ParallelLayout, config: ParallelConfig, hard
     keeps float32 weights for the optimizer, which DDP does not.
 
     Args:
-        model: model on the meta device, with its adapters.
-        layout: copies and shards; their product is the number of ranks.
-        config: the ``parallel`` section of the run's config.
-        hardware: ranks of the run.
+        model: Model on the meta device, with its adapters.
+        layout: Copies and shards; their product is the number of ranks.
+        config: The ``parallel`` section of the run's config.
+        hardware: Ranks of the run.
 
     Returns:
         The control of gradient reduction for the training step.

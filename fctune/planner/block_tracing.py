@@ -38,9 +38,9 @@ def trace_blocks(a: Architecture, config: RunConfig, width: int) -> TracedBlocks
     """Count the bytes that the blocks keep in eager mode; None if they need values of tensors to run.
 
     Args:
-        a: sizes of the model.
-        config: config of the run.
-        width: bytes per element in the compute dtype.
+        a: Sizes of the model.
+        config: Config of the run.
+        width: Bytes per element in the compute dtype.
     """
     model = a.build_model(config.data.seq_len, PrecisionPolicy.uniform(_DTYPES[width]))
     if config.adapter is not None:

@@ -49,9 +49,9 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
     mode is counted in a forward pass on the meta device (``fctune.planner.block_tracing``).
 
     Args:
-        a: sizes of the model.
-        config: config of the run.
-        width: bytes per element in the compute dtype.
+        a: Sizes of the model.
+        config: Config of the run.
+        width: Bytes per element in the compute dtype.
     """
     d, adapter, block = a.embed_dim, config.adapter, a.largest_block
     adapted = find_adapted(a, block.linears, adapter)

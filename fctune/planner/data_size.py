@@ -54,15 +54,15 @@ def measure_data(
     """Measure the epoch of a run; None if there is no prepared set and no size was given.
 
     Args:
-        config: config of the run.
-        model_dir: directory of the model, whose tokenizer identifies the prepared set; None if it is not available.
-        rows: number of rows given by the user.
-        mean_tokens: mean tokens per row given by the user.
-        world_size: number of ranks, which determines the padding of unpacked rows.
+        config: Config of the run.
+        model_dir: Directory of the model, whose tokenizer identifies the prepared set; None if it is not available.
+        rows: Number of rows given by the user.
+        mean_tokens: Mean tokens per row given by the user.
+        world_size: Number of ranks, which determines the padding of unpacked rows.
 
     Raises:
-        ConfigError: only one of ``rows`` and ``mean_tokens`` is given, or one is out of range.
-        DataError: the prepared set is damaged.
+        ConfigError: Only one of ``rows`` and ``mean_tokens`` is given, or one is out of range.
+        DataError: The prepared set is damaged.
     """
     if (rows is None) != (mean_tokens is None):
         missing = "--mean-tokens" if mean_tokens is None else "--rows"
@@ -85,7 +85,7 @@ def find_run_length(config: RunConfig) -> RunLength | None:
     """Return the length of a run, counted in its prepared set or bounded by its rows; None if neither is known.
 
     Raises:
-        DataError: the prepared set is damaged.
+        DataError: The prepared set is damaged.
     """
     found = find_prepared(config, None)
     if found is not None:
@@ -109,7 +109,7 @@ def find_prepared(config: RunConfig, model_dir: Path | None) -> tuple[PreparedSe
     newest set with the same settings is taken.
 
     Raises:
-        DataError: the set is damaged.
+        DataError: The set is damaged.
     """
     root = prepared_root(config)
     candidates = [file.parent for file in sorted(root.glob("*/meta.json")) if _has_same_settings(config, file)]

@@ -58,11 +58,11 @@ def estimate_kernel_times(
     """Estimate the time of each kind of kernel in a compiled step.
 
     Args:
-        memory: memory model of the run.
-        gpu: rates of the GPU.
-        fraction: share of the blocks that are checkpointed.
-        flops: result of ``fctune.planner.speed.count_flops``.
-        micro_batch_tokens: tokens of a micro-batch, over which weights are rounded to float8.
+        memory: Memory model of the run.
+        gpu: Rates of the GPU.
+        fraction: Share of the blocks that are checkpointed.
+        flops: Result of ``fctune.planner.speed.count_flops``.
+        micro_batch_tokens: Tokens of a micro-batch, over which weights are rounded to float8.
     """
     a, config, width = memory.architecture, memory.config, memory.precision.compute_dtype.itemsize
     rate, bandwidth = gpu.tflops(width) * 1e6, gpu.memory_gb_s * 1e3  # FLOP and bytes per microsecond

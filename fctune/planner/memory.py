@@ -42,13 +42,13 @@ class MemoryModel:
     """Memory of a run's ranks under different settings.
 
     Args:
-        model: model on the meta device, adapters included.
-        config: config of the run.
-        device_bytes: memory of one GPU; None if unknown.
-        supervised_share: share of a micro-batch's positions at which logits are computed.
-        max_logits: logits computed at once; other trainers compute all of them at once.
-        is_cuda: count CUDA's context, NCCL's buffers and fragmentation too.
-        process_bytes: memory of the process before the model is built, if it is the device's memory, too.
+        model: Model on the meta device, adapters included.
+        config: Config of the run.
+        device_bytes: Memory of one GPU; None if unknown.
+        supervised_share: Share of a micro-batch's positions at which logits are computed.
+        max_logits: Logits computed at once; other trainers compute all of them at once.
+        is_cuda: Count CUDA's context, NCCL's buffers and fragmentation too.
+        process_bytes: Memory of the process before the model is built, if it is the device's memory, too.
     """
 
     def __init__(

@@ -36,9 +36,9 @@ def count_bytes_moved(a: Architecture, config: RunConfig, width: int) -> BytesMo
     Adapters add their thin matrix products, which move much memory for little arithmetic, and their sum.
 
     Args:
-        a: sizes of the model.
-        config: config of the run.
-        width: bytes per element in the compute dtype.
+        a: Sizes of the model.
+        config: Config of the run.
+        width: Bytes per element in the compute dtype.
     """
     if config.compile:
         plain = count_fused_bytes(a, width)

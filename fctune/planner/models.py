@@ -34,11 +34,11 @@ def find_architecture(
 
     Args:
         path: ``model.path`` of the config.
-        model_dir: directory with a config.json to use instead.
+        model_dir: Directory with a config.json to use instead.
         model_source: ``model.source`` of the config.
 
     Raises:
-        ConfigError: the model is neither on this machine nor a known public one, and its config.json cannot be
+        ConfigError: The model is neither on this machine nor a known public one, and its config.json cannot be
             downloaded; or the config.json is invalid.
     """
     named = parse_name(path)
@@ -113,7 +113,7 @@ def extend_architecture(
     """Return the architecture with ``model.add_tokens``, and the base's directory, the extended one if it exists.
 
     Raises:
-        ConfigError: a token that the tokenizer has already.
+        ConfigError: A token that the tokenizer has already.
     """
     added = config.model.add_tokens
     if not added:
@@ -132,8 +132,8 @@ def find_planned_tokens(config: RunConfig, architecture: Architecture, model_dir
     the prepared set.
 
     Raises:
-        ConfigError: a token that the tokenizer does not have, or rows of a head with an adapter.
-        CheckpointError, DataError: the model's weights or the prepared set are damaged.
+        ConfigError: A token that the tokenizer does not have, or rows of a head with an adapter.
+        CheckpointError, DataError: The model's weights or the prepared set are damaged.
     """
     adapter, added = config.adapter, config.model.add_tokens
     if adapter is None:
@@ -150,7 +150,7 @@ def check_run(config: RunConfig, gpu: Gpu) -> None:
     """Check that a GPU supports the precision of a run; a GPU described by options is assumed to.
 
     Raises:
-        ConfigError: the run needs float8 matrix products and the GPU has none.
+        ConfigError: The run needs float8 matrix products and the GPU has none.
     """
     precision = choose_precision(config.precision, config.adapter is not None, "cuda")
     is_base = config.adapter is not None and config.adapter.base == "float8"

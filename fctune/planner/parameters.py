@@ -22,7 +22,7 @@ class ParameterShape:
     """Shape and kind of one parameter.
 
     Attributes:
-        num_parts: ranks that hold an equal part each under expert parallelism, whatever the shards of other
+        num_parts: Ranks that hold an equal part each under expert parallelism, whatever the shards of other
             parameters; None for those that are sharded.
     """
 
@@ -54,9 +54,9 @@ class ParameterGroup:
     """Parameters that are sharded together: one block, the ends of the model, or all of it.
 
     Args:
-        named: the parameters by name.
-        spread: those that expert parallelism spreads over ranks.
-        num_parts: the number of these ranks, ``parallel.expert``.
+        named: The parameters by name.
+        spread: Parameters that expert parallelism spreads over ranks.
+        num_parts: The number of these ranks, ``parallel.expert``.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ def optimizer_state_bytes(optimizer: dict[str, Any], numel: int, itemsize: int) 
     tensors that are small or not a multiple of the block keep unquantized moments (torchao.optim).
 
     Args:
-        optimizer: the config's ``optimizer``.
-        numel: elements of the tensor.
-        itemsize: bytes per element.
+        optimizer: The config's ``optimizer``.
+        numel: Elements of the tensor.
+        itemsize: Bytes per element.
     """
     name = str(optimizer.get("_component_", "AdamW")).rpartition(".")[2]
     if name == "SGD":

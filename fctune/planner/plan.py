@@ -208,9 +208,9 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
     """Plan a config on the requested machines.
 
     Raises:
-        ConfigError: the layout does not suit the ranks or the GPU, the model's sizes cannot be found, or numbers given
+        ConfigError: The layout does not suit the ranks or the GPU, the model's sizes cannot be found, or numbers given
             by the user are out of range; all problems that can be found, the model's first.
-        DataError: the prepared set is damaged.
+        DataError: The prepared set is damaged.
     """
     if request.price is None:
         price = config.price_per_gpu_hour

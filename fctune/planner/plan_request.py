@@ -18,7 +18,7 @@ class PlanRequest:
     """Machines and data to plan for; None takes what is found on disk, or a stated assumption.
 
     Raises:
-        ConfigError: numbers are out of range, one line each.
+        ConfigError: Numbers are out of range, one line each.
     """
 
     gpu: Gpu

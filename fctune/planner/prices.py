@@ -59,7 +59,7 @@ def read_prices(path: Path | None = None) -> Prices:
     """Read the list prices, with those of a file of the same form in their place.
 
     Raises:
-        ConfigError: the file cannot be read, has an unknown key, or a price that is no number.
+        ConfigError: The file cannot be read, has an unknown key, or a price that is no number.
     """
     found = _parse(LIST_PRICES)
     if path is not None:
@@ -80,13 +80,13 @@ def compute_cost(
     """Compute the cost of a run.
 
     Args:
-        prices: of disks and traffic.
-        gpu_price: of a GPU-hour.
-        hours: duration of the run.
+        prices: Prices of disks and traffic.
+        gpu_price: Price of a GPU-hour.
+        hours: Duration of the run.
         num_gpus: GPUs that are paid for.
-        shared_gib: space of the shared disk that is paid for, in GiB.
-        network_gib: of all nodes' network disks together.
-        egress_gib: traffic to the internet.
+        shared_gib: Space of the shared disk that is paid for, in GiB.
+        network_gib: Size of all nodes' network disks together.
+        egress_gib: Traffic to the internet.
     """
 
     def rent(price: Price, gib: float) -> float | None:

@@ -94,12 +94,12 @@ def count_flops(
     supervised positions only; if they need several chunks and the head trains, logits are recomputed.
 
     Args:
-        memory: memory model of the run.
-        fraction: share of the blocks that are checkpointed.
-        supervised_share: share of the positions that are supervised.
-        pairs_per_token: average number of tokens that a token attends to.
-        max_logits: logits computed in one chunk; None takes the memory model's.
-        micro_batch_size: packs per micro-batch; None takes the config's.
+        memory: Memory model of the run.
+        fraction: Share of the blocks that are checkpointed.
+        supervised_share: Share of the positions that are supervised.
+        pairs_per_token: Average number of tokens that a token attends to.
+        max_logits: Logits computed in one chunk; None takes the memory model's.
+        micro_batch_size: Packs per micro-batch; None takes the config's.
     """
     a, config = memory.architecture, memory.config
     adapter = config.adapter
@@ -157,14 +157,14 @@ def estimate_step_time(
     (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 
     Args:
-        memory: memory model of the run.
+        memory: Memory model of the run.
         gpu: GPU and its links.
-        setting: layout and batch shape.
+        setting: Layout and batch shape.
         flops: FLOPs per token.
-        packs: packs per step over all ranks.
-        ranks_per_node: ranks on each node.
-        efficiency: share of the GPU's dense peak that fused kernels reach.
-        slots_per_pack: computed positions per pack, including padding; None for full packs.
+        packs: Packs per step over all ranks.
+        ranks_per_node: Ranks on each node.
+        efficiency: Share of the GPU's dense peak that fused kernels reach.
+        slots_per_pack: Computed positions per pack, including padding; None for full packs.
     """
     per_rank = math.ceil(packs / setting.world_size)
     tokens = per_rank * (memory.config.data.seq_len if slots_per_pack is None else slots_per_pack)

@@ -63,15 +63,15 @@ def plan_storage(
     """Compute the sizes of a run's files and the best save interval.
 
     Args:
-        memory: memory model of the run.
-        config: config of the run.
-        world_size: number of ranks.
-        rows: size of the data; None if unknown.
-        disk_gb_s: rate of the shared disk with all ranks writing.
-        failures_per_gpu_day: average number of failures.
-        num_shards: ranks that the trained parameters are sharded over; each copies its shard for a save.
-        num_steps: optimizer steps of the run; None if unknown.
-        step_s: seconds of a step; None if unknown.
+        memory: Memory model of the run.
+        config: Config of the run.
+        world_size: Number of ranks.
+        rows: Size of the data; None if unknown.
+        disk_gb_s: Rate of the shared disk with all ranks writing.
+        failures_per_gpu_day: Average number of failures.
+        num_shards: Ranks that the trained parameters are sharded over; each copies its shard for a save.
+        num_steps: Optimizer steps of the run; None if unknown.
+        step_s: Seconds of a step; None if unknown.
     """
     trained = [t for t in memory.all.tensors if t.is_trained]
     weights = sum(t.num_bytes for t in trained)

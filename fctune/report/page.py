@@ -110,10 +110,10 @@ class Page:
         """Return the HTML of a list of cases that can be filtered by facets and by a search word.
 
         Args:
-            cases: each with ``title``, ``tags`` (shown next to the title), ``facets`` (values to filter by) and
+            cases: Each with ``title``, ``tags`` (shown next to the title), ``facets`` (values to filter by) and
                 ``parts`` as (heading, text, kind), where kind is ``text``, ``code``, ``list`` (one item per line) or
                 ``folded`` (text behind its heading).
-            facets: key in each case's ``facets`` -> label of its filter.
+            facets: Key in each case's ``facets`` -> label of its filter.
         """
         if "cases.js" not in self._scripts:
             self._scripts.append("cases.js")
@@ -183,10 +183,10 @@ def draw_interval(rate: Mapping[str, Any], other: float | None, label: str, widt
     """Return an SVG of a rate (dot) with its interval (bar) from 0 to 100 %, and another rate (ring) if there is one.
 
     Args:
-        rate: a rate with its interval, as ``fctune.calls.metrics.rate`` returns it.
-        other: rate to compare with, drawn as a ring.
-        label: text alternative.
-        width_px: largest width on the page.
+        rate: A rate with its interval, as ``fctune.calls.metrics.rate`` returns it.
+        other: Rate to compare with, drawn as a ring.
+        label: Text alternative.
+        width_px: Largest width on the page.
     """
     low, high, middle = (f"{6 + 188 * rate[key]:.1f}" for key in ("low", "high", "rate"))
     ring = "" if other is None else f'<circle class="other" cx="{6 + 188 * other:.1f}" cy="8" r="5"/>'

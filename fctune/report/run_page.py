@@ -59,12 +59,12 @@ def write_run_html(
     """Write the page of one or more runs.
 
     Args:
-        records: the runs.
-        path: file to write.
-        accuracies: evaluation results of each run.
-        criteria: judged success criteria of each run.
-        pricing: prices of its cost; None takes each run's config, and list prices.
-        published: results of other packages' benchmarks.
+        records: The runs.
+        path: File to write.
+        accuracies: Evaluation results of each run.
+        criteria: Judged success criteria of each run.
+        pricing: Prices of its cost; None takes each run's config, and list prices.
+        published: Results of other packages' benchmarks.
     """
     num_steps = sum(len(record.metrics.steps) for record in records)
     make_run_page(records, accuracies, criteria, pricing, published).write(path, f"fctune report: {num_steps:,} steps")

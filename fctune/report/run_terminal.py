@@ -32,9 +32,9 @@ def render_run(record: RunRecord, criteria: Sequence[Criterion] = (), now: datet
     """Render the current state of a run.
 
     Args:
-        record: the run.
-        criteria: its judged success criteria, if any.
-        now: current time, to compute how long ago the run last wrote; None takes the clock's.
+        record: The run.
+        criteria: Its judged success criteria, if any.
+        now: Current time, to compute how long ago the run last wrote; None takes the clock's.
     """
     text, tone = describe_outcome(record)
     parts: list[RenderableType] = [Text.assemble((record.name, "bold"), "  ", (text, _STYLES[tone]))]

@@ -41,11 +41,11 @@ def find_leftovers(
     """List what could be removed, the largest of each kind first.
 
     Args:
-        prepared: directory of prepared sets.
-        runs: directory of runs; a run whose ``.lock`` is held or that has just written is kept, with its prepared set.
-        caches: directories of compiled kernels.
-        min_age_s: keep what has been used since.
-        has_all_runs: offer every ended run, not only those that a later run of the same name has replaced.
+        prepared: Directory of prepared sets.
+        runs: Directory of runs; a run whose ``.lock`` is held or that has just written is kept, with its prepared set.
+        caches: Directories of compiled kernels.
+        min_age_s: Keep what has been used since.
+        has_all_runs: Offer every ended run, not only those that a later run of the same name has replaced.
     """
     now = time.time()
     folders = [file.parent for file in sorted(runs.glob("*/run.json"))]

@@ -18,11 +18,11 @@ class MetricsFile:
     """Columns of a ``metrics.jsonl``; ``update`` reads what was written since the last call.
 
     Attributes:
-        steps: step numbers in ascending order, each once.
-        columns: metric name -> value at each step, None where it was not recorded; flags are 1.0.
-        is_torn: the last line is incomplete.
-        num_unreadable: complete lines that are not a step.
-        num_repeated: steps that were written again, of which the later line is used.
+        steps: Step numbers in ascending order, each once.
+        columns: Metric name -> value at each step, None where it was not recorded; flags are 1.0.
+        is_torn: The last line is incomplete.
+        num_unreadable: Complete lines that are not a step.
+        num_repeated: Steps that were written again, of which the later line is used.
     """
 
     def __init__(self, path: Path):
@@ -37,7 +37,7 @@ class MetricsFile:
         moved to make room for a new run, clears the columns.
 
         Raises:
-            DataError: the file cannot be read, or has lines but none of them is a step.
+            DataError: The file cannot be read, or has lines but none of them is a step.
         """
         before = self._inode, self._offset
         try:

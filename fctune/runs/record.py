@@ -184,7 +184,7 @@ class RunRecord:
         """Read what was written since the last call; return True if there were new metrics.
 
         Raises:
-            DataError: a file is not one that a run writes.
+            DataError: A file is not one that a run writes.
         """
         self.run = _read_object(self.path / "run.json", _RUN_SCHEMA) or {}
         self.exit = _read_object(self.path / "exit.json", _EXIT_SCHEMA)
@@ -221,7 +221,7 @@ def read_run(path: str | Path) -> RunRecord:
     """Read the record of the run in a directory.
 
     Raises:
-        DataError: the directory does not exist or is not a run's, or a file in it is not one that a run writes.
+        DataError: The directory does not exist or is not a run's, or a file in it is not one that a run writes.
     """
     path = Path(path)
     if not path.is_dir():

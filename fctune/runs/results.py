@@ -72,7 +72,7 @@ def read_results(path: str | Path) -> Results:
     """Read a results file of ``fctune eval``.
 
     Raises:
-        DataError: the file is not a results file or contains no results.
+        DataError: The file is not a results file or contains no results.
     """
     path = Path(path)
     rows = read_rows(path, is_partial=False)

@@ -61,10 +61,10 @@ def judge_run(
     """Judge a run by each of its success criteria.
 
     Args:
-        record: the run.
-        thresholds: criteria to apply; None takes those of the run's config, or the defaults.
-        accuracies: evaluations of the run's exports. Without them, the last evaluation while training is judged.
-        peers: runs that scaling is measured against.
+        record: The run.
+        thresholds: Criteria to apply; None takes those of the run's config, or the defaults.
+        accuracies: Evaluations of the run's exports. Without them, the last evaluation while training is judged.
+        peers: Runs that scaling is measured against.
     """
     thresholds = thresholds or read_thresholds(record)
     figures = describe_run(record)

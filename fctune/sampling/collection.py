@@ -59,7 +59,7 @@ class RolloutCollector:
     Args:
         config: The ``grpo`` section.
         ids: Ids of the tasks.
-        seed: Of the run: chooses the order of the tasks in each pass, and the tokens of each answer.
+        seed: Seed of the run: chooses the order of the tasks in each pass, and the tokens of each answer.
         play: Asks and rewards.
     """
 
@@ -76,7 +76,7 @@ class RolloutCollector:
         """Return a batch with as many groups as a step is to have, or fewer if the limit of refills is reached.
 
         Args:
-            number: Of the batch.
+            number: Number of the batch.
             start: Cases drawn before it.
             num_flat: Batches in a row before it that had nothing to learn from.
             done: Answers to its requests that there are already.

@@ -28,10 +28,10 @@ class SweepDriver:
     """Runs a study to its end.
 
     Args:
-        study: opened study.
-        launcher: starts runs.
-        show: receives messages for the user, one line each.
-        write_outputs: called whenever a run has ended, to write the page and the table.
+        study: Opened study.
+        launcher: Starts runs.
+        show: Receives messages for the user, one line each.
+        write_outputs: Called whenever a run has ended, to write the page and the table.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SweepDriver:
         """Start and watch runs until all have ended.
 
         Raises:
-            ConfigError: runs cannot be started, or do not write the metric.
+            ConfigError: Runs cannot be started, or do not write the metric.
             KeyboardInterrupt: Ctrl-C or SIGTERM; local runs have saved and ended.
         """
         previous = signal.signal(signal.SIGTERM, _interrupt)
@@ -165,7 +165,7 @@ class SweepDriver:
         """Report that the metric is missing as soon as a run has completed without it.
 
         Raises:
-            ConfigError: no run that completed has it.
+            ConfigError: No run that completed has it.
         """
         completed = self._study.list_with("completed")
         if self._is_metric_known or not completed:
@@ -206,7 +206,7 @@ def plan(study: Study) -> None:
     """Add the runs of a study that does not learn from finished ones.
 
     Raises:
-        ConfigError: two runs are equal, or the study has other runs.
+        ConfigError: Two runs are equal, or the study has other runs.
     """
     if study.sweep.spec.sampler != "optuna":
         study.add_runs(plan_settings(study.sweep.spec))
@@ -216,7 +216,7 @@ def check_before_start(study: Study) -> None:
     """Check the config of every run, or of the corners of what Optuna may propose, and whether it writes the metric.
 
     Raises:
-        ConfigError: listing every problem.
+        ConfigError: Listing every problem.
     """
     spec = study.sweep.spec
     runs = study.runs

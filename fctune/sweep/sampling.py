@@ -34,7 +34,7 @@ def plan_settings(spec: SweepConfig) -> list[Settings]:
     """Return the settings of all runs of a sweep that does not learn from finished ones, dotted key -> value.
 
     Raises:
-        ConfigError: two runs are equal, or the space has fewer settings than there shall be runs.
+        ConfigError: Two runs are equal, or the space has fewer settings than there shall be runs.
     """
     if spec.sampler == "random":
         return _draw_all(spec)
@@ -56,9 +56,9 @@ def propose(spec: SweepConfig, number: int, observations: Sequence[Observation])
     """Return Optuna's settings for run ``number``, a function of the seed, the number and the observations alone.
 
     Args:
-        spec: the sweep.
-        number: of the run, from 0.
-        observations: of all runs before it, in their order.
+        spec: The sweep.
+        number: Number of the run, from 0.
+        observations: Observations of all runs before it, in their order.
 
     Raises:
         ConfigError: Optuna is not installed, or all settings that it proposes were tried.

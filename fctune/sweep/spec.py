@@ -223,7 +223,7 @@ def load_sweep(path: str | Path) -> Sweep:
     """Read a sweep's file and check it.
 
     Raises:
-        ConfigError: listing every problem with its key and remedy.
+        ConfigError: Listing every problem with its key and remedy.
     """
     path = Path(path)
     if not path.is_file():

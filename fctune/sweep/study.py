@@ -92,8 +92,8 @@ class Study:
     """The runs of a sweep and their files.
 
     Args:
-        sweep: the sweep.
-        run_root: directory in which jobs see the study; None: ``study_dir``.
+        sweep: The sweep.
+        run_root: Directory in which jobs see the study; None: ``study_dir``.
     """
 
     def __init__(self, sweep: Sweep, run_root: str | None = None) -> None:
@@ -144,7 +144,7 @@ class Study:
         """Read what an earlier start of the same sweep left, if there was one.
 
         Raises:
-            ConfigError: the directory holds another sweep or something else, or cannot be read.
+            ConfigError: The directory holds another sweep or something else, or cannot be read.
         """
         file = self.path / "study.json"
         try:
@@ -159,7 +159,7 @@ class Study:
         """Create the directory, and keep other sweeps out of it until the lock is released.
 
         Raises:
-            ConfigError: a sweep is running in it, or it cannot be written.
+            ConfigError: A sweep is running in it, or it cannot be written.
         """
         try:
             for name in ("configs", "runs", "logs"):
@@ -179,7 +179,7 @@ class Study:
         """Add the runs that are not yet part of the study.
 
         Raises:
-            ConfigError: the study has runs of other settings.
+            ConfigError: The study has runs of other settings.
         """
         for number, settings in enumerate(planned):
             if number < len(self.runs) and identify(self.runs[number].settings) != identify(settings):
@@ -212,7 +212,7 @@ class Study:
         """Check the configs of runs before any starts; returns that of the first.
 
         Raises:
-            ConfigError: listing every problem once, with the first run that has it.
+            ConfigError: Listing every problem once, with the first run that has it.
         """
         problems: dict[str, list[str]] = {}
         config = None

@@ -21,9 +21,9 @@ class AlertMonitor:
     """Sink that checks each step and raises alerts. It queries the disk, which may hang: run it in the background.
 
     Args:
-        folder: run directory, whose ``alerts.jsonl`` gets one object per alert.
-        listeners: sinks that receive the alerts too.
-        hosts: host name of each rank.
+        folder: Run directory, whose ``alerts.jsonl`` gets one object per alert.
+        listeners: Sinks that receive the alerts too.
+        hosts: Host name of each rank.
     """
 
     def __init__(self, folder: Path, listeners: Iterable[EventSink] = (), hosts: Sequence[str] = ()):

@@ -56,7 +56,7 @@ class AlertRules:
     """Decides from each step's metrics which alerts to raise.
 
     Args:
-        hosts: host name of each rank, to name a straggler's machine.
+        hosts: Host name of each rank, to name a straggler's machine.
     """
 
     def __init__(self, hosts: Sequence[str] = ()) -> None:
@@ -80,9 +80,9 @@ class AlertRules:
         """Check the metrics of one step and return the alerts to raise.
 
         Args:
-            metrics: metrics of the step, as sinks receive them.
-            pause_s: seconds since the previous step was written.
-            disk_free_share: free share of the disk that the run writes to; None if unknown.
+            metrics: Metrics of the step, as sinks receive them.
+            pause_s: Seconds since the previous step was written.
+            disk_free_share: Free share of the disk that the run writes to; None if unknown.
         """
         self._step = metrics["step"]
         self._num_seen += 1

@@ -24,12 +24,12 @@ class BackgroundSink:
     If the sink fails, one warning is logged and the sink is dropped; training and other sinks continue.
 
     Args:
-        name: name of the sink in log messages.
-        open_sink: creates the sink; called on the thread.
-        capacity: maximum number of waiting steps and alerts; more are dropped.
-        tick_s: how often the sink's ``tick``, if it has one, is called while nothing arrives.
-        close_s: longest time to wait for the remaining items at the end.
-        rest_s: pause between two checks of the queue, so that short steps are written in batches: each time the thread
+        name: Name of the sink in log messages.
+        open_sink: Creates the sink; called on the thread.
+        capacity: Maximum number of waiting steps and alerts; more are dropped.
+        tick_s: How often the sink's ``tick``, if it has one, is called while nothing arrives.
+        close_s: Longest time to wait for the remaining items at the end.
+        rest_s: Pause between two checks of the queue, so that short steps are written in batches: each time the thread
             wakes, training waits for the interpreter's lock and finds its caches cold.
     """
 

@@ -148,8 +148,8 @@ class DeviceSampler:
     """Reads a device periodically on a background thread, until it is closed or a reading is None.
 
     Args:
-        read: returns a reading.
-        every_s: seconds between readings.
+        read: Returns a reading.
+        every_s: Seconds between readings.
     """
 
     def __init__(self, read: Callable[[], DeviceReading | None], every_s: float = _EVERY_S):

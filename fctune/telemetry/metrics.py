@@ -22,17 +22,17 @@ class FlopCounter:
     """Counter of training FLOPs by the conventions of different projects; a multiply-add counts as two.
 
     Args:
-        num_parameters: parameters of the model without adapters, including the embedding (as NeMo counts); of experts
+        num_parameters: Parameters of the model without adapters, including the embedding (as NeMo counts); of experts
             only those that a token chooses.
-        num_layers: number of blocks.
-        attention_dim: number of heads times head size.
-        is_frozen: the base is frozen, so that backward computes no gradients of its weights.
-        num_head: weights of the output head, which is applied to supervised tokens only.
-        num_embedding: weights of the embedding, which is a look-up; 0 if they are tied to the head.
-        num_adapter: weights of adapters.
-        recomputed: share of the blocks' matrix products that backward recomputes.
-        recomputed_attention: share of their attention that backward recomputes.
-        num_reference: forward passes of the frozen base in addition to the training pass.
+        num_layers: Number of blocks.
+        attention_dim: Number of heads times head size.
+        is_frozen: The base is frozen, so that backward computes no gradients of its weights.
+        num_head: Weights of the output head, which is applied to supervised tokens only.
+        num_embedding: Weights of the embedding, which is a look-up; 0 if they are tied to the head.
+        num_adapter: Weights of adapters.
+        recomputed: Share of the blocks' matrix products that backward recomputes.
+        recomputed_attention: Share of their attention that backward recomputes.
+        num_reference: Forward passes of the frozen base in addition to the training pass.
     """
 
     num_parameters: int
@@ -117,7 +117,7 @@ def measure_skew(seconds: Sequence[float]) -> dict[str, Any]:
     compared with the other one. Sharded ranks wait for each other at every block, which hides a slow one among them.
 
     Args:
-        seconds: time that each rank took, by rank.
+        seconds: Time that each rank took, by rank.
     """
     slowest = max(range(len(seconds)), key=lambda rank: seconds[rank])
     median = statistics.median_low(seconds)
@@ -143,8 +143,8 @@ class StepTimeStats:
     """Step-time percentiles over the last steps, without the first ones, which compile and allocate memory.
 
     Args:
-        num_kept: number of recent steps to keep.
-        num_skipped: number of first steps to ignore.
+        num_kept: Number of recent steps to keep.
+        num_skipped: Number of first steps to ignore.
     """
 
     def __init__(self, num_kept: int = 1000, num_skipped: int = 3) -> None:

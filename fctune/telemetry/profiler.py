@@ -28,10 +28,10 @@ class StepProfiler:
     ``warmup``). A failure to record or write is logged once; training continues.
 
     Args:
-        config: steps and ranks to profile; None profiles nothing.
-        folder: run directory, whose ``profile/`` receives the files.
-        rank: global rank of this process.
-        device: device that the steps run on.
+        config: Steps and ranks to profile; None profiles nothing.
+        folder: Run directory, whose ``profile/`` receives the files.
+        rank: Global rank of this process.
+        device: Device that the steps run on.
     """
 
     def __init__(self, config: ProfileConfig | None, folder: Path, rank: int, device: torch.device):

@@ -26,10 +26,10 @@ class WandbSink:
     code or console output leaves the machine.
 
     Args:
-        config: project and mode; ``online`` without a key or a network falls back to offline with a warning.
-        folder: run directory.
-        plain_config: config of the run as plain values, shown by W&B.
-        init_timeout_s: time to reach W&B before falling back to offline.
+        config: Project and mode; ``online`` without a key or a network falls back to offline with a warning.
+        folder: Run directory.
+        plain_config: Config of the run as plain values, shown by W&B.
+        init_timeout_s: Time to reach W&B before falling back to offline.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class PrometheusSink:
     """HTTP endpoint http://HOST:PORT/metrics: the last step's metrics as gauges, alerts as a counter.
 
     Args:
-        config: address to listen on.
-        run: value of the label ``run``.
-        num_steps: total number of steps of the run.
+        config: Address to listen on.
+        run: Value of the label ``run``.
+        num_steps: Total number of steps of the run.
     """
 
     def __init__(self, config: PrometheusConfig, run: str, num_steps: int):

@@ -48,10 +48,10 @@ class Speed:
     """A run's speed after a step.
 
     Attributes:
-        current: median tokens/s of the last ``WINDOW`` steps.
-        usual: median tokens/s of the run outside slow spells.
-        lasting_s: duration of a slow spell that has become a lasting one in this step.
-        is_recovered: the speed is back to usual.
+        current: Median tokens/s of the last ``WINDOW`` steps.
+        usual: Median tokens/s of the run outside slow spells.
+        lasting_s: Duration of a slow spell that has become a lasting one in this step.
+        is_recovered: The speed is back to usual.
     """
 
     current: float

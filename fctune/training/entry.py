@@ -170,7 +170,7 @@ def open_run(config: RunConfig, world: World) -> Run:
     """Lock the output directory, and listen for requests to stop. Every rank calls it.
 
     Raises:
-        ConfigError: the directory cannot be written or is in use by another run.
+        ConfigError: The directory cannot be written or is in use by another run.
     """
     store = CheckpointStore(
         Path(config.output_dir) / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every_n_steps
@@ -186,8 +186,8 @@ def start_run(run: Run, config: RunConfig) -> None:
     """Resume the run in the output directory if it has checkpoints; otherwise start one. Every rank calls it.
 
     Raises:
-        ConfigError: the directory cannot be written, or is not shared by all nodes.
-        CheckpointError: there are checkpoints, and all are damaged.
+        ConfigError: The directory cannot be written, or is not shared by all nodes.
+        CheckpointError: There are checkpoints, and all are damaged.
     """
     directory, store, world = run.directory, run.store, run.world
     run.resume, not_used = choose_checkpoint(config.resume, store, world)
@@ -216,7 +216,7 @@ def read_command_line(argv: Sequence[str], usage: str) -> tuple[Path, list[str]]
     """Return the config file and the overrides of a recipe's command line.
 
     Raises:
-        ConfigError: no config is named, or a flag is malformed.
+        ConfigError: No config is named, or a flag is malformed.
     """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--config")

@@ -43,7 +43,7 @@ class HostMemoryCallback(Callback):
     Without it, gaps between tensors of different lengths would add up over a run.
 
     Args:
-        interval_s: least seconds from one time to the next. To take back the memory of a step costs about a second for
+        interval_s: Least seconds from one time to the next. To take back the memory of a step costs about a second for
             3 GiB.
     """
 

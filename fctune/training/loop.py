@@ -65,7 +65,7 @@ def count_steps(config: RunConfig, loader: GlobalLoader, world: World) -> int:
     Such a rank computes one row of padding without weight, so it changes no result.
 
     Raises:
-        DataError: the training split is empty.
+        DataError: The training split is empty.
     """
     if not loader.prepared.num_packs("train"):
         raise DataError("the training split has no conversations. Add rows, or lower data.validation_share.")
@@ -97,19 +97,19 @@ def train(
     """Train from ``state.step`` to ``num_steps``, in place, or until a callback ends training.
 
     Args:
-        config: of the run.
-        state: what training changes.
-        loader: of the training split; its prepared set also has the validation split.
-        num_steps: last optimizer step.
-        world: this rank.
-        sinks: receive the metrics of each step.
-        callbacks: hooks, called in this order; see ``Callback``.
-        gpu_hours: of the run before this process started.
-        objective: computes the loss; None is that of supervised tokens.
-        source: where the data of the steps comes from; None prefetches the loader's.
+        config: Config of the run.
+        state: State that training changes.
+        loader: Loader of the training split; its prepared set also has the validation split.
+        num_steps: Last optimizer step.
+        world: This rank.
+        sinks: Receive the metrics of each step.
+        callbacks: Hooks, called in this order; see ``Callback``.
+        gpu_hours: GPU-hours of the run before this process started.
+        objective: Computes the loss; None is that of supervised tokens.
+        source: Where the data of the steps comes from; None prefetches the loader's.
 
     Raises:
-        NonFiniteError: a step was not finite and ``on_nonfinite`` is stop.
+        NonFiniteError: A step was not finite and ``on_nonfinite`` is stop.
     """
     objective = objective or SupervisedObjective()
     state.model.train()

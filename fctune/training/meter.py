@@ -44,10 +44,10 @@ class Meter:
     """Computes the metrics of each step. Every rank calls it at the same step.
 
     Args:
-        config: of the run.
-        model: being trained.
-        world: this rank.
-        gpu_hours: of the run before this process started.
+        config: Config of the run.
+        model: Model in training.
+        world: This rank.
+        gpu_hours: GPU-hours of the run before this process started.
     """
 
     def __init__(self, config: RunConfig, model: CausalLM, world: World, gpu_hours: float = 0.0):
@@ -96,12 +96,12 @@ class Meter:
         """Return the metrics of a step.
 
         Args:
-            data: of the step.
-            result: of the step.
-            lr: learning rate of the update.
-            wait_s: wait for the data.
-            elapsed_s: from requesting the data to the end of the update.
-            costs: seconds spent by callbacks, by metric.
+            data: Data of the step.
+            result: Result of the step.
+            lr: Learning rate of the update.
+            wait_s: Wait for the data.
+            elapsed_s: Seconds from requesting the data to the end of the update.
+            costs: Seconds spent by callbacks, by metric.
         """
         step = data.step
         metrics: dict[str, Any] = {

@@ -16,8 +16,8 @@ class Objective(ABC):
     """The loss of a training step.
 
     Attributes:
-        metrics: names of the figures that it measures beside the loss.
-        maxima: those of them, none negative, of which a step has the largest and not the sum of its micro-batches.
+        metrics: Names of the metrics that it computes besides the loss.
+        maxima: Metrics, none negative, of which a step takes the maximum over its micro-batches and not the sum.
     """
 
     metrics: tuple[str, ...] = ()
@@ -33,10 +33,10 @@ class Objective(ABC):
         same collectives in backward.
 
         Args:
-            model: being trained, or evaluated without gradients.
-            inputs: of the micro-batch.
-            totals: over the global batch, by which sums become means.
-            device: of the model.
+            model: Model to train, or to evaluate without gradients.
+            inputs: Inputs of the micro-batch.
+            totals: Totals over the global batch, which turn sums into means.
+            device: Device of the model.
         """
 
 

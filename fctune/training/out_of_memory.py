@@ -32,9 +32,9 @@ class MemorySnapshot:
     ``profile.allocations`` records them, which costs time at every allocation.
 
     Args:
-        folder: the run's directory.
-        world: this rank; on CPU nothing is written.
-        keeps_history: record the stack of each allocation.
+        folder: The run's directory.
+        world: This rank; on CPU nothing is written.
+        keeps_history: Record the stack of each allocation.
     """
 
     def __init__(self, folder: Path, world: World, keeps_history: bool):
@@ -69,9 +69,9 @@ def suggest_less_memory(config: RunConfig, model_dir: Path, world: World) -> str
     """Describe the planned memory of a run that ran out of it, and the settings that fit.
 
     Args:
-        config: of the run.
-        model_dir: directory of the model's config.json.
-        world: this rank and its device.
+        config: Config of the run.
+        model_dir: Directory of the model's config.json.
+        world: This rank and its device.
     """
     try:
         return _format_plan(_plan(config, model_dir, world), config)

@@ -48,8 +48,8 @@ def find_killed_rank(peers: Sequence[RankProcess], wait_s: float = 0.0) -> str |
     """Describe a rank of this machine that was killed, such as ``rank 1 (...) was killed by SIGKILL``.
 
     Args:
-        peers: processes of all ranks.
-        wait_s: limit for a process that is about to end. If it is not 0, a process that is gone without a trace counts
+        peers: Processes of all ranks.
+        wait_s: Limit for a process that is about to end. If it is not 0, a process that is gone without a trace counts
             as killed.
     """
     here = describe_process(-1)

@@ -30,7 +30,7 @@ class PolicyObjective(Objective):
     the clip bounds the ratio pi / mu itself.
 
     Args:
-        config: the ``grpo`` section of the run's config.
+        config: The ``grpo`` section of the run's config.
     """
 
     metrics = (
@@ -116,11 +116,11 @@ def clipped_losses(
     (arXiv:2507.18071, equation 7).
 
     Args:
-        policy: log-probabilities under the policy in training, ``[n]``, answer by answer.
-        old: those under the old policy, ``[n]``.
-        advantages: of each answer, ``[a]``.
-        lengths: tokens of each answer, int64 ``[a]``.
-        config: loss and clips.
+        policy: Log-probabilities under the policy in training, ``[n]``, answer by answer.
+        old: Log-probabilities under the old policy, ``[n]``.
+        advantages: Advantage of each answer, ``[a]``.
+        lengths: Tokens of each answer, int64 ``[a]``.
+        config: Loss and clips.
     """
     low, high = config.clips
     log_ratios = policy - old
@@ -151,10 +151,10 @@ def average_losses(losses: Tensor, lengths: Tensor, totals: StepTotals, config: 
     may have (arXiv:2503.20783, section 3.2).
 
     Args:
-        losses: of each token, ``[n]``, answer by answer.
-        lengths: tokens of each answer, ``[a]``.
-        totals: over the global step.
-        config: loss and its constant.
+        losses: Loss of each token, ``[n]``, answer by answer.
+        lengths: Tokens of each answer, ``[a]``.
+        totals: Totals over the global step.
+        config: Loss and its constant.
     """
     if config.loss == "dapo":
         return losses.sum() / totals.num_supervised

@@ -23,7 +23,7 @@ class PreferenceObjective(Objective):
     pass but no memory of its own.
 
     Args:
-        config: the ``preference`` section of the run's config.
+        config: The ``preference`` section of the run's config.
     """
 
     metrics = (
@@ -79,8 +79,8 @@ def sum_answers(losses: Tensor, lengths: Tensor) -> Tensor:
     """Return the log-probability of each answer, float64 ``[a]``.
 
     Args:
-        losses: negative log-probabilities of the supervised tokens, answer by answer, ``[n]``.
-        lengths: supervised tokens of each answer, int64 ``[a]``.
+        losses: Negative log-probabilities of the supervised tokens, answer by answer, ``[n]``.
+        lengths: Supervised tokens of each answer, int64 ``[a]``.
     """
     if not len(lengths):
         return losses.double()[:0]
@@ -97,10 +97,10 @@ def pair_losses(
     The rewards are beta x log-probability, relative to the reference if there is one, in the loss's own normalisation.
 
     Args:
-        policy: log-probabilities of the answers, chosen and rejected in turn, ``[2p]``.
-        reference: those of the reference; None if the loss has none.
-        lengths: supervised tokens of each answer, ``[2p]``.
-        config: loss and its options.
+        policy: Log-probabilities of the answers under the policy, chosen and rejected in turn, ``[2p]``.
+        reference: Log-probabilities under the reference; None if the loss has none.
+        lengths: Supervised tokens of each answer, ``[2p]``.
+        config: Loss and its options.
     """
     beta = config.chosen_beta
     scores = policy if reference is None else policy - reference

@@ -69,11 +69,11 @@ class Prefetcher:
     """Builds a rank's inputs one step ahead, on a thread; the inputs of a step do not depend on timing.
 
     Args:
-        loader: assigns packs to steps and ranks.
-        world: this rank.
-        micro_batch_size: packs per forward pass.
-        make_bounds: makes the boundaries of the documents of a batch's rows.
-        num_steps: last step of the run.
+        loader: Assigns packs to steps and ranks.
+        world: This rank.
+        micro_batch_size: Packs per forward pass.
+        make_bounds: Makes the boundaries of the documents of a batch's rows.
+        num_steps: Last step of the run.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ def make_inputs(
     """Build the model inputs of a batch on the CPU; dropout is a function of (seed, step, row).
 
     Args:
-        batch: from the loader.
-        make_bounds: makes the boundaries of the documents of its rows, such as ``CausalLM.make_bounds``.
-        seed: of the run.
-        step: global step.
-        is_pinned: use pinned memory, from which copies to a CUDA device are asynchronous.
+        batch: Batch from the loader.
+        make_bounds: Makes the boundaries of the documents of its rows, such as ``CausalLM.make_bounds``.
+        seed: Seed of the run.
+        step: Global step.
+        is_pinned: Use pinned memory, from which copies to a CUDA device are asynchronous.
     """
     bounds = None if batch.lengths is None else make_bounds(batch.lengths)
     lengths = batch.answer_lengths

@@ -178,8 +178,8 @@ class FineTuning(ABC):
         """Restore the state that the run resumes from, in place, and start the callbacks.
 
         Raises:
-            CheckpointError: the checkpoint was saved by another run.
-            DataError: the data is not that of the run.
+            CheckpointError: The checkpoint was saved by another run.
+            DataError: The data is not that of the run.
         """
         config, run, world = self.config, self.run, self.world
         base_digest = distributed.run_on_rank_0(lambda: digest_model(self.model_dir, WEIGHT_FILES))

@@ -113,7 +113,7 @@ def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:
     """Build the model on the meta device, in the run's precision and with the fastest attention for its device.
 
     Raises:
-        ConfigError: a model that no source builds, or a precision that the device does not support.
+        ConfigError: A model that no source builds, or a precision that the device does not support.
     """
     device, capability = world.device, compute_capability(world.device)
     precision = choose_precision(config.precision, config.adapter is not None, device.type)
@@ -146,7 +146,7 @@ def check_weights(model: CausalLM, model_dir: Path) -> None:
     """Compare names and shapes of the base's stored tensors with a meta model, on rank 0.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or its tensors are not those of the model.
+        CheckpointError: A file is missing or damaged, or its tensors are not those of the model.
     """
 
     def check() -> None:
@@ -159,7 +159,7 @@ def select_adapters_(model: CausalLM, adapter: AdapterConfig, world: World) -> N
     """Freeze a meta model and add the configured adapters, in place.
 
     Raises:
-        ConfigError: modules that the model does not have, or that take no such adapter.
+        ConfigError: Modules that the model does not have, or that take no such adapter.
     """
     apply_lora_(model, adapter)
     if adapter.modules == ALL_LINEAR:
@@ -175,8 +175,8 @@ def select_tokens_(model: CausalLM, config: RunConfig, model_dir: Path, prepared
     """Make the chosen token rows of a meta model with adapters trainable, in place.
 
     Raises:
-        ConfigError: tokens that the model does not have, or rows of a head with an adapter.
-        CheckpointError: the base's files are damaged.
+        ConfigError: Tokens that the model does not have, or rows of a head with an adapter.
+        CheckpointError: The base's files are damaged.
     """
     adapter = config.adapter
     assert adapter is not None
@@ -196,7 +196,7 @@ def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> Parall
     """Choose the parallel layout of a meta model, check its memory, and set up checkpointing and compilation, in place.
 
     Raises:
-        ConfigError: a layout that does not fit the number of ranks, or a model that does not fit their memory.
+        ConfigError: A layout that does not fit the number of ranks, or a model that does not fit their memory.
     """
     has_adapter = config.adapter is not None
     hardware = _describe_hardware(world)
@@ -246,15 +246,15 @@ def shard_and_load_(
     """Shard a meta model and load the base's weights into it, in place; adapters stay uninitialised.
 
     Args:
-        model: model on the meta device, with its adapters.
-        config: config of the run.
+        model: Model on the meta device, with its adapters.
+        config: Config of the run.
         model_dir: Hugging Face directory of the base.
-        world: this rank.
-        layout: result of ``plan_parallelism``; None calls it.
+        world: This rank.
+        layout: Result of ``plan_parallelism``; None calls it.
 
     Raises:
-        ConfigError: see ``plan_parallelism``.
-        CheckpointError: weights that are missing or damaged, or not those of the model.
+        ConfigError: See ``plan_parallelism``.
+        CheckpointError: Weights that are missing or damaged, or not those of the model.
     """
     layout = layout or plan_parallelism(model, config, world)
     gradient_sync = shard_(model, layout, config.parallel, _describe_hardware(world))
@@ -277,7 +277,7 @@ def check_packing(model: CausalLM, config: RunConfig, world: World) -> None:
     """Check, for models that need it, that the conversations of packed rows stay apart in the model of this run.
 
     Raises:
-        ConfigError: they do not; see ``prove_packing``.
+        ConfigError: They do not; see ``prove_packing``.
     """
     if config.data.packed and model.needs_packing_proof:
         distributed.run_on_all_ranks(lambda: prove_packing(model, world.device))

@@ -30,16 +30,16 @@ class StepResult:
     """Results of a step, over all ranks.
 
     Attributes:
-        loss: of the objective, over the global batch.
-        metrics: of the objective, by name.
-        grad_norm: total norm before clipping.
-        num_tokens: tokens without padding.
-        num_supervised: tokens with a label.
-        num_slots: positions computed, including padding.
-        compute_s: seconds of forward and backward on each rank in the previous step; this step's are not known yet
+        loss: Loss of the objective over the global batch.
+        metrics: Metrics of the objective, by name.
+        grad_norm: Total norm before clipping.
+        num_tokens: Tokens without padding.
+        num_supervised: Tokens with a label.
+        num_slots: Positions computed, including padding.
+        compute_s: Seconds of forward and backward on each rank in the previous step; this step's are not known yet
             when the ranks exchange their results.
-        router_aux_loss: load-balancing loss of the routers, without its coefficient; None if the run has none.
-        rank_0_s: rank 0's ``time.monotonic`` at the exchange, so that all ranks can decide by one clock.
+        router_aux_loss: Load-balancing loss of the routers, without its coefficient; None if the run has none.
+        rank_0_s: Rank 0's ``time.monotonic`` at the exchange, so that all ranks can decide by one clock.
         is_applied: False if the loss or norm was not finite, so that no weight changed.
     """
 
@@ -77,15 +77,15 @@ def train_step(
     The host waits for the device once, for the numbers that are logged and that decide whether the update is applied.
 
     Args:
-        model: trained in place.
-        optimizer: over its trainable parameters.
-        data: this rank's share of the global step.
-        world: this rank.
-        gradient_sync: defers the reduction of gradients to the last micro-batch.
-        objective: computes the loss.
-        clip_grad_norm: largest total norm; None does not clip.
-        clock: times forward and backward.
-        before_update: called when the gradients are ready and the weights are about to change.
+        model: Model to train, in place.
+        optimizer: Optimizer of its trainable parameters.
+        data: This rank's share of the global step.
+        world: This rank.
+        gradient_sync: Defers the reduction of gradients to the last micro-batch.
+        objective: Computes the loss.
+        clip_grad_norm: Largest total norm; None does not clip.
+        clock: Times forward and backward.
+        before_update: Called when the gradients are ready and the weights are about to change.
     """
     totals, clock = data.totals, clock or SpanTimer(world.device)
     optimizer.zero_grad(set_to_none=True)
@@ -159,11 +159,11 @@ def evaluate_objective(
     """Return the loss and the metrics of an objective without dropout; the training mode is restored.
 
     Args:
-        model: to evaluate.
-        objective: computes the loss.
-        batches: this rank's.
-        totals: over the batches of all ranks.
-        world: this rank.
+        model: Model to evaluate.
+        objective: Computes the loss.
+        batches: Batches of this rank.
+        totals: Totals over the batches of all ranks.
+        world: This rank.
     """
     was_training = model.training
     model.eval()

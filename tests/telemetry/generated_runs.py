@@ -13,12 +13,12 @@ class Machine:
     """Noise of a machine.
 
     Attributes:
-        step_s: median step time.
-        num_ranks: of the run.
-        noise: standard deviation of the logarithm of a step's time, beyond a heavy tail.
-        spells_per_hour: slow spells, during which other programs take a share of the machine.
-        spell_s: median duration of a spell; a quarter of them last twice as long.
-        uneven: standard deviation of the logarithm of tokens/s between batches, as with unpacked rows.
+        step_s: Median step time.
+        num_ranks: Of the run.
+        noise: Standard deviation of the logarithm of a step's time, beyond a heavy tail.
+        spells_per_hour: Slow spells, during which other programs take a share of the machine.
+        spell_s: Median duration of a spell; a quarter of them last twice as long.
+        uneven: Standard deviation of the logarithm of tokens/s between batches, as with unpacked rows.
     """
 
     step_s: float

@@ -135,11 +135,11 @@ def parse_architecture(source: str, raw: dict[str, Any]) -> TorchtuneArchitectur
     """Read the architecture from the content of a ``config.json``.
 
     Args:
-        source: path or name of the file, for messages.
-        raw: content of the file.
+        source: Path or name of the file, for messages.
+        raw: Content of the file.
 
     Raises:
-        ConfigError: a missing or invalid size, or a feature that torchtune's builders would ignore.
+        ConfigError: A missing or invalid size, or a feature that torchtune's builders would ignore.
     """
     family = raw.get("model_type")
     if family not in FAMILIES:

@@ -60,9 +60,9 @@ class TransformersArchitecture(Architecture):
     """Sizes of a decoder that transformers builds.
 
     Attributes:
-        model_type: key of transformers' architecture.
-        config_json: content of config.json.
-        where: path or name of the config.json, for messages.
+        model_type: Key of transformers' architecture.
+        config_json: Content of config.json.
+        where: Path or name of the config.json, for messages.
     """
 
     model_type: str
@@ -177,11 +177,11 @@ def check_config(where: str, raw: dict[str, Any]) -> None:
     """Check, without importing torch, that transformers has the architecture of a config.json.
 
     Args:
-        where: path or name of the file, for messages.
-        raw: content of the file.
+        where: Path or name of the file, for messages.
+        raw: Content of the file.
 
     Raises:
-        ConfigError: an encoder-decoder, a model that transformers does not have, such as one of remote code, or one
+        ConfigError: An encoder-decoder, a model that transformers does not have, such as one of remote code, or one
             whose quantisation cannot be undone.
     """
     known = read_model_types()
@@ -260,8 +260,8 @@ def parse_architecture(where: str, raw: dict[str, Any]) -> TransformersArchitect
     Imports transformers, whose classes hold the defaults of keys that the file leaves out.
 
     Args:
-        where: path or name of the file, for messages.
-        raw: content of the file.
+        where: Path or name of the file, for messages.
+        raw: Content of the file.
 
     Raises:
         ConfigError: transformers cannot read the file.

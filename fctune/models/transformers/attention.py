@@ -36,8 +36,8 @@ class AttentionUse(NamedTuple):
     """Features of attention that a layer uses.
 
     Attributes:
-        window: tokens that a token sees, itself included; None is all before it.
-        needs_flex: the layer is beyond flash attention over variable-length rows.
+        window: Tokens that a token sees, itself included; None is all before it.
+        needs_flex: The layer is beyond flash attention over variable-length rows.
     """
 
     window: int | None
@@ -96,7 +96,7 @@ def attend_packed(
     """Attend for a layer of transformers, ``[b, h, s, d]`` to ``[b, s, h, v_d]``.
 
     Raises:
-        ConfigError: attention that is not causal or not to the row itself, or an argument that is not known.
+        ConfigError: Attention that is not causal or not to the row itself, or an argument that is not known.
     """
     if _RUNNING.record is not None:
         _check_layer(module, query, key, attention_mask, is_causal, options)
@@ -121,7 +121,7 @@ def _check_layer(
     """Check that a layer asks for nothing that would be ignored.
 
     Raises:
-        ConfigError: names the layer and what it asks for.
+        ConfigError: Names the layer and what it asks for.
     """
     layer = type(module).__name__
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)

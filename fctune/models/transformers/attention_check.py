@@ -29,8 +29,8 @@ class AttentionFindings(NamedTuple):
     """How the layers of a model attend.
 
     Attributes:
-        uses: features of attention that the layers use.
-        warning: why this could not be checked, so that ``uses`` is empty; None if it was.
+        uses: Features of attention that the layers use.
+        warning: Why this could not be checked, so that ``uses`` is empty; None if it was.
     """
 
     uses: tuple[AttentionUse, ...]
@@ -47,7 +47,7 @@ def check_attention(
     """Run a meta model's layers without weights, and return how they attend, or a warning if they need values to run.
 
     Raises:
-        ConfigError: a layer attends in a way that our attention does not have, up to ``max_seq_len`` tokens.
+        ConfigError: A layer attends in a way that our attention does not have, up to ``max_seq_len`` tokens.
     """
     tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
     buffers = {f"decoder.{name}": buffer.to("meta") for name, buffer in decoder.named_buffers()}
@@ -140,7 +140,7 @@ def _find_window(mask: _Mask, length: int, where: str) -> int | None:
     """Return the window of a mask, or None if its last queries in ``length`` tokens see all before them.
 
     Raises:
-        ConfigError: the mask is not a window of the same size for each query.
+        ConfigError: The mask is not a window of the same size for each query.
     """
     zero, keys = torch.zeros((), dtype=torch.int64), torch.arange(length)
     found: list[int | None] = []

@@ -18,12 +18,12 @@ def make_router_balance(decoder: Any, architecture: Architecture, coefficient: f
 
     Args:
         decoder: transformers' model.
-        architecture: of the model.
-        coefficient: factor on the loss; None takes that of config.json if it sets ``output_router_logits``, as
+        architecture: Architecture of the model.
+        coefficient: Factor on the loss; None takes that of config.json if it sets ``output_router_logits``, as
             transformers does.
 
     Raises:
-        ConfigError: a coefficient for a model that has no such loss.
+        ConfigError: A coefficient for a model that has no such loss.
     """
     assert isinstance(architecture, TransformersArchitecture)
     # The same function in all models that have one, see ``RouterBalance``.

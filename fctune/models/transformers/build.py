@@ -33,8 +33,8 @@ class TiedHead(nn.Module):
     """An output head with the weight of the token embedding, of which it holds no second copy.
 
     Args:
-        embedding: the module whose weight it shares.
-        bias: bias of the logits, ``[vocab]``, or None.
+        embedding: The module whose weight it shares.
+        bias: Bias of the logits, ``[vocab]``, or None.
     """
 
     def __init__(self, embedding: nn.Module, bias: nn.Parameter | None):
@@ -93,10 +93,10 @@ class TransformersCausalLM(CausalLM):
 
     Args:
         decoder: transformers' model, with its parameters on the meta device and its buffers on the CPU.
-        layout: names of its modules.
+        layout: Names of its modules.
 
     Attributes:
-        first_readers: for the key of a linear, that of the first one of its block that reads the same tensor; what is
+        first_readers: For the key of a linear, that of the first one of its block that reads the same tensor; what is
             not in it reads a tensor of its own.
     """
 

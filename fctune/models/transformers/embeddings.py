@@ -21,7 +21,7 @@ def keep_embedding_(trained: TokenEmbedding, original: nn.Module) -> None:
     """Make an embedding with trained rows compute what the class of the original one adds to the lookup, in place.
 
     Raises:
-        ConfigError: that class does not build upon its parent's lookup.
+        ConfigError: That class does not build upon its parent's lookup.
     """
     kind = type(original)
     if kind is nn.Embedding:

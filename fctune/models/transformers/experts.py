@@ -34,8 +34,8 @@ def sort_by_expert(choices: Tensor, num_experts: int) -> tuple[Tensor, Routing]:
     """Return the index of each row's choice, int64 ``[n]``, and the routing.
 
     Args:
-        choices: experts that each token has chosen, int64 ``[tokens, top_k]``.
-        num_experts: number of experts.
+        choices: Experts that each token has chosen, int64 ``[tokens, top_k]``.
+        num_experts: Number of experts.
     """
     experts, order = torch.sort(choices.flatten(), stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -88,10 +88,10 @@ def compute_experts(experts: Any, hidden: Tensor, choices: Tensor, weights: Tens
     """Return the weighted sum of each token's experts, ``[tokens, d]``; the signature is transformers'.
 
     Args:
-        experts: module with the experts' parameters, and their adapters.
-        hidden: inputs, ``[tokens, d]``.
-        choices: experts of each token, int64 ``[tokens, top_k]``.
-        weights: weight of each, ``[tokens, top_k]``.
+        experts: Module with the experts' parameters, and their adapters.
+        hidden: Inputs, ``[tokens, d]``.
+        choices: Experts of each token, int64 ``[tokens, top_k]``.
+        weights: Weight of each, ``[tokens, top_k]``.
     """
     order, routing = sort_by_expert(choices, experts.num_experts)
     rows: Tensor = Dispatch.apply(hidden, routing.tokens, routing.inverse)  # type: ignore[no-untyped-call]

@@ -42,10 +42,10 @@ class Layout:
     """Names and shapes of a decoder's modules.
 
     Attributes:
-        blocks: the linears of each block.
-        stack: path of the list of blocks in the decoder.
-        embedding: path of the token embedding in the decoder.
-        head: path of the output projection in the decoder.
+        blocks: The linears of each block.
+        stack: Path of the list of blocks in the decoder.
+        embedding: Path of the token embedding in the decoder.
+        head: Path of the output projection in the decoder.
     """
 
     blocks: tuple[Block, ...]
@@ -102,8 +102,8 @@ def _without_weights(where: str, what: str) -> Iterator[None]:
     """Build a model with its parameters on the meta device and its buffers on the CPU, while the context is open.
 
     Args:
-        where: path or name of the config.json, for messages.
-        what: the model, for messages.
+        where: Path or name of the config.json, for messages.
+        what: Description of the model, for messages.
 
     Raises:
         ConfigError: transformers cannot build it.
@@ -160,9 +160,9 @@ def build_empty(model_class: Any, config: Any, where: str) -> Any:
     """Build a model of any of transformers' classes on the meta device, to look up its names and shapes.
 
     Args:
-        model_class: class of the model.
-        config: its config, or one that holds a text model's config.
-        where: path or name of the config.json, for messages.
+        model_class: Class of the model.
+        config: Its config, or one that holds a text model's config.
+        where: Path or name of the config.json, for messages.
 
     Raises:
         ConfigError: transformers cannot build it.

@@ -23,9 +23,9 @@ def name_module(stem: str, expert: ExpertShape, chosen: Sequence[str]) -> str:
     PEFT wraps the module that holds the experts once for each of its weights that has an adapter, in their order.
 
     Args:
-        stem: path of our adapter.
-        expert: the weight.
-        chosen: names of all weights of experts that have an adapter, in the order of computation.
+        stem: Path of our adapter.
+        expert: The weight.
+        chosen: Names of all weights of experts that have an adapter, in the order of computation.
     """
     owner = stem.rpartition(f".{EXPERT_ADAPTERS}.")[0]
     return owner + ".base_layer" * (len(chosen) - 1 - list(chosen).index(expert.name))

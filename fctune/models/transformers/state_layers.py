@@ -62,9 +62,9 @@ def separate_conversations_(blocks: Iterable[nn.Module], token_keys: TokenKeys, 
     """Make each layer with state compute the conversations of packed rows apart, in place.
 
     Args:
-        blocks: of the decoder.
-        token_keys: keys of the tokens, which the adapters inside such layers read.
-        multiple: what the lengths of conversations that are computed apart are padded to a multiple of.
+        blocks: Blocks of the decoder.
+        token_keys: Keys of the tokens, which the adapters inside such layers read.
+        multiple: Lengths of separately computed conversations are padded to a multiple of this.
 
     Returns:
         Number of such layers by class, and how they do it; empty if there are none.
@@ -83,8 +83,8 @@ class _Kernels(NamedTuple):
     """Kernels of installed packages behind the functions that a class of layers calls.
 
     Attributes:
-        names: of the functions.
-        take_bounds: all functions over sequences have kernels, which take the bounds of conversations.
+        names: Names of the functions.
+        take_bounds: All functions over sequences have kernels, which take the bounds of conversations.
     """
 
     names: tuple[str, ...]
@@ -252,9 +252,9 @@ class _StackPlan:
     """Conversations of packed rows as rows of their own.
 
     Attributes:
-        stacks: for each stack, the index of each token in the flattened batch, ``[conversations, length]``; a padded
+        stacks: For each stack, the index of each token in the flattened batch, ``[conversations, length]``; a padded
             conversation repeats its last token.
-        inverse: for each token of the flattened batch, its index in the flattened stacks, ``[b * s]``.
+        inverse: For each token of the flattened batch, its index in the flattened stacks, ``[b * s]``.
     """
 
     stacks: tuple[Tensor, ...]
@@ -303,8 +303,8 @@ class _SequencePlan:
     """Bounds as kernels take them.
 
     Attributes:
-        ends: cumulative lengths of the conversations, on the CPU.
-        indices: number of each token's conversation, int32 ``[1, b * s]``.
+        ends: Cumulative lengths of the conversations, on the CPU.
+        indices: Number of each token's conversation, int32 ``[1, b * s]``.
     """
 
     ends: Tensor

@@ -71,12 +71,12 @@ def plan_weights(
     """Plan how a model's parameters and stored buffers consist of the tensors of a checkpoint.
 
     Args:
-        architecture: the model.
-        model_dir: directory of the checkpoint.
-        headers: its tensors by name.
+        architecture: The model.
+        model_dir: Directory of the checkpoint.
+        headers: Its tensors by name.
 
     Raises:
-        CheckpointError: tensors do not fit together.
+        CheckpointError: Tensors do not fit together.
         ConfigError: transformers cannot build the model.
     """
     text = find_text_model(architecture)

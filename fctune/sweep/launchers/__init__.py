@@ -13,7 +13,7 @@ def make_launcher(study: Study) -> Launcher:
     """Make the launcher that a sweep names.
 
     Raises:
-        ConfigError: it cannot run here, or not as many runs at once.
+        ConfigError: It cannot run here, or not as many runs at once.
     """
     kind = study.sweep.spec.launcher.kind
     if kind == "slurm":

@@ -26,7 +26,7 @@ class Launcher(Protocol):
         """Start runs whose new attempts name their jobs.
 
         Raises:
-            ConfigError: the command that starts them failed.
+            ConfigError: The command that starts them failed.
         """
 
     def list_active(self) -> set[str] | None:

@@ -25,8 +25,8 @@ class LocalLauncher:
     same sweep started again waits for it.
 
     Args:
-        study: the runs.
-        gpus: names of the GPUs to divide, as in ``CUDA_VISIBLE_DEVICES``; empty: train on CPUs.
+        study: The runs.
+        gpus: Names of the GPUs to divide, as in ``CUDA_VISIBLE_DEVICES``; empty: train on CPUs.
     """
 
     poll_s: float = 1.0

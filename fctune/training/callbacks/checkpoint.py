@@ -35,10 +35,10 @@ class CheckpointCallback(Callback):
     """Saves checkpoints when they are due.
 
     Args:
-        config: intervals and what to do when a save fails.
-        checkpointer: collects and writes the state.
-        store: publishes checkpoints.
-        world: this rank.
+        config: Intervals and what to do when a save fails.
+        checkpointer: Collects and writes the state.
+        store: Publishes checkpoints.
+        world: This rank.
     """
 
     def __init__(self, config: CheckpointConfig, checkpointer: Checkpointer, store: CheckpointStore, world: World):
@@ -67,7 +67,7 @@ class CheckpointCallback(Callback):
         """Save what is due; a new best accuracy is saved and linked as ``best``.
 
         Raises:
-            CheckpointError: a save failed and ``checkpoint.on_error`` is stop.
+            CheckpointError: A save failed and ``checkpoint.on_error`` is stop.
         """
         self.raise_if_failed()
         best, timers = self.checkpointer.state.best, self.checkpointer.state.timers
@@ -108,7 +108,7 @@ class CheckpointCallback(Callback):
         """Save the run's last state as an elastic checkpoint, wait for it, and link it as ``final``.
 
         Raises:
-            CheckpointError: the save failed and ``checkpoint.on_error`` is stop.
+            CheckpointError: The save failed and ``checkpoint.on_error`` is stop.
         """
         self.save("elastic", step)
         result = self._wait()
@@ -120,7 +120,7 @@ class CheckpointCallback(Callback):
         """Raise on every rank if a save has failed and ``checkpoint.on_error`` is stop.
 
         Raises:
-            CheckpointError: as above; names the last good checkpoint.
+            CheckpointError: As above; names the last good checkpoint.
         """
         if self.config.on_error == "stop" and distributed.any_rank([self.saver.failure is not None])[0]:
             raise self._failure()

@@ -17,9 +17,9 @@ class EvaluationCallback(Callback):
     """Measures tool-call accuracy at intervals, keeps track of the best step, and ends training without progress.
 
     Args:
-        config: interval, share of time and patience.
-        evaluation: measures the model.
-        state: of the run; ``best`` is updated.
+        config: Interval, share of time and patience.
+        evaluation: Measures the model.
+        state: State of the run; ``best`` is updated.
     """
 
     def __init__(self, config: EvalConfig, evaluation: LiveEvaluation, state: TrainState):

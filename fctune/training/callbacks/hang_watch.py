@@ -30,11 +30,11 @@ class HangWatch(Callback):
     compiled. The stack of every thread is written to ``stacks/rank-N.txt`` first.
 
     Args:
-        folder: the run's directory.
-        rank: of this process.
-        on_hang: called with the reason before the process is ended.
-        timeout_s: limit of a step; None derives it from earlier steps.
-        is_compiled: steps may compile blocks.
+        folder: The run's directory.
+        rank: Rank of this process.
+        on_hang: Called with the reason before the process is ended.
+        timeout_s: Limit of a step; None derives it from earlier steps.
+        is_compiled: Steps may compile blocks.
     """
 
     def __init__(

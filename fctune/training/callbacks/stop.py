@@ -38,8 +38,8 @@ class StopRequest:
     once.
 
     Args:
-        stop_file: its appearance requests a stop; None on ranks that do not check it.
-        on_exit: called with the reason before the process is ended at once.
+        stop_file: Its appearance requests a stop; None on ranks that do not check it.
+        on_exit: Called with the reason before the process is ended at once.
     """
 
     def __init__(self, stop_file: Path | None, on_exit: Callable[[str], None]):
@@ -90,8 +90,8 @@ class StopCallback(Callback):
     """Saves and stops the run after a step in which any rank was requested to stop.
 
     Args:
-        request: requests that reach this rank.
-        checkpoint: saves the state first.
+        request: Requests that reach this rank.
+        checkpoint: Saves the state first.
     """
 
     def __init__(self, request: StopRequest, checkpoint: CheckpointCallback):
@@ -101,8 +101,8 @@ class StopCallback(Callback):
         """Stop if any rank has a request.
 
         Raises:
-            Stopped: a stop was requested.
-            CheckpointError: an earlier save failed and ``checkpoint.on_error`` is stop.
+            Stopped: A stop was requested.
+            CheckpointError: An earlier save failed and ``checkpoint.on_error`` is stop.
         """
         if not distributed.any_rank([self._request.reason is not None])[0]:
             return False
