@@ -101,7 +101,7 @@ def find_untrained_rows(
         added: Candidates to compare with every other row too.
 
     Returns:
-        By candidate: The row that equals it, or None if its norm is far from the rest; and its norm over the median.
+        By candidate: the row that equals it, or None if its norm is far from the rest; and its norm over the median.
     """
     checked = sorted({i for i in candidates if 0 <= i < len(rows)})
     compared = torch.tensor([i for i in checked if i in added], dtype=torch.int64)
