@@ -1,7 +1,7 @@
 """The interface of environments: tools with a state, and tasks whose solution changes or reads it.
 
-An environment is a class without arguments. Ours are written like a user's own, and run in the same way: in a process
-of their own, with limits (``fctune.environments.host``).
+An environment is a class whose constructor takes no arguments. Built-in ones are written like a user's own, and run in
+the same way: in a separate process, with limits (``fctune.environments.host``).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Environment(ABC):
 
     @abstractmethod
     def reset(self, state: dict[str, Any]) -> None:
-        """Begin with a state, which must not be changed in place."""
+        """Start from a state; must not modify the given object."""
 
     @abstractmethod
     def call(self, name: str, arguments: dict[str, Any]) -> Any:
@@ -84,7 +84,7 @@ class ToolEnvironment(Environment):
     def add_tool(
         self, run: Callable[..., Any], description: str, /, *optional: str, **parameters: str | dict[str, Any]
     ) -> None:
-        """Offer a method under its own name.
+        """Register a method as a tool under its own name.
 
         Args:
             run: The method; returns the result, or raises ``ToolError``.
@@ -114,7 +114,7 @@ class ToolEnvironment(Environment):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task that its environment has been seen to solve, ready to be asked.
+    """A task that was checked to be solved by its own calls, ready to be asked.
 
     Attributes:
         id: Names it: ``ENVIRONMENT/SPLIT/SEED``.

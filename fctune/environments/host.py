@@ -1,7 +1,7 @@
-"""Runs environments in a process of their own, with limits on time, memory and results.
+"""Runs environments in separate processes, with limits on time, memory and results.
 
-An environment that raises, hangs, exits or returns garbage ends its episode with a named error; the process is started
-again, and the other episodes continue: their calls are made again, which is why environments must be deterministic.
+An environment that raises, hangs, exits or returns an invalid value ends its episode with an error that names it. The
+process is restarted and the calls of the other episodes are repeated, so environments must be deterministic.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class EnvironmentDefect(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an environment may use.
+    """Limits on the resources of an environment.
 
     Attributes:
         call_s: Seconds for one call, reset or task.
@@ -63,7 +63,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """What a call gave: JSON text for the model, and False if the call was refused."""
+    """Result of a call: JSON text for the model, and False if the call was refused."""
 
     text: str
     is_accepted: bool
@@ -98,7 +98,7 @@ class EnvironmentHost:
         self.tool_set = ToolSet(self.tools)
 
     def make_task(self, seed: int, split: Split) -> Task:
-        """Return the task of a seed, which its own calls have been seen to solve.
+        """Return the task of a seed, after checking that its own calls solve it.
 
         Raises:
             EnvironmentDefect: The environment makes none, or its own calls are refused or achieve nothing.
@@ -138,7 +138,7 @@ class EnvironmentHost:
                 self._process = None
 
     def _start_process(self) -> Any:
-        """Start the process, and return what the class says that its tools are."""
+        """Start the process, and return the tools that the class lists."""
         self._num_starts += 1
         self._process = _Process(self._reference, self.limits)
         reply = self._exchange("open", {}, _START_LIMIT_S)
@@ -147,10 +147,10 @@ class EnvironmentHost:
         return reply["value"]
 
     def _request(self, do: str, **values: Any) -> Any:
-        """Return the value of a request; a refused call is an error here.
+        """Return the value of a request that must not be refused.
 
         Raises:
-                EnvironmentDefect: The environment failed; a process that had to be ended is started again when needed.
+                EnvironmentDefect: The environment failed; if its process ended, the next request starts a new one.
         """
         reply = self._request_reply(do, **values)
         if "value" not in reply:
@@ -177,7 +177,9 @@ class EnvironmentHost:
             raise EnvironmentDefect(f"environment {self.name}, {_describe(do, values)}: {error}") from None
         if not isinstance(reply, dict) or not reply.keys() & {"value", "refused", "error"}:
             self.close()
-            raise EnvironmentDefect(f"environment {self.name}, {_describe(do, values)}: its process sends garbage")
+            raise EnvironmentDefect(
+                f"environment {self.name}, {_describe(do, values)}: its process sent an invalid reply"
+            )
         return reply
 
     def _defect(self, what: str) -> EnvironmentDefect:
@@ -186,7 +188,10 @@ class EnvironmentHost:
     def _read_tools(self, listed: Any) -> tuple[Tool, ...]:
         if not isinstance(listed, list) or not listed:
             self.close()
-            raise ConfigError(f"environment {self.name}: list_tools returned no list of tools.")
+            raise ConfigError(
+                f"environment {self.name}: list_tools returned no list of tools. Return functions with name, "
+                "description and parameters."
+            )
         tools = []
         for function in listed:
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -213,9 +218,11 @@ class EnvironmentHost:
             raise self._defect(f"{where} is not a TaskSpec ({type(error).__name__}: {error})") from None
         texts = [spec.question, spec.category, *spec.facts, *([] if spec.system is None else [spec.system])]
         if not all(isinstance(text, str) for text in texts) or not spec.question.strip():
-            raise self._defect(f"{where} has an empty question, or something else than texts in its texts")
+            raise self._defect(
+                f"{where} has an empty question, or a question, category, fact or system message that is no string"
+            )
         if not isinstance(spec.state, dict):
-            raise self._defect(f"{where} has a state that is not an object")
+            raise self._defect(f"{where} has a state that is not a dictionary")
         return spec
 
 
@@ -257,7 +264,7 @@ class Episode:
             return self._host._request("state", episode=self._number)
 
     def close(self) -> None:
-        """Forget the episode."""
+        """Free the episode in the process."""
         with self._host._lock, suppress(EnvironmentDefect):
             if self._host._process is not None and self._start == self._host._num_starts:
                 self._host._request("close", episode=self._number)
@@ -270,7 +277,7 @@ class Episode:
             self._start = self._host._num_starts
 
     def _ensure_alive(self) -> None:
-        """Make all calls again if another episode has cost the process its life."""
+        """Repeat all calls if the process was restarted because of another episode."""
         if self._host._process is not None and self._start == self._host._num_starts:
             return
         self._begin()

@@ -1,6 +1,6 @@
 """Bases with tokens that their tokenizer lacked: ``model.add_tokens``.
 
-An extended base is a directory beside the prepared sets, written once. It holds the extended tokenizer, a
+An extended base is a directory next to the prepared sets, written once. It holds the extended tokenizer, a
 ``config.json`` with the new vocabulary, the resized matrices, and links to the base's other weights, so that data,
 training and export use it like any base.
 """
@@ -102,7 +102,7 @@ def _extend_tokenizer(model_dir: Path, tokens: Sequence[str]) -> tuple[Any, Any]
     known = [token for token in tokens if base.token_to_id(token) is not None]
     if known:
         raise ConfigError(
-            f"model.add_tokens: {', '.join(map(repr, known))}: the tokenizer of {model_dir} has this already. Leave it "
+            f"model.add_tokens: {', '.join(map(repr, known))}: the tokenizer of {model_dir} already has this. Leave it "
             "out; adapter.train_tokens trains its rows."
         )
     # Not special: servers drop special tokens from the text that their parsers of calls read.

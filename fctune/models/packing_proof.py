@@ -51,8 +51,8 @@ def prove_packing(model: CausalLM, device: torch.device) -> None:
         )
     if not shift <= tolerance:
         raise ConfigError(
-            f"data.packed: a conversation in a packed row has other logits than alone in this model (by {shift:.1%}). "
-            "Set data.packed=false."
+            f"data.packed: a conversation in a packed row has different logits than alone in this model (by "
+            f"{shift:.1%}). Set data.packed=false."
         )
 
 
@@ -77,7 +77,7 @@ def _unrounded_products(model: CausalLM) -> Iterator[None]:
 
 
 def _compare(model: CausalLM, device: torch.device, seed: int) -> tuple[float, float]:
-    """Return how much the logits of a conversation differ behind another one, and alone, as shares of their size.
+    """Return how much a conversation's logits differ behind another one, and alone, as shares of their size.
 
     The first is that of the token that differs most, the second that of the median token.
     """

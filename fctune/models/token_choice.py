@@ -51,7 +51,7 @@ def choose_tokens(
     has_head_adapter = architecture.head in architecture.resolve_adapter_modules(config.modules)
     if has_head_adapter and add_tokens:
         raise ConfigError(
-            f"model.add_tokens: rows of {architecture.head} cannot train beside a LoRA adapter on it. Leave "
+            f"model.add_tokens: rows of {architecture.head} cannot train along with its LoRA adapter. Leave "
             f"{architecture.head} out of adapter.modules."
         )
     if add_tokens:
@@ -63,7 +63,7 @@ def choose_tokens(
     if isinstance(config.train_tokens, list):
         if has_head_adapter and config.train_tokens:
             raise ConfigError(
-                f"adapter.train_tokens: its rows of {architecture.head} cannot train beside a LoRA adapter on it. "
+                f"adapter.train_tokens: rows of {architecture.head} cannot train along with its LoRA adapter. "
                 f"Leave {architecture.head} out of adapter.modules, or set adapter.train_tokens=off."
             )
         ids = find_token_ids(config.train_tokens, model_dir, architecture)

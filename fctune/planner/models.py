@@ -60,7 +60,7 @@ def find_architecture(
     try:
         raw = json.loads(content)
     except ValueError as error:
-        raise ConfigError(f"hf:{name}/config.json: cannot be read as JSON ({error}).") from None
+        raise ConfigError(f"hf:{name}/config.json: cannot be read as JSON ({error}). Pass --model DIR.") from None
     return parse_architecture(f"hf:{name}/config.json", raw, model_source), None, f"{name} on the hub"
 
 

@@ -1,4 +1,4 @@
-"""Tasks made of cases: one answer each, rewarded by the judgement of its calls."""
+"""Tasks made from cases: one answer each, rewarded by the verdict on its calls."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ class CaseTasks:
     ):
         check_reward(weights, f"{where}.reward")
         if not suite.cases:
-            raise DataError(f"{suite.name}: contains no cases of one turn to learn from.")
+            raise DataError(
+                f"{suite.name}: has no cases of one turn. Make some with fctune data cases ROWS --out FILE."
+            )
         self._cases = {case.id: case for case in suite.cases}
         self._prompts = {case.id: tuple(decoder.template.encode_prompt(case.prompt)) for case in suite.cases}
         longest = max(self._prompts, key=lambda case_id: len(self._prompts[case_id]))
@@ -132,7 +134,7 @@ def load_training_suite(path: str, is_forced: bool = False) -> Suite:
         suite = load_suite(path)
     if (benchmark := benchmark_of(suite)) is not None and not is_forced:
         raise ConfigError(
-            f"grpo.cases={path}: belongs to a benchmark ({benchmark}), which says nothing about a model that learned "
-            "from it. Use other cases, or set grpo.force_benchmark=true; the run then says so ever after."
+            f"grpo.cases={path}: belongs to a benchmark ({benchmark}), which cannot measure a model that learned "
+            "from it. Use other cases, or set grpo.force_benchmark=true; every output of the run then says so."
         )
     return suite

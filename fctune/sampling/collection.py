@@ -1,7 +1,7 @@
-"""Batches of rollouts: cases in order, groups of answers, and further cases in place of groups that teach nothing.
+"""Batches of rollouts: groups of answers to the next cases, with groups that teach nothing replaced by further cases.
 
-A batch depends on its position among the cases and on the answers alone, so it is collected again from the answers that
-a checkpoint holds, and none is asked twice.
+A batch depends only on its position among the cases and on the answers, so a resumed run rebuilds it from the answers
+in the checkpoint and asks only for missing ones.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RolloutCollector:
         config: The ``grpo`` section.
         ids: Ids of the tasks.
         seed: Seed of the run: chooses the order of the tasks in each pass, and the tokens of each answer.
-        play: Asks and rewards.
+        play: Function that asks for answers and rewards them.
     """
 
     def __init__(self, config: GRPOConfig, ids: Sequence[str], seed: int, play: Play):
@@ -73,16 +73,16 @@ class RolloutCollector:
         return len(self._ids)
 
     def collect(self, number: int, start: int, num_flat: int = 0, done: Iterable[Rollout] = ()) -> RolloutBatch:
-        """Return a batch with as many groups as a step is to have, or fewer if the limit of refills is reached.
+        """Return a batch with ``prompts_per_step`` groups, or fewer if the limit of refills is reached.
 
         Args:
             number: Number of the batch.
             start: Cases drawn before it.
             num_flat: Batches in a row before it that had nothing to learn from.
-            done: Answers to its requests that there are already.
+            done: Answers to its requests from before a restart.
 
         Raises:
-            DataError: No answer arrives, no answer has a token, or too many batches in a row teach nothing.
+            DataError: No answer arrives, every answer is empty, or too many batches in a row teach nothing.
         """
         began = time.perf_counter()
         config, batch = self._config, RolloutBatch(number, start, start)
@@ -112,7 +112,7 @@ class RolloutCollector:
     def _ask(
         self, batch: RolloutBatch, num_groups: int, asked: Counter[str], known: dict[tuple[str, int], Rollout]
     ) -> list[list[Rollout]]:
-        """Return the groups of the next cases; a case that comes again in a batch has samples of higher numbers."""
+        """Return the groups of the next cases; when a case repeats within a batch, its samples are numbered on."""
         size = self._config.group_size
         groups: list[list[Request]] = []
         for position in range(batch.stop, batch.stop + num_groups):
@@ -128,11 +128,14 @@ class RolloutCollector:
         answered = [[known[one.case_id, one.sample] for one in group] for group in groups]
         flat = [one for group in answered for one in group]
         if all(one.error is not None for one in flat):
-            raise DataError(f"none of {len(flat):,} answers arrived, for example {flat[0].case_id}: {flat[0].error}")
+            raise DataError(
+                f"none of {len(flat):,} answers arrived, for example {flat[0].case_id}: {flat[0].error}. Fix the cause "
+                "and run the same command again to resume."
+            )
         if not any(one.num_generated for one in flat):
             raise DataError(
-                f"none of {len(flat):,} answers has a generated token, for example that to {flat[0].case_id}: check "
-                "the model, its chat template and grpo.max_new_tokens."
+                f"none of {len(flat):,} answers has a generated token, for example that to {flat[0].case_id}. Check "
+                "the model and its chat template."
             )
         return answered
 

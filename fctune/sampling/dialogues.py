@@ -1,7 +1,7 @@
-"""Rollouts of several turns: generate, read the calls, append the tools' results as token ids, generate again.
+"""Rollouts of several turns: generate, parse the calls, append the tools' results as token ids, generate again.
 
-What the policy generated stays as it is, token by token. The ids of results, and of the opening of the next answer, are
-those that the chat template puts there; they are context and not trained.
+Generated tokens are never decoded and encoded again. The ids of results, and of the opening of the next answer, come
+from the chat template; they are context and not trained.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fctune.data.conversation import Call, Conversation, Message, to_encodable
 from fctune.errors import ConfigError, DataError
 from fctune.sampling.rollouts import Generation, Request, Rollout, RolloutEngine, make_seed
 
-# Tasks in a row without an answer after which something is wrong that asking further will not mend. A single task, such
+# Failing tasks in a row after which the cause is systematic, and asking further tasks will not help. A single task, such
 # as one whose prompt is too long, fails as many times as its group has answers.
 _MAX_FAILING = 20
 # Tokens at the end of a prompt that may open the reasoning.
@@ -32,7 +32,7 @@ class DialogueError(Exception):
 
 
 class World(Protocol):
-    """What answers a policy's calls in one dialogue, and judges it at the end."""
+    """The other side of a dialogue: answers the policy's calls, and judges the dialogue at the end."""
 
     prompt: Conversation
     category: str
@@ -41,7 +41,7 @@ class World(Protocol):
         """Return the messages that follow an answer, read strictly; none end the dialogue.
 
         Raises:
-            DialogueError: There is no answer to this, ever.
+            DialogueError: The world cannot answer.
         """
 
     def score(self, text: str) -> Mapping[str, float]:
@@ -57,7 +57,7 @@ class World(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DialogueLimits:
-    """Where a dialogue ends.
+    """Limits of a dialogue.
 
     Attributes:
         max_turns: Answers of the policy.
@@ -250,7 +250,7 @@ class DialoguePlayer:
         if len(self._failing) >= _MAX_FAILING:
             raise ConfigError(
                 f"all dialogues of {len(self._failing)} tasks in a row failed, the last one, {rollout.case_id}, with: "
-                f"{rollout.error}."
+                f"{rollout.error}. Fix the cause and run the same command again to resume."
             )
         return rollout
 

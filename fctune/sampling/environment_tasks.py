@@ -1,4 +1,4 @@
-"""Tasks in environments: a question, calls that change a state, and a reward over the final state and the calls."""
+"""Tasks in environments: a question, calls that change a state, and a reward for the final state and the calls."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class _EnvironmentWorld:
         return score_episode(self._task, state, [result.is_accepted for _, result in self._episode.calls], text)
 
     def close(self) -> None:
-        """Forget the episode."""
+        """Free the episode."""
         self._episode.close()
 
 

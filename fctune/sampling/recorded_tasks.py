@@ -32,7 +32,7 @@ RECORDED_REWARD = {"solved": 1.0}
 
 
 class RecordedTasks:
-    """Conversations of which the first answer is asked for, and further ones while the calls are those of the row.
+    """Recorded conversations, continued as recorded for as long as the policy makes the calls of the row.
 
     Rows without tools or without calls with results are left out, as are repeated ones.
 
@@ -61,7 +61,9 @@ class RecordedTasks:
         check_parts(weights, RECORDED_PARTS, where)
         self._rows = {one.digest(): one for one in conversations if one.tools and _find_start(one) is not None}
         if not self._rows:
-            raise DataError("no row has tools, and calls of them with recorded results.")
+            raise DataError(
+                "no row has tools and calls with recorded results. Name rows that have both, or use cases of one turn."
+            )
         self._player = DialoguePlayer(template, call_format, limits, weights)
         self._settings = [repr(limits), dict(sorted(weights.items()))]
 
@@ -92,7 +94,7 @@ def read_recorded(path: str, row_format: str = "auto") -> Iterator[Conversation]
 
 
 class _RecordedWorld:
-    """One conversation, up to where the policy leaves it."""
+    """One conversation, up to the first turn in which the policy deviates from it."""
 
     def __init__(self, row: Conversation):
         start = _find_start(row)
@@ -121,7 +123,7 @@ class _RecordedWorld:
         return _to_made_calls(expected.calls, parsed.calls, following)
 
     def score(self, text: str) -> Mapping[str, float]:
-        """Return how many turns were right."""
+        """Return the parts of the reward, from the share of right turns."""
         share = self._num_right / self._num_turns
         return {"solved": float(share == 1.0), "progress": share}
 

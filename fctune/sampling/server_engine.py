@@ -1,8 +1,8 @@
-"""Rollout engine of a vLLM server: token ids in and out, and each update of the policy as an adapter of its own name.
+"""Rollout engine of a vLLM server: token ids in and out, and each update of the policy as an adapter under a new name.
 
-A version is copied to a directory that the server sees, flushed and renamed, loaded under a name that was never used
-before, and only then asked. Names are not reused, because a server keeps cached prefixes by name and path. An older
-version is unloaded once no request uses it.
+A version is copied to a directory that the server sees, flushed, renamed and loaded under a name that was never used
+before; only then do requests go to it. Names are not reused, because a server keeps cached prefixes by name and path.
+An older version is unloaded once no request uses it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class ServerPatience:
-    """How long a server that is gone is waited for.
+    """How long to wait for a server that is unavailable.
 
     Attributes:
-        poll_s: Seconds between two looks.
+        poll_s: Seconds between two checks.
         max_wait_s: Seconds after which the run ends.
-        retry: How long one request is tried before the server counts as gone.
+        retry: How long to retry one request before the server counts as unavailable.
     """
 
     poll_s: float = 5.0
@@ -53,7 +53,7 @@ class ServerPatience:
 
 @dataclass(slots=True, eq=False)
 class _Published:
-    """An adapter on the server; ``name`` is the base's where nothing was published yet."""
+    """An adapter on the server; before anything was published, ``name`` is the base's."""
 
     name: str
     version: int
@@ -226,7 +226,7 @@ class ServerRolloutEngine:
             "logprobs": 0,
             "return_token_ids": True,
             "add_special_tokens": False,
-            # Over those of the model's generation config, which would make the served policy another one.
+            # These override the model's generation config, which would change the distribution that is sampled.
             "top_p": 1.0,
             "top_k": -1,
             "min_p": 0.0,
@@ -258,7 +258,7 @@ class ServerRolloutEngine:
                 shutil.rmtree(one.path, ignore_errors=True)
 
     def _copy(self, policy: Path, version: int) -> Path:
-        """Copy an adapter under a name of its own, complete or not at all."""
+        """Copy an adapter to a directory with a new name, atomically."""
         path = self._publish_dir / f"{self._prefix}v{version}-{secrets.token_hex(3)}"
         try:
             self._publish_dir.mkdir(parents=True, exist_ok=True)
@@ -276,7 +276,7 @@ class ServerRolloutEngine:
         return path
 
     def _load(self, published: _Published) -> str | None:
-        """Load an adapter; returns the reason if the server is gone."""
+        """Load an adapter; returns the reason if the server is unavailable, else None."""
         body = {"lora_name": published.name, "lora_path": str(published.path)}
         try:
             # The body is a text and no JSON.
@@ -304,18 +304,18 @@ class ServerRolloutEngine:
                 "same path."
             )
         if error.status in (404, 405) or ("lora" in said.lower() and "enabl" in said.lower()):
-            return f"takes no adapters at run time ({said}); {_REMEDY}."
-        return f"refuses the adapter {path} ({said}). Does it serve the model that is trained?"
+            return f"does not load adapters at run time ({said}); {_REMEDY}."
+        return f"rejects the adapter {path} ({said}). Check that it serves the model that is trained."
 
     def _unload(self, name: str) -> None:
-        with suppress(RequestError):  # a server that is gone has forgotten it, too
+        with suppress(RequestError):  # a server that has died has unloaded it, too
             self._once.post_text("/v1/unload_lora_adapter", {"lora_name": name})
 
     def _recover(self, reason: str, num_recoveries: int) -> None:
         """Wait until the server is healthy and has the current version again.
 
         Args:
-            reason: Why it counts as gone.
+            reason: Why it counts as unavailable.
             num_recoveries: Value of the counter when the failed request began: if another thread has found the server
                 in the meantime, there is nothing to wait for.
         """
@@ -332,8 +332,8 @@ class ServerRolloutEngine:
                 waited = time.monotonic() - started
                 if waited > self._patience.max_wait_s:
                     raise ConfigError(
-                        f"{self.url}: gone for {waited:,.0f} s ({reason}). Start the server, and run the same command "
-                        "again to resume."
+                        f"{self.url}: unavailable for {waited:,.0f} s ({reason}). Start the server, and run the same "
+                        "command again to resume."
                     )
                 if not is_told:
                     self._say(f"the server at {self.url} is gone ({reason}); waiting for it")
@@ -359,8 +359,8 @@ class ServerRolloutEngine:
             if error.status in (401, 403):
                 raise ConfigError(f"{self.url}: refuses the API key ({error}). Set FCTUNE_API_KEY.") from None
             raise ConfigError(
-                f"{self.url}: no engine there ({error}). Start one (fctune serve BASE --adapters), or correct the "
-                "address."
+                f"{self.url}: no server answers there ({error}). Start one (fctune serve BASE --adapters), or correct "
+                "the address."
             ) from None
         rows = listed.get("data") if isinstance(listed, dict) else None
         self._models = [row for row in rows or [] if isinstance(row, dict) and "id" in row]
@@ -370,9 +370,11 @@ class ServerRolloutEngine:
         names = self._list_models()
         bases = [str(row["id"]) for row in self._models if row.get("parent") is None]
         if served_model is not None and served_model not in names:
-            raise ConfigError(f"{self.url}: serves no {served_model}; it lists {', '.join(names[:10]) or 'nothing'}.")
+            listed = ", ".join(names[:10]) or "no model"
+            raise ConfigError(f"{self.url}: does not serve {served_model}; it lists {listed}. Name one of them.")
         if served_model is None and len(bases) != 1:
-            raise ConfigError(f"{self.url}: lists {', '.join(bases[:10]) or 'no model'}; name the base to be used.")
+            listed = ", ".join(bases[:10]) or "no model"
+            raise ConfigError(f"{self.url}: lists {listed}; name the base with grpo.server.served_model.")
         base = bases[0] if served_model is None else served_model
         row = next(row for row in self._models if str(row["id"]) == base)
         positions = row.get("max_model_len")
@@ -384,17 +386,17 @@ class ServerRolloutEngine:
         return base
 
     def _check_tokenizer(self) -> None:
-        """Compare the token ids of a text.
+        """Check that the server encodes a text as the policy's tokenizer does.
 
         Raises:
-            ConfigError: The server's tokenizer is another one, or it does not say.
+            ConfigError: The token ids differ, or the server does not return any.
         """
         body = {"model": self._base, "prompt": _PROBE, "add_special_tokens": False}
         try:
             sent = self._client.post("/tokenize", body, lambda answer: [int(token) for token in answer["tokens"]])
         except (RequestError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{self.url}: cannot say how it encodes text ({error}). Serve the model with vLLM."
+                f"{self.url}: does not return token ids of a text ({error}). Serve the model with vLLM."
             ) from None
         own = self._template.tokenizer.encode(_PROBE, add_special_tokens=False)
         if own != sent:

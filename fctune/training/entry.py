@@ -326,5 +326,5 @@ def _create_probe(path: Path) -> str:
     try:
         (path / name).touch()
     except OSError as error:
-        raise ConfigError(f"output_dir={path}: cannot be written ({error.strerror}).") from None
+        raise ConfigError(f"output_dir={path}: cannot be written ({error.strerror}). Set another one.") from None
     return name

@@ -150,7 +150,10 @@ class RunDirectory:
             for name in ("exit.json", "stop", "stop-for-good"):
                 (self.path / name).unlink(missing_ok=True)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"output_dir={self.path}: the run in it cannot be resumed ({error}).") from None
+            raise ConfigError(
+                f"output_dir={self.path}: the run in it cannot be resumed ({error}). Fix the cause, or set another "
+                "output_dir."
+            ) from None
 
     def describe(self, **details: Any) -> None:
         """Add details to run.json that are known only after the start."""

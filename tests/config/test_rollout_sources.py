@@ -49,7 +49,7 @@ def test_recorded_rows_must_exist(tmp_path: Path) -> None:
 def test_a_server_is_named_exactly_if_it_generates() -> None:
     cases, server = "environment:files:10", ServerConfig(url="http://127.0.0.1:8000")
     assert not find_problems(GRPOConfig(cases=cases, engine="server", server=server))
-    assert "engine=server: `grpo.server.url`" in find_problems(GRPOConfig(cases=cases, engine="server"))[0]
+    assert "engine=server: grpo.server is required" in find_problems(GRPOConfig(cases=cases, engine="server"))[0]
     assert "engine=in_process" in find_problems(GRPOConfig(cases=cases, server=server))[0]
 
 

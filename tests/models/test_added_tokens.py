@@ -82,7 +82,7 @@ def test_a_base_is_extended_once(make_model: Callable[..., Path], tmp_path: Path
 
 
 def test_a_token_that_exists_is_named(make_model: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'<tool_call>': the tokenizer of .* has this already"):
+    with pytest.raises(ConfigError, match=r"'<tool_call>': the tokenizer of .* already has this"):
         extend_base(make_model(), ["<call>", "<tool_call>"], tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -57,8 +57,8 @@ def test_what_torchtune_would_ignore_goes_to_transformers(change: dict[str, Any]
         ({"model_type": "made_up", "auto_map": {"AutoModelForCausalLM": "a.B"}}, "needs the code in its own repo"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "is an encoder-decoder"),
         ({"model_type": "qwen33"}, "did you mean qwen3?"),
-        ({"model_type": "vit"}, "is no causal language model of transformers"),
-        ({}, "model_type=None is no causal language model"),
+        ({"model_type": "vit"}, "is not a causal language model of transformers"),
+        ({}, "model_type=None is not a causal language model"),
     ],
 )
 def test_models_that_no_source_builds_are_refused_in_a_sentence(

@@ -91,7 +91,7 @@ def test_positions_that_go_on_in_the_next_conversation_are_caught(monkeypatch: p
     monkeypatch.setattr(
         rotary, "forward", lambda x, position_ids, own=rotary.forward: own(x, position_ids * (position_ids.shape[1]))
     )
-    with pytest.raises(ConfigError, match="has other logits than alone"):
+    with pytest.raises(ConfigError, match="has different logits than alone"):
         packing_proof.prove_packing(model, CPU)
 
 

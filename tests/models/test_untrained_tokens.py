@@ -135,7 +135,7 @@ def test_listed_tokens_are_found_or_named(make_model: Callable[..., Path]) -> No
     assert "did you mean <tool_call>?" in str(error.value)
     assert "'<nothing like it>' is not a token" in str(error.value)
     head = AdapterConfig(modules=["lm_head"], train_tokens=["<tool_call>"])
-    with pytest.raises(ConfigError, match="lm_head cannot train beside a LoRA adapter"):
+    with pytest.raises(ConfigError, match="lm_head cannot train along with its LoRA adapter"):
         choose_tokens(head, path, architecture, Candidates())
 
 

@@ -278,7 +278,7 @@ def test_a_dialogue_with_recorded_results_ends_where_the_policy_leaves_the_row(t
 def test_rows_without_recorded_results_give_no_tasks(template: ChatTemplate) -> None:
     row = make_row()
     rows = [replace(row, messages=row.messages[:2]), replace(row, tools=())]
-    with pytest.raises(DataError, match="no row has tools, and calls of them with recorded results"):
+    with pytest.raises(DataError, match="no row has tools and calls with recorded results"):
         RecordedTasks(rows, template, detect_format(template.source), LIMITS)
     both = RecordedTasks([row, row, *rows], template, detect_format(template.source), LIMITS)
     assert len(both.ids) == 1

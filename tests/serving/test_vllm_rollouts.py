@@ -165,5 +165,5 @@ def test_a_server_that_ends_is_waited_for_and_one_without_adapters_is_named(
     assert "is back after" in said[-1]
     with serve_vllm(TINY_BASE, vllm_python, port, "--max-model-len", "512") as address:
         plain = ServerRolloutEngine(address, tmp_path, template)
-        with pytest.raises(ConfigError, match=r"takes no adapters at run time .* fctune serve --adapters"):
+        with pytest.raises(ConfigError, match=r"does not load adapters at run time .* fctune serve --adapters"):
             plain.publish(make_adapter(1), 1)

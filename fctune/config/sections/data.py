@@ -35,7 +35,7 @@ class DataConfig:
     """Training rows: sources, rendering, supervision and packing."""
 
     sources: list[SourceConfig] = field(default_factory=list)
-    """Sources, read in this order; every run has some but those with a `grpo` section."""
+    """Sources, read in this order. Required, except with a `grpo` section."""
     validation_share: Annotated[float, Range(ge=0, lt=1)] = 0.02
     """Share of conversations held out for validation; chosen by hash, so a conversation keeps its split when rows are
     added. At least one is held out of 20 or more; 0: none."""
@@ -60,7 +60,7 @@ class DataConfig:
     call_weight: Annotated[float, Range(gt=0)] = 1.0
     """Loss weight of a token in a turn that calls a function, relative to 1.0 for other supervised tokens."""
     on_invalid: Literal["fail", "skip"] = "fail"
-    """Rows that cannot be used: stop with a report, or skip and count them."""
+    """Unusable rows: stop with a report, or skip and count them."""
     overlong: Literal["fail", "drop", "cut"] = "fail"
     """Conversations longer than `seq_len`: stop, drop them, or cut them at the end of a turn."""
     parallel_calls: Literal["error", "split"] = "error"
@@ -85,7 +85,7 @@ class DataConfig:
     them."""
 
     def check(self, where: str, problems: list[str]) -> None:
-        """Check the keys that preference pairs do not combine with."""
+        """Check keys that cannot be combined with preference pairs."""
         if not self.pairs:
             return
         if not self.packed:

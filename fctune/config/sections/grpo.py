@@ -28,7 +28,8 @@ class GRPOConfig:
     """
 
     cases: str
-    """JSONL file of cases (`fctune data cases`), suite in YAML, or `synthetic:SPLIT:ROWS[:SEED]`."""
+    """JSONL file of cases (`fctune data cases`), suite in YAML, `synthetic:SPLIT:ROWS[:SEED]`, or dialogues of several
+    turns (see `dialogue`)."""
     force_benchmark: bool = False
     """Learn from cases of a benchmark, which can then no longer measure the model."""
     prompts_per_step: Annotated[int, AT_LEAST_1] = 16
@@ -38,8 +39,8 @@ class GRPOConfig:
     max_new_tokens: Annotated[int, AT_LEAST_1] = 256
     """Longest answer in tokens; prompt and answer together must fit in `data.seq_len`."""
     temperature: Annotated[float, Range(gt=0)] = 1.0
-    """Temperature of the answers. Other than 1, answers come from a policy that is not quite the trained one, since
-    log-probabilities are those before the temperature is applied."""
+    """Temperature of the answers. At any value but 1, answers come from a slightly different distribution than the one
+    that is trained, because log-probabilities are taken before the temperature is applied."""
     # Not a default mapping, which given parts would be added to.
     reward: Annotated[dict[str, float] | None, Null("`strict: 1`; in dialogues see docs/environments.md")] = None
     """Weight of each part of the reward: `strict`, `lenient`, `names`, `arguments`, `schema`, `format`, `brevity`, and
@@ -57,7 +58,8 @@ class GRPOConfig:
     clip_high: Annotated[float | None, Range(gt=0), Null("0.2; 0.28 for `dapo`, 4e-4 for `gspo`")] = None
     """The ratio is clipped at 1 plus this."""
     kl_beta: Annotated[float, AT_LEAST_0] = 0.0
-    """Weight of the divergence from the base with its adapter switched off, a forward pass more each step; 0: none."""
+    """Weight of the divergence from the base with its adapter switched off, which takes one more forward pass per step;
+    0: none."""
     updates_per_batch: Annotated[int, AT_LEAST_1] = 1
     """Optimizer steps on each batch of rollouts."""
     ratio_cap: Annotated[float, Range(gt=1)] = 2.0
@@ -66,23 +68,23 @@ class GRPOConfig:
     drop_flat_groups: bool = True
     """Drop groups whose answers have equal rewards, which teach nothing, and ask further cases in their place."""
     max_refills: Annotated[int, AT_LEAST_0] = 2
-    """Rounds of further cases in a batch; then it is trained with the groups that there are."""
+    """Rounds of further cases per batch; after the last one, the batch is trained as it is."""
     max_flat_batches: Annotated[int, AT_LEAST_1] = 10
     """End the run after this many batches in a row without any group to learn from."""
     mask_cut: bool = True
     """Do not train answers that `max_new_tokens` cut off; they count in their group's mean."""
     engine: Literal["in_process", "server"] = "in_process"
-    """What generates: the model in training, gathered on each rank, or a server."""
+    """Engine that generates: the model in training, gathered on each rank, or a server."""
     generation_batch_size: Annotated[int, AT_LEAST_1] = 64
     """Answers that a rank generates at a time, in process."""
     server: Annotated[ServerConfig | None, Null("none")] = None
     """The server, with `engine: server`."""
     dialogue: DialogueConfig = field(default_factory=DialogueConfig)
-    """Limits of dialogues: `cases` that are `environment:NAMES:TASKS`, such as `environment:files,shop:1000`, or
-    `recorded:ROWS`, a file of rows with calls and their results (docs/environments.md). Their rewards have other parts:
-    `solved`, `progress`, and in environments `economy` and `validity`."""
+    """Limits of dialogues, which `cases` names as `environment:NAMES:TASKS`, such as `environment:files,shop:1000`, or
+    as `recorded:ROWS`, a file of rows with calls and their results (docs/environments.md). Their rewards have other
+    parts: `solved`, `progress`, and in environments `economy` and `validity`."""
     max_staleness: Annotated[int, AT_LEAST_0] = 1
-    """Batches that a server generates ahead of the one in training; 0 waits for each. In process it is always 0."""
+    """Batches that a server generates ahead of the one in training; 0: none. In process it is always 0."""
 
     @property
     def clips(self) -> tuple[float, float]:
@@ -98,8 +100,9 @@ class GRPOConfig:
     def check(self, where: str, problems: list[str]) -> None:
         """Check that local cases exist, and that a server is named if one generates."""
         if (self.engine == "server") != (self.server is not None):
-            key, other = join_key(where, "engine"), join_key(where, "server.url")
-            problems.append(f"{key}={self.engine}: `{other}` belongs to engine=server, and only to that")
+            key, other = join_key(where, "engine"), join_key(where, "server")
+            remedy = f"set {other}.url" if self.server is None else f"remove {other}, or set {key}=server"
+            problems.append(f"{key}={self.engine}: {other} is required by engine=server, and only by that; {remedy}")
         if is_dialogue_source(self.cases):
             problems += find_source_problems(self.cases, where)
         elif not self.cases.startswith("synthetic:") and not Path(self.cases).is_file():

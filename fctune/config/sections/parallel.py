@@ -28,7 +28,7 @@ class ParallelConfig:
     weights are sharded by `fsdp` or `hsdp`."""
 
     def check(self, where: str, problems: list[str]) -> None:
-        """Check keys that only some modes have."""
+        """Check keys that only some modes support."""
         if self.expert > 1 and self.mode == "ddp":
             problems.append(
                 f"{where}.expert={self.expert}: needs ranks that shard the other weights, and ddp shards none; set "

@@ -49,7 +49,7 @@ class PreferenceConfig:
         return _BETAS[self.loss] if self.beta is None else self.beta
 
     def check(self, where: str, problems: list[str]) -> None:
-        """Check options that other losses have."""
+        """Check for options that belong to other losses."""
         for key, value, owner in (
             ("length_normalized", self.length_normalized, "dpo"),
             ("label_smoothing", self.label_smoothing != 0, "dpo"),

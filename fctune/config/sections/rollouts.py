@@ -28,7 +28,7 @@ class ServerConfig:
     concurrency: Annotated[int, AT_LEAST_1] = 64
     """Requests in flight."""
     max_wait_s: Annotated[float, Range(gt=0)] = 1800.0
-    """How long a server that is gone is waited for; then the run ends and can be resumed."""
+    """Seconds to wait for an unavailable server; then the run ends, and the same command resumes it."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -202,7 +202,7 @@ def check_config(where: str, raw: dict[str, Any]) -> None:
             )
         hint = (suggest(family, known) if isinstance(family, str) else "") or "."
         raise ConfigError(
-            f"{where}: model_type={family!r} is no causal language model of transformers {version}{hint} Install a "
+            f"{where}: model_type={family!r} is not a causal language model of transformers {version}{hint} Install a "
             "version that has it, or choose another model."
         )
     _check_quantization(where, raw)
@@ -214,7 +214,7 @@ def _check_quantization(where: str, raw: dict[str, Any]) -> None:
     if config and method not in DEQUANTIZED:
         raise ConfigError(
             f"{where}: its weights are quantised (quant_method={method!r}), and only {' and '.join(DEQUANTIZED)} are "
-            "undone while loading. Use the unquantised model; adapter.base=nf4 quantises it for training."
+            "dequantised while loading. Use the unquantised model; adapter.base=nf4 quantises it for training."
         )
 
 

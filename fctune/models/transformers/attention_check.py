@@ -80,8 +80,8 @@ def check_attention(
     chunk = getattr(decoder.config, "attention_chunk_size", None)
     if chunk is not None and max_seq_len > chunk:
         raise ConfigError(
-            f"data.seq_len={max_seq_len}: layers of model_type={family!r} attend within chunks of {chunk} tokens, of "
-            f"which fctune trains the first; lower it to {chunk}, or choose another model."
+            f"data.seq_len={max_seq_len}: layers of model_type={family!r} attend within chunks of {chunk} tokens, and "
+            f"fctune trains within one chunk only; lower it to {chunk}, or choose another model."
         )
     meant = {None if chunk else _find_window(mask, max_seq_len, where) for mask in masks}
     if masks and not uses:
@@ -148,11 +148,11 @@ def _find_window(mask: _Mask, length: int, where: str) -> int | None:
         seen = mask(zero, zero, torch.tensor(last), keys).expand(length)
         count = max(1, int(seen.sum()))  # a window of 0 belongs to no layer
         if seen.any() and not torch.equal(seen, (keys <= last) & (keys > last - count)):
-            raise ConfigError(f"{where}: a mask of this model is no sliding window; choose another model.")
+            raise ConfigError(f"{where}: a mask of this model is not a sliding window; choose another model.")
         if last == length - 1 or count <= last:
             found.append(count if count <= last else None)
     if len(set(found)) > 1:
-        raise ConfigError(f"{where}: a mask of this model is no sliding window; choose another model.")
+        raise ConfigError(f"{where}: a mask of this model is not a sliding window; choose another model.")
     return found[0]
 
 

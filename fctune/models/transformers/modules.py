@@ -117,7 +117,10 @@ def _without_weights(where: str, what: str) -> Iterator[None]:
             yield
     except Exception as error:  # the library raises all kinds
         reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{where}: transformers cannot build {what} ({type(error).__name__}: {reason}).") from None
+        raise ConfigError(
+            f"{where}: transformers cannot build {what} ({type(error).__name__}: {reason}). Compare it with the "
+            "published one, or choose another model."
+        ) from None
 
 
 def build_decoder(architecture: TransformersArchitecture, dtype: torch.dtype) -> Any:
