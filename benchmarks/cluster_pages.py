@@ -1,4 +1,4 @@
-"""Plan the runs that the pages about clusters describe, and write their outputs and tables into these pages.
+"""Plan the runs that the pages about clusters describe, and write the results into these pages.
 
     python -m benchmarks.cluster_pages
 

@@ -1,10 +1,10 @@
-"""First and second start of a compiled run, whose compiler's cache is empty and filled.
+"""Measure the first and second start of a compiled run, with an empty and a filled compiler cache.
 
     python -m benchmarks.compile_cache [--config tiny_lora] [--out FILE] [KEY=VALUE ...]
 
-Both runs take the same two steps from the start with the tiny base, on one rank on the CPU. What is reported of each
-is the CPU time of the run with all its processes, the clock time and that of its first step, and the bytes in the
-cache, which TORCHINDUCTOR_CACHE_DIR names. Others' work on the machine changes clock times, and CPU times little.
+Both runs take the same two steps from the start with the tiny base, on one rank on the CPU. For each, it
+reports the CPU time of the run with all its processes, the wall time of the run and of its first step, and the bytes in
+the cache (TORCHINDUCTOR_CACHE_DIR). Other load on the machine changes wall times, but hardly CPU times.
 """
 
 from __future__ import annotations

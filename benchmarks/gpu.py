@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu [--out benchmarks/results/gpu.json] [--rows correctness,lora_8b,...] [--again] [--toy]
 
-Rows run in the order of their value, each in processes of its own with a time limit, until ``--minutes`` are over. Each
-enters the results and their page, docs/gpu-results.md, when it ends; rows that succeeded are skipped by the next run,
-so the command can be repeated until all are there. Tests that fail enter both as they do.
+Rows run in order of importance, each in separate processes with a time limit, until ``--minutes`` are over. Each is
+added to the results and their page, docs/gpu-results.md, when it ends. The next run skips rows that succeeded, so the
+command can be repeated until all are there. Failing tests are recorded as soon as they fail.
 
 The models have the shapes of Llama-3.1-8B and Llama-3.2-3B and random weights drawn on the device; the training data is
 this project's synthetic set, packed. LoRA runs on one GPU, full fine-tuning on all. ``--toy`` runs every row on a toy

@@ -1,4 +1,4 @@
-"""Run the tests that need a GPU, and tell of each one as it ends.
+"""Run the tests that need a GPU, and report each one as it ends.
 
 ``benchmarks.gpu`` runs pytest with this module as a plugin: a line of JSON for each test is in a file as soon as the
 test has ended, so that a run which is cut off leaves the names and messages of the tests that failed until then.

@@ -58,7 +58,7 @@ ROWS = (
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products, and the bytes of thin ones, those with a dimension of no more than 512."""
+    """Counts matrix products, and the bytes of thin ones, those with a dimension of at most 512."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()

@@ -1,16 +1,16 @@
-"""Does a model learn from verdicts on its own answers? Three methods on the tiny base, each with a random control.
+"""Measure what a model learns from verdicts on its own answers: three methods on the tiny base, with random controls.
 
     python -m benchmarks.learning --out DIR [--methods rejection dpo] [--seeds 0 1 2] [--control] [key=value ...]
 
 For each seed: rows are split by tool; the tiny base is trained on some of the training rows and stopped early; it
-answers other training cases several times. From that start, a method trains on what the verdicts say of the answers:
+answers other training cases several times. From that start, each method trains on the judged answers:
 
 - rejection: supervised on right answers
 - dpo: on pairs of a right and a wrong answer
 - grpo: from the verdicts on fresh answers, in groups
 
---control also trains the same number of steps on as many answers that were chosen at random: a method must beat its
-start, and its control must not. All are measured on cases whose tools no training row has, and compared with the start
+--control also trains for as many steps on as many randomly chosen answers: a method must improve on its start, and its
+control must not. All are measured on cases whose tools no training row has, and compared with the start
 in pairs (McNemar's exact test). --split validation measures other cases of those tools, for choosing settings;
 ``key=value`` then overrides keys of the method's config, and --trial names the result.
 
@@ -53,7 +53,7 @@ class Method:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is missing of every seed and method, print the table and write ``SPLIT.json``."""
+    """Run the missing parts of every seed and method, print the table and write ``SPLIT.json``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
@@ -187,7 +187,7 @@ def train(folder: Path, seed: int, base: str, config: str, overrides: Sequence[s
 
 
 def measure(folder: Path, model: Path, split: str, seed: int) -> None:
-    """Write what a model answers right of a split, and how it differs from the start."""
+    """Measure a model on a split, and compare it with the start."""
     name = model.parent.parent.name
     out = folder / split / f"{name}.json"
     if out.exists():

@@ -1,4 +1,4 @@
-"""Prove which architectures train exactly, and write the tables of supported models.
+"""Check which architectures train exactly as with transformers and PEFT, and write the tables of supported models.
 
     python -m benchmarks.models [--only TYPE ...] [--jobs 2] [--resume] [--out benchmarks/results/models.json]
     python -m benchmarks.models --tables

@@ -1,7 +1,7 @@
 """Training conversations full of numbers: invented tools that calculate something, and requests with random values.
 
 Seal-Tools has few arguments that are numbers and none that is a list, and a tokenizer that splits numbers into digits
-needs many examples before it copies them whole. A tool here calculates an invented measure from one to three
+needs many examples before it copies them completely. A tool here calculates an invented measure from one to three
 quantities, lists of numbers or both; its values are drawn afresh for each request, with units, percent signs, minus
 signs and thousands as people write them. What BFCL's tools are called is not used: rows with such names are left out.
 """

@@ -214,7 +214,7 @@ def _replace_quoted(text: str, old: str, new: Sequence[str]) -> str:
 
 
 def _whole(value: Any) -> str:
-    """Return a pattern of a value as a whole: not 1 in 12, nor 5 in 2.5, nor man in woman."""
+    """Return a pattern that matches a value only as a complete word: not 1 in 12, nor 5 in 2.5, nor man in woman."""
     return rf"(?<![\w.,-]){re.escape(str(value))}(?!\w|[.,]\d)"
 
 

@@ -10,7 +10,7 @@ from benchmarks.job import ALPHA, CLIP, LEARNING_RATE, MODULES, RANK, WEIGHT_DEC
 
 
 def train(job: Job, recorder: Recorder) -> None:
-    """Train on packed rows, whose conversations transformers tells apart by their positions."""
+    """Train on packed rows, whose conversations transformers separates by their positions."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 

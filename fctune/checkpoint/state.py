@@ -56,7 +56,7 @@ class TrainState:
 
 @runtime_checkable
 class DataCursor(Protocol):
-    """What a run knows of its data: where it is, and what it needs to continue there."""
+    """Position of a run in its data, with what it needs to continue there."""
 
     def state_at(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint after ``step`` records, ready for JSON; ``epoch`` is part of it."""

@@ -170,7 +170,7 @@ class _ChatTerminal:
                 self._talk(chat, lambda said=line: chat.say(said))  # type: ignore[misc]
 
     def _talk(self, chat: Chat, ask: Callable[[], ChatStep]) -> None:
-        """Show an answer, get the results of its calls, and go on until the model calls no more."""
+        """Show an answer, get the results of its calls, and repeat until the model makes no call."""
         try:
             for _ in range(_MAX_CALL_ROUNDS):
                 step = self._last = ask()

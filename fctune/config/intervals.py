@@ -27,7 +27,7 @@ class Interval:
         return self.steps == NEVER
 
     def in_steps(self, num_steps: int, step_s: float | None = None) -> int | None:
-        """Return the interval in whole steps, at least 1, or 0 for never; None for a time without ``step_s``.
+        """Return the interval in steps, at least 1, or 0 for never; None for a time without ``step_s``.
 
         Args:
             num_steps: Steps of the run.

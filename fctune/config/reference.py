@@ -57,7 +57,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _without_required(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a section whose required keys another config may give; items of lists are always whole."""
+    """Return the schema of a section whose required keys another config may give; list items are always complete."""
     partial = {key: value for key, value in schema.items() if key != "required"}
     if "properties" in schema:
         partial["properties"] = {name: _without_required(inner) for name, inner in schema["properties"].items()}

@@ -256,7 +256,7 @@ def _encode_sources(
 
 @contextlib.contextmanager
 def _exempt_from_collection() -> Iterator[None]:
-    """Exempt all objects from garbage collection meanwhile: once torch is imported, going through them takes 0.2 s."""
+    """Exempt existing objects from garbage collection in this context: with torch imported, a pass takes 0.2 s."""
     gc.freeze()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Scores of an episode: how near its end is to the task's goal, and what its calls cost."""
+"""Scores of an episode: distance of its final state from the task's goal, and economy of its calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fctune.environments.base import Task
 
 ENVIRONMENT_PARTS: dict[str, str] = {
     "solved": "1 if the final state is the goal and the answer has the facts that were asked for",
-    "progress": "share of what had to change or be told that was, less unwanted changes",
+    "progress": "share of the required changes and facts that were achieved, minus unwanted changes",
     "economy": "calls of the task's own solution divided by the calls made, at most 1; 0 unless solved",
     "validity": "share of the calls that match a tool and that the environment accepts; 0 without calls",
 }
@@ -51,7 +51,7 @@ def score_episode(task: Task, state: Any, is_accepted: Sequence[bool], text: str
 
 
 def has_fact(text: str, fact: str) -> bool:
-    """Return True if a text contains a fact: a number in any spelling, or words, as they are but for upper case."""
+    """Return True if a text contains a fact: a number in any notation, or words, whatever their case."""
     if _NUMBER.fullmatch(fact):
         wanted = float(fact.replace(",", ""))
         return any(float(found.replace(",", "")) == wanted for found in _NUMBER.findall(text))

@@ -83,14 +83,14 @@ class Shop(ToolEnvironment):
         return {"product_id": product_id, **self._find_product(product_id)}
 
     def add_to_basket(self, product_id: str, quantity: int) -> dict[str, Any]:
-        """Put pieces into the basket."""
+        """Add a quantity of a product to the basket."""
         in_basket = self._state["basket"].get(product_id, 0)
         self._require_stock(product_id, in_basket + int(quantity))
         self._state["basket"][product_id] = in_basket + int(quantity)
         return self.view_basket()
 
     def set_quantity(self, product_id: str, quantity: int) -> dict[str, Any]:
-        """Change the pieces in the basket."""
+        """Set the quantity of a product in the basket."""
         self._require_in_basket(product_id)
         self._require_stock(product_id, int(quantity))
         self._state["basket"][product_id] = int(quantity)
@@ -118,7 +118,7 @@ class Shop(ToolEnvironment):
         return self.view_basket()
 
     def check_out(self) -> dict[str, Any]:
-        """Make an order of the basket."""
+        """Turn the basket into an order."""
         if not self._state["basket"]:
             raise ToolError("the basket is empty")
         order_id, total = f"o{self._state['next_order']}", self._total()
@@ -155,7 +155,7 @@ class Shop(ToolEnvironment):
         return f"cancelled {order_id}"
 
     def return_order(self, order_id: str) -> str:
-        """Announce that an order is sent back."""
+        """Announce the return of a delivered order."""
         order = self._find_order(order_id)
         if order["status"] != "delivered":
             raise ToolError(f"{order_id} is {order['status']}; only a delivered order can be sent back")

@@ -1,7 +1,7 @@
 """Runs one environment class for ``fctune.environments.host``: python -m fctune.environments.worker REFERENCE LIMITS.
 
-Requests and replies are JSON after their length, four bytes. Episodes have numbers, and an instance each. What the
-class prints goes to stderr.
+Requests and replies are JSON, preceded by their length in four bytes. Each episode has a number and an instance of its
+own. Output that the class prints goes to stderr.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random choices of words and sentences, of which some are kept for held-out tasks."""
+"""Random choice of words and sentences, some of which are reserved for held-out tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OPENINGS = {
 class Writer:
     """Draws the words of one task.
 
-    Of every list of names, each fourth is for held-out tasks alone, and so is each fourth way to say something.
+    Every fourth name of a list, and every fourth phrasing, is reserved for held-out tasks.
 
     Args:
         seed: Seed of the task.

@@ -36,7 +36,7 @@ from fctune.evaluation.multi_turn import MultiTurnCase, open_multi_turn
 BFCL = "BFCL v4"
 
 Mode = Literal["tools", "prompt"]
-"""How a model is told of the functions: as native tools, or by the leaderboard's own system prompt."""
+"""How a model is given the functions: as native tools, or in the leaderboard's own system prompt."""
 
 _NOT_RUN = {
     **dict.fromkeys(AGENTIC, "needs a memory or network access between turns"),
@@ -95,7 +95,7 @@ class BfclPromptCase(BfclSingleTurnCase):
     """A question asked by the leaderboard's own prompt; answers are read as ``BfclAnswer`` reads them."""
 
     def judge(self, parsed: Parsed, decoded: Parsed | None = None) -> Judgement:
-        """Judge an answer: the benchmark tells tuples from lists, the strict typed match does not."""
+        """Judge an answer: the benchmark distinguishes tuples from lists, the strict typed match does not."""
         types = {
             (function["name"], key): schema.get("type")
             for function in self.question.functions
@@ -120,7 +120,7 @@ def resolve_categories(names: Sequence[str], mode: Mode = "tools") -> tuple[list
 
     Args:
         names: Categories, or ``single_turn``, ``live``, ``non_live``, ``multi_turn``, ``agentic``.
-        mode: How the model is told of the functions.
+        mode: How the model is given the functions.
 
     Raises:
         ConfigError: A category does not exist.
@@ -147,7 +147,7 @@ def load_category(
         data_dir: The wheel's data directory.
         category: A single- or multi-turn category.
         has_plain_names: Write underscores for the dots in functions' names.
-        mode: How the model is told of the functions.
+        mode: How the model is given the functions.
 
     Raises:
         ConfigError: The prompt of the mode "prompt" needs the installed wheel.

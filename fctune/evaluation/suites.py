@@ -113,7 +113,7 @@ class BfclSuite(Suite):
         data_dir: The wheel's data directory.
         categories: Categories or groups of them to load at once.
         has_plain_names: Write ``a_b`` for a function ``a.b``, for models that cannot write dots.
-        mode: How the model is told of the functions.
+        mode: How the model is given the functions.
 
     Raises:
         ConfigError: A category does not exist, or the wheel, which has the prompt of the mode "prompt", is missing.
@@ -211,7 +211,7 @@ def load_suite(
         num_cases: Size of a synthetic suite; default: the file's.
         categories: Categories to run; empty: all that the file names.
         bfcl_data: The benchmark's data directory; None: that of the installed wheel.
-        bfcl_mode: How the benchmark tells the model of its functions.
+        bfcl_mode: How the benchmark gives the model its functions.
         has_plain_names: Write underscores for dots in the tools' names, as servers' own protocols require.
         has_multi_turn: Include the benchmark's multi-turn categories.
 

@@ -1,4 +1,4 @@
-"""Export a model as a GGUF file for llama.cpp and Ollama, with its chat template inside and an Ollama Modelfile beside.
+"""Export a model as a GGUF file for llama.cpp and Ollama, with its chat template inside, and an Ollama Modelfile.
 
 llama.cpp's own converter and library do the work, in processes of their own. The file is then tokenised with: what
 llama.cpp reads must be what the model was trained on.

@@ -29,7 +29,7 @@ _CALL = Call(_NAME, _ARGUMENTS, "call00001")
 
 
 def make_modelfile(template: ChatTemplate, file_name: str) -> tuple[str, str | None]:
-    """Return the Modelfile of a GGUF file beside it, and why it declares no tools; None if it does."""
+    """Return the Modelfile for a GGUF file, and why it declares no tools; None if it does."""
     lines = [f"FROM ./{file_name}"]
     reason = None
     try:

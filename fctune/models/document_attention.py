@@ -224,7 +224,7 @@ def _flash_backward(
 
 
 def _fit_for_flash(num_heads: int, *tensors: Tensor) -> list[Tensor]:
-    """Pad tensors to one head size and to whole tiles, and repeat the heads of keys and values."""
+    """Pad tensors to one head size and to full tiles, and repeat the heads of keys and values."""
     width = max(t.shape[-1] for t in tensors)
     return [_repeat_heads(pad_to_tile(pad(t, (0, width - t.shape[-1]))), num_heads) for t in tensors]
 

@@ -93,7 +93,7 @@ class LoRALinear(FrozenLinear):
 
 @contextlib.contextmanager
 def adapters_off(model: CausalLM) -> Iterator[None]:
-    """Make a model compute as its frozen base meanwhile, trained token rows included."""
+    """Switch adapters and trained token rows off in this context, so that the model computes as its frozen base."""
     adapters: list[Any] = [module for module in model.modules() if hasattr(module, "is_active")]
     for adapter in adapters:
         adapter.is_active = False

@@ -1,4 +1,4 @@
-"""What the blocks of any model keep for backward, counted in a forward pass on the meta device.
+"""Bytes that the blocks of any model keep for backward, counted in a forward pass on the meta device.
 
 The formulas of ``fctune.planner.blocks`` describe two norms, attention and one MLP, as torchtune builds them. Models
 from transformers have other layers, and norms that compute in float32 and keep their steps.

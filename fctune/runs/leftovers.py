@@ -1,4 +1,4 @@
-"""What runs leave behind and can be removed: prepared sets, earlier runs and compiled kernels."""
+"""Leftovers of runs that can be removed: prepared sets, earlier runs and compiled kernels."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from fctune.data.conversation import Call, Conversation, Message, to_encodable
 from fctune.errors import ConfigError, DataError
 from fctune.sampling.rollouts import Generation, Request, Rollout, RolloutEngine, make_seed
 
-# Failing tasks in a row after which the cause is systematic, and asking further tasks will not help. A single task, such
-# as one whose prompt is too long, fails as many times as its group has answers.
+# Failing tasks in a row after which the cause is systematic, and asking further tasks will not help. A single task,
+# such as one whose prompt is too long, fails as many times as its group has answers.
 _MAX_FAILING = 20
 # Tokens at the end of a prompt that may open the reasoning.
 _NUM_ENDING = 32

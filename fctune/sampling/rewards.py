@@ -1,4 +1,4 @@
-"""Parts of a judgement as numbers from 0 to 1, and their weighted sum, which rewards an answer."""
+"""Rewards: parts of a verdict as numbers from 0 to 1, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def score_answer(judged: JudgedAnswer, max_new_tokens: int) -> dict[str, float]:
 
 
 def weigh_parts(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Return the reward of an answer with these parts: the sum of the weighted ones."""
+    """Return the weighted sum of an answer's parts."""
     return sum(weight * parts[name] for name, weight in weights.items())
 
 
 def score_names(outcome: Outcome) -> float:
-    """Return the F1 of the called names; 1 if no call is due and none was made. A malformed stretch is a wrong call."""
+    """Return the F1 of the called names; 1 if no call is due and none was made. A malformed call counts as wrong."""
     return _f1(outcome.num_names_matched, outcome.num_expected, outcome.num_called + outcome.num_malformed)
 
 

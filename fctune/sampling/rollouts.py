@@ -1,7 +1,7 @@
-"""Rollouts: what a policy wrote when it was asked, token by token, and the reward that it got for it.
+"""Rollouts: the answers of a policy, token by token, with their rewards.
 
-A ``RolloutEngine`` continues token ids, a ``TaskSet`` asks and rewards, and training learns from the ``Rollout`` that
-comes out. Tokens are never decoded and encoded again on the way: what was sampled is what is trained.
+A ``RolloutEngine`` continues token ids, a ``TaskSet`` asks for answers and rewards them, and training learns from the
+resulting ``Rollout``. Tokens are never decoded and encoded again on the way: the sampled tokens are trained.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Rollout:
         is_generated: True for each id that the policy generated; only these are trained.
         logprobs: Log-probability of each id under the policy that generated it, before the temperature is applied; 0
             for ids that were not generated.
-        is_cut: The limit of tokens ended the answer.
+        is_cut: True if the token limit ended the answer.
         reward: Weighted sum of the parts.
         parts: Parts of the reward, each from 0 to 1.
-        text: The generated text, for people.
+        text: The generated text, for display.
         error: Why there is no answer; ids are empty then.
         judging_s: Seconds that judging took; not compared.
     """
@@ -60,7 +60,7 @@ class Rollout:
         return sum(self.is_generated)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the rollout as plain values, from which ``from_json`` makes an equal one."""
+        """Return the rollout as plain values, which ``from_json`` reads back."""
         row = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         for name in ("prompt_ids", "ids", "logprobs"):
             row[name] = list(row[name])
@@ -68,7 +68,7 @@ class Rollout:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Rollout:
-        """Return the rollout of ``to_json``'s values; further keys are ignored."""
+        """Return the rollout of plain values from ``to_json``; other keys are ignored."""
         values = {one.name: row[one.name] for one in dataclasses.fields(cls)}
         for name in ("prompt_ids", "ids", "logprobs"):
             values[name] = tuple(values[name])
@@ -92,7 +92,7 @@ class Generation:
         index: Position of the prompt among those of the request.
         ids: Generated token ids, with the stop token unless cut.
         logprobs: Log-probability of each id, before the temperature is applied.
-        is_cut: The limit of tokens ended it.
+        is_cut: True if the token limit ended it.
         version: Version of the policy that generated it.
         error: Why there is none; ids are empty then.
     """
@@ -132,14 +132,14 @@ class RolloutEngine(Protocol):
         """
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the base model and its settings, without the policy."""
+        """Return the values that identify the base model and its settings, without the policy."""
 
     def close(self) -> None:
         """Release connections and memory."""
 
 
 class TaskSet(Protocol):
-    """What a policy is asked, and how its answers are rewarded: cases with one answer, or environments with turns."""
+    """Tasks for a policy and the rewards of its answers: cases with one answer, or environments with several turns."""
 
     @property
     def ids(self) -> Sequence[str]:

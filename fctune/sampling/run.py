@@ -1,4 +1,4 @@
-"""Ask each case several times, judge every answer, and summarise what is always, sometimes and never right."""
+"""Ask each case several times, judge every answer, and count the cases that are always, sometimes and never right."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CASE_FIELDS = ("messages", "tools", "expected_calls")
 
 @dataclass(slots=True)
 class Budget:
-    """Limits after which no further answer is asked for; what has been asked for by then is used.
+    """Limits after which no further answer is asked for; answers that are under way still count.
 
     Attributes:
         max_tokens: Generated tokens, those of earlier runs into the same directory included.

@@ -1,4 +1,4 @@
-"""Rows to train on, chosen from judged answers: right ones as supervised rows, right against wrong ones as pairs."""
+"""Training data from judged answers: right answers as supervised rows, right and wrong ones as preference pairs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def group_by_case(rows: Iterable[Row]) -> dict[str, list[Row]]:
 def iter_selected(
     cases: Iterable[Case], groups: Mapping[str, Sequence[Row]], select: Callable[[Case, Sequence[Row]], list[Any]]
 ) -> Iterator[Any]:
-    """Yield what ``select`` makes of each case's answers, in the order of the cases."""
+    """Yield the results of ``select`` for each case's answers, in the order of the cases."""
     for case in cases:
         yield from select(case, groups.get(case.id, ()))
 
@@ -101,7 +101,7 @@ def _is_usable(answer: Row) -> bool:
 
 
 def _rank_right(answers: Sequence[Row]) -> list[Row]:
-    """Return the right answers, the best first; one that was cut off would teach not to end."""
+    """Return the right answers, best first, without those that were cut off, which would teach not to stop."""
     right = [
         answer
         for answer in answers

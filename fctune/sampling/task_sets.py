@@ -32,7 +32,7 @@ def open_dialogue_tasks(
     """Open the tasks of ``environment:NAMES:TASKS`` or ``recorded:ROWS``.
 
     Args:
-        cases: Names them.
+        cases: Value of ``grpo.cases``.
         config: Limits of dialogues and environments.
         template: Chat template and tokenizer of the policy.
         max_new_tokens: Limit of one answer.

@@ -1,6 +1,6 @@
 """The loop of a sweep: starts runs, watches them, stops the worst, retries failures, and writes what was found.
 
-Everything that it needs to go on is in the study's directory, so that it may be killed at any time.
+Everything that it needs to resume is in the study's directory, so that it may be killed at any time.
 """
 
 from __future__ import annotations

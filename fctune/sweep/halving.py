@@ -44,7 +44,7 @@ def choose_worst(
 ) -> dict[int, int]:
     """Return the running runs to stop, number -> rung (step) at which each was compared.
 
-    A run is compared at the last rung that it has reached, and goes on if it is among the best ``1 / factor`` of the
+    A run is compared at the last rung that it has reached, and continues if it is among the best ``1 / factor`` of the
     runs that have reached that rung. The first run there has nothing to be compared with, and a run at its last step
     is left to end.
     """

@@ -1,4 +1,4 @@
-"""What a sweep leaves: the comparison page, a table of its runs, and the best config."""
+"""Outputs of a sweep: the comparison page, a table of its runs, and the best config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sweep's YAML file may say, with its checks."""
+"""Schema of a sweep's YAML file, with its checks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EarlyStopConfig:
     first_step: Annotated[int, AT_LEAST_1]
     """First step at which runs are compared; the next is `factor` times as far, and so on."""
     factor: Annotated[float, Range(gt=1)] = 2.0
-    """At each comparison, the best 1/`factor` of the runs that reached it go on."""
+    """At each comparison, the best 1/`factor` of the runs that reached it continue."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -171,7 +171,7 @@ class Study:
             raise self._cannot_use(error) from None
 
     def save(self) -> None:
-        """Write the state of all runs to study.json, from which a restarted sweep goes on."""
+        """Write the state of all runs to study.json, from which a restarted sweep continues."""
         state = {"sweep": self._identity(), "runs": [dataclasses.asdict(run) for run in self.runs]}
         write_atomically(self.path / "study.json", json.dumps(state, indent=2) + "\n", is_durable=True)
 

@@ -1,4 +1,4 @@
-"""Fine-tuning of adapters: what trains, how it starts and what is exported, whatever the loss."""
+"""Fine-tuning of adapters with any loss: selection and initialisation of parameters, and exports."""
 
 from __future__ import annotations
 

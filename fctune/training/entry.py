@@ -66,7 +66,7 @@ class Recipe(Protocol):
 
 @dataclass(slots=True)
 class Run:
-    """Where a recipe writes, what it resumes from, and requests to stop it."""
+    """A recipe's output directory, the checkpoint to resume from, and requests to stop."""
 
     directory: RunDirectory
     store: CheckpointStore
@@ -167,7 +167,7 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
 
 
 def open_run(config: RunConfig, world: World) -> Run:
-    """Lock the output directory, and listen for requests to stop. Every rank calls it.
+    """Lock the output directory, and start listening for stop requests. Every rank calls it.
 
     Raises:
         ConfigError: The directory cannot be written or is in use by another run.

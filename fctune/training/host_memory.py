@@ -1,4 +1,4 @@
-"""The allocator in runs on CPUs: freed memory is reused within a step, and given back to the system between steps."""
+"""Memory allocator of runs on CPUs: reuse freed memory within a step, and return it to the system between steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def return_freed_memory() -> None:
 
 
 class HostMemoryCallback(Callback):
-    """Gives free memory back before the first step, after it, and after a step every now and then.
+    """Returns free memory to the system before and after the first step, and then at intervals.
 
     Without it, gaps between tensors of different lengths would add up over a run.
 
@@ -52,7 +52,7 @@ class HostMemoryCallback(Callback):
         return_freed_memory()
 
     def on_step_end(self, step: int, is_last: bool) -> bool:
-        """Give free memory back if it is time; never ends training."""
+        """Return free memory if the interval has passed; never ends training."""
         if time.monotonic() >= self._due:
             return_freed_memory()
             self._due = time.monotonic() + self._interval_s

@@ -1,4 +1,4 @@
-"""The training loop. One optimizer step is computed in ``step``; what happens around it is in ``callbacks``."""
+"""The training loop; ``step`` computes one optimizer step, and ``callbacks`` hold everything around it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def build_loader(config: RunConfig, prepared: PreparedSet, split: Split = "train
 
 
 def _find_row_multiple(config: RunConfig) -> int:
-    """Return the multiple of which lengths of unpacked rows are: on CPUs, 16-bit products keep kernels for each.
+    """Return the number that lengths of unpacked rows are padded to a multiple of.
+
+    On CPUs, 16-bit products keep a kernel for each length.
 
     A model of two small blocks keeps 11 MiB for a shape of its batch, until the process ends.
     """

@@ -1,4 +1,4 @@
-"""What a step minimises: a mean over the global batch, to which each micro-batch of each rank adds its part."""
+"""Training objectives: means over the global batch, to which each micro-batch of each rank adds its part."""
 
 from __future__ import annotations
 

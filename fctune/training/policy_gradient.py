@@ -22,7 +22,7 @@ _STD_EPS = 1e-4  # added to a group's standard deviation, as in TRL
 class PolicyObjective(Objective):
     """Clipped policy-gradient loss of the rollouts of a step.
 
-    Three policies are apart: the one in training, the old one that the clip compares it with, and the one that
+    There are three policies: the one in training, the old one that the clip compares it with, and the one that
     generated the tokens, whose log-probabilities came with them. With one update for each batch the old policy is the
     one in training, so the ratio is 1, the clip has no effect, and a weight corrects for the generating policy, which
     may be an update older and computes with other kernels: min(pi_old / mu, cap), truncated importance sampling

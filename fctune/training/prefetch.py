@@ -50,7 +50,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class StepData:
-    """One rank's share of a global step, and metrics of how it came about."""
+    """One rank's share of a global step, and metrics of its preparation."""
 
     step: GlobalStep
     totals: StepTotals
@@ -59,7 +59,7 @@ class StepData:
 
 
 class StepSource(AbstractContextManager["StepSource"], Protocol):
-    """Where the data of a run's steps comes from; entered before the first step and left after the last."""
+    """Source of the data of a run's steps; entered before the first step and exited after the last."""
 
     def take(self, step: int) -> StepData:
         """Return this rank's inputs of global step ``step``; every rank asks for the same steps in the same order."""

@@ -1,4 +1,4 @@
-"""The order of a fine-tuning run, shared by all recipes; a recipe decides what trains and what is exported."""
+"""Steps of a fine-tuning run, shared by all recipes; a recipe chooses the trained parameters and the exports."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class FineTuning(ABC):
         return count_steps(self.config, self.loader, self.world)
 
     def open_source(self) -> StepSource | None:
-        """Return where the data of the steps comes from; None for the loader."""
+        """Return the source of the steps' data; None for the loader."""
         return None
 
     def load_checkpoint(self) -> GradientSync:

@@ -1,4 +1,4 @@
-"""Reinforcement learning from verdicts: what is asked, what generates, and how the policy reaches it."""
+"""Reinforcement learning from verdicts: tasks, engine, and publishing of the policy to the engine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PolicyTuning(AdapterTuning):
         return PolicyObjective(self.grpo)
 
     def prepare(self) -> PreparedSet:
-        """Read the cases, and return an empty prepared set that stands for them in the run's record."""
+        """Read the cases, and return an empty prepared set that represents them in the run's record."""
         self.tasks, benchmark = distributed.run_on_all_ranks(self._open_tasks)
         num_cases = len(self.tasks.ids)
         inputs = {"cases": self.grpo.cases, "num_cases": num_cases, "validation_share": 0.0}
@@ -70,7 +70,7 @@ class PolicyTuning(AdapterTuning):
         return steps if self.config.max_steps is None else min(steps, self.config.max_steps)
 
     def open_source(self) -> RolloutSource:
-        """Return the source of steps made of rollouts."""
+        """Return the source of steps on rollouts."""
         is_shared = self.grpo.server is not None
         engine, publish = self._open_server() if is_shared else self._open_in_process()
         return RolloutSource(
@@ -119,7 +119,7 @@ class PolicyTuning(AdapterTuning):
         return (opened[0] if opened else None), publish
 
     def _open_in_process(self) -> tuple[InProcessRolloutEngine, Callable[[int], None]]:
-        """Return this rank's engine, and the function that gives it the merged weights of the model in training."""
+        """Return this rank's engine, and the function that passes it the merged weights of the model in training."""
         from transformers import GenerationConfig
 
         device = self.world.device

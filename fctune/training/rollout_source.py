@@ -1,7 +1,7 @@
-"""The source of steps that learn from rollouts: publishes the policy, waits for its answers, and makes steps of them.
+"""Training data from rollouts: publishes the policy, waits for its answers, and packs them into steps.
 
-Answers of a server are generated on a thread, ahead of the step that trains them; those in this process between steps,
-each rank a share. What was answered and not trained yet is in every checkpoint.
+A server generates on a thread, ahead of the step that trains its answers; in process, every rank generates a share
+between steps. Every checkpoint contains the answers that are not trained yet.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _RIGHT = ("strict", "solved")
 
 @dataclass(slots=True)
 class _Ahead:
-    """A batch that is being generated, and its answers so far, those of an earlier process included."""
+    """A batch in generation, with its answers so far, including those from before a restart."""
 
     number: int
     rollouts: list[Rollout] = field(default_factory=list)
@@ -43,15 +43,15 @@ class _Ahead:
 
 
 class RolloutSource:
-    """Makes the steps of a run that learns from its own answers. Every rank calls every method.
+    """Provides the steps of a run that learns from its own answers. Every rank calls every method.
 
     Args:
         config: Config of the run.
-        tasks: What is asked.
-        engine: Generates; if it is shared, None on ranks other than 0.
+        tasks: Tasks to ask.
+        engine: Engine that generates; None on ranks other than 0 if it is shared.
         world: This rank.
-        make_bounds: Makes the boundaries of the rollouts in packed rows.
-        publish: Hands the current policy to the engine as this version; every rank calls it.
+        make_bounds: Function that returns the boundaries of the rollouts in packed rows.
+        publish: Function that gives the engine the current policy under a version; every rank calls it.
         log: File of all answers, which rank 0 writes.
         is_shared: One engine answers for all ranks, while they train.
     """
@@ -167,7 +167,7 @@ class RolloutSource:
         return [TrainedRollout(one, value) for one, value in pairs if self._collector.is_trained(one)]
 
     def _next_batch(self, number: int, step: int) -> RolloutBatch:
-        """Return the batch to train next; rounds of generation that follow see the weights of now."""
+        """Return the batch to train next; generation that starts from here on uses the current weights."""
         if not self._is_shared:
             self._publish_now(step)
             assert self._engine is not None
@@ -187,7 +187,7 @@ class RolloutSource:
         return batch
 
     def _publish_now(self, step: int) -> None:
-        """Publish the policy, which has seen all updates before ``step``, unless it is published already."""
+        """Publish the policy with all updates before ``step``, unless this was done already."""
         self._publish_s = 0.0
         if self._published == step - 1:
             return
@@ -281,6 +281,6 @@ def _to_json(batch: RolloutBatch) -> dict[str, Any]:
 
 
 def _from_json(row: dict[str, Any]) -> RolloutBatch:
-    """Return the batch without its dropped groups, which are logged and done with."""
+    """Return the batch without its dropped groups, which are needed only for the log."""
     groups = [[Rollout.from_json(one) for one in group] for group in row["groups"]]
     return RolloutBatch(**row | {"groups": groups})

@@ -1,4 +1,4 @@
-"""The data of a step made of rollouts: packed, shared among ranks, with their advantages and log-probabilities."""
+"""Data of a step on rollouts: packed, split over ranks, with advantages and log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fctune.training.prefetch import Inputs, StepData, make_inputs
 
 @dataclass(frozen=True, slots=True)
 class TrainedRollout:
-    """A rollout that is trained, with its advantage."""
+    """A rollout to train on, with its advantage."""
 
     rollout: Rollout
     advantage: float
@@ -36,13 +36,13 @@ def make_step_data(
     epoch: int = 0,
     metrics: Mapping[str, float] | None = None,
 ) -> StepData:
-    """Return this rank's share of an optimizer step on all these rollouts; the same update on any number of ranks.
+    """Return this rank's share of an optimizer step on these rollouts; the update is the same on any number of ranks.
 
     Args:
         trained: Rollouts of all ranks, in the same order on each; one or more.
         config: Config of the run.
         world: This rank.
-        make_bounds: Makes the boundaries of the rollouts in packed rows.
+        make_bounds: Function that returns the boundaries of the rollouts in packed rows.
         step: Global step.
         epoch: Passes over the cases before this step.
         metrics: Metrics of how the rollouts came about.

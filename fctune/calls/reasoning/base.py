@@ -77,7 +77,7 @@ class TaggedReasoning(ReasoningFormat):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Both tags, and the label, which tells where the opening tag was lost."""
+        """Both tags, and the label, which shows where the opening tag was lost."""
         return tuple(filter(None, (self.opening, self._close, self._label)))
 
     def split(self, text: str, is_open: bool | None = None) -> Reasoning | None:

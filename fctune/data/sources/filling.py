@@ -84,7 +84,7 @@ def holds_null(value: Any) -> bool:
 
 
 def allows_null(schema: Any) -> bool | None:
-    """Return whether a schema allows null; None if that cannot be told."""
+    """Return whether a schema allows null; None if that is unknown."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, dict):

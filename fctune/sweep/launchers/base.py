@@ -1,4 +1,4 @@
-"""What a sweep asks of a launcher."""
+"""The interface of launchers, which start and watch the runs of a sweep."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Protocol
 
 from fctune.sweep.study import SweepRun
 
-STOP_FILES = ("stop-for-good", "stop")  # in this order: the first tells the launch scripts not to restart the run
+STOP_FILES = ("stop-for-good", "stop")  # in this order: the first keeps the launch scripts from restarting the run
 
 
 class Launcher(Protocol):
     """Starts runs and says which are still active."""
 
     poll_s: float
-    is_remote: bool  # jobs go on when the sweep's process ends
+    is_remote: bool  # jobs continue when the sweep's process ends
 
     def count_free(self) -> int | None:
         """Return how many runs can be started now; None: any number, of which some may wait in a queue."""

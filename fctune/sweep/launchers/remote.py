@@ -41,7 +41,7 @@ class RemoteLauncher:
             (self._study.run_dir(run) / name).touch()
 
     def stop_all(self) -> None:
-        """Do nothing: jobs go on without this process."""
+        """Do nothing: jobs continue without this process."""
 
     def _run(self, command: Sequence[str], timeout_s: float, **more: Any) -> subprocess.CompletedProcess[str]:
         """Run a command to its end; one that takes too long is killed and ends with 124, as under timeout(1)."""
