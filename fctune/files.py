@@ -1,12 +1,13 @@
-"""Durable files: atomic replacement, flushing to disk and checksums."""
+"""Durable files: atomic replacement, flushing to disk, checksums, and marks of files in use."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -106,3 +107,28 @@ def checksum(path: Path) -> str:
 
 def _partial_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+
+
+# Descriptors of the files that this process has marked.
+_in_use: dict[Path, int] = {}
+
+
+def mark_in_use(file: Path) -> None:
+    """Share a lock on a file until this process ends; nothing where its file system has no locks."""
+    if (earlier := _in_use.pop(file, None)) is not None:  # perhaps of a file that was removed and written again
+        os.close(earlier)
+    with suppress(OSError):
+        _in_use[file] = os.open(file, os.O_RDONLY)
+        fcntl.flock(_in_use[file], fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def is_in_use(file: Path) -> bool:
+    """Return True if a process has a lock on a file; False without the file, or without locks on its file system."""
+    try:
+        with open(file, encoding="utf-8") as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -25,7 +25,7 @@ from fctune.data.encoding import Counts, encode_sources
 from fctune.data.fingerprint import FileDigests, fingerprint_inputs
 from fctune.data.packing import pack_best_fit
 from fctune.errors import DataError
-from fctune.files import staged_directory
+from fctune.files import mark_in_use, staged_directory
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -126,11 +126,12 @@ def prepare(
 
 
 def open_prepared(path: Path) -> PreparedSet:
-    """Map a complete prepared set read-only.
+    """Map a complete prepared set read-only, and keep it from ``fctune clean`` while this process lives.
 
     Raises:
         DataError: A file is missing or its size disagrees with ``meta.json``.
     """
+    mark_in_use(path / "meta.json")
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         arrays = {name: _map(path / f"{name}.bin", dtype, meta["sizes"][name]) for name, dtype in _ARRAYS.items()}

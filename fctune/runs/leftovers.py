@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
 import shutil
@@ -11,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from fctune.files import is_in_use
 
 Kind = Literal["prepared set", "earlier run", "run", "cache"]
 
@@ -41,7 +42,7 @@ def find_leftovers(
     """List what could be removed, the largest of each kind first.
 
     Args:
-        prepared: Directory of prepared sets.
+        prepared: Directory of prepared sets; one that a process has open is kept, whatever run it belongs to.
         runs: Directory of runs; a run whose ``.lock`` is held or that has just written is kept, with its prepared set.
         caches: Directories of compiled kernels.
         min_age_s: Keep what has been used since.
@@ -59,7 +60,8 @@ def find_leftovers(
         found.append(Leftover(kind, path, count_bytes(path), age_s, keep))
 
     for file in sorted([*prepared.glob("*/meta.json"), *prepared.glob("*/config.json")]):  # sets, and extended bases
-        add("prepared set", file.parent, file.parent.stat().st_mtime, "in use" if file.parent in in_use else "")
+        is_used = file.parent in in_use or is_in_use(file)
+        add("prepared set", file.parent, file.parent.stat().st_mtime, "in use" if is_used else "")
     for path in sorted([*prepared.glob(".*.removed"), *runs.glob(".*.removed")]):
         add("cache", path, 0.0, "")
     for folder in folders:
@@ -75,13 +77,8 @@ def find_leftovers(
 
 def is_live(folder: Path, now: float) -> bool:
     """Return True if a run holds its directory's lock, or wrote in the last ten minutes and has not ended."""
-    try:
-        with open(folder / ".lock", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if is_in_use(folder / ".lock"):
         return True
-    except OSError:  # no lock, or none on this file system: the times below decide
-        pass
     return not (folder / "exit.json").is_file() and now - _last_written(folder) < _RECENT_S
 
 

@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from fctune import files
 from fctune.cli import main
+from fctune.config.sections.data import DataConfig, SourceConfig
+from fctune.data.prepared_set import prepare
 from fctune.runs.leftovers import find_leftovers
 from fctune.training.run_directory import RunDirectory
+from tests.conftest import TINY_BASE
 from tests.runs.sample_runs import make_run
 
 
@@ -39,6 +43,15 @@ def test_a_live_run_and_its_prepared_set_are_kept(tmp_path: Path) -> None:
     assert removable(tmp_path, has_all_runs=True) == {"unused"}
     directory.unlock()
     assert removable(tmp_path, has_all_runs=True) == {"used", "unused", "live"}
+
+
+def test_a_prepared_set_that_a_process_has_open_is_kept(tmp_path: Path) -> None:
+    make_prepared(tmp_path / "prepared", "unused", days=3)
+    config = DataConfig(sources=[SourceConfig(path="synthetic:train:30")], seq_len=512)
+    path = prepare(config, TINY_BASE, tmp_path / "prepared").path
+    assert removable(tmp_path) == {"unused"}
+    os.close(files._in_use.pop(path / "meta.json"))
+    assert removable(tmp_path) == {"unused", path.name}
 
 
 def test_a_run_that_has_just_written_is_kept_whatever_its_lock_says(tmp_path: Path) -> None:
