@@ -89,7 +89,7 @@ def read_result(path: str | Path) -> dict[str, Any]:
             f"{file}: cannot be read ({error.strerror}). Pass acceptance.json or a run's output_dir."
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{file}: not JSON ({error}).") from None
+        raise ConfigError(f"{file}: not JSON ({error}). Pass the acceptance.json of a run.") from None
     version = result.get("version") if isinstance(result, dict) else None
     if isinstance(version, int) and version != VERSION:
         raise ConfigError(f"{file}: result version {version} is not supported; this fctune reads version {VERSION}.")

@@ -95,7 +95,7 @@ def _check_inputs(name: str, arguments: argparse.Namespace) -> None:
     for model in arguments.model if isinstance(arguments.model, list) else [arguments.model]:
         if name == "validate":  # which reports what an incomplete directory lacks
             if not Path(model).is_dir():
-                raise ConfigError(f"{model}: no such directory.")
+                raise ConfigError(f"{model}: no such directory. Pass a model directory.")
         else:
             check_local_model(model, getattr(arguments, "adapter", None))
     find_suite(arguments.suite)

@@ -63,7 +63,9 @@ def _require_vllm(python: str) -> None:
     try:
         done = subprocess.run([python, "-c", look], capture_output=True, check=False)
     except OSError as error:
-        raise ConfigError(f"--python {python}: cannot be started ({error.strerror}).") from None
+        raise ConfigError(
+            f"--python {python}: cannot be started ({error.strerror}). Pass the Python of an environment with vLLM."
+        ) from None
     if done.returncode:
         raise ConfigError(
             f"{python} has no vLLM. Install it in an environment of its own (pip install vllm), and pass --python "

@@ -263,10 +263,12 @@ def load_tokenizer(model_dir: Path, chat_template: ChosenTemplate | None = None)
     try:
         tokenizer = _load_tokenizer(model_dir)
     except Exception as error:  # broken files make the library raise exceptions of many types
-        raise ConfigError(f"{model_dir}: its tokenizer cannot be loaded ({type(error).__name__}: {error}).") from None
+        raise ConfigError(
+            f"{model_dir}: its tokenizer cannot be loaded ({type(error).__name__}: {error}). Download the model again."
+        ) from None
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"{model_dir}: its tokenizer is not a fast one (tokenizer.json), which deriving masks requires."
+            f"{model_dir}: its tokenizer is not a fast one, which deriving masks requires. Add a tokenizer.json."
         )
     if chat_template is not None:
         tokenizer.chat_template = chat_template.source

@@ -73,7 +73,7 @@ def _read_row(path: str, row: int, row_format: str) -> Conversation:
         raise DataError(f"--row {row}: rows are numbered from 1.")
     item = next(itertools.islice(read_source(path, row_format, row), row - 1, row), None)
     if item is None:
-        raise DataError(f"{path}: fewer than {row:,} rows.")
+        raise DataError(f"{path}: fewer than {row:,} rows. Pass a smaller --row.")
     if isinstance(item, Defect):
         raise DataError(str(item))
     return item

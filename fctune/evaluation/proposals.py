@@ -35,7 +35,7 @@ def propose(suite: Suite, rows: Sequence[Row]) -> list[dict[str, Any]]:
         ConfigError: The suite is a benchmark.
     """
     if (name := benchmark_of(suite)) is not None:
-        raise ConfigError(f"{suite.name}: belongs to a benchmark ({name}), which must not be trained on.")
+        raise ConfigError(f"{suite.name}: belongs to a benchmark ({name}), which must not be trained on. Use others.")
     cases = {case.id: case for case in suite.cases}
     drafts = []
     for row in sorted(rows, key=lambda row: ERROR_KINDS.index(row["verdict"])):

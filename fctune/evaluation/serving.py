@@ -107,7 +107,9 @@ def run_server_parser(
     try:
         done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=timeout_s)
     except OSError as error:
-        raise ConfigError(f"{server}: {python} cannot be started ({error.strerror}).") from None
+        raise ConfigError(
+            f"{server}: {python} cannot be started ({error.strerror}). Name the Python of an environment with {server}."
+        ) from None
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{server}: its parser {parser} did not finish within {timeout_s:g} s.") from None
     if done.returncode != 0:

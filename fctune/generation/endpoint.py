@@ -70,7 +70,9 @@ class EndpointEngine:
         self.url = _to_base_url(url)
         if api_key and (not api_key.isascii() or not api_key.isprintable() or " " in api_key):
             # Not shown: part of it may be the key.
-            raise ConfigError("FCTUNE_API_KEY: contains whitespace or other characters that no header can carry.")
+            raise ConfigError(
+                "FCTUNE_API_KEY: contains characters that a header cannot carry, such as spaces. Set it again."
+            )
         self.concurrency = concurrency
         self.sampling = sampling or Sampling()
         self._request = dict(request or {})

@@ -252,5 +252,7 @@ def _load_model(model_dir: Path, adapter_dir: Path | None) -> Any:
     except Exception as error:  # broken files make the libraries raise all kinds
         reason = " ".join(str(error).split())[:300]
         where = f"{model_dir} with {adapter_dir}" if adapter_dir else str(model_dir)
-        raise CheckpointError(f"{where}: cannot be loaded ({type(error).__name__}: {reason}).") from None
+        raise CheckpointError(
+            f"{where}: cannot be loaded ({type(error).__name__}: {reason}). Download or export it again."
+        ) from None
     return model.eval()

@@ -89,7 +89,9 @@ def _find_base(adapter_dir: Path) -> Path:
         config = json.loads((adapter_dir / "adapter_config.json").read_text(encoding="utf-8"))
         base = str(config["base_model_name_or_path"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{adapter_dir}/adapter_config.json: names no base model ({error}).") from None
+        raise ConfigError(
+            f"{adapter_dir}/adapter_config.json: names no base model ({error}). Set base_model_name_or_path in it."
+        ) from None
     if base.startswith("hf:"):
         return resolve_model_dir(base)
     if not (Path(base) / "config.json").is_file():

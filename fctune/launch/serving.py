@@ -48,12 +48,14 @@ def server_options(
     served = name or Path(model).resolve().name
     if adapter_rank is not None:
         if files.adapter_dir is not None:
-            raise ConfigError(f"{model}: is an adapter; --adapters serves its base, onto which training loads them.")
+            raise ConfigError(
+                f"{model}: is an adapter; with --adapters, name its base, onto which adapters are loaded."
+            )
         return ["--model", str(files.model_dir), "--served-model-name", served, *_run_time_options(adapter_rank)]
     if parser is None:
         known = ", ".join(name for name, other in FORMATS.items() if other.vllm_parser)
         raise ConfigError(
-            f"{files.tokenizer_dir}: vLLM has no tool parser for {call_format.name}; it supports {known}."
+            f"{files.tokenizer_dir}: vLLM has no tool parser for {call_format.name}; it has parsers for {known}."
         )
     return [
         *("--model", str(files.model_dir)),
@@ -116,7 +118,8 @@ def _adapter_options(files: ModelFiles, name: str) -> list[str]:
         ranks = [int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{files.adapter_dir}/adapter_config.json: damaged ({type(error).__name__}: {error})."
+            f"{files.adapter_dir}/adapter_config.json: damaged ({type(error).__name__}: {error}). Export the "
+            "adapter again."
         ) from None
     for key, what in _UNSERVED.items():
         if config.get(key):

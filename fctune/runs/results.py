@@ -77,7 +77,7 @@ def read_results(path: str | Path) -> Results:
     path = Path(path)
     rows = read_rows(path, is_partial=False)
     if not rows:
-        raise DataError(f"{path}: contains no results.")
+        raise DataError(f"{path}: contains no results. Pass a file written by fctune eval.")
     return Results(path, str((read_settings(path) or {}).get("suite", path.stem)), rows)
 
 

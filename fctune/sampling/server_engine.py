@@ -336,10 +336,12 @@ class ServerRolloutEngine:
                         "command again to resume."
                     )
                 if not is_told:
-                    self._say(f"the server at {self.url} is gone ({reason}); waiting for it")
+                    self._say(f"the server at {self.url} is unavailable ({reason}); waiting for it")
                     is_told = True
                 if self._closed.wait(self._patience.poll_s):
-                    raise ConfigError(f"{self.url}: gone ({reason}), and not waited for since the run has ended.")
+                    raise ConfigError(
+                        f"{self.url}: unavailable ({reason}), and not waited for since the run has ended."
+                    )
             self._num_recoveries += 1
             if is_told:
                 waited = time.monotonic() - started

@@ -225,7 +225,9 @@ def check_before_start(study: Study) -> None:
         runs = [SweepRun(number, settings) for number, settings in enumerate(_list_corners(spec))]
     config = study.check_configs(runs)
     if config is not None and (problem := _find_metric_problem(spec.metric, config)) is not None:
-        raise ConfigError(f"{study.sweep.path}: metric={spec.metric}: no run would write it, since {problem}.")
+        raise ConfigError(
+            f"{study.sweep.path}: metric={spec.metric}: no run would write it, since {problem}. Change one of them."
+        )
 
 
 def observe(study: Study, run: SweepRun, known: int) -> Observation:

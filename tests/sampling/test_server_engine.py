@@ -188,7 +188,7 @@ def test_a_server_that_dies_is_waited_for_and_gets_the_adapter_again(
     assert [answer.ids for answer in answers] == before, "the same answers, by the adapter that was published again"
     assert {answer.version for answer in answers} == {3}
     assert len(said) == 2
-    assert "is gone (connection failed" in said[0]
+    assert "is unavailable (connection failed" in said[0]
     assert "is back after" in said[1]
     assert "with version 3" in said[1]
     # Publishing waits as well.

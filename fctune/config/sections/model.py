@@ -72,7 +72,7 @@ def find_template_args_problems(template_args: dict[str, Any], where: str) -> li
     problems = []
     for name, value in template_args.items():
         if not isinstance(name, str) or not name.isidentifier():
-            problems.append(f"{where}: {name!r} cannot be the name of a template's variable")
+            problems.append(f"{where}: {name!r} cannot be the name of a template's variable; use a Python identifier")
         elif name in _TEMPLATE_INPUTS:
             problems.append(f"{where}.{name}: is set from each row, not by a switch; leave it out")
         else:

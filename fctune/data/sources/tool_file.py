@@ -29,7 +29,7 @@ def read_tool_files(paths: Sequence[Path]) -> tuple[Tool, ...]:
             texts.append(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise ConfigError(f"{path}: cannot be read as tools ({reason}).") from None
+            raise ConfigError(f"{path}: cannot be read as tools ({reason}). Pass a JSON file.") from None
         if not texts[-1].strip():
             raise ConfigError(f"{path}: empty; expected tools as JSON.")
     return read_tool_texts(texts, list(map(str, paths)))

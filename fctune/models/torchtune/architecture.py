@@ -37,6 +37,7 @@ FAMILIES = {
     "qwen2": Family("Qwen2, Qwen2.5", False, {"use_sliding_window": True}),
 }
 
+_REMEDY = "Set model.source=transformers."
 # Linears whose rows RoPE rotates in pairs.
 _ROTATED = (".q_proj.", ".k_proj.")
 
@@ -158,16 +159,19 @@ def parse_architecture(source: str, raw: dict[str, Any]) -> TorchtuneArchitectur
     num_kv_heads = raw.get("num_key_value_heads") or num_heads
     head_dim = raw.get("head_dim") or embed_dim // num_heads
     if head_dim * num_heads != embed_dim:
-        raise ConfigError(f"{source}: head_dim={head_dim} x {num_heads} heads must equal hidden_size={embed_dim}.")
+        raise ConfigError(
+            f"{source}: head_dim={head_dim} x {num_heads} heads must equal hidden_size={embed_dim}. {_REMEDY}"
+        )
     if num_heads % num_kv_heads:
         raise ConfigError(
-            f"{source}: num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}."
+            f"{source}: num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}. "
+            "Download the model again."
         )
     _reject_unsupported(source, raw, family)
     rope_base, rope_factor = _read_rope(source, raw, family)
     is_tied = bool(raw.get("tie_word_embeddings", False))
     if is_tied and family == "llama" and rope_factor is None:
-        raise ConfigError(f"{source}: torchtune cannot build a Llama with tied embeddings and unscaled RoPE.")
+        raise ConfigError(f"{source}: torchtune cannot build a Llama with tied embeddings and unscaled RoPE. {_REMEDY}")
     return TorchtuneArchitecture(
         family=family,
         vocab_size=sizes["vocab_size"],
@@ -189,13 +193,13 @@ def _reject_unsupported(source: str, raw: dict[str, Any], family: str) -> None:
     """Reject features that the builders would ignore, giving another model than the one the weights are of."""
     for key, value in FAMILIES[family].unsupported.items():
         if raw.get(key) == value:
-            raise ConfigError(f"{source}: {key}={raw[key]} is not supported for model_type={family}.")
+            raise ConfigError(f"{source}: {key}={raw[key]} is not supported for model_type={family}. {_REMEDY}")
     if raw.get("quantization_config"):
-        raise ConfigError(f"{source}: torchtune's models cannot be loaded from quantised weights.")
+        raise ConfigError(f"{source}: torchtune's models cannot be loaded from quantised weights. {_REMEDY}")
     if set(raw.get("layer_types") or ()) - {"full_attention"}:
-        raise ConfigError(f"{source}: layer_types other than full_attention are not supported by torchtune.")
+        raise ConfigError(f"{source}: layer_types other than full_attention are not supported by torchtune. {_REMEDY}")
     if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{source}: hidden_act={raw['hidden_act']!r} is not supported; expected silu.")
+        raise ConfigError(f"{source}: hidden_act={raw['hidden_act']!r} is not supported; expected silu. {_REMEDY}")
 
 
 def _read_rope(source: str, raw: dict[str, Any], family: str) -> tuple[float, float | None]:
@@ -211,4 +215,4 @@ def _read_rope(source: str, raw: dict[str, Any], family: str) -> tuple[float, fl
             if float(scaling.get(key, value)) != value:
                 raise ConfigError(f"{source}: rope scaling {key}={scaling[key]} is not supported; expected {value:g}.")
         return base, float(scaling["factor"])
-    raise ConfigError(f"{source}: rope_type={kind!r} is not supported for model_type={family}.")
+    raise ConfigError(f"{source}: rope_type={kind!r} is not supported for model_type={family}. {_REMEDY}")
