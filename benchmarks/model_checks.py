@@ -1,4 +1,4 @@
-"""Checks of one architecture: fctune's way from a checkpoint to an export, against transformers and PEFT.
+"""Checks of one architecture from checkpoint to export, compared with transformers and PEFT.
 
 Everything is computed in float32 on the CPU. Both sides read the same checkpoint and see the same conversations: ours
 packed, theirs one by one.
@@ -124,7 +124,7 @@ def prepare_sets(root: Path) -> None:
 
 
 def _make_row(number: int) -> dict[str, Any]:
-    """Return a short row, another one for each number; a pack holds a few of them."""
+    """Return a short row, a different one for each number; a pack holds a few of them."""
     name, town = f"get_{number}", "Bergen Oslo " * (1 + number % 4)
     tool = {"name": name, "parameters": {"type": "object", "properties": {"town": {"type": "string"}}}}
     call = {"name": name, "arguments": json.dumps({"town": town})}
@@ -140,7 +140,7 @@ def _link_name(is_packed: bool) -> str:
 
 
 class Bench:
-    """One architecture on its way through the checks.
+    """The checks of one architecture, with their shared state.
 
     Args:
         entry: The architecture.
@@ -290,7 +290,7 @@ class Bench:
         return f"{expected:,}"
 
     def _start(self, name: str, config: RunConfig) -> tuple[CausalLM, Any, Recorder, CheckpointCallback]:
-        """Return the loaded model, its state, a recorder of losses and what saves checkpoints."""
+        """Return the loaded model, its state, a recorder of losses and the checkpointer."""
         model, gradient_sync = load(config, self.world)
         state = start_state(model, config, NUM_STEPS, gradient_sync)
         weights: Any = HFModelWeights(model.architecture, self.model_dir)
@@ -341,7 +341,7 @@ def check_alone(world: World, entry: Entry, folder: Path, sets: Path, names: Seq
 
 
 def _attempt(run: Callable[[], str]) -> Outcome:
-    """Run a check; whatever it raises is its outcome."""
+    """Run a check; an exception becomes its outcome."""
     started = time.perf_counter()
     try:
         is_passed, note = True, run()
@@ -462,7 +462,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 def check(is_true: bool, problem: str) -> None:
-    """Raise an error unless a claim holds."""
+    """Raise an error unless a condition holds."""
     if not is_true:
         raise AssertionError(problem)
 

@@ -1,7 +1,7 @@
 """Tiny random models of the architectures in the table of supported models, with the choices of the real families.
 
-A tiny config is that of transformers' default for the architecture, which is a model that the family published, with
-smaller sizes. What makes the family another one stays: soft caps, scales, sinks, kinds of layers, RoPE, ties,
+A tiny config is transformers' default for the architecture, which is a published model of the family, with smaller
+sizes. Everything that distinguishes the family stays: soft caps, scales, sinks, kinds of layers, RoPE, ties,
 shared experts, the ratio of heads, and the dimensions of latent attention among themselves.
 """
 

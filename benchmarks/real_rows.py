@@ -257,7 +257,7 @@ class Contamination(NamedTuple):
 
 
 class BenchmarkFilter:
-    """Tells which rows may be trained on: those without a question or a tool of a benchmark.
+    """Filter of training rows: rejects rows with a question or a tool of a benchmark.
 
     Args:
         question_files: The benchmark's files of questions.

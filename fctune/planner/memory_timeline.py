@@ -25,7 +25,7 @@ _BLOCKS_IN_TRANSFER = 5
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Parallel layout and batch shape of a run: what a plan varies to make the run fit or faster."""
+    """Parallel layout and batch shape of a run, which a plan varies to make the run fit or run faster."""
 
     mode: str  # none, ddp, fsdp, hsdp
     replicate: int

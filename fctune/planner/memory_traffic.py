@@ -84,7 +84,7 @@ def _sizes(a: Architecture) -> tuple[int, int, int]:
 
 
 def _adapter_input(in_dim: int, adapter: AdapterConfig, is_compiled: bool, width: int) -> BytesMoved:
-    """Count what reads the input of adapters: one product forward, two backward, and the sum of gradients.
+    """Count the reads of the adapters' input: one product forward, two backward, and the sum of gradients.
 
     Dropout hashes 32-bit keys; compiled, it keeps the hash in registers and computes it again in backward.
     """
@@ -96,7 +96,7 @@ def _adapter_input(in_dim: int, adapter: AdapterConfig, is_compiled: bool, width
 
 
 def _adapter_output(out_dim: int, adapter: AdapterConfig, is_compiled: bool, width: int) -> BytesMoved:
-    """Count what makes the output of an adapted linear: one product forward, two backward, and the sum with the base.
+    """Count the kernels of an adapted linear's output: one product forward, two backward, and the sum with the base.
 
     Compiled, a kernel reads both; in eager mode, ``addmm`` copies the base's output and adds to it. DoRA scales the
     sum, and its backward computes gradients of the sum and of the scales.

@@ -126,7 +126,7 @@ def extend_architecture(
 
 
 def find_planned_tokens(config: RunConfig, architecture: Architecture, model_dir: Path | None) -> TokenChoice:
-    """Find the tokens whose rows a run would train, as far as the files on this machine tell.
+    """Find the tokens whose rows a run would train, as far as the files on this machine show.
 
     Without the model's tokenizer, a list counts as so many tokens; ``auto`` finds none without the model's weights and
     the prepared set.

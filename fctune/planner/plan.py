@@ -29,7 +29,7 @@ VERSION = 1  # of the JSON
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that is known about a run before its launch."""
+    """Memory, time, cost and storage of a run, as estimated before its launch."""
 
     config: RunConfig
     request: PlanRequest
@@ -289,7 +289,7 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
 
 
 def list_remedies(plan: Plan) -> list[str]:
-    """List changes that could make a run fit that fits in no layout."""
+    """List changes that could help a run that fits in no layout."""
     config, remedies = plan.config, ["more or larger GPUs"]
     if config.adapter is None:
         remedies += ["an adapter instead of all weights", "an 8-bit optimizer"]

@@ -1,4 +1,4 @@
-"""Memory and time of generation in reinforcement, next to those of training.
+"""Memory and time of generation in reinforcement learning, in addition to training.
 
 A decoding step reads the weights once and the KV cache of each answer in progress, and multiplies each new token by the
 weights; it takes at least as long as the slower of the two at the GPU's peak rates (R. Pope et al., Efficiently Scaling
