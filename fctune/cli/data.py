@@ -18,6 +18,7 @@ from fctune.models.run_config import load_run_config, resolve_base
 from fctune.terminal import Terminal
 
 _FORMAT_HELP = f"row format: auto, {', '.join(ROW_FORMATS)}; default: auto, which detects it"
+_NUM_TOOLS = 20  # that are shown
 
 
 def add_commands(commands: Any) -> None:
@@ -324,7 +325,9 @@ def _make_cases(arguments: argparse.Namespace) -> int:
         split = split_by_tool(made.cases, arguments.test_share, arguments.seed)
         write("--out", arguments.out, split.train)
         write("--test", arguments.test, split.test)
-        console.print(f"tools of the test: {', '.join(sorted(split.test_tools))}", soft_wrap=True, markup=False)
+        tools = sorted(split.test_tools)
+        more = f" and {len(tools) - _NUM_TOOLS:,} more" if len(tools) > _NUM_TOOLS else ""
+        console.print(f"tools of the test: {', '.join(tools[:_NUM_TOOLS])}{more}", soft_wrap=True, markup=False)
         if split.num_dropped:
             console.print(
                 f"{split.num_dropped:,} cases dropped, which mix both sides' tools or questions", soft_wrap=True

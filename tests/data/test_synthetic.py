@@ -1,5 +1,6 @@
 import itertools
 import json
+import random
 import re
 from collections import Counter
 from dataclasses import replace
@@ -13,6 +14,7 @@ from fctune.data.synthetic import iter_cases, iter_conversations
 from fctune.data.synthetic.cases import KINDS
 from fctune.data.synthetic.target_tools import load_target_tools
 from fctune.data.synthetic.values import TARGET_VALUES, is_held_out
+from fctune.data.synthetic.words import make_word
 
 TARGETS = load_target_tools().called
 SPLITS = ("pretrain", "train", "varied", "reasoned", "shuffled")
@@ -169,3 +171,9 @@ def test_varied_rows_call_tools_of_their_own_with_arguments_that_fit() -> None:
         schemas = {tool.name: tool.function["parameters"] for tool in row.tools}
         for call in _calls(row):
             jsonschema.validate(call.arguments, schemas[call.name])
+
+
+def test_no_made_up_word_is_rude() -> None:
+    rng = random.Random(0)
+    words = " ".join(make_word(rng) for _ in range(50_000))
+    assert not [rude for rude in ("fuck", "shit", "slut", "dick", "cock") if rude in words]

@@ -71,12 +71,17 @@ SYNONYMS = {
 _ONSETS = split_words("b br c ch d dr f fl g gr h j k kl l m n p pr qu r s sh sl st t th tr v w x y z")
 _VOWELS = split_words("a a a e e e i i o o u ai ea ee ia io oo ou")
 _CODAS = ("",) * 4 + split_words("l m n r s t x n r nd rt st ck ng ll sk m d")
+# Syllables can make up a word that nobody wants to read; the same one with another vowel takes its place.
+_RUDE = {"fuck": "foock", "shit": "sheet", "slut": "sloot", "dick": "deeck", "cock": "coock"}
 
 
 def make_word(rng: random.Random, min_syllables: int = 1, max_syllables: int = 3) -> str:
     """Make up a lower-case word, which a model can copy only by reading it."""
     num_syllables = rng.randint(min_syllables, max_syllables)
-    return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(num_syllables))
+    word = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(num_syllables))
+    for rude, other in _RUDE.items():
+        word = word.replace(rude, other)
+    return word
 
 
 def make_name(rng: random.Random) -> str:
