@@ -29,7 +29,7 @@ T = TypeVar("T")
 USER_ERRORS = (ConfigError, DataError, CheckpointError)
 
 _TIMEOUT = datetime.timedelta(minutes=30)  # the other ranks wait while rank 0 prepares the data
-_SIGN_OF_LIFE_S = 60.0
+_SIGN_OF_LIFE_S = 5.0
 
 
 class DuplicateRankError(RuntimeError):
@@ -230,18 +230,18 @@ def run_on_rank_0(action: Callable[[], T]) -> T:
     return result
 
 
-def run_long_on_rank_0(action: Callable[[], T]) -> T:
-    """Run ``action`` on rank 0 on a thread, for as long as it takes; otherwise as ``run_on_rank_0``."""
+def run_long_on_rank_0(action: Callable[[], T], meanwhile: Callable[[], None] = lambda: None) -> T:
+    """Run ``action`` on rank 0 on a thread, for as long as it takes; otherwise as ``wait_for_rank_0``."""
     if dist.get_rank() != 0:
-        return wait_for_rank_0(None)
+        return wait_for_rank_0(None, meanwhile)
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank-0")
     try:
-        return wait_for_rank_0(thread.submit(action))
+        return wait_for_rank_0(thread.submit(action), meanwhile)
     finally:
         thread.shutdown(wait=False)
 
 
-def wait_for_rank_0(result: Future[T] | None) -> T:
+def wait_for_rank_0(result: Future[T] | None, meanwhile: Callable[[], None] = lambda: None) -> T:
     """Return the result of rank 0's future on every rank, or raise its error on every rank, as ``run_on_rank_0``.
 
     Rank 0 tells the others from time to time that it still waits, because a collective ends with an error when it takes
@@ -249,6 +249,7 @@ def wait_for_rank_0(result: Future[T] | None) -> T:
 
     Args:
         result: On rank 0; None on the others.
+        meanwhile: Called on every rank each few seconds of the wait; may end it with an error, the same on all ranks.
     """
 
     def look() -> list[T]:
@@ -257,7 +258,7 @@ def wait_for_rank_0(result: Future[T] | None) -> T:
         return [result.result()] if result.done() else []
 
     while not (found := run_on_rank_0(look)):
-        pass
+        meanwhile()
     return found[0]
 
 

@@ -31,6 +31,7 @@ from fctune.sampling.rollouts import TaskSet
 from fctune.sampling.server_engine import ServerRolloutEngine
 from fctune.sampling.task_sets import open_dialogue_tasks, open_server_engine
 from fctune.training.adapters import AdapterTuning
+from fctune.training.callbacks.stop import StopCallback
 from fctune.training.entry import Run
 from fctune.training.policy_gradient import PolicyObjective
 from fctune.training.rollout_source import RolloutSource
@@ -76,8 +77,20 @@ class PolicyTuning(AdapterTuning):
         return RolloutSource(
             *(self.config, self.tasks, engine, self.world, self.model.make_bounds, publish),
             log=self.run.directory.rollouts,
+            num_steps=self.num_steps,
             is_shared=is_shared,
+            meanwhile=self._stop_if_requested,
         )
+
+    def _stop_if_requested(self) -> None:
+        """Save and stop as after a step, while the run waits for a server that may be gone.
+
+        Raises:
+            Stopped: A stop was requested.
+        """
+        for callback in self.callbacks:
+            if isinstance(callback, StopCallback):
+                callback.on_step_end(self.step, is_last=False)
 
     def _open_template(self) -> ChatTemplate:
         switches = self.config.model.template_args
@@ -114,7 +127,7 @@ class PolicyTuning(AdapterTuning):
             exported, base = directory / "policy", self.config.model.path
             arguments = (self.model, self.adapter, base, self.model_dir, exported, self.world.is_main)
             distributed.run_on_all_ranks(lambda: export_adapter(*arguments, prompting=self.prompting()))
-            distributed.run_long_on_rank_0(lambda: opened[0].publish(exported, version))
+            distributed.run_long_on_rank_0(lambda: opened[0].publish(exported, version), self._stop_if_requested)
 
         return (opened[0] if opened else None), publish
 

@@ -7,6 +7,7 @@ between steps. Every checkpoint contains the answers that are not trained yet.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections import deque
@@ -53,7 +54,9 @@ class RolloutSource:
         make_bounds: Function that returns the boundaries of the rollouts in packed rows.
         publish: Function that gives the engine the current policy under a version; every rank calls it.
         log: File of all answers, which rank 0 writes.
+        num_steps: Last step of the run; nothing is generated for later ones.
         is_shared: One engine answers for all ranks, while they train.
+        meanwhile: Called on every rank while they wait for a shared engine; may end the wait with an error.
     """
 
     def __init__(
@@ -65,12 +68,16 @@ class RolloutSource:
         make_bounds: MakeBounds,
         publish: Callable[[int], None],
         log: Path,
+        num_steps: int,
         is_shared: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
     ):
         assert config.grpo is not None
         self._config, self._grpo, self._world = config, config.grpo, world
         self._tasks, self._engine, self._publish = tasks, engine, publish
         self._make_bounds, self._log, self._is_shared = make_bounds, log, is_shared
+        self._num_batches = math.ceil(num_steps / self._grpo.updates_per_batch)
+        self._meanwhile = meanwhile
         play = self._play_alone if is_shared else self._play_together
         self._collector = RolloutCollector(self._grpo, tasks.ids, config.seed, play)
         self._digest = tasks.digest()
@@ -177,12 +184,12 @@ class RolloutSource:
         if not self._ahead or self._num_ahead == 0:  # the first batch, and every one without staleness
             self._publish_now(step)
             self._start(number)
-        batch = distributed.wait_for_rank_0(self._ahead[0].result)
+        batch = distributed.wait_for_rank_0(self._ahead[0].result, self._meanwhile)
         self._ahead.popleft()
         if self._num_ahead:
             self._publish_now(step)
             first = self._ahead[-1].number + 1 if self._ahead else number + 1
-            for later in range(first, number + self._num_ahead + 1):
+            for later in range(first, min(number + self._num_ahead, self._num_batches) + 1):
                 self._start(later)
         return batch
 

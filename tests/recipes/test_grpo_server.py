@@ -81,6 +81,30 @@ def test_a_server_that_dies_during_a_run_is_waited_for(tmp_path: Path, server: V
     assert not [row["error"] for row in rows if row["error"]], "nothing is lost"
 
 
+@pytest.mark.parametrize("num_loads", [pytest.param(1, id="before the first step"), pytest.param(2, id="later")])
+@pytest.mark.slow
+def test_a_run_that_waits_for_a_lost_server_stops_on_request_and_resumes(
+    tmp_path: Path, server: VllmStandIn, num_loads: int
+) -> None:
+    server.delay_s = 0.05
+
+    def stop_both() -> None:
+        while sum(path == "/v1/load_lora_adapter" for path, _ in server.requests) < num_loads:
+            time.sleep(0.02)
+        server.stop()
+        (tmp_path / "run" / "stop").touch()
+
+    threading.Thread(target=stop_both, daemon=True).start()
+    done = train(tmp_path, server, "max_steps=4")
+    assert done["code"] == 75, done
+    server.start()
+    (tmp_path / "run" / "stop").unlink(missing_ok=True)
+    assert train(tmp_path, server, "max_steps=4")["code"] == 0
+    assert [one["step"] for one in read_lines(tmp_path, "metrics.jsonl")] == [1, 2, 3, 4]
+    rows = read_lines(tmp_path, "rollouts.jsonl")
+    assert len({(row["batch"], row["case_id"], row["sample"]) for row in rows}) == len(rows), "each answer counts once"
+
+
 def test_a_refused_adapter_ends_the_run_in_one_sentence(tmp_path: Path) -> None:
     server = VllmStandIn(TINY_BASE, max_lora_rank=8)
     try:

@@ -20,6 +20,8 @@ from fctune.training.rollout_source import RolloutSource
 from tests.ranks import run_ranks
 from tests.training.training_runs import make_config
 
+NUM_STEPS = 4
+
 
 class Engine:
     """Engine whose answers say the version that was published when they were asked."""
@@ -84,7 +86,7 @@ def open_source(config: RunConfig, world: World, tasks: Tasks, log: Path) -> tup
     def publish(version: int) -> None:
         engine.publish(None, version)
 
-    source = RolloutSource(config, tasks, engine, world, bounds, publish, log, is_shared=True)
+    source = RolloutSource(config, tasks, engine, world, bounds, publish, log, NUM_STEPS, is_shared=True)
     return source, engine
 
 
@@ -123,6 +125,7 @@ def run_steps(world: World, config: RunConfig, folder: Path) -> dict[str, Any]:
     again = [(one.case_id, one.sample) for one in resumed.asked]
     return {
         "staleness": staleness,
+        "num_asked": len(tasks.asked),
         "rows": rows,
         "kept": kept,
         "again": again[: 6 - len(kept)],
@@ -162,7 +165,7 @@ def test_answers_that_a_checkpoint_holds_are_not_asked_again(make_model: Callabl
     assert found["staleness"] == [0, 1, 1, 1]
     counts = Counter((row["batch"], row["case_id"], row["sample"]) for row in found["rows"])
     assert set(counts.values()) == {1}
-    assert len(found["rows"]) == 4 * 6
+    assert len(found["rows"]) == found["num_asked"] == NUM_STEPS * 6, "nothing is asked beyond the last step"
     assert len(found["kept"]) == 2
     assert not {tuple(one) for one in found["kept"]} & {tuple(one) for one in found["again"]}
     assert found["digests"] == found["expected"]

@@ -108,6 +108,8 @@ class StopCallback(Callback):
             return False
         self._checkpoint.raise_if_failed()
         reasons = [reason for reason in distributed.all_gather_objects(self._request.reason) if reason]
+        if step == 0:  # the optimizer has no state yet
+            raise Stopped(f"stopped by {reasons[0]} before the first step; nothing to save")
         is_saved, checkpoint = self._checkpoint.save_before_stop(step)
         outcome = "saved" if is_saved else "NOT saved"
         raise Stopped(
