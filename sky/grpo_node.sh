@@ -36,10 +36,13 @@ fi
 server=''
 if [ "$serves" = 1 ]; then
   visible=$(seq -s, "$first_gpu" $((first_gpu + server_gpus - 1)))
-  parallel=''
-  [ "$server_gpus" = 1 ] || parallel="--tensor-parallel-size $server_gpus"
+  options=''
+  [ "$server_gpus" = 1 ] || options="--tensor-parallel-size $server_gpus"
+  # Whoever reaches the server can load adapters: other machines must not where none needs it, nor those without the key.
+  [ "$nodes" -gt 1 ] || options="--host 127.0.0.1 $options"
+  [ -z "${FCTUNE_API_KEY:-}" ] || export VLLM_API_KEY=$FCTUNE_API_KEY
   CUDA_VISIBLE_DEVICES=$visible python -m fctune.cli serve "$MODEL" --adapters "${ADAPTER_RANK:-32}" --name policy \
-    --python .vllm/bin/python --port "$port" --vllm="$parallel ${VLLM:-}" &
+    --python .vllm/bin/python --port "$port" --vllm="$options ${VLLM:-}" &
   server=$!
 fi
 trap '[ -z "$server" ] || { kill -TERM "$server" 2> /dev/null; wait "$server" 2> /dev/null; }' EXIT

@@ -56,7 +56,7 @@ def test_one_node_splits_its_gpus_and_ends_its_server(tree: Path) -> None:
     assert process.wait(30) == 0
     served, ended = (tree / "served").read_text().splitlines()
     assert served.startswith("gpus=6,7 -m fctune.cli serve /models/base --adapters 32 --name policy ")
-    assert served.endswith("--vllm=--tensor-parallel-size 2 --max-model-len 4096")
+    assert served.endswith("--vllm=--host 127.0.0.1 --tensor-parallel-size 2 --max-model-len 4096")
     assert ended == "ended"
     trained = (tree / "trained").read_text()
     assert trained.startswith("gpus=0,1,2,3,4,5 ")
