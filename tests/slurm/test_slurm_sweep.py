@@ -100,8 +100,9 @@ def test_an_array_of_six_runs_survives_the_sweeps_own_death(cluster: Cluster, cl
 @pytest.mark.timeout(1500)
 def test_six_managed_jobs_run_a_sweep_three_at_a_time(cluster: Cluster, sky: SkyPilot, trial: str) -> None:
     study = cluster.shared / "sweeps" / "managed"
-    # Three jobs fit on n0: one that calls srun cannot run on the other node of this cluster.
-    resources = {"--num-nodes": "1", "--cpus": "32", "--memory": "500", "--gpus": "H100:2"}
+    # All jobs fit on n0, since a new one may start before others are removed: one that calls srun cannot run on the other
+    # node of this cluster.
+    resources = {"--num-nodes": "1", "--cpus": "16", "--memory": "200", "--gpus": "H100:1"}
     variables = ("FCTUNE_CPU_RANKS=1", "OMP_NUM_THREADS=1")
     options = [word for pair in resources.items() for word in pair]
     options += [word for variable in variables for word in ("--env", variable)]
