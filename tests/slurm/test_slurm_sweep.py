@@ -100,8 +100,8 @@ def test_an_array_of_six_runs_survives_the_sweeps_own_death(cluster: Cluster, cl
 @pytest.mark.timeout(1500)
 def test_six_managed_jobs_run_a_sweep_three_at_a_time(cluster: Cluster, sky: SkyPilot, trial: str) -> None:
     study = cluster.shared / "sweeps" / "managed"
-    # All jobs fit on n0, since a new one may start before others are removed: one that calls srun cannot run on the other
-    # node of this cluster.
+    # All jobs fit on n0, since a new one may start before ended ones are removed: the other node of this cluster runs
+    # no job that calls srun.
     resources = {"--num-nodes": "1", "--cpus": "16", "--memory": "200", "--gpus": "H100:1"}
     variables = ("FCTUNE_CPU_RANKS=1", "OMP_NUM_THREADS=1")
     options = [word for pair in resources.items() for word in pair]
