@@ -165,7 +165,7 @@ SUPERVISED = ("data.train_on=last_assistant",)
 METHODS = {
     "rejection": Method("tiny_lora", (*SUPERVISED, "optimizer.lr=1e-3", "max_steps=60"), choose_rows),
     "dpo": Method("tiny_dpo", ("max_steps=60", "global_batch_size=2", "preference.sft_weight=0.5"), choose_pairs),
-    "grpo": Method("tiny_grpo", ("max_steps=20", "optimizer.lr=5e-4"), choose_reward),
+    "grpo": Method("tiny_grpo", ("max_steps=60", "optimizer.lr=5e-4", "grpo.prompts_per_step=16"), choose_reward),
 }
 
 
