@@ -26,10 +26,10 @@ def test_a_product_multiplies_the_seeded_matrices_in_its_dtype(dtype: str, toler
 
 
 def test_each_call_is_timed_separately() -> None:
-    waits = iter([0.0, 0.02, 0.0])
+    waits = iter([0.0, 0.2, 0.0])
     seconds = time_calls(lambda: time.sleep(next(waits)), 3, CPU)
     assert len(seconds) == 3
-    assert seconds[1] >= 0.02 > max(seconds[0], seconds[2])
+    assert seconds[1] >= 0.2 > max(seconds[0], seconds[2])
 
 
 def test_one_flipped_bit_changes_every_checksum() -> None:

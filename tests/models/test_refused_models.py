@@ -58,7 +58,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("'qwen3_mo'", "transformers", "did you mean qwen3_moe", "choose another model"),
     ),
     "without an architecture": ({"hidden_size": 64}, ("model_type", "choose another model")),
-    "no language model": ({"model_type": "vit"}, ("'vit'", "no causal language model")),
+    "no language model": ({"model_type": "vit"}, ("'vit'", "not a causal language model")),
     "quantised in a way that is not undone": (
         {"model_type": "qwen3", "quantization_config": {"quant_method": "awq"}},
         ("'awq'", "Use the unquantised model"),
