@@ -17,7 +17,8 @@ class Objective(ABC):
 
     Attributes:
         metrics: Names of the metrics that it computes besides the loss.
-        maxima: Metrics, none negative, of which a step takes the maximum over its micro-batches and not the sum.
+        maxima: The last of the metrics, none negative, of which a step takes the maximum over its micro-batches and not
+            the sum.
     """
 
     metrics: tuple[str, ...] = ()

@@ -92,8 +92,7 @@ def train_step(
     clock.start()
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     measured = torch.zeros(len(objective.metrics), dtype=torch.float64, device=world.device)
-    are_maxima = [name in objective.maxima for name in objective.metrics]
-    is_maximum = torch.tensor(are_maxima, dtype=torch.bool, device=world.device)
+    num_sums = len(objective.metrics) - len(objective.maxima)
     balance = model.router_balance
     if balance is not None:
         _count_choices(model, balance, data, world)
@@ -101,7 +100,8 @@ def train_step(
         gradient_sync.defer(num_left > 0)
         loss, metrics = objective.compute(model, inputs, totals, world.device)
         loss_sum += loss.detach()
-        measured = torch.where(is_maximum, torch.maximum(measured, metrics), measured + metrics)
+        measured[:num_sums] += metrics[:num_sums]
+        torch.maximum(measured[num_sums:], metrics[num_sums:], out=measured[num_sums:])
         if balance is not None:
             loss = loss + balance.loss()
         (world.world_size * loss).backward()  # type: ignore[no-untyped-call]
@@ -125,8 +125,8 @@ def train_step(
     return StepResult(
         loss=sum(row[0] for row in rows),
         metrics={
-            name: (max if name in objective.maxima else sum)(row[i] for row in rows)
-            for i, name in enumerate(objective.metrics, start=3)
+            name: (sum if i < num_sums else max)(row[3 + i] for row in rows)
+            for i, name in enumerate(objective.metrics)
         },
         grad_norm=grad_norm,
         num_tokens=totals.num_tokens,
