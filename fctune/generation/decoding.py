@@ -32,9 +32,9 @@ class AnswerDecoder:
         is_stopped = bool(ids) and ids[-1] in self.stop_ids
         text = self.template.decode(ids[:-1] if is_stopped else ids)
         answer = Answer(index, text, not is_stopped, num_tokens=len(ids), tokens=tokens if has_tokens else None)
-        return replace(answer, reasoning=self._find_reasoning(tokens.prompt_ids, text))
+        return replace(answer, reasoning=self.find_reasoning(tokens.prompt_ids, text))
 
-    def _find_reasoning(self, prompt: Sequence[int], text: str) -> Reasoning | None:
+    def find_reasoning(self, prompt: Sequence[int], text: str) -> Reasoning | None:
         """Return the reasoning in a text, with its number of tokens; the prompt may have opened it."""
         if self.reasoning_format is None:
             reasoning = find_reasoning(text)

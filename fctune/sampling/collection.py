@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fctune.config.sections.grpo import GRPOConfig
+from fctune.data.loader import shuffled
 from fctune.errors import DataError
 from fctune.sampling.rollouts import Request, Rollout, make_seed
 
@@ -163,7 +164,7 @@ class RolloutCollector:
     def _index_at(self, position: int) -> int:
         epoch, index = divmod(position, len(self._ids))
         if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._ids)))
+            self._order = (epoch, shuffled(len(self._ids), self._seed, epoch))
         return int(self._order[1][index])
 
 

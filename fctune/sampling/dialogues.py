@@ -14,17 +14,16 @@ from typing import Protocol
 from fctune.calls.answers import read_text
 from fctune.calls.formats.base import CallFormat, Parsed
 from fctune.calls.reasoning.base import Reasoning
-from fctune.calls.reasoning.registry import detect_reasoning, find_reasoning
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, to_encodable
 from fctune.errors import ConfigError, DataError
+from fctune.generation.decoding import AnswerDecoder
+from fctune.sampling.rewards import weigh_parts
 from fctune.sampling.rollouts import Generation, Request, Rollout, RolloutEngine, make_seed
 
 # Failing tasks in a row after which the cause is systematic, and asking further tasks will not help. A single task,
 # such as one whose prompt is too long, fails as many times as its group has answers.
 _MAX_FAILING = 20
-# Tokens at the end of a prompt that may open the reasoning.
-_NUM_ENDING = 32
 
 
 class DialogueError(Exception):
@@ -113,7 +112,7 @@ class DialoguePlayer:
         self._call_format = call_format
         self._limits = limits
         self._weights = dict(weights)
-        self._reasoning_format = detect_reasoning(template.source)
+        self._decoder = AnswerDecoder(template, template.stop_ids)
         self._failing: set[str] = set()  # tasks of the failures since the last answer
 
     def play(
@@ -173,7 +172,7 @@ class DialoguePlayer:
             yield dialogue
 
     def _take(self, dialogue: _Dialogue, generation: Generation) -> None:
-        ending = self._template.decode(dialogue.context[-_NUM_ENDING:])
+        context = dialogue.context
         dialogue.ids += generation.ids
         dialogue.logprobs += generation.logprobs
         dialogue.is_generated += [True] * len(generation.ids)
@@ -186,7 +185,7 @@ class DialoguePlayer:
         if generation.is_cut:
             dialogue.is_cut = dialogue.is_over = True
             return
-        reasoning = self._find_reasoning(text, ending)
+        reasoning = self._decoder.find_reasoning(context, text)
         parsed = read_text(text, self._call_format, dialogue.conversation.tools, reasoning).strict
         dialogue.last_prose = parsed.prose
         answer = self._to_message(dialogue, parsed, reasoning)
@@ -236,7 +235,7 @@ class DialoguePlayer:
             tuple(dialogue.is_generated),
             tuple(dialogue.logprobs),
             dialogue.is_cut,
-            sum(weight * parts[name] for name, weight in self._weights.items()),
+            weigh_parts(parts, self._weights),
             parts,
             "\n".join(dialogue.texts),
             judging_s=time.perf_counter() - start,
@@ -253,11 +252,6 @@ class DialoguePlayer:
                 f"{rollout.error}. Fix the cause and run the same command again to resume."
             )
         return rollout
-
-    def _find_reasoning(self, text: str, ending: str) -> Reasoning | None:
-        if self._reasoning_format is None:
-            return find_reasoning(text)
-        return self._reasoning_format.split(text, self._reasoning_format.is_opened_by(ending))
 
     def _to_message(self, dialogue: _Dialogue, parsed: Parsed, reasoning: Reasoning | None) -> Message:
         calls = []

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from fctune.calls.formats.base import CallFormat, Parsed
-from fctune.config.parsing import suggest
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation, Message
 from fctune.environments.base import Split, Task
@@ -15,6 +14,7 @@ from fctune.environments.host import EnvironmentDefect, EnvironmentHost
 from fctune.environments.scoring import ENVIRONMENT_PARTS, ENVIRONMENT_REWARD, score_episode
 from fctune.errors import ConfigError
 from fctune.sampling.dialogues import DialogueError, DialogueLimits, DialoguePlayer, to_results
+from fctune.sampling.rewards import check_reward
 from fctune.sampling.rollouts import Request, Rollout, RolloutEngine
 
 
@@ -46,7 +46,7 @@ class EnvironmentTasks:
         weights: Mapping[str, float] = ENVIRONMENT_REWARD,
         where: str = "reward",
     ):
-        check_parts(weights, ENVIRONMENT_PARTS, where)
+        check_reward(weights, where, ENVIRONMENT_PARTS, "this reward")
         self._hosts = {host.name: host for host in hosts}
         self._split: Split = split
         self._ids = [f"{host.name}/{split}/{seed}" for seed in range(num_tasks) for host in hosts]
@@ -122,18 +122,3 @@ class _EnvironmentWorld:
     def close(self) -> None:
         """Free the episode."""
         self._episode.close()
-
-
-def check_parts(weights: Mapping[str, float], parts: Mapping[str, str], where: str) -> None:
-    """Check that weights are of existing parts, and not all 0.
-
-    Raises:
-        ConfigError: They are not.
-    """
-    known = ", ".join(parts)
-    for name in weights:
-        if name not in parts:
-            close = suggest(name, list(parts))
-            raise ConfigError(f"{where}.{name}: no such part of this reward{close} (parts: {known}).")
-    if not any(weights.values()):
-        raise ConfigError(f"{where}: no part has a weight other than 0, so all answers are equal (parts: {known}).")

@@ -18,7 +18,7 @@ from fctune.data.sources.reader import parse_source
 from fctune.data.tool_schema import ToolSet
 from fctune.errors import DataError
 from fctune.sampling.dialogues import DialogueLimits, DialoguePlayer
-from fctune.sampling.environment_tasks import check_parts
+from fctune.sampling.rewards import check_reward
 from fctune.sampling.rollouts import Request, Rollout, RolloutEngine
 
 RECORDED_PARTS: dict[str, str] = {
@@ -58,7 +58,7 @@ class RecordedTasks:
         weights: Mapping[str, float] = RECORDED_REWARD,
         where: str = "reward",
     ):
-        check_parts(weights, RECORDED_PARTS, where)
+        check_reward(weights, where, RECORDED_PARTS, "this reward")
         self._rows = {one.digest(): one for one in conversations if one.tools and _find_start(one) is not None}
         if not self._rows:
             raise DataError(

@@ -27,21 +27,28 @@ BINARY = {"strict": 1.0}
 """The default weights: the strict verdict alone."""
 
 
-def check_reward(weights: Mapping[str, float], where: str = "reward") -> None:
+def check_reward(
+    weights: Mapping[str, float],
+    where: str = "reward",
+    parts: Mapping[str, str] = REWARD_PARTS,
+    reward: str = "a reward",
+) -> None:
     """Check the names and weights of a reward.
 
     Args:
         weights: Weight of each part.
         where: Option or config key, for the message.
+        parts: Parts that exist, each with its meaning.
+        reward: What has these parts, for the message.
 
     Raises:
         ConfigError: A part does not exist, a weight is not a number, or all weights are 0.
     """
-    known = ", ".join(REWARD_PARTS)
+    known = ", ".join(parts)
     for name, weight in weights.items():
-        if name not in REWARD_PARTS:
-            close = suggest(name, list(REWARD_PARTS))
-            raise ConfigError(f"{where}.{name}: no such part of a reward{close} (parts: {known}).")
+        if name not in parts:
+            close = suggest(name, list(parts))
+            raise ConfigError(f"{where}.{name}: no such part of {reward}{close} (parts: {known}).")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
             raise ConfigError(f"{where}.{name}={weight}: expected a number, the weight of this part.")
     if not any(weights.values()):

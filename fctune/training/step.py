@@ -125,8 +125,7 @@ def train_step(
     return StepResult(
         loss=sum(row[0] for row in rows),
         metrics={
-            name: (sum if i < num_sums else max)(row[3 + i] for row in rows)
-            for i, name in enumerate(objective.metrics)
+            name: (sum if i < num_sums else max)(row[3 + i] for row in rows) for i, name in enumerate(objective.metrics)
         },
         grad_norm=grad_norm,
         num_tokens=totals.num_tokens,
