@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,18 +98,36 @@ class InProcessEngine:
             raise DataError(f"{self.model_dir}: none of {len(refused):,} prompts can be answered\n{shown}")
         for index, reason in refused.items():
             yield Answer(index, error=reason)
+        seeds = {i: self._seed(prompts[i], samples[i] if samples else 0) for i in encoded}
+        for index, tokens in self.continue_all(encoded, seeds, dict.fromkeys(encoded, max_new_tokens)):
+            if isinstance(tokens, str):
+                yield Answer(index, error=tokens)
+            else:
+                yield self.decoder.decode(index, tokens, has_tokens=self._keeps_tokens)
+
+    def continue_all(
+        self, encoded: Mapping[int, list[int]], seeds: Mapping[int, int], limits: Mapping[int, int]
+    ) -> Iterator[tuple[int, AnswerTokens | str]]:
+        """Yield each prompt's key and continuation, or why there is none, longest prompts first.
+
+        Args:
+            encoded: Token ids of each prompt.
+            seeds: Seed of each continuation, for temperatures above 0.
+            limits: Limit of each continuation in tokens; those of a batch may exceed theirs up to its largest.
+        """
         waiting = sorted(encoded, key=lambda i: -len(encoded[i]))
         while waiting:
             batch = waiting[: self.batch_size]
-            seeds = [self._seed(prompts[i], samples[i] if samples else 0) for i in batch]
+            continued: Sequence[AnswerTokens | str]
             try:
-                answers = list(self._answer_batch(batch, [encoded[i] for i in batch], seeds, max_new_tokens))
+                limit = max(limits[i] for i in batch)
+                continued = self.continue_tokens([encoded[i] for i in batch], [seeds[i] for i in batch], limit)
             except torch.OutOfMemoryError as error:
                 if len(batch) > 1:
                     self.batch_size = max(1, len(batch) // 2)
                     continue
-                answers = [Answer(batch[0], error=f"out of memory ({' '.join(str(error).split())[:160]})")]
-            yield from answers
+                continued = [f"out of memory ({' '.join(str(error).split())[:160]})"]
+            yield from zip(batch, continued, strict=True)
             waiting = waiting[len(batch) :]
 
     def generate(self, encoded: list[list[int]], max_new_tokens: int, **options: Any) -> Tensor:
@@ -178,12 +196,6 @@ class InProcessEngine:
             end = next((i + 1 for i, token in enumerate(row) if token in self.stop_ids), len(row))
             continued.append(AnswerTokens(tuple(prompt), tuple(row[:end]), tuple(row_logprobs[:end])))
         return continued
-
-    def _answer_batch(
-        self, indices: list[int], encoded: list[list[int]], seeds: list[int], max_new_tokens: int
-    ) -> Iterator[Answer]:
-        for index, tokens in zip(indices, self.continue_tokens(encoded, seeds, max_new_tokens), strict=True):
-            yield self.decoder.decode(index, tokens, has_tokens=self._keeps_tokens)
 
     def _seed(self, prompt: Conversation, sample: int) -> int:
         text = f"{self.sampling.seed} {prompt.digest()}" + (f" {sample}" if sample else "")

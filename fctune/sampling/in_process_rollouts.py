@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from fctune.generation.in_process import InProcessEngine
 from fctune.sampling.rollouts import Generation
 
@@ -43,25 +41,15 @@ class InProcessRolloutEngine:
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_new_tokens: Sequence[int]
     ) -> Iterator[Generation]:
         """Yield the continuation of each prompt, longest prompts first."""
-        waiting = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-        while waiting:
-            batch = waiting[: self._engine.batch_size]
-            limit = max(max_new_tokens[i] for i in batch)
-            try:
-                encoded = [list(prompts[i]) for i in batch]
-                continued = self._engine.continue_tokens(encoded, [seeds[i] for i in batch], limit)
-            except torch.OutOfMemoryError as error:
-                if len(batch) == 1:
-                    reason = f"out of memory ({' '.join(str(error).split())[:160]})"
-                    yield Generation(batch[0], version=self._version, error=reason)
-                    waiting = waiting[1:]
-                self._engine.batch_size = max(1, len(batch) // 2)
+        encoded = dict(enumerate(map(list, prompts)))
+        limits = dict(enumerate(max_new_tokens))
+        for i, tokens in self._engine.continue_all(encoded, dict(enumerate(seeds)), limits):
+            if isinstance(tokens, str):
+                yield Generation(i, version=self._version, error=tokens)
                 continue
-            for i, tokens in zip(batch, continued, strict=True):
-                ids, logprobs = tokens.ids[: max_new_tokens[i]], tokens.logprobs[: max_new_tokens[i]]
-                is_cut = not ids or ids[-1] not in self._engine.stop_ids
-                yield Generation(i, ids, logprobs, is_cut, self._version)
-            waiting = waiting[len(batch) :]
+            ids, logprobs = tokens.ids[: limits[i]], tokens.logprobs[: limits[i]]
+            is_cut = not ids or ids[-1] not in self._engine.stop_ids
+            yield Generation(i, ids, logprobs, is_cut, self._version)
 
     def describe(self) -> dict[str, Any]:
         """Return the base model's digest and the sampling settings."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -92,13 +93,14 @@ class PolicyTuning(AdapterTuning):
             if isinstance(callback, StopCallback):
                 callback.on_step_end(self.step, is_last=False)
 
-    def _open_template(self) -> ChatTemplate:
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
         switches = self.config.model.template_args
         return ChatTemplate(self.model_dir, template_args=switches, chat_template=self.chat_template)
 
     def _open_tasks(self) -> tuple[TaskSet, str | None]:
         """Return the tasks, and the benchmark that they belong to, if any."""
-        grpo, max_tokens, template = self.grpo, self.config.data.seq_len, self._open_template()
+        grpo, max_tokens, template = self.grpo, self.config.data.seq_len, self._template
         limits: dict[str, Any] = {"max_new_tokens": grpo.max_new_tokens, "max_tokens": max_tokens}
         if is_dialogue_source(grpo.cases):
             return open_dialogue_tasks(grpo.cases, grpo.dialogue, template, reward=grpo.reward, **limits), None
@@ -114,7 +116,7 @@ class PolicyTuning(AdapterTuning):
 
         def connect() -> None:
             engine = open_server_engine(
-                *(server, self._open_template(), directory),
+                *(server, self._template, directory),
                 temperature=self.grpo.temperature,
                 min_positions=self.config.data.seq_len,
                 say=logger.warning,
