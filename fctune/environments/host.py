@@ -131,7 +131,7 @@ class EnvironmentHost:
         return Episode(self, task, number)
 
     def close(self) -> None:
-        """End the process."""
+        """End the environment's process, and with it every episode."""
         with self._lock:
             if self._process is not None:
                 self._process.end()
@@ -254,7 +254,7 @@ class Episode:
         return result
 
     def state(self) -> Any:
-        """Return the state.
+        """Return the environment's state in this episode, after the calls so far.
 
         Raises:
             EnvironmentDefect: The environment failed.
