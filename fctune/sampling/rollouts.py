@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -155,11 +155,3 @@ class TaskSet(Protocol):
 def make_seed(*parts: Any) -> int:
     """Return a seed of 48 bits made of any values, such as the run's seed, a task, a sample and a step."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=6).digest(), "big")
-
-
-def group_rollouts(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
-    """Return the rollouts of each task by its id, in the order of samples."""
-    groups: dict[str, list[Rollout]] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.case_id, []).append(rollout)
-    return {case_id: sorted(group, key=lambda one: one.sample) for case_id, group in groups.items()}

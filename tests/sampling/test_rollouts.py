@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from fctune.sampling.rollouts import Rollout, group_rollouts, make_seed
+from fctune.sampling.rollouts import Rollout, make_seed
 
 ROLLOUT = Rollout(
     *("case", 3, "no_call", 17, (1, 2), (5, 6, 7), (True, False, True), (-math.pi, 0.0, -1e-300)),
@@ -36,11 +36,3 @@ def test_seeds_of_neighbouring_samples_differ() -> None:
     seeds = {make_seed(42, case, sample, step) for case in "abc" for sample in range(8) for step in range(8)}
     assert len(seeds) == 3 * 8 * 8
     assert make_seed("a", 1) == make_seed("a", 1)
-
-
-def test_groups_have_the_order_of_samples() -> None:
-    rows = [
-        Rollout(case, sample, "all", 0, (1,), (), (), ()) for case, sample in (("b", 1), ("a", 0), ("b", 0), ("a", 1))
-    ]
-    groups = group_rollouts(rows)
-    assert [(name, [one.sample for one in group]) for name, group in groups.items()] == [("b", [0, 1]), ("a", [0, 1])]
