@@ -150,7 +150,7 @@ class EnvironmentHost:
         """Return the value of a request that must not be refused.
 
         Raises:
-                EnvironmentDefect: The environment failed; if its process ended, the next request starts a new one.
+            EnvironmentDefect: The environment failed; if its process ended, the next request starts a new one.
         """
         reply = self._request_reply(do, **values)
         if "value" not in reply:
