@@ -35,6 +35,7 @@ TASKS = {
     "finetune": PodRequest(2, 8, 100, 1000, is_fast=True, disk="2000Gi"),
     "acceptance": PodRequest(2, 8, 64, 1400, is_fast=True, disk="200Gi"),
     "eval": PodRequest(1, 1, 8, 64),
+    "grpo": PodRequest(2, 8, 100, 1000, is_fast=True, disk="2000Gi"),
     "serve": PodRequest(1, 1, 8, 64),
 }
 
