@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import urlsplit
 
 from fctune.calls.reasoning.base import Reasoning
 from fctune.calls.reasoning.registry import find_reasoning
+from fctune.config.server_address import parse_base_url
 from fctune.data.conversation import Conversation, Message
 from fctune.errors import ConfigError
 from fctune.generation.engine import Answer, AnswerTokens, Sampling
@@ -67,7 +67,7 @@ class EndpointEngine:
         template_args: Mapping[str, Any] | None = None,
         keeps_tokens: bool = False,
     ):
-        self.url = _to_base_url(url)
+        self.url = parse_base_url(url, "--model")
         if api_key and (not api_key.isascii() or not api_key.isprintable() or " " in api_key):
             # Not shown: part of it may be the key.
             raise ConfigError(
@@ -329,15 +329,3 @@ def _time_events(events: Iterator[Any], start: float) -> Timing:
         raise ValueError("the stream ended before its [DONE]")
     total_s = time.perf_counter() - start
     return Timing(first_s or total_s, total_s, num_events if num_reported is None else num_reported)
-
-
-def _to_base_url(url: str) -> str:
-    parts = urlsplit(url.rstrip("/"))
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{url}: not a server address. Expected http://HOST:PORT or https://HOST/PATH.")
-    if parts.username or parts.password:
-        raise ConfigError(
-            "--model: the address contains a password, which would be written to the results. Use FCTUNE_API_KEY."
-        )
-    path = parts.path.removesuffix("/chat/completions").removesuffix("/")
-    return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fctune.config.server_address import parse_base_url
 from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError
 from fctune.files import flush, staged_directory
@@ -78,7 +79,8 @@ class ServerRolloutEngine:
         say: Called with a line when the server is lost or back.
 
     Raises:
-        ConfigError: There is no server, it has several models, another tokenizer, or too short a context.
+        ConfigError: The address is invalid, there is no server, it has several models, another tokenizer, or too short
+            a context.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class ServerRolloutEngine:
         patience: ServerPatience | None = None,
         say: Callable[[str], None] = lambda line: None,
     ):
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = parse_base_url(url, "grpo.server.url").removesuffix("/v1")
         self._publish_dir = publish_dir.absolute()
         self._template = template
         self._temperature = temperature

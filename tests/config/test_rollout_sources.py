@@ -9,6 +9,7 @@ import pytest
 from fctune.config.loading import load_config
 from fctune.config.sections.grpo import GRPOConfig
 from fctune.config.sections.rollouts import ServerConfig, parse_environments
+from fctune.errors import ConfigError
 from tests.conftest import ROOT
 
 
@@ -51,6 +52,23 @@ def test_a_server_is_named_exactly_if_it_generates() -> None:
     assert not find_problems(GRPOConfig(cases=cases, engine="server", server=server))
     assert "engine=server: grpo.server is required" in find_problems(GRPOConfig(cases=cases, engine="server"))[0]
     assert "engine=in_process" in find_problems(GRPOConfig(cases=cases, server=server))[0]
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("http://user:hunter2@host:8000", "grpo.server.url: the address contains a password"),
+        ("ftp://user:hunter2@host", "grpo.server.url: the address contains a password"),
+        ("127.0.0.1:8000", "grpo.server.url: 127.0.0.1:8000 is not a server's address; expected http://HOST:PORT"),
+        ("http://host:port", "grpo.server.url: http://host:port is not a server's address"),
+    ],
+    ids=range(4),
+)
+def test_the_address_of_a_server_is_checked_with_the_config(url: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(ROOT / "configs" / "tiny_grpo.yaml", ["grpo.engine=server", f"grpo.server.url={url}"])
+    assert problem in str(refused.value)
+    assert "hunter2" not in str(refused.value)
 
 
 def test_the_weights_of_a_reward_are_those_given_and_no_others() -> None:

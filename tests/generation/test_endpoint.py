@@ -352,10 +352,13 @@ def test_many_threads_share_a_client() -> None:
             assert list(pool.map(post, range(200))) == [str(number) for number in range(200)]
 
 
-@pytest.mark.parametrize("url", ["ftp://host", "http://", "https://user:pass@host", "localhost:8000"])
+@pytest.mark.parametrize(
+    "url", ["ftp://host", "http://", "https://user:hunter2@host", "localhost:8000", "http://[::1", "http://host:x"]
+)
 def test_invalid_addresses_are_refused(url: str) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="--model: ") as refused:
         EndpointEngine(url)
+    assert "hunter2" not in str(refused.value)
 
 
 def test_an_address_is_accepted_with_and_without_its_path() -> None:

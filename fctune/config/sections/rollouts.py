@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fctune.config.fields import AT_LEAST_1, Null, Range, join_key
+from fctune.config.server_address import find_address_problem
 
 ENVIRONMENT, RECORDED = "environment:", "recorded:"
 """How ``grpo.cases`` names tasks in environments, and rows with recorded results."""
@@ -29,6 +30,11 @@ class ServerConfig:
     """Requests in flight."""
     max_wait_s: Annotated[float, Range(gt=0)] = 1800.0
     """Seconds to wait for an unavailable server; then the run ends, and the same command resumes it."""
+
+    def check(self, where: str, problems: list[str]) -> None:
+        """Check the address."""
+        if (problem := find_address_problem(self.url, join_key(where, "url"))) is not None:
+            problems.append(problem)
 
 
 @dataclass(kw_only=True, slots=True)
