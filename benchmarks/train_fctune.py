@@ -69,7 +69,8 @@ def train(job: Job, recorder: Recorder) -> None:
     if not job.has_weights:
         _draw_weights_of_fctune()
     problems: list[str] = []
-    parsed = parse_config(fctune_config(job, Path(job.rows_dir) / "out" / f"fctune-{os.getpid()}"), problems)
+    launch = os.getppid() if job.ranks > 1 else os.getpid()  # all ranks share one directory
+    parsed = parse_config(fctune_config(job, Path(job.rows_dir) / "out" / f"fctune-{launch}"), problems)
     assert not problems, problems
     config: RunConfig = parsed  # type: ignore[assignment]
     world = distributed.init_distributed()
