@@ -72,9 +72,9 @@ def _speeds(results: dict[str, Any]) -> str:
     lines = [
         "## Training",
         "",
-        "Tokens without padding, of one GPU. TFLOP/s count 4 operations a weight and token over a frozen base, 6 where",
-        "all weights train. About a fifth of the tokens is supervised where nothing else is said; logits are computed",
-        "for those alone. Peak memory is that of tensors.",
+        "Tokens per second of one GPU, without padding. TFLOP/s count 4 operations per weight and token for a frozen",
+        "base, and 6 if all weights train. About a fifth of the tokens are supervised unless stated otherwise; logits",
+        "are computed only for those. Peak memory is that of tensors.",
         *_notes(results),
         "",
         "| row | run | tokens/s | TFLOP/s | peak GiB | set-up and first step, s |",

@@ -107,21 +107,23 @@ def format_page(result: dict[str, Any]) -> str:
 
 Written by `python -m benchmarks.models` ({result["date"]}; {versions}; CPU, float32).{_describe_code(result)}
 
-Each row is a tiny random model with the choices of the real family: its layers, windows, soft caps, sinks, scales,
-kinds of RoPE, ties, experts and latent attention. transformers saves it, and fctune takes it from there. The numbers
-are the largest differences that were measured.
+Each row was measured on a tiny random model with the architecture of the real family: its layers, windows, soft caps,
+sinks, scales, kinds of RoPE, tied weights, experts and latent attention. transformers saves the model, and fctune loads
+it. The numbers are the largest differences measured.
 
-- **packed**: logits of packed rows against transformers', one conversation at a time, as a share of the largest.
-- **LoRA**, **all weights**: losses of 5 steps against transformers with PEFT, and transformers alone (limit
-  {LOSS_TOLERANCE:g}). LoRA adapts every linear and every expert; in Falcon-H1 not `out_proj`, which PEFT refuses there,
-  in Jamba not `dt_proj`, and in Llama 4 no experts, which its code computes without transformers' interface for them.
-- **2 ranks**: losses of 3 steps against one rank, adapters by DDP and all weights by FSDP.
-- **resumes**: a sharded and an elastic checkpoint, continued; losses and weights are compared bit by bit.
-- **export**: logits that transformers and PEFT compute from the exports, which have the tensors of the base.
-- **parameters**: of the default model of the family, as the planner counts them and transformers has them.
+- **packed**: logits of packed rows, compared with transformers' logits of each conversation alone, relative to the
+  largest logit.
+- **LoRA**, **all weights**: losses of 5 steps, compared with transformers and PEFT, and with transformers alone (limit
+  {LOSS_TOLERANCE:g}). LoRA adapts every linear and every expert, except `out_proj` in Falcon-H1, which PEFT refuses,
+  `dt_proj` in Jamba, and the experts of Llama 4, whose code does not use transformers' experts interface.
+- **2 ranks**: losses of 3 steps, compared with those of one rank: adapters with DDP, all weights with FSDP.
+- **resumes**: a sharded and an elastic checkpoint are resumed; losses and weights are compared bit by bit.
+- **export**: logits that transformers and PEFT compute from the exports, which have the same tensors as the base.
+- **parameters**: those of the family's default model; the planner's number equals transformers'.
 
-Other architectures of transformers build by the same code, and a run proves at its start that its conversations do not
-see each other; they have no row here. A real model of a family may be larger than what was tried.
+Other architectures of transformers are built by the same code, and each run checks at its start that packed
+conversations do not see each other; they were not compared, so they have no row here. Real models are larger than those
+tested.
 
 | models | `model_type` | kind | {" | ".join(_COLUMNS.values())} |
 |---|---|---|{"---|" * len(_COLUMNS)}"""
@@ -130,7 +132,7 @@ see each other; they have no row here. A real model of a family may be larger th
         notes = " | ".join(row["outcomes"][name]["note"] for name in _COLUMNS)
         lines.append(f"| {row['models']} | `{row['model_type']}` | {row['kind']} | {notes} |")
     if refused:
-        lines.append(f"\n## Refused\n\nBefore weights are read.\n\n{_TWO_COLUMNS}")
+        lines.append(f"\n## Refused\n\nThese are refused before weights are read.\n\n{_TWO_COLUMNS}")
         lines += [f"| {row['models']} | `{row['model_type']}` | {row['refused']} |" for row in refused]
     if failed:
         lines.append(f"\n## Known to fail\n\n{_TWO_COLUMNS}")
@@ -148,7 +150,7 @@ def _describe_code(result: dict[str, Any]) -> str:
     return (
         ""
         if same == len(rows)
-        else f"\n{same} of the {len(rows)} rows were made by the latest code, others by earlier."
+        else f"\n{same} of the {len(rows)} rows were measured with the latest code, the others with earlier code."
     )
 
 
@@ -161,7 +163,7 @@ def format_readme_table(result: dict[str, Any]) -> str:
     lines = [
         _BEGIN,
         "",
-        f"{len(rows)} architectures train [exactly as with transformers and PEFT](docs/supported-models.md), such as",
+        f"{len(rows)} architectures train [exactly as with transformers and PEFT](docs/supported-models.md), including",
         "",
         "| kind | models | LoRA | all weights |",
         "|---|---|---|---|",

@@ -127,16 +127,16 @@ def render_page(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# The servers' parsers",
         "",
-        "A model's calls reach a client through the parser of the server. This page compares each call format's",
-        f"lenient reading with the parser that the format names for {' and '.join(versions)}, on seeded outputs:",
+        "A server's parser turns a model's output into the calls that a client receives. This page compares each call",
+        f"format's lenient reading with the corresponding parser of {' and '.join(versions)}, on seeded outputs:",
         "single and parallel calls, prose, nested values, unicode, markup, no arguments, wrong types, unknown",
-        "arguments and tools, cut and damaged text. It is made by `python -m benchmarks.parsers`; do not edit it.",
+        "arguments and tools, truncated and damaged text. `python -m benchmarks.parsers` writes it; do not edit it.",
         "",
-        "*Same* is the share of outputs in which the lenient reading has exactly the server's calls and types,",
-        "*strict* that of the strict reading. Every other output has one or more of the reasons below. Text that was",
-        "cut or damaged has no right reading: the last column counts how the two differ where no reason explains it.",
+        "*Same* is the share of outputs for which the lenient reading has exactly the server's calls and types,",
+        "*strict* that of the strict reading. Every other output has one or more of the reasons below. Truncated or",
+        "damaged text has no right reading: the last column counts how the two differ if no reason explains it.",
         "",
-        "| format | server | parser | outputs | same | strict | differences by reason | of cut or damaged text |",
+        "| format | server | parser | outputs | same | strict | differences by reason | in truncated or damaged text |",
         "|---|---|---|---:|---:|---:|---|---|",
     ]
     for row in rows:
@@ -148,7 +148,7 @@ def render_page(rows: list[dict[str, Any]]) -> str:
             f"| {row['format']} | {row['server']} | `{row['parser']}` | {row['outputs']:,} | {shares} "
             f"| {', '.join(reasons)} | {', '.join(guesses)} |"
         )
-    for title, meanings in (("reason", REASONS), ("of cut or damaged text", GUESSES)):
+    for title, meanings in (("reason", REASONS), ("in truncated or damaged text", GUESSES)):
         lines += ["", f"| {title} | meaning |", "|---|---|"]
         lines += [f"| {name} | {meaning} |" for name, meaning in meanings.items() if name in used]
     return "\n".join(lines) + "\n"

@@ -179,12 +179,14 @@ def iter_lines() -> Iterator[str]:
     """Yield the lines of the page."""
     yield f"""# Public chat templates
 
-How each chat template in the wheels of TRL {version("trl")} and transformers {version("transformers")} is trained on,
-written by `python -m benchmarks.templates`.
-The stop tokens are those that the model is trained to end a turn with. The samples are those of one conversation: a
-question, a call, its result, an answer, thanks, and an answer to these; with reasoning in no turn, or in each. A
-template that prints earlier turns as the model wrote them needs one sample (see [Your own data](data.md)). "-" in the
-last column: the template does not print all of that reasoning, and `data.reasoning` chooses what happens to it.
+How fctune trains on the chat templates in the wheels of TRL {version("trl")} and
+transformers {version("transformers")}; written by `python -m benchmarks.templates`.
+
+The stop tokens are those with which the model is trained to end a turn. "Samples" is the number of samples that one
+conversation becomes: a question, a call, its result, an answer, thanks, and a reply; first without reasoning, then with
+reasoning in every turn. A template that prints earlier turns as the model wrote them needs one sample (see
+[Your own data](data.md)). "-" in the last column means that the template does not print all of that reasoning, and
+`data.reasoning` says what happens to it.
 
 {_HEAD}"""
     with tempfile.TemporaryDirectory() as folder:
@@ -200,15 +202,15 @@ last column: the template does not print all of that reasoning, and `data.reason
 _NOT_INSTALLED = """
 ## In the repository of transformers, but not in its wheel
 
-Read in the source distribution of transformers 5.23.0 and on GitHub; tried once by hand as above, not by a test.
+Found in the source distribution of transformers 5.23.0 and on GitHub, and tried once by hand, not by a test.
 
-- `convert_gpt_oss_weights_to_hf.py`: accepted. The template is `gptoss` but for the place of one empty line, and its
-  entries are the same.
-- `convert_gemma4_weights.py` and `convert_muse_glimmer_weights_to_hf.py` hold no template. They download the model's.
-- `convert_llama_weights_to_hf.py`: prints no tools.
+- `convert_gpt_oss_weights_to_hf.py`: accepted. The template equals `gptoss` except for the position of one empty line,
+  and its entries in the table would be the same.
+- `convert_gemma4_weights.py` and `convert_muse_glimmer_weights_to_hf.py` contain no template: they download it.
+- `convert_llama_weights_to_hf.py`: the template prints no tools.
 - `tests/test_tokenization_common.py` and `tests/test_processing_common.py`: 13 templates, none of which prints tools.
-- `tests/utils/test_chat_parsing.py` and `test_chat_parsing_utils.py` hold response schemas, no chat templates.
-- Tests of single models download the model's template from the hub; not tried."""
+- `tests/utils/test_chat_parsing.py` and `test_chat_parsing_utils.py` contain response schemas, not chat templates.
+- Tests of single models download the model's template from the hub; these were not tried."""
 
 
 def main() -> None:

@@ -454,17 +454,17 @@ def _wants_separator(output: Output, ours: Parsed, theirs: Read, server: Server)
 
 _PYTHON_LIST = re.compile(r"(?:\A|\s)\[\w+\(")
 
-# How readings of cut or damaged text differ.
+# How readings of truncated or damaged text differ.
 GUESSES: dict[str, str] = {
     "gives up": "The server finds no call.",
-    "makes a call": "The server finds a call, and the lenient reading none.",
+    "makes a call": "The server finds a call, but the lenient reading does not.",
     "fewer calls": "The server finds fewer calls.",
     "more calls": "The server finds more calls.",
-    "other name": "The server finds the call of another name.",
-    "not JSON": "The server passes arguments on that are no JSON object.",
+    "other name": "The server finds a call with a different name.",
+    "not JSON": "The server passes on arguments that are not a JSON object.",
     "fewer arguments": "The server finds fewer arguments.",
     "more arguments": "The server finds more arguments.",
-    "other arguments": "The server finds other arguments.",
+    "other arguments": "The server finds different arguments.",
 }
 
 Rule = Callable[[Output, Parsed, Read, Server], bool]
@@ -472,15 +472,15 @@ Rule = Callable[[Output, Parsed, Read, Server], bool]
 REASONS: dict[str, str] = {
     "unknown tool": "The server drops calls of tools that are not on offer.",
     "number": "`5` for `5.0`, or `5.0` for `5`.",
-    "nullable": "An argument that may be null is read as null: by SGLang for MiniMax always, by others the word null.",
-    "null word": "The server reads the word null as null where the schema has a string.",
-    "misfit": "The value is not of a type in the tool's schema, and the server converts or keeps it.",
+    "nullable": "An argument that may be null is read as null: always by SGLang for MiniMax, else for the word null.",
+    "null word": "The server reads the word null as null although the schema has a string.",
+    "misfit": "The value does not have a type of the tool's schema, and the server converts or keeps it.",
     "untyped": "The schema does not describe the value, and the server keeps its text.",
     "kept": "The server keeps the text of a value that its conversion does not know, such as `1e+21` or `null`.",
-    "stripped": "The server strips space around a text.",
-    "decoded": "The server reads a text that is JSON as JSON, whatever the schema says.",
-    "respelled": "The server writes a text that is a word or number of JSON as Python does, such as `True`.",
-    "escape": "The format cannot write the value. It is escaped as `<json>`, which no server reads.",
+    "stripped": "The server strips white space around a string.",
+    "decoded": "The server decodes a string that is valid JSON, whatever the schema says.",
+    "respelled": "The server writes a string that is a JSON word or number as Python does, such as `True`.",
+    "escape": "The format cannot express the value. It is escaped as `<json>`, which no server reads.",
     "error": "The parser raises, or takes over two seconds for one answer.",
 }
 # Why calls differ: tried in this order, before values are compared; the first that holds is the reason.
@@ -493,13 +493,13 @@ def _add_reason(name: str, explanation: str, rule: Rule) -> None:
 
 
 _add_reason("bracket", "The server ends the list at the first `]`, even within a value.", _ends_at_bracket)
-_add_reason("space", "The server wants a space between the mark and the list, as older tokenizers write.", _wants_space)
+_add_reason("space", "The server expects a space between the mark and the list, as older tokenizers do.", _wants_space)
 _add_reason("adjacent", "The server finds no call if objects follow one another without a separator.", _wants_separator)
 _add_reason("prose", "The server finds no call after prose; neither does the strict reading.", _starts_with_prose)
 _add_reason("negative", "The server drops a call that has a negative number.", _drops_negative)
 _add_reason("line", "The server splits calls at any of Unicode's line separators, even within a value.", _splits_lines)
-_add_reason("empty", "A call without arguments has the empty text in place of `{}`.", _returns_empty_text)
-_add_reason("escaped only", "The server finds text between marks only: no numbers, no lists.", _reads_escaped_only)
+_add_reason("empty", "A call without arguments has an empty string instead of `{}`.", _returns_empty_text)
+_add_reason("escaped only", "The server finds only text between marks, but no numbers or lists.", _reads_escaped_only)
 _add_reason(
-    "header", "The server wants the channel before the recipient; templates write it after.", _wants_channel_first
+    "header", "The server expects the channel before the recipient; templates write it after.", _wants_channel_first
 )
