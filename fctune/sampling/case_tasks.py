@@ -75,6 +75,11 @@ class CaseTasks:
         """Ids of the cases."""
         return list(self._cases)
 
+    @property
+    def categories(self) -> Mapping[str, str]:
+        """Category of each case, by its id."""
+        return {case.id: case.category for case in self._cases.values()}
+
     def digest(self) -> str:
         """Return a hex digest of the cases, their prompts' tokens and the reward."""
         return self._digest

@@ -11,12 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from fctune.config.sections.grpo import GRPOConfig
-from fctune.data.loader import shuffled
 from fctune.errors import DataError
-from fctune.sampling.rollouts import Request, Rollout, make_seed
+from fctune.sampling.rollouts import Request, Rollout
+from fctune.sampling.task_order import Position, TaskOrder
 
 Play = Callable[[Sequence[Request]], Iterable[Rollout]]
 
@@ -30,8 +28,8 @@ class RolloutBatch:
 
     Attributes:
         number: Position of the batch in the run, from 1.
-        start: Cases drawn before the batch, since the start of the run.
-        stop: Cases drawn up to its end.
+        start: Cases drawn of each pool before the batch, since the start of the run.
+        stop: Cases drawn of each pool up to its end.
         groups: Groups to learn from.
         dropped: Groups with equal rewards, or with fewer than two answers.
         num_rounds: Rounds of further cases.
@@ -40,8 +38,8 @@ class RolloutBatch:
     """
 
     number: int
-    start: int
-    stop: int
+    start: Position
+    stop: Position
     groups: list[list[Rollout]] = field(default_factory=list)
     dropped: list[list[Rollout]] = field(default_factory=list)
     num_rounds: int = 0
@@ -59,26 +57,21 @@ class RolloutCollector:
 
     Args:
         config: The ``grpo`` section.
-        ids: Ids of the tasks.
-        seed: Seed of the run: chooses the order of the tasks in each pass, and the tokens of each answer.
+        order: Order of the tasks, with the seeds of their answers.
         play: Function that asks for answers and rewards them.
     """
 
-    def __init__(self, config: GRPOConfig, ids: Sequence[str], seed: int, play: Play):
-        self._config, self._ids, self._seed, self._play = config, list(ids), seed, play
-        self._order: tuple[int, np.ndarray] | None = None
+    def __init__(self, config: GRPOConfig, order: TaskOrder, play: Play):
+        self._config, self._order, self._play = config, order, play
 
-    @property
-    def num_tasks(self) -> int:
-        """Number of tasks."""
-        return len(self._ids)
-
-    def collect(self, number: int, start: int, num_flat: int = 0, done: Iterable[Rollout] = ()) -> RolloutBatch:
+    def collect(self, number: int, start: Position, num_flat: int = 0, done: Iterable[Rollout] = ()) -> RolloutBatch:
         """Return a batch with ``prompts_per_step`` groups, or fewer if the limit of refills is reached.
+
+        A dropped group is replaced by a case of the same pool, so that the groups to learn from keep the pools' shares.
 
         Args:
             number: Number of the batch.
-            start: Cases drawn before it.
+            start: Cases drawn of each pool before it.
             num_flat: Batches in a row before it that had nothing to learn from.
             done: Answers to its requests from before a restart.
 
@@ -89,13 +82,13 @@ class RolloutCollector:
         config, batch = self._config, RolloutBatch(number, start, start)
         known = {(one.case_id, one.sample): one for one in done}
         asked: Counter[str] = Counter()
-        missing = config.prompts_per_step
+        missing = self._order.count_prompts(number, config.prompts_per_step)
         while True:
-            groups = self._ask(batch, missing, asked, known)
-            for group in groups:
-                (batch.dropped if self._is_dropped(group) else batch.groups).append(group)
-            missing = config.prompts_per_step - len(batch.groups)
-            if not missing or (batch.groups and batch.num_rounds >= config.max_refills):
+            for pool, group in self._ask(batch, missing, asked, known):
+                is_dropped = self._is_dropped(group)
+                (batch.dropped if is_dropped else batch.groups).append(group)
+                missing[pool] -= not is_dropped
+            if not any(missing) or (batch.groups and batch.num_rounds >= config.max_refills):
                 break
             if not batch.groups and batch.num_rounds >= config.max_refills:
                 num_flat += 1
@@ -111,18 +104,20 @@ class RolloutCollector:
         return batch
 
     def _ask(
-        self, batch: RolloutBatch, num_groups: int, asked: Counter[str], known: dict[tuple[str, int], Rollout]
-    ) -> list[list[Rollout]]:
-        """Return the groups of the next cases; when a case repeats within a batch, its samples are numbered on."""
+        self, batch: RolloutBatch, counts: Sequence[int], asked: Counter[str], known: dict[tuple[str, int], Rollout]
+    ) -> list[tuple[int, list[Rollout]]]:
+        """Return the groups of the next cases of each pool, with the pool's index.
+
+        When a case repeats within a batch, its samples are numbered on.
+        """
         size = self._config.group_size
         groups: list[list[Request]] = []
-        for position in range(batch.stop, batch.stop + num_groups):
-            case_id = self._ids[self._index_at(position)]
-            first = asked[case_id]
-            asked[case_id] += size
-            seeds = [make_seed(self._seed, position, sample) for sample in range(size)]
-            groups.append([Request(case_id, first + sample, seed) for sample, seed in enumerate(seeds)])
-        batch.stop += num_groups
+        draws, batch.stop = self._order.draw(batch.stop, counts)
+        for draw in draws:
+            first = asked[draw.case_id]
+            asked[draw.case_id] += size
+            seeds = self._order.make_seeds(draw, size)
+            groups.append([Request(draw.case_id, first + sample, seed) for sample, seed in enumerate(seeds)])
         requests = [one for group in groups for one in group if (one.case_id, one.sample) not in known]
         if requests:
             known |= {(one.case_id, one.sample): one for one in self._play(requests)}
@@ -138,7 +133,7 @@ class RolloutCollector:
                 f"none of {len(flat):,} answers has a generated token, for example that to {flat[0].case_id}. Check "
                 "the model and its chat template."
             )
-        return answered
+        return [(draw.pool, group) for draw, group in zip(draws, answered, strict=True)]
 
     def _is_dropped(self, group: Sequence[Rollout]) -> bool:
         if sum(one.error is None for one in group) < 2 or not any(self.is_trained(one) for one in group):
@@ -160,12 +155,6 @@ class RolloutCollector:
             "(fctune sample measures that), weigh finer parts in grpo.reward, or raise grpo.max_new_tokens or "
             "grpo.temperature."
         )
-
-    def _index_at(self, position: int) -> int:
-        epoch, index = divmod(position, len(self._ids))
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, shuffled(len(self._ids), self._seed, epoch))
-        return int(self._order[1][index])
 
 
 def is_flat(group: Sequence[Rollout]) -> bool:

@@ -60,6 +60,7 @@ METRICS = (
     Metric("answers_masked", "answers", "answers that are not trained because the token limit cut them", "all ranks"),
     Metric("answers_failed", "answers", "requests without an answer", "all ranks"),
     Metric("groups_dropped", "groups", "groups with equal rewards, or fewer than two answers", "all ranks"),
+    Metric("groups/*", "groups", "groups to learn from", "of one category, all ranks; * is the category"),
     Metric("refill_rounds", "rounds", "rounds of further cases in place of dropped groups", "of the batch"),
     Metric("staleness", "updates", "updates between the policy that answered and the one in training", "largest"),
     Metric("generation_time_s", "s", "time to generate and judge the batch", "rank 0; may overlap with training"),

@@ -30,6 +30,7 @@ from fctune.sampling.in_process_rollouts import InProcessRolloutEngine
 from fctune.sampling.rewards import BINARY
 from fctune.sampling.rollouts import TaskSet
 from fctune.sampling.server_engine import ServerRolloutEngine
+from fctune.sampling.task_order import TaskOrder
 from fctune.sampling.task_sets import open_dialogue_tasks, open_server_engine
 from fctune.training.adapters import AdapterTuning
 from fctune.training.callbacks.stop import StopCallback
@@ -58,7 +59,7 @@ class PolicyTuning(AdapterTuning):
 
     def prepare(self) -> PreparedSet:
         """Read the cases, and return an empty prepared set that represents them in the run's record."""
-        self.tasks, benchmark = distributed.run_on_all_ranks(self._open_tasks)
+        self.tasks, self.order, benchmark = distributed.run_on_all_ranks(self._open_tasks)
         num_cases = len(self.tasks.ids)
         inputs = {"cases": self.grpo.cases, "num_cases": num_cases, "validation_share": 0.0}
         data = self.config.data
@@ -76,7 +77,7 @@ class PolicyTuning(AdapterTuning):
         is_shared = self.grpo.server is not None
         engine, publish = self._open_server() if is_shared else self._open_in_process()
         return RolloutSource(
-            *(self.config, self.tasks, engine, self.world, self.model.make_bounds, publish),
+            *(self.config, self.tasks, self.order, engine, self.world, self.model.make_bounds, publish),
             log=self.run.directory.rollouts,
             num_steps=self.num_steps,
             is_shared=is_shared,
@@ -98,16 +99,18 @@ class PolicyTuning(AdapterTuning):
         switches = self.config.model.template_args
         return ChatTemplate(self.model_dir, template_args=switches, chat_template=self.chat_template)
 
-    def _open_tasks(self) -> tuple[TaskSet, str | None]:
-        """Return the tasks, and the benchmark that they belong to, if any."""
+    def _open_tasks(self) -> tuple[TaskSet, TaskOrder, str | None]:
+        """Return the tasks, their order, and the benchmark that they belong to, if any."""
         grpo, max_tokens, template = self.grpo, self.config.data.seq_len, self._template
         limits: dict[str, Any] = {"max_new_tokens": grpo.max_new_tokens, "max_tokens": max_tokens}
         if is_dialogue_source(grpo.cases):
-            return open_dialogue_tasks(grpo.cases, grpo.dialogue, template, reward=grpo.reward, **limits), None
+            dialogues = open_dialogue_tasks(grpo.cases, grpo.dialogue, template, reward=grpo.reward, **limits)
+            return dialogues, TaskOrder(dialogues.ids, self.config.seed), None
         suite = load_training_suite(grpo.cases, grpo.force_benchmark)
         decoder = AnswerDecoder(template, find_stop_ids(read_eos(self.model_dir), template))
         tasks = CaseTasks(suite, decoder, detect_format(template.source), weights=grpo.reward or BINARY, **limits)
-        return tasks, benchmark_of(suite)
+        order = TaskOrder(tasks.ids, self.config.seed, tasks.categories, grpo.category_shares)
+        return tasks, order, benchmark_of(suite)
 
     def _open_server(self) -> tuple[ServerRolloutEngine | None, Callable[[int], None]]:
         """Return rank 0's engine, and the function that loads the adapter in training into the server."""

@@ -10,7 +10,7 @@ import json
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ from fctune.errors import DataError
 from fctune.models.attention import MakeBounds
 from fctune.sampling.collection import RolloutBatch, RolloutCollector
 from fctune.sampling.rollouts import Request, Rollout, RolloutEngine, TaskSet
+from fctune.sampling.task_order import Position, TaskOrder
 from fctune.training.policy_gradient import compute_advantages
 from fctune.training.prefetch import StepData
 from fctune.training.rollout_steps import TrainedRollout, make_step_data
@@ -49,6 +50,7 @@ class RolloutSource:
     Args:
         config: Config of the run.
         tasks: Tasks to ask.
+        order: Order in which they are asked.
         engine: Engine that generates; None on ranks other than 0 if it is shared.
         world: This rank.
         make_bounds: Function that returns the boundaries of the rollouts in packed rows.
@@ -63,6 +65,7 @@ class RolloutSource:
         self,
         config: RunConfig,
         tasks: TaskSet,
+        order: TaskOrder,
         engine: RolloutEngine | None,
         world: World,
         make_bounds: MakeBounds,
@@ -74,22 +77,23 @@ class RolloutSource:
     ):
         assert config.grpo is not None
         self._config, self._grpo, self._world = config, config.grpo, world
-        self._tasks, self._engine, self._publish = tasks, engine, publish
+        self._tasks, self._order, self._engine, self._publish = tasks, order, engine, publish
         self._make_bounds, self._log, self._is_shared = make_bounds, log, is_shared
         self._num_batches = math.ceil(num_steps / self._grpo.updates_per_batch)
         self._meanwhile = meanwhile
         play = self._play_alone if is_shared else self._play_together
-        self._collector = RolloutCollector(self._grpo, tasks.ids, config.seed, play)
+        self._collector = RolloutCollector(self._grpo, order, play)
         self._digest = tasks.digest()
         self._num_ahead = self._grpo.max_staleness if is_shared else 0
         self._batch: RolloutBatch | None = None  # in training
         self._trained: list[TrainedRollout] = []
-        self._position = self._num_flat = 0  # after that batch
+        self._position, self._num_flat = order.start, 0  # after that batch
         self._restored: dict[int, list[Rollout]] = {}  # answers of later batches in the checkpoint, by batch
         self._lock = threading.Lock()
         self._ahead: deque[_Ahead] = deque()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts") if is_shared else None
-        self._tail = (0, 0)  # position and flat batches after the last batch of the thread
+        # Position and flat batches after the last batch of the thread.
+        self._tail: tuple[Position, int] = (order.start, 0)
         self._arriving: list[Rollout] = []  # of the batch that the thread generates
         self._published: int | None = None
         self._publish_s = 0.0
@@ -117,7 +121,7 @@ class RolloutSource:
             if self._world.is_main:
                 self._write_log(self._batch, step)
         assert self._batch is not None
-        epoch = self._batch.start // self._collector.num_tasks
+        epoch = self._order.epoch_at(self._batch.start)
         make_bounds = self._make_bounds
         return make_step_data(
             self._trained, self._config, self._world, make_bounds, step=step, epoch=epoch, metrics=metrics
@@ -130,11 +134,12 @@ class RolloutSource:
         with self._lock:
             ahead = {one.number: list(one.rollouts) for one in self._ahead}
         return {
-            "epoch": self._position // self._collector.num_tasks,
-            "position": self._position,
+            "epoch": self._order.epoch_at(self._position),
+            "position": list(self._position),
             "num_flat": self._num_flat,
             "seed": self._config.seed,
             "cases": self._digest,
+            "category_shares": self._order.shares,
             "batch": _to_json(self._batch) if is_unfinished and self._batch is not None else None,
             "ahead": {str(number): [one.to_json() for one in rollouts] for number, rollouts in ahead.items()},
         }
@@ -143,18 +148,20 @@ class RolloutSource:
         """Continue after the step at which this state was saved.
 
         Raises:
-            DataError: The state belongs to other cases or another seed.
+            DataError: The state belongs to other cases, shares or another seed.
         """
         mine = self.state_at(0)
         changes = [
-            f"{name}: was {state[name]}, is {mine[name]}" for name in ("cases", "seed") if state[name] != mine[name]
+            f"{name}: was {state[name]}, is {mine[name]}"
+            for name in ("cases", "category_shares", "seed")
+            if state[name] != mine[name]
         ]
         if changes:
             raise DataError(
-                f"the cases or the reward differ from those of the checkpoint ({', '.join(changes)}). "
+                f"the cases, their shares or the reward differ from those of the checkpoint ({', '.join(changes)}). "
                 "Restore the previous ones, or start a new run in another output_dir."
             )
-        self._position, self._num_flat = int(state["position"]), int(state["num_flat"])
+        self._position, self._num_flat = tuple(state["position"]), int(state["num_flat"])
         self._tail = (self._position, self._num_flat)
         self._restored = {
             int(number): [Rollout.from_json(row) for row in rows] for number, rows in state["ahead"].items()
@@ -262,6 +269,8 @@ class RolloutSource:
             for category in sorted({one.category for one in answered}):
                 shares = [one.parts[right] for one in answered if one.category == category]
                 metrics[f"pass_rate/{category}"] = _mean(shares)
+        for category, num_groups in Counter(group[0].category for group in batch.groups).items():
+            metrics[f"groups/{category}"] = num_groups
         return metrics
 
     def _write_log(self, batch: RolloutBatch, step: int) -> None:
@@ -290,4 +299,5 @@ def _to_json(batch: RolloutBatch) -> dict[str, Any]:
 def _from_json(row: dict[str, Any]) -> RolloutBatch:
     """Return the batch without its dropped groups, which are needed only for the log."""
     groups = [[Rollout.from_json(one) for one in group] for group in row["groups"]]
-    return RolloutBatch(**row | {"groups": groups})
+    positions = {name: tuple(row[name]) for name in ("start", "stop")}
+    return RolloutBatch(**row | positions | {"groups": groups})

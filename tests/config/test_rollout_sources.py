@@ -75,3 +75,20 @@ def test_the_weights_of_a_reward_are_those_given_and_no_others() -> None:
     given = load_config(ROOT / "configs" / "tiny_grpo.yaml", ["grpo.reward={random: 1.0}"]).grpo
     assert given is not None
     assert given.reward == {"random": 1.0}, "a control must not be rewarded for being right"
+
+
+@pytest.mark.parametrize(
+    ("cases", "shares", "words"),
+    [
+        ("synthetic:train:10", {"no_call": 0.5}, ""),
+        ("synthetic:train:10", {"no_call": 1.5}, "grpo.category_shares.no_call=1.5: expected 0 or more and at most 1"),
+        ("synthetic:train:10", {"no_call": 0.6, "call": 0.6}, "sum to 1.2; expected at most 1"),
+        ("synthetic:train:10", {}, "empty; write e.g. {no_call: 0.5}"),
+        ("environment:files:10", {"no_call": 0.5}, "only for cases of one turn, not for environment:files:10"),
+    ],
+    ids=["right", "too large", "too large together", "empty", "dialogues"],
+)
+def test_shares_of_categories_are_checked(cases: str, shares: dict[str, float], words: str) -> None:
+    problems = find_problems(GRPOConfig(cases=cases, category_shares=shares))
+    assert len(problems) == bool(words)
+    assert words in "".join(problems)

@@ -11,8 +11,10 @@ from fctune.config.sections.grpo import GRPOConfig
 from fctune.errors import DataError
 from fctune.sampling.collection import RolloutCollector
 from fctune.sampling.rollouts import Request, Rollout
+from fctune.sampling.task_order import TaskOrder
 
 IDS = [f"case {number}" for number in range(10)]
+CATEGORIES = {one: "no_call" if number in {2, 6} else "call" for number, one in enumerate(IDS)}
 
 
 def answer(request: Request, reward: float, **changes: object) -> Rollout:
@@ -32,8 +34,9 @@ class Player:
 
 
 def collector(player: Player, **options: object) -> RolloutCollector:
-    config = GRPOConfig(cases="synthetic:train:10", prompts_per_step=3, group_size=2, **options)  # type: ignore[arg-type]
-    return RolloutCollector(config, IDS, 7, player)
+    options = {"prompts_per_step": 3, "group_size": 2, **options}
+    config = GRPOConfig(cases="synthetic:train:10", **options)  # type: ignore[arg-type]
+    return RolloutCollector(config, TaskOrder(IDS, 7, CATEGORIES, config.category_shares), player)
 
 
 def mixed(request: Request) -> Rollout:
@@ -43,13 +46,13 @@ def mixed(request: Request) -> Rollout:
 def test_a_pass_asks_each_case_once_with_its_own_seeds() -> None:
     player = Player(mixed)
     batches = collector(player)
-    position = 0
+    position = (0,)
     for number in range(1, 6):
         batch = batches.collect(number, position)
         assert batch.start == position
         assert [[one.sample % 2 for one in group] for group in batch.groups] == [[0, 1]] * 3
         position = batch.stop
-    assert position == 15
+    assert position == (15,)
     assert sorted(one.case_id for one in player.asked[:20]) == sorted(IDS * 2)
     assert len({one.seed for one in player.asked}) == len(player.asked)
 
@@ -61,32 +64,49 @@ def test_flat_groups_are_dropped_and_replaced_up_to_the_limit() -> None:
         return answer(request, float(request.sample) if request.case_id in taught else 1.0)
 
     batches = collector(Player(make), max_refills=2)
-    order = [IDS[batches._index_at(position)] for position in range(10)]
+    order = [draw.case_id for draw in TaskOrder(IDS, 7).draw((0,), [10])[0]]
     taught |= {order[1], order[4]}
-    batch = batches.collect(1, 0)
+    batch = batches.collect(1, (0,))
     assert [group[0].case_id for group in batch.groups] == [order[1], order[4]]
-    assert (batch.num_rounds, batch.stop) == (2, 3 + 2 + 1)
+    assert (batch.num_rounds, batch.stop) == (2, (3 + 2 + 1,))
     assert len(batch.dropped) == 4
     assert len(batch.rollouts) == 12
-    kept = collector(Player(make), drop_flat_groups=False).collect(1, 0)
+    kept = collector(Player(make), drop_flat_groups=False).collect(1, (0,))
     assert len(kept.groups) == 3
+
+
+def test_a_dropped_group_is_replaced_by_a_case_of_its_category() -> None:
+    """There are two cases of no_call, and every other group of their answers is flat."""
+
+    def make(request: Request) -> Rollout:
+        is_flat = CATEGORIES[request.case_id] == "no_call" and (request.sample // 2) % 2 == 0
+        return answer(request, 0.0 if is_flat else float(request.sample % 2))
+
+    config: dict[str, object] = {"prompts_per_step": 4, "category_shares": {"no_call": 0.5}}
+    batch = collector(Player(make), **config).collect(1, (0, 0))
+    assert [CATEGORIES[group[0].case_id] for group in batch.groups].count("no_call") == 2
+    assert len(batch.groups) == 4
+    assert {CATEGORIES[group[0].case_id] for group in batch.dropped} == {"no_call"}
+    assert batch.stop == (4, 2), "two cases of no_call, twice each, and two calls"
+    again = collector(Player(make), **config).collect(1, (0, 0), done=batch.rollouts[::3])
+    assert again.groups == batch.groups
 
 
 @pytest.mark.parametrize("drops", [True, False])
 def test_batches_that_teach_nothing_end_the_run(drops: bool) -> None:
     player = Player(lambda request: answer(request, 0.25))
     batches = collector(player, drop_flat_groups=drops, max_refills=1, max_flat_batches=3)
-    num_flat = 0 if drops else batches.collect(2, 0, batches.collect(1, 0).num_flat).num_flat
+    num_flat = 0 if drops else batches.collect(2, (0,), batches.collect(1, (0,)).num_flat).num_flat
     with pytest.raises(DataError, match=r"3 batches in a row .* equal rewards .*mean reward 0\.25"):
-        batches.collect(3, 0, num_flat)
+        batches.collect(3, (0,), num_flat)
     assert len(player.asked) <= 2 * 3 * 5
 
 
 def test_a_batch_is_collected_again_from_the_answers_that_there_are() -> None:
-    whole = collector(Player(mixed)).collect(4, 5)
+    whole = collector(Player(mixed)).collect(4, (5,))
     player = Player(mixed)
     done = whole.rollouts[::2]
-    again = collector(player).collect(4, 5, done=done)
+    again = collector(player).collect(4, (5,), done=done)
     assert again.groups == whole.groups
     assert len(player.asked) == len(whole.rollouts) - len(done)
     assert not {(one.case_id, one.sample) for one in player.asked} & {(one.case_id, one.sample) for one in done}
@@ -94,7 +114,7 @@ def test_a_batch_is_collected_again_from_the_answers_that_there_are() -> None:
 
 def test_cut_answers_count_in_their_group_and_are_not_trained() -> None:
     batches = collector(Player(lambda request: answer(request, float(request.sample), is_cut=request.sample == 1)))
-    batch = batches.collect(1, 0)
+    batch = batches.collect(1, (0,))
     assert [[batches.is_trained(one) for one in group] for group in batch.groups] == [[True, False]] * 3
     unmasked = collector(Player(mixed), mask_cut=False)
     assert unmasked.is_trained(answer(Request("a", 0, 0), 1.0, is_cut=True))
@@ -110,4 +130,4 @@ def test_cut_answers_count_in_their_group_and_are_not_trained() -> None:
 )
 def test_batches_without_answers_end_the_run(changes: dict[str, object], words: str) -> None:
     with pytest.raises(DataError, match=words):
-        collector(Player(lambda request: answer(request, 1.0, **changes))).collect(1, 0)
+        collector(Player(lambda request: answer(request, 1.0, **changes))).collect(1, (0,))

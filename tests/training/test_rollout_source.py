@@ -16,6 +16,7 @@ from fctune.distributed import World
 from fctune.errors import DataError
 from fctune.models.attention import make_bounds
 from fctune.sampling.rollouts import Generation, Request, Rollout, RolloutEngine
+from fctune.sampling.task_order import TaskOrder
 from fctune.training.rollout_source import RolloutSource
 from tests.ranks import run_ranks
 from tests.training.training_runs import make_config
@@ -77,7 +78,10 @@ class Tasks:
             )
 
 
-def open_source(config: RunConfig, world: World, tasks: Tasks, log: Path) -> tuple[RolloutSource, Engine]:
+def open_source(
+    config: RunConfig, world: World, tasks: Tasks, log: Path, has_shares: bool = True
+) -> tuple[RolloutSource, Engine]:
+    assert config.grpo is not None
     engine = Engine()
 
     def bounds(lengths: Sequence[Sequence[int]]) -> Any:
@@ -86,7 +90,12 @@ def open_source(config: RunConfig, world: World, tasks: Tasks, log: Path) -> tup
     def publish(version: int) -> None:
         engine.publish(None, version)
 
-    source = RolloutSource(config, tasks, engine, world, bounds, publish, log, NUM_STEPS, is_shared=True)
+    categories = {one: "odd" if int(one[-1]) % 2 else "even" for one in tasks.ids}
+    order = TaskOrder(tasks.ids, config.seed, categories, config.grpo.category_shares if has_shares else None)
+    source = RolloutSource(
+        *(config, tasks, order, engine, world, bounds, publish, log, NUM_STEPS),
+        is_shared=True,
+    )
     return source, engine
 
 
@@ -110,7 +119,7 @@ def run_steps(world: World, config: RunConfig, folder: Path) -> dict[str, Any]:
     second.resume_at(state)
     with second:
         digests += [second.take(step).step.data_digest for step in (3, 4)]
-    other, _ = open_source(config, world, Tasks(name="others"), folder / "other.jsonl")
+    other, _ = open_source(config, world, Tasks(name="others"), folder / "other.jsonl", has_shares=False)
     try:
         other.resume_at(state)
         refusal = ""
@@ -141,12 +150,14 @@ def run_four_steps(world: World, config: RunConfig, folder: Path) -> list[float]
         return [source.take(step).metrics["staleness"] for step in (1, 2, 3, 4)]
 
 
-def make_server_config(model: Path, folder: Path, staleness: int) -> RunConfig:
+def make_server_config(
+    model: Path, folder: Path, staleness: int, shares: dict[str, float] | None = None
+) -> RunConfig:
     grpo = {"cases": "synthetic:train:9", "prompts_per_step": 3, "group_size": 2, "max_new_tokens": 8}
     return make_config(
         *(model, folder),
         adapter={"rank": 4, "alpha": 8, "dropout": 0.0, "modules": ["q_proj"]},
-        grpo=grpo | {"max_staleness": staleness},
+        grpo=grpo | {"max_staleness": staleness, "category_shares": shares},
         data={"sources": [], "packed": False, "seq_len": 64},
     )
 
@@ -161,7 +172,8 @@ def test_answers_are_at_most_as_stale_as_allowed(
 
 
 def test_answers_that_a_checkpoint_holds_are_not_asked_again(make_model: Callable[..., Path], tmp_path: Path) -> None:
-    found = run_ranks(run_steps, 1, make_server_config(make_model("llama"), tmp_path, 1), tmp_path)[0]
+    config = make_server_config(make_model("llama"), tmp_path, 1, {"odd": 0.25})
+    found = run_ranks(run_steps, 1, config, tmp_path)[0]
     assert found["staleness"] == [0, 1, 1, 1]
     counts = Counter((row["batch"], row["case_id"], row["sample"]) for row in found["rows"])
     assert set(counts.values()) == {1}
@@ -169,4 +181,4 @@ def test_answers_that_a_checkpoint_holds_are_not_asked_again(make_model: Callabl
     assert len(found["kept"]) == 2
     assert not {tuple(one) for one in found["kept"]} & {tuple(one) for one in found["again"]}
     assert found["digests"] == found["expected"]
-    assert "cases: was tasks, is others" in found["refusal"]
+    assert "cases: was tasks, is others, category_shares: was {'odd': 0.25}, is None" in found["refusal"]

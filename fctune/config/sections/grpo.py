@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, Null, Range, join_key
+from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, SHARE, Null, Range, join_key
 from fctune.config.sections.rollouts import DialogueConfig, ServerConfig, find_source_problems, is_dialogue_source
 
 PolicyLoss = Literal["grpo", "dapo", "gspo", "dr_grpo"]
@@ -32,6 +33,10 @@ class GRPOConfig:
     turns (see `dialogue`)."""
     force_benchmark: bool = False
     """Learn from cases of a benchmark, which can then no longer measure the model."""
+    category_shares: Annotated[dict[str, float] | None, Null("as among the cases")] = None
+    """Share of categories among the cases of a batch, such as `{no_call: 0.5}`; the other categories share the rest. A
+    dropped group is replaced by a case of the same category. Cases from `fctune data cases` have the categories `call`
+    and `no_call`. Not for dialogues."""
     prompts_per_step: Annotated[int, AT_LEAST_1] = 16
     """Cases of each batch of rollouts."""
     group_size: Annotated[int, Range(ge=2)] = 8
@@ -103,6 +108,7 @@ class GRPOConfig:
             key, other = join_key(where, "engine"), join_key(where, "server")
             remedy = f"set {other}.url" if self.server is None else f"remove {other}, or set {key}=server"
             problems.append(f"{key}={self.engine}: {other} is required by engine=server, and only by that; {remedy}")
+        self._check_shares(join_key(where, "category_shares"), problems)
         if is_dialogue_source(self.cases):
             problems += find_source_problems(self.cases, where)
         elif not self.cases.startswith("synthetic:") and not Path(self.cases).is_file():
@@ -110,3 +116,16 @@ class GRPOConfig:
                 f"{join_key(where, 'cases')}={self.cases}: no such file; make one with fctune data cases ROWS --out "
                 f"{self.cases}"
             )
+
+    def _check_shares(self, key: str, problems: list[str]) -> None:
+        """Check that the shares are shares of a batch of single turns."""
+        if self.category_shares is None:
+            return
+        if is_dialogue_source(self.cases):
+            problems.append(f"{key}: only for cases of one turn, not for {self.cases}; remove it")
+        wrong = {name: share for name, share in self.category_shares.items() if not SHARE.contains(share)}
+        problems += [f"{key}.{name}={share}: expected {SHARE.describe()}" for name, share in wrong.items()]
+        if not wrong and (total := math.fsum(self.category_shares.values())) > 1 + 1e-9:
+            problems.append(f"{key}: the shares sum to {total:g}; expected at most 1")
+        if not self.category_shares:
+            problems.append(f"{key}={{}}: empty; write e.g. {{no_call: 0.5}}, or remove the key")
