@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,8 +15,10 @@ NUM_POINTS = 400
 _MAX_MARKS = 60  # per kind; more would cover the curves
 _SMOOTH = 40
 _UNEQUAL = 4  # times as many steps as the shortest run, from which on the axis of steps is logarithmic
+_MAX_FAMILY = 6  # curves of one family of metrics; more would cover each other
 
-# Charts as (title, unit, logarithmic axis, metric -> name). Comparisons of runs draw the first metric of each.
+# Charts as (title, unit, logarithmic axis, metric -> name). A metric with * is a family; that part names its members.
+# Comparisons of runs draw the first metric of each.
 _CURVES: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
     ("Loss", "nats/token", True, {"loss": "training, smoothed", "validation_loss": "validation"}),
     (
@@ -32,7 +34,8 @@ _CURVES: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
         {"reward_margin": "training", "validation_reward_margin": "validation"},
     ),
     ("Reward", "", False, {"reward_mean": "mean of the answers"}),
-    ("Answers that are right", "share", False, {"pass_rate": "strict verdict"}),
+    ("Answers that are right", "share", False, {"pass_rate": "all", "pass_rate/*": "*"}),
+    ("Groups to learn from", "groups", False, {"groups/*": "*", "groups_dropped": "dropped"}),
     ("Length of answers", "tokens", False, {"answer_tokens_mean": "mean"}),
     ("Entropy", "nats/token", False, {"entropy": "estimate"}),
     ("Probability in training over generation", "ratio", False, {"ratio_mean": "mean", "ratio_max": "largest"}),
@@ -112,6 +115,19 @@ class Curve:
     is_faint: bool = False
 
 
+def find_metrics(record: RunRecord, metrics: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the metrics with their names, families replaced by the members that the run recorded."""
+    found: list[tuple[str, str]] = []
+    for metric, label in metrics.items():
+        if metric.endswith("/*"):
+            prefix = metric.removesuffix("*")
+            members = sorted(name for name in record.metrics.columns if name.startswith(prefix))
+            found += [(name, name.removeprefix(prefix)) for name in members[:_MAX_FAMILY]]
+        else:
+            found.append((metric, label))
+    return found
+
+
 def add_run_charts(page: Page, names: Sequence[str], records: Sequence[RunRecord]) -> None:
     """Add the charts of one run, or charts that compare several runs."""
     charts = []
@@ -121,7 +137,7 @@ def add_run_charts(page: Page, names: Sequence[str], records: Sequence[RunRecord
     for title, unit, is_log, metrics in _CURVES if is_single else (_CURVES[0], _VALIDATION, *_CURVES[1:]):
         curves: list[Curve] = []
         for name, record in zip(names, records, strict=True):
-            for metric, label in metrics.items() if is_single else list(metrics.items())[:1]:
+            for metric, label in find_metrics(record, metrics if is_single else dict([next(iter(metrics.items()))])):
                 if record.metrics.has(metric):
                     column, steps = record.metrics.column(metric), record.metrics.steps
                     smoothed = smooth(column) if metric == "loss" else column

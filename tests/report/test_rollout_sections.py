@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fctune.report.page import Page
 from fctune.report.rollout_sections import add_rollouts
+from fctune.report.run_charts import find_metrics
 from fctune.runs.record import read_run
 
 
@@ -42,3 +43,17 @@ def test_other_runs_have_no_such_section(tmp_path: Path) -> None:
     page = Page("run")
     add_rollouts(page, read_run(tmp_path))
     assert "Answers over time" not in page.render()
+
+
+def test_categories_are_drawn_as_far_as_the_run_recorded_them(tmp_path: Path) -> None:
+    step = {"step": 1, "loss": 0.1, "pass_rate": 0.5, "pass_rate/no_call": 0.75, "pass_rate/call": 0.25}
+    many = {f"reward/{name}": 0.5 for name in "abcdefghij"}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step | many) + "\n")
+    record = read_run(tmp_path)
+    assert find_metrics(record, {"pass_rate": "all", "pass_rate/*": "*"}) == [
+        ("pass_rate", "all"),
+        ("pass_rate/call", "call"),
+        ("pass_rate/no_call", "no_call"),
+    ]
+    assert find_metrics(record, {"groups/*": "*"}) == []
+    assert len(find_metrics(record, {"reward/*": "*"})) == 6

@@ -150,9 +150,7 @@ def run_four_steps(world: World, config: RunConfig, folder: Path) -> list[float]
         return [source.take(step).metrics["staleness"] for step in (1, 2, 3, 4)]
 
 
-def make_server_config(
-    model: Path, folder: Path, staleness: int, shares: dict[str, float] | None = None
-) -> RunConfig:
+def make_server_config(model: Path, folder: Path, staleness: int, shares: dict[str, float] | None = None) -> RunConfig:
     grpo = {"cases": "synthetic:train:9", "prompts_per_step": 3, "group_size": 2, "max_new_tokens": 8}
     return make_config(
         *(model, folder),
