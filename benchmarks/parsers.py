@@ -38,19 +38,6 @@ from tests.calls.server_outputs import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-# Tokens that a parser looks up in the tokenizer and refuses to work without.
-_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-_TOKENS: dict[str, tuple[str, ...]] = {
-    "deepseek_v3": _DEEPSEEK,
-    "deepseek_v31": _DEEPSEEK,
-    "lfm": ("<|tool_call_start|>", "<|tool_call_end|>"),
-    "llama3_json": ("<|python_tag|>",),
-    "llama4_json": ("<|python_tag|>",),
-    "mistral_v3": ("[TOOL_CALLS]",),
-    "mistral_v7": ("[TOOL_CALLS]",),
-    "mistral_v11": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-    "mistral_v13": ("[TOOL_CALLS]", "[ARGS]"),
-}
 
 
 @dataclass
@@ -74,7 +61,7 @@ def compare(call_format: CallFormat, server: Server, python: str, count: int, se
     assert parser is not None
     outputs = make_outputs(call_format, count, seed)
     with tempfile.TemporaryDirectory() as folder:
-        model_dir = _make_tokenizer(Path(folder), _TOKENS.get(call_format.name, ()))
+        model_dir = _make_tokenizer(Path(folder), call_format.vllm_tokens)
         version, replies = run_server_parser(server, parser, model_dir, to_requests(outputs), python)
     found = Comparison(call_format.name, server, parser, version, len(outputs))
     for index, output in enumerate(outputs):

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fctune.calls.formats.base import TemplateFormat
 from fctune.calls.formats.registry import FORMATS, detect_format
+from fctune.calls.reasoning.registry import detect_reasoning
 from fctune.calls.server_parsers import find_server_parsers, read_server_parsers
 from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError
@@ -57,6 +59,9 @@ def server_options(
         raise ConfigError(
             f"{files.tokenizer_dir}: vLLM has no tool parser for {call_format.name}; it has parsers for {known}."
         )
+    reasoning_format = detect_reasoning(template.source) if reasoning_parser is not None else None
+    for found in filter(None, (call_format, reasoning_format)):
+        _require_parser_tokens(files.tokenizer_dir, template, found)
     return [
         *("--model", str(files.model_dir)),
         *(_adapter_options(files, served) if files.adapter_dir else ("--served-model-name", served)),
@@ -64,6 +69,17 @@ def server_options(
         *(("--reasoning-parser", reasoning_parser) if reasoning_parser is not None else ()),
         *_template_options(template.template_args),
     ]
+
+
+def _require_parser_tokens(folder: Path, template: ChatTemplate, found: TemplateFormat) -> None:
+    """Reject a tokenizer without which vLLM's parser for a format does not start."""
+    vocabulary = template.tokenizer.backend_tokenizer
+    if lacking := [token for token in found.vllm_tokens if vocabulary.token_to_id(token) is None]:
+        raise ConfigError(
+            f"{folder}: the tokenizer lacks {', '.join(lacking)}, without which vLLM's parser {found.vllm_parser} does "
+            f"not start. Train with model.add_tokens=[{', '.join(map(repr, lacking))}], or with "
+            "model.chat_template=hermes, whose marks are plain text."
+        )
 
 
 def require_agreement(options: Sequence[str], further: Sequence[str]) -> None:

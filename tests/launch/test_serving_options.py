@@ -10,14 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from fctune.calls.formats.registry import detect_format
+from fctune.config.chat_templates import read_chat_template
 from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError
 from fctune.launch.serving import require_agreement, server_options
 from fctune.models.export import Prompting, copy_companions
 from tests.conftest import ROOT
 from tests.thinking_templates import HYBRID, READS, write_thinking_model
+
+
+def add_tokens(path: Path, *tokens: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens(list(tokens))
+    tokenizer.save_pretrained(path)
 
 
 def test_the_parser_matches_the_call_format_of_the_chat_template(tiny_base: Path) -> None:
@@ -58,6 +66,7 @@ def test_an_export_trained_without_reasoning_is_served_without_its_parser(
     block = block.replace("KEY", "reasoning_content")
     base, out = write_thinking_model(tiny_base, tmp_path / "base", block), tmp_path / "out"
     out.mkdir()
+    add_tokens(base, "<think>", "</think>")
     copy_companions(base, out, Prompting(template_args=template_args, has_reasoning=has_reasoning))
     shutil.copyfile(base / "config.json", out / "config.json")
     shutil.copyfile(base / "model.safetensors", out / "model.safetensors")
@@ -180,3 +189,34 @@ def test_the_command_for_adapters_has_the_environment_that_they_need(tiny_base: 
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=True ")
     assert "--enable-lora" in done.stdout
+
+
+def write_model_with_template(tiny_base: Path, path: Path, template: str) -> Path:
+    shutil.copytree(tiny_base, path)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    config.pop("chat_template")
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    (path / "chat_template.jinja").write_text(template)
+    return path
+
+
+def test_a_tokenizer_without_the_token_that_vllms_parser_looks_up_is_refused_with_the_remedy(
+    tiny_base: Path, tmp_path: Path
+) -> None:
+    path = write_model_with_template(tiny_base, tmp_path / "model", read_chat_template("llama3"))
+    with pytest.raises(
+        ConfigError, match=r"lacks <\|python_tag\|>, without which vLLM's parser llama3_json .*add_tokens="
+    ):
+        server_options(str(path))
+    add_tokens(path, "<|python_tag|>")
+    assert "llama3_json" in server_options(str(path))
+
+
+def test_a_tokenizer_without_the_tags_that_vllms_reasoning_parser_looks_up_is_refused(
+    tiny_base: Path, tmp_path: Path
+) -> None:
+    path = write_thinking_model(tiny_base, tmp_path / "model", READS.replace("KEY", "reasoning_content"))
+    with pytest.raises(
+        ConfigError, match=r"lacks <think>, </think>, without which vLLM's parser deepseek_r1 .*add_tokens="
+    ):
+        server_options(str(path))

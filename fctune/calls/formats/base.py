@@ -160,12 +160,14 @@ class TemplateFormat(ABC):
         name: The format's name in configs and on command lines.
         template_signatures: How a chat template that writes the format is recognised.
         vllm_parser: Name of vLLM's parser for the format, as on its command line; None if vLLM cannot read it.
+        vllm_tokens: Tokens that this parser looks up in the tokenizer; without them the server ends as it starts.
         sglang_parser: The same for SGLang.
     """
 
     name: ClassVar[str]
     template_signatures: ClassVar[tuple[TemplateSignature, ...]] = ()
     vllm_parser: ClassVar[str | None] = None
+    vllm_tokens: ClassVar[tuple[str, ...]] = ()
     sglang_parser: ClassVar[str | None] = None
 
     def get_server_parser(self, server: Server) -> str | None:

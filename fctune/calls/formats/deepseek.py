@@ -31,6 +31,7 @@ class DeepSeekV31(SectionFormat):
     name = "deepseek_v31"
     template_signatures = (TemplateSignature((_OPEN,)),)
     vllm_parser = "deepseek_v31"
+    vllm_tokens = (_OPEN, _CLOSE, _CALL, _CALL_END)
     sglang_parser = "deepseekv31"
     _opening, _closing, _call_opening = _OPEN, _CLOSE, _CALL
     _separator = ""

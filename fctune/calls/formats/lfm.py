@@ -22,6 +22,7 @@ class Lfm(CallFormat):
     name = "lfm"
     template_signatures = (TemplateSignature((_OPEN,)),)
     vllm_parser = "lfm2"
+    vllm_tokens = (_OPEN, _CLOSE)
     sglang_parser = "lfm2"
 
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:

@@ -22,6 +22,7 @@ class LlamaJson(CallFormat):
     # Templates of other formats for Llama mention these strings too.
     template_signatures = (TemplateSignature(("<|start_header_id|>", '"parameters": '), priority=-5),)
     vllm_parser = "llama3_json"
+    vllm_tokens = ("<|python_tag|>",)
     sglang_parser = "llama3"
     _mark = "<|python_tag|>"
 
@@ -68,6 +69,7 @@ class Llama4Json(CallFormat):
     name = "llama4_json"
     template_signatures = (TemplateSignature(("<|header_start|>", '"parameters": '), priority=-5),)
     vllm_parser = "llama4_json"
+    vllm_tokens = ("<|python_tag|>",)
     _opening, _closing = "<|python_start|>", "<|python_end|>"
 
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:

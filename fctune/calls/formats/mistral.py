@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import ClassVar
 
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import MarkedListFormat, dump_json, require_name
@@ -21,6 +22,7 @@ class _MistralList(MarkedListFormat):
     """
 
     vllm_parser = "mistral"
+    vllm_tokens = (_MARK,)
     sglang_parser = "mistral"
     _mark = _MARK
     _has_id = True
@@ -49,6 +51,7 @@ class MistralV11(CallFormat):
     name = "mistral_v11"
     template_signatures = (TemplateSignature((_MARK, _ARGUMENTS, _ID), priority=3),)
     vllm_parser = "mistral"
+    vllm_tokens: ClassVar[tuple[str, ...]] = (_MARK, _ID, _ARGUMENTS)
     sglang_parser = "mistral"
     _has_id = True
 
@@ -92,4 +95,5 @@ class MistralV13(MistralV11):
     name = "mistral_v13"
     aliases = ("ministral3", "devstral2")
     template_signatures = (TemplateSignature((_MARK, _ARGUMENTS), priority=2),)
+    vllm_tokens = (_MARK, _ARGUMENTS)
     _has_id = False

@@ -16,6 +16,7 @@ class Think(TaggedReasoning):
     name = "think"
     template_signatures: ClassVar[tuple[TemplateSignature, ...]] = (TemplateSignature((_OPEN,), priority=-1),)
     vllm_parser: ClassVar[str | None] = "deepseek_r1"
+    vllm_tokens: ClassVar[tuple[str, ...]] = (_OPEN, _CLOSE)
     sglang_parser: ClassVar[str | None] = "deepseek-r1"
     opening = _OPEN
     _close = _CLOSE
@@ -30,6 +31,7 @@ class Qwen3(Think):
         TemplateSignature((_OPEN, "enable_thinking")),
     )
     vllm_parser = "qwen3"
+    vllm_tokens = ()
     sglang_parser = "qwen3"
 
 
@@ -39,6 +41,7 @@ class Nemotron3(Think):
     name = "nemotron3"
     template_signatures = (TemplateSignature((_OPEN, "<|im_start|>", "truncate_history_thinking"), priority=1),)
     vllm_parser = "nemotron_v3"
+    vllm_tokens = ()
     sglang_parser = "nemotron_3"
 
 
@@ -48,6 +51,7 @@ class Glm(Think):
     name = "glm45"
     template_signatures = (TemplateSignature((_OPEN, "[gMASK]"), priority=1),)
     vllm_parser = "glm45"
+    vllm_tokens = ()
     sglang_parser = "glm45"
     first_call = "<tool_call>"
 
@@ -77,6 +81,7 @@ class KimiK2(Think):
     name = "kimi_k2"
     template_signatures = (TemplateSignature((_OPEN, "<|im_assistant|>"), priority=1),)
     vllm_parser = "kimi_k2"
+    vllm_tokens = ()
     sglang_parser = "kimi_k2"
 
 
@@ -86,6 +91,7 @@ class MiniMaxM2(Think):
     name = "minimax_m2"
     template_signatures = (TemplateSignature((_OPEN, "]~b]"), priority=1),)
     vllm_parser = "minimax_m2"
+    vllm_tokens = ()
     sglang_parser = "minimax"
 
 
@@ -95,6 +101,7 @@ class Granite42(Think):
     name = "granite42"
     template_signatures = (TemplateSignature((_OPEN, "<|start_of_role|>", "enable_thinking"), priority=1),)
     vllm_parser = "granite_thinking_parser"
+    vllm_tokens = ()
     sglang_parser = "granite_thinking_parser"
 
 
@@ -104,6 +111,7 @@ class Olmo3(Think):
     name = "olmo3"
     template_signatures = (TemplateSignature((_OPEN, "<|im_start|>", "<functions>"), priority=1),)
     vllm_parser = "olmo3"
+    vllm_tokens = ()
 
 
 class SeedOss(TaggedReasoning):

@@ -30,7 +30,8 @@ class ModelConfig:
     transformers; `torchtune` or `transformers` forces one."""
     chat_template: Annotated[str | None, Null("the model's own")] = None
     """Chat template in place of the model's own: a Jinja file, or `hermes`, `llama3` or `pythonic`, which work with any
-    tokenizer that has an end-of-text token. Used in training and evaluation, and written to the exports."""
+    tokenizer that has an end-of-text token; vLLM reads the calls of `llama3` only if the tokenizer has `<|python_tag|>`
+    (`add_tokens`). Used in training and evaluation, and written to the exports."""
 
     add_tokens: list[str] = field(default_factory=list)
     """Tokens to add to the tokenizer, such as markers that it lacks. Their rows start as the mean of their text's,
