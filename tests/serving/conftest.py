@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fctune.evaluation.cases import read_cases
-from fctune.generation.endpoint import to_messages
 from tests.conftest import ROOT
+from tests.serving.measuring import Rows, read_judged
 
 
 @pytest.fixture(scope="session")
@@ -25,12 +22,18 @@ def demo() -> Path:
 
 
 @pytest.fixture(scope="session")
-def judged(demo: Path) -> dict[str, dict[str, Any]]:
+def reasoning_demo(demo: Path) -> Path:
+    """Directory that ``make demo-reasoning`` wrote beside that of the demo."""
+    folder = demo.with_name(f"{demo.name}-reasoning")
+    if not (folder / "thinking_true.jsonl").is_file():
+        pytest.skip(f"{folder} has no trained demo that reasons: make demo-reasoning")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def judged(demo: Path) -> Rows:
     """Results of the demo's cases in process, by id, with the ``prompt`` and its messages as a client sends them."""
-    rows = {row["id"]: row for row in map(json.loads, (demo / "tuned.jsonl").read_text().splitlines())}
-    for case in read_cases(demo / "cases.jsonl"):
-        rows[case.id] |= {"prompt": case.prompt, "messages": to_messages(case.prompt.messages)}
-    return rows
+    return read_judged(demo / "tuned.jsonl", demo / "cases.jsonl")
 
 
 @pytest.fixture(scope="session")

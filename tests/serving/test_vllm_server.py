@@ -13,6 +13,7 @@ import pytest
 from fctune.cli import main
 from fctune.data.chat_template import ChatTemplate
 from tests.ranks import find_port
+from tests.serving.measuring import measure, require_same
 from tests.serving.servers import complete, read_calls, serve_vllm, stream
 
 pytestmark = pytest.mark.serving
@@ -24,32 +25,10 @@ def address(demo: Path, vllm_python: str) -> Iterator[str]:
         yield address
 
 
-def measure(demo: Path, address: str, name: str, out: Path) -> dict[str, dict[str, Any]]:
-    words = ["eval", "--model", address, "--served-model", name, "--cases", str(demo / "cases.jsonl")]
-    assert main([*words, "--out", str(out)]) == 0
-    return {row["id"]: row for row in map(json.loads, out.read_text().splitlines())}
-
-
-def explain(here: dict[str, Any], served: dict[str, Any]) -> str | None:
-    """Return why a case may be judged in another way when served; None if there is no known reason."""
-    if here["malformed"] and not served["calls"]:
-        return "vLLM sends text that is no call as content, which is not called malformed"
-    return None
-
-
-def require_same(judged: dict[str, dict[str, Any]], served: dict[str, dict[str, Any]]) -> None:
-    assert served.keys() == judged.keys()
-    different = [id_ for id_, row in served.items() if row["verdict"] != judged[id_]["verdict"]]
-    print(f"{len(served) - len(different)} of {len(served)} cases are judged as in process")
-    unexplained = [id_ for id_ in different if explain(judged[id_], served[id_]) is None]
-    assert not unexplained, [(judged[id_]["answer"], served[id_]["calls"]) for id_ in unexplained]
-    assert len(different) <= len(served) // 100
-
-
 def test_every_case_is_judged_as_in_process(
     demo: Path, judged: dict[str, dict[str, Any]], address: str, tmp_path: Path
 ) -> None:
-    require_same(judged, measure(demo, address, "run", tmp_path / "served.jsonl"))
+    require_same(judged, measure(demo / "cases.jsonl", address, "run", tmp_path / "served.jsonl"))
 
 
 def test_streamed_and_parallel_calls_are_those_in_process(judged: dict[str, dict[str, Any]], address: str) -> None:
@@ -92,7 +71,7 @@ def test_an_adapter_loaded_at_run_time_is_judged_as_in_process(
         body = {"lora_name": "tuned", "lora_path": str(adapter.resolve())}
         answer = httpx.post(f"{address}/v1/load_lora_adapter", json=body, timeout=120)
         assert answer.status_code == 200, answer.text
-        require_same(judged, measure(demo, address, "tuned", tmp_path / "served.jsonl"))
+        require_same(judged, measure(demo / "cases.jsonl", address, "tuned", tmp_path / "served.jsonl"))
 
 
 def test_an_adapter_is_served_by_its_own_name(
@@ -100,7 +79,7 @@ def test_an_adapter_is_served_by_its_own_name(
 ) -> None:
     monkeypatch.chdir(demo.resolve().parents[1])  # the adapter names its base relative to where the run was started
     with serve_vllm(demo.resolve() / "run" / "export" / "adapter", vllm_python, find_port()) as address:
-        require_same(judged, measure(demo, address, "adapter", tmp_path / "served.jsonl"))
+        require_same(judged, measure(demo / "cases.jsonl", address, "adapter", tmp_path / "served.jsonl"))
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_the_remedy(

@@ -1,0 +1,52 @@
+"""Measure a served model case by case, and compare with the verdicts in process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fctune.cli import main
+from fctune.evaluation.cases import read_cases
+from fctune.generation.endpoint import to_messages
+
+Rows = dict[str, dict[str, Any]]
+
+
+def read_rows(path: Path) -> Rows:
+    """Return the rows of an evaluation by case id."""
+    return {row["id"]: row for row in map(json.loads, path.read_text().splitlines())}
+
+
+def read_judged(results: Path, cases: Path) -> Rows:
+    """Return results in process by id, each with its ``prompt``, and the ``messages`` of it as a client sends them."""
+    rows = read_rows(results)
+    for case in read_cases(cases):
+        rows[case.id] |= {"prompt": case.prompt, "messages": to_messages(case.prompt.messages)}
+    return rows
+
+
+def measure(cases: Path, address: str, name: str, out: Path, *options: str) -> Rows:
+    """Return the results of the served model ``name`` by case id."""
+    words = ["eval", "--model", address, "--served-model", name, "--cases", str(cases), "--out", str(out)]
+    assert main([*words, *options]) == 0
+    return read_rows(out)
+
+
+def require_same(judged: Rows, served: Rows) -> None:
+    """Check that each case has the verdict that it has in process, but for one in 100 with a known reason."""
+    assert served.keys() == judged.keys()
+    different = [id_ for id_, row in served.items() if row["verdict"] != judged[id_]["verdict"]]
+    print(f"{len(served) - len(different)} of {len(served)} cases are judged as in process")
+    for id_ in different:
+        print(f"{id_}: {judged[id_]['verdict']} -> {served[id_]['verdict']}: {_explain(judged[id_], served[id_])}")
+    unexplained = [id_ for id_ in different if _explain(judged[id_], served[id_]) is None]
+    assert not unexplained, [(judged[id_]["answer"], served[id_]["calls"]) for id_ in unexplained]
+    assert len(different) <= len(served) // 100
+
+
+def _explain(here: dict[str, Any], served: dict[str, Any]) -> str | None:
+    """Return why a case may be judged in another way when served; None if there is no known reason."""
+    if here["malformed"] and not served["calls"]:
+        return "vLLM sends text that is no call as content, which is not called malformed"
+    return None
