@@ -79,6 +79,10 @@ class _Parts:
         call = _escape(self.call).replace(_NAME, name, 1).replace(json.dumps(_ARGUMENTS), arguments, 1)
         if name not in call or arguments not in call:
             raise DataError("it does not write a call's name and its arguments as JSON, which Ollama reads")
+        # Ollama takes for a call's mark the text that comes first behind .ToolCalls, up to a brace, unless an action or
+        # a condition without text precedes it, as the separators do. So the mark stands in a branch of its own.
+        mark = _escape(self.call.partition("{")[0])
+        marked = f"{{{{ if false }}}}{mark}{{{{ end }}}}" if mark.strip() else ""
         between = self._write_separators()
         return "".join(
             (
@@ -90,7 +94,7 @@ class _Parts:
                 _escape(self.user).replace(_ASKED, "{{ .Content }}"),
                 '{{ else if eq .Role "assistant" }}',
                 f"{_escape(self.assistant[0])}{{{{ .Content }}}}",
-                f"{{{{ if .ToolCalls }}}}{{{{ range $number, $call := .ToolCalls }}}}{between}{call}",
+                f"{{{{ if .ToolCalls }}}}{marked}{{{{ range $number, $call := .ToolCalls }}}}{between}{call}",
                 f"{{{{ end }}}}{{{{ end }}}}{_escape(self.assistant[1])}",
                 '{{ else if eq .Role "tool" }}',
                 f"{_escape(self.result[0])}{{{{ .Content }}}}{_escape(self.result[1])}",
@@ -99,14 +103,11 @@ class _Parts:
         )
 
     def _write_separators(self) -> str:
-        """Return what comes before a call; as strings, because Ollama takes the first plain text for a call's mark."""
-        if self.between == self.after_text:
-            choice = f"{{{{ if or $number $message.Content }}}}{{{{ {json.dumps(self.between)} }}}}{{{{ end }}}}"
-            return choice if self.between else ""
-        return (
-            f"{{{{ if $number }}}}{{{{ {json.dumps(self.between)} }}}}"
-            f"{{{{ else if $message.Content }}}}{{{{ {json.dumps(self.after_text)} }}}}{{{{ end }}}}"
-        )
+        """Return what comes before a call."""
+        between, after_text = _escape(self.between), _escape(self.after_text)
+        if between == after_text:
+            return f"{{{{ if or $number $message.Content }}}}{between}{{{{ end }}}}" if between else ""
+        return f"{{{{ if $number }}}}{between}{{{{ else if $message.Content }}}}{after_text}{{{{ end }}}}"
 
     def _find_head(self, has_system: bool, has_tools: bool) -> str:
         """Return what comes before the first user's turn, in Go's form."""

@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+from fctune.data.conversation import Conversation
+
 _ACTION = re.compile(r"\{\{ (.*?) \}\}", re.DOTALL)
 
 
@@ -15,6 +17,17 @@ def render_go(source: str, data: dict[str, Any]) -> str:
     text, rest = _render(list(enumerate(pieces)), data, {})
     assert not rest, "an end without a beginning"
     return text
+
+
+def to_go(conversation: Conversation) -> dict[str, Any]:
+    """Return what Ollama gives a template of a conversation."""
+    messages = []
+    for message in conversation.messages:
+        calls = [{"Function": {"Name": call.name, "Arguments": call.arguments}} for call in message.calls]
+        messages.append({"Role": message.role, "Content": message.content or "", "ToolCalls": calls})
+    system = next((m.content for m in conversation.messages if m.role == "system"), "")
+    tools = [{**tool.to_openai(), "Function": tool.function} for tool in conversation.tools]
+    return {"System": system, "Tools": tools, "Messages": messages}
 
 
 Pieces = list[tuple[int, str]]
@@ -45,7 +58,7 @@ def _render(pieces: Pieces, dot: Any, names: dict[str, Any], is_shown: bool = Tr
             pieces = after[1:]
         elif is_shown:
             value = _evaluate(piece, dot, names)
-            out.append(value if isinstance(value, str) else json.dumps(value, separators=(",", ":")))
+            out.append(value if isinstance(value, str) else _dump(value))
     return "".join(out), []
 
 
@@ -62,6 +75,13 @@ def _render_if(condition: str, pieces: Pieces, dot: Any, names: dict[str, Any], 
     return text if is_true else other, pieces
 
 
+def _dump(value: Any) -> str:
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    for letter in "<>&":
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    return text
+
+
 def _evaluate(expression: str, dot: Any, names: dict[str, Any]) -> Any:
     words = re.findall(r'"(?:[^"\\]|\\.)*"|\S+', expression)
     if words[0] == "eq":
@@ -70,6 +90,8 @@ def _evaluate(expression: str, dot: Any, names: dict[str, Any]) -> Any:
         values = [_evaluate(word, dot, names) for word in words[1:]]
         return all(values) if words[0] == "and" else any(values)
     (word,) = words
+    if word == "false":
+        return False
     if word.startswith('"'):
         return json.loads(word)
     name, *fields = word.split(".")
