@@ -147,18 +147,18 @@ def average_losses(losses: Tensor, lengths: Tensor, totals: StepTotals, config: 
     """Return the part of a step's loss that these tokens add.
 
     ``grpo`` and ``gspo`` average over an answer's tokens, then over answers; ``dapo`` over all tokens
-    (arXiv:2503.14476, equation 8); ``dr_grpo`` divides by the number of answers and the longest length that an answer
-    may have (arXiv:2503.20783, section 3.2).
+    (arXiv:2503.14476, equation 8); ``dr_grpo`` divides by a constant, the tokens of a batch whose answers are all as
+    long as they may be (arXiv:2503.20783, section 3.2), so that an answer has the same weight if others are masked.
 
     Args:
         losses: Loss of each token, ``[n]``, answer by answer.
         lengths: Tokens of each answer, ``[a]``.
         totals: Totals over the global step.
-        config: Loss and its constant.
+        config: Loss, and the sizes of its constant.
     """
     if config.loss == "dapo":
         return losses.sum() / totals.num_supervised
     if config.loss == "dr_grpo":
-        return losses.sum() / (totals.num_answers * config.max_new_tokens)
+        return losses.sum() / (config.answers_per_batch * config.max_new_tokens)
     sums: Tensor = torch.segment_reduce(losses, "sum", lengths=lengths, unsafe=True)
     return (sums / lengths).sum() / totals.num_answers

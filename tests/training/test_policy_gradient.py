@@ -44,7 +44,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"loss": "dapo", "updates_per_batch": 2},
     {"loss": "dapo", "updates_per_batch": 1, "ratio_cap": 1.05},
     {"loss": "gspo", "updates_per_batch": 2, "clip_low": 0.02, "clip_high": 0.03},
-    {"loss": "dr_grpo", "updates_per_batch": 2, "max_new_tokens": 30},
+    # A batch of 15 answers, of which the tests train fewer: the others are masked.
+    {"loss": "dr_grpo", "updates_per_batch": 2, "max_new_tokens": 30, "prompts_per_step": 5, "group_size": 3},
 ]
 
 
@@ -112,7 +113,8 @@ def plain_loss(
     if options["loss"] == "dapo":
         loss = sum(total for total, _ in answer_sums) / num_tokens
     elif options["loss"] == "dr_grpo":
-        loss = sum(total for total, _ in answer_sums) / (len(answers) * options["max_new_tokens"])
+        num_answers = options["prompts_per_step"] * options["group_size"]
+        loss = sum(total for total, _ in answer_sums) / (num_answers * options["max_new_tokens"])
     else:
         loss = sum(total / length for total, length in answer_sums) / len(answers)
     return loss, num_clipped / num_tokens
@@ -276,20 +278,23 @@ def test_losses_and_gradients_equal_those_of_trl(options: dict[str, Any]) -> Non
     loss = average_losses(each, lengths, totals, config)
     loss.backward()
 
-    width = int(lengths.max())
+    width, num_masked = int(lengths.max()), 0
+    if config.loss == "dr_grpo":
+        num_masked = config.answers_per_batch - len(trained)
+        assert num_masked > 0
     theirs = ours.detach().clone().requires_grad_()
 
     def spread(values: Tensor) -> Tensor:
         rows = [torch.cat([one, one.new_zeros(width - len(one))]) for one in values.split(lengths.tolist())]
-        return torch.stack(rows)
+        return torch.stack(rows + [torch.zeros_like(rows[0])] * num_masked)
 
     low, high = config.clips
     inputs: dict[str, Any] = {
-        "prompt_ids": torch.zeros(len(trained), 1, dtype=torch.long),
-        "prompt_mask": torch.ones(len(trained), 1, dtype=torch.long),
-        "completion_ids": torch.zeros(len(trained), width, dtype=torch.long),
+        "prompt_ids": torch.zeros(len(trained) + num_masked, 1, dtype=torch.long),
+        "prompt_mask": torch.ones(len(trained) + num_masked, 1, dtype=torch.long),
+        "completion_ids": torch.zeros(len(trained) + num_masked, width, dtype=torch.long),
         "completion_mask": spread(torch.ones_like(flat)).long(),
-        "advantages": advantages,
+        "advantages": torch.cat([advantages, advantages.new_ones(num_masked)]),
         "ref_per_token_logps": spread(reference),
         "importance_sampling_ratio": spread(weights),
         "num_items_in_batch": torch.tensor(len(flat)),

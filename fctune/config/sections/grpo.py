@@ -57,7 +57,8 @@ class GRPOConfig:
     loss: PolicyLoss = "dapo"
     """Clipped loss: `grpo`, a mean over tokens, then over answers (arXiv:2402.03300); `dapo`, one mean over all tokens
     and a higher upper clip (arXiv:2503.14476); `gspo`, one ratio for each answer (arXiv:2507.18071); `dr_grpo`, a sum
-    over tokens divided by `max_new_tokens`, so that length has no weight (arXiv:2503.20783)."""
+    over tokens divided by a constant, `max_new_tokens` for each answer of the batch, masked ones included, so that
+    length has no weight (arXiv:2503.20783)."""
     clip_low: Annotated[float | None, Range(gt=0, lt=1), Null("0.2; 3e-4 for `gspo`")] = None
     """The ratio is clipped at 1 minus this."""
     clip_high: Annotated[float | None, Range(gt=0), Null("0.2; 0.28 for `dapo`, 4e-4 for `gspo`")] = None
