@@ -15,18 +15,25 @@ _TOOL = Tool({"name": "probe", "description": "A probe.", "parameters": {"type":
 _ASK = Message("user", "Hi")
 
 
-def read_eos_ids(model_dir: Path) -> set[int]:
+def read_eos_ids(model_dir: Path, has_fallback: bool = False) -> set[int]:
     """Return the ids of a model directory's generation_config.json that end generation; empty without the file.
+
+    Args:
+        model_dir: The directory.
+        has_fallback: Without the file, take the ids of config.json, as transformers and vLLM do.
 
     Raises:
         ConfigError: The file is not JSON, or its eos_token_id is neither an id nor a list of ids.
     """
     path = model_dir / "generation_config.json"
+    if has_fallback and not path.is_file():
+        path = model_dir / "config.json"
     if not path.is_file():
         return set()
     try:
-        eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        eos = {**values, **(values.get("text_config") or {})}.get("eos_token_id")
+    except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path}: not a JSON object ({error}). Download the model directory again.") from None
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(token) is int for token in ids):

@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from fctune import distributed
@@ -17,6 +16,7 @@ from fctune.config.sections.rollouts import is_dialogue_source
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.packed_samples import pack_samples
 from fctune.data.prepared_set import PreparedSet
+from fctune.data.stop_tokens import read_eos_ids
 from fctune.distributed import World
 from fctune.errors import ConfigError
 from fctune.evaluation.live import build_answering, random_state_restored
@@ -99,6 +99,11 @@ class PolicyTuning(AdapterTuning):
         switches = self.config.model.template_args
         return ChatTemplate(self.model_dir, template_args=switches, chat_template=self.chat_template)
 
+    @functools.cached_property
+    def _eos_ids(self) -> list[int]:
+        """Tokens that end an answer of the base, apart from those of the template."""
+        return sorted(read_eos_ids(self.model_dir, has_fallback=True))
+
     def _open_tasks(self) -> tuple[TaskSet, TaskOrder, str | None]:
         """Return the tasks, their order, and the benchmark that they belong to, if any."""
         grpo, max_tokens, template = self.grpo, self.config.data.seq_len, self._template
@@ -107,7 +112,7 @@ class PolicyTuning(AdapterTuning):
             dialogues = open_dialogue_tasks(grpo.cases, grpo.dialogue, template, reward=grpo.reward, **limits)
             return dialogues, TaskOrder(dialogues.ids, self.config.seed), None
         suite = load_training_suite(grpo.cases, grpo.force_benchmark)
-        decoder = AnswerDecoder(template, find_stop_ids(read_eos(self.model_dir), template))
+        decoder = AnswerDecoder(template, find_stop_ids(self._eos_ids, template))
         tasks = CaseTasks(suite, decoder, detect_format(template.source), weights=grpo.reward or BINARY, **limits)
         order = TaskOrder(tasks.ids, self.config.seed, tasks.categories, grpo.category_shares)
         return tasks, order, benchmark_of(suite)
@@ -160,19 +165,7 @@ class PolicyTuning(AdapterTuning):
             with random_state_restored(device):
                 policy = build_answering(self.model, self.model_dir, device)
                 # Penalties of the model's own generation config would make answers of another policy.
-                policy.generation_config = GenerationConfig(eos_token_id=read_eos(self.model_dir))
+                policy.generation_config = GenerationConfig(eos_token_id=self._eos_ids or None)
                 engine.publish(policy, version)
 
         return engine, publish
-
-
-def read_eos(model_dir: Path) -> int | list[int] | None:
-    """Return the end tokens of a model directory's generation config, or else of its model config."""
-    from transformers import AutoConfig, GenerationConfig
-
-    if (model_dir / "generation_config.json").is_file():
-        eos = GenerationConfig.from_pretrained(str(model_dir), local_files_only=True).eos_token_id
-    else:
-        eos = AutoConfig.from_pretrained(str(model_dir), local_files_only=True).get_text_config().eos_token_id
-    found: int | list[int] | None = eos
-    return found

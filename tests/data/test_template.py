@@ -415,6 +415,24 @@ def test_generation_stops_at_the_ids_of_the_generation_config_too(
         ChatTemplate(path)
 
 
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"generation_config.json": {"eos_token_id": 7}, "config.json": {"eos_token_id": 8}}, ({7}, {7})),
+        ({"config.json": {"eos_token_id": [8, 9]}}, (set(), {8, 9})),
+        ({"config.json": {"eos_token_id": 8, "text_config": {"eos_token_id": 9}}}, (set(), {9})),
+        ({"config.json": {}}, (set(), set())),
+    ],
+    ids=["both", "model", "nested", "neither"],
+)
+def test_end_tokens_are_read_from_the_model_config_only_in_place_of_the_generation_config(
+    files: dict[str, Any], expected: tuple[set[int], set[int]], tmp_path: Path
+) -> None:
+    for name, values in files.items():
+        (tmp_path / name).write_text(json.dumps(values))
+    assert (read_eos_ids(tmp_path), read_eos_ids(tmp_path, has_fallback=True)) == expected
+
+
 REWRITING = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|start_header_id|>{{ m.role }}"
     "<|end_header_id|>{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
