@@ -10,11 +10,8 @@ import sys
 from collections.abc import Callable
 
 from fctune.checkpoint.hf_checkpoint import HFModelWeights
-from fctune.config.schema import RunConfig
-from fctune.distributed import World
-from fctune.errors import ConfigError
 from fctune.models.export import export_merged
-from fctune.training.entry import Run, run_recipe
+from fctune.training.entry import run_recipe
 from fctune.training.recipe import FineTuning
 
 # isort: split
@@ -25,12 +22,7 @@ from torchtune.recipe_interfaces import FTRecipeInterface
 class FullFunctionCallingRecipe(FineTuning, FTRecipeInterface):
     """Trains all weights."""
 
-    def __init__(self, config: RunConfig, world: World, run: Run):
-        if config.adapter is not None:
-            raise ConfigError(
-                "adapter: this recipe trains all weights. Remove it (~adapter), or run recipes/lora_fc_distributed."
-            )
-        super().__init__(config, world, run)
+    name = "full_fc_distributed"
 
     def select_trainable_(self) -> None:
         """Leave every parameter trainable, as built."""

@@ -9,11 +9,8 @@ a supervised run, make its merged export the base. The order of a run is in ``fc
 
 import sys
 
-from fctune.config.schema import RunConfig
-from fctune.distributed import World
-from fctune.errors import ConfigError
 from fctune.training.adapters import AdapterTuning
-from fctune.training.entry import Run, run_recipe
+from fctune.training.entry import run_recipe
 from fctune.training.preference import PreferenceObjective
 
 # isort: split
@@ -24,18 +21,12 @@ from torchtune.recipe_interfaces import FTRecipeInterface
 class LoRAPreferenceRecipe(AdapterTuning, FTRecipeInterface):
     """Trains LoRA adapters on preference pairs."""
 
-    def __init__(self, config: RunConfig, world: World, run: Run):
-        if config.preference is None:
-            raise ConfigError(
-                "preference: missing; this recipe trains on preference pairs. Add e.g. preference: {loss: dpo}, or run "
-                "recipes/lora_fc_distributed."
-            )
-        super().__init__(config, world, run)
-        self.preference = config.preference
+    name = "lora_dpo_distributed"
 
     def objective(self) -> PreferenceObjective:
         """Return the loss of preference pairs."""
-        return PreferenceObjective(self.preference)
+        assert self.config.preference is not None
+        return PreferenceObjective(self.config.preference)
 
 
 def main() -> int:

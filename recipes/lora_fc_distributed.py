@@ -8,11 +8,8 @@ on the supervised tokens of conversations. The order of a run is in ``fctune/tra
 
 import sys
 
-from fctune.config.schema import RunConfig
-from fctune.distributed import World
-from fctune.errors import ConfigError
 from fctune.training.adapters import AdapterTuning
-from fctune.training.entry import Run, run_recipe
+from fctune.training.entry import run_recipe
 
 # isort: split
 # After fctune, which silences a warning of torchao, one of its imports.
@@ -22,17 +19,7 @@ from torchtune.recipe_interfaces import FTRecipeInterface
 class LoRAFunctionCallingRecipe(AdapterTuning, FTRecipeInterface):
     """Trains LoRA adapters on a frozen base."""
 
-    def __init__(self, config: RunConfig, world: World, run: Run):
-        if config.preference is not None:
-            raise ConfigError(
-                "preference: this recipe trains on conversations. Remove it (~preference), or run "
-                "recipes/lora_dpo_distributed."
-            )
-        if config.grpo is not None:
-            raise ConfigError(
-                "grpo: this recipe trains on conversations. Remove it (~grpo), or run recipes/lora_grpo_distributed."
-            )
-        super().__init__(config, world, run)
+    name = "lora_fc_distributed"
 
 
 def main() -> int:

@@ -21,6 +21,8 @@ from torchtune.recipe_interfaces import FTRecipeInterface
 class LoRAPolicyRecipe(PolicyTuning, FTRecipeInterface):
     """Trains LoRA adapters on verdicts of the model's own answers."""
 
+    name = "lora_grpo_distributed"
+
 
 def main() -> int:
     """Run the recipe from the command line."""

@@ -33,21 +33,15 @@ ranks=${FCTUNE_CPU_RANKS:-$gpus}
 export FCTUNE_SHARED=${FCTUNE_SHARED:-/mnt/shared} FCTUNE_NETWORK=${FCTUNE_NETWORK:-/mnt/network}
 export HF_HOME=${HF_HOME:-$FCTUNE_SHARED/huggingface} FCTUNE_CACHE=${FCTUNE_CACHE:-$FCTUNE_SHARED/cache}
 
-# The preflight writes the launch here once all nodes are fit: trains, output_dir, log, arguments.
+# The preflight writes the launch here once all nodes are fit: recipe, output_dir, log, arguments.
 launch=$(mktemp)
 trap 'rm -f "$launch"' EXIT
 TORCH_CPP_LOG_LEVEL=FATAL python -m fctune.cli preflight --config "$config" --gpus "$gpus" \
   --nodes "$nodes" --node-rank "$node" --address "$head" --port "$port" --launch "$launch" "$@" || exit
-trains='' output_dir='' log='' arguments=()
+recipe='' output_dir='' log='' arguments=()
 # shellcheck source=/dev/null
 . "$launch"
-case $trains in
-  rollouts) recipe=recipes/lora_grpo_distributed ;;
-  preference) recipe=recipes/lora_dpo_distributed ;;
-  adapter) recipe=recipes/lora_fc_distributed ;;
-  all) recipe=recipes/full_fc_distributed ;;
-  *) echo "$0: the preflight did not set trains" >&2; exit 1 ;;
-esac
+[ -n "$recipe" ] || { echo "$0: the preflight did not name a recipe" >&2; exit 1; }
 # Set only after the preflight: torch creates these folders, which would hide a missing disk.
 kernels=$FCTUNE_NETWORK/cache
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$kernels/inductor}
@@ -124,7 +118,7 @@ trap 'requests=$((requests + 1))' USR1 TERM INT
   # Without an endpoint, `tune run` starts a group of this node only; only the static backend puts rank 0 on the head.
   exec tune run --nnodes "$nodes" --nproc_per_node "$ranks" --rdzv_backend static --rdzv_endpoint "$head:$port" \
     --rdzv_id "$run_id" --node_rank "$node" --rdzv_conf timeout=120 --signals-to-handle SIGHUP,SIGQUIT \
-    "$recipe" --config "$config" "${arguments[@]}"
+    "recipes/$recipe" --config "$config" "${arguments[@]}"
 ) &
 torchrun=$!
 

@@ -41,15 +41,9 @@ def _train(arguments: argparse.Namespace) -> int:
         num_processes = num_gpus or 1
         found = f"{num_gpus} GPU{'' if num_gpus == 1 else 's'}" if num_gpus else "no GPU found"
         _show(f"{num_processes} process{'' if num_processes == 1 else 'es'} ({found}); choose with --nproc")
-    if config.grpo is not None:
-        recipe = "lora_grpo_distributed"
-    elif config.preference is not None:
-        recipe = "lora_dpo_distributed"
-    else:
-        recipe = "full_fc_distributed" if config.adapter is None else "lora_fc_distributed"
     command_line = ["--config", str(arguments.config), *arguments.overrides]
     return launch_recipe(
-        shipped_dir("recipes") / f"{recipe}.py", command_line, num_processes, Path(config.output_dir), _show
+        shipped_dir("recipes") / f"{config.recipe}.py", command_line, num_processes, Path(config.output_dir), _show
     )
 
 

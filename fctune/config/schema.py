@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from fctune.config.components import OptimizerSpec
 from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, Null, Range
 from fctune.config.intervals import IsInterval, is_never
+from fctune.config.recipes import find_recipe
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.data import DataConfig
 from fctune.config.sections.evaluation import VALIDATION_CASES, EvalConfig, ValidationConfig
@@ -244,6 +245,11 @@ class RunConfig:
                 f"eval.cases={VALIDATION_CASES}: a run with grpo holds nothing out; name a JSONL file of cases, or set "
                 "eval.every=0"
             )
+
+    @property
+    def recipe(self) -> str:
+        """Name of the recipe that trains this config."""
+        return find_recipe({"adapter": self.adapter, "preference": self.preference, "grpo": self.grpo})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as nested plain dicts, like its YAML."""

@@ -58,12 +58,9 @@ class LaunchSpec:
             raise ConfigError(f"{error.filename}: cannot be written ({error.strerror}).") from None
 
     def to_shell(self, node: int) -> str:
-        """Shell assignments of ``trains``, ``output_dir``, ``log`` and ``arguments``, to be sourced by a script."""
-        config = self.config
-        trains = "all" if config.adapter is None else "adapter" if config.preference is None else "preference"
-        trains = trains if config.grpo is None else "rollouts"
+        """Shell assignments of ``recipe``, ``output_dir``, ``log`` and ``arguments``, to be sourced by a script."""
         words = {
-            "trains": trains,
+            "recipe": self.config.recipe,
             "output_dir": self.config.output_dir,
             "log": str(self.log_dir / f"node-{node}.log"),
         }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.calls.metrics import rate
+from fctune.config.recipes import find_recipe
 from fctune.evaluation.judging import is_valid
 from fctune.evaluation.published import Published
 from fctune.report.eval_page import FACETS, format_bounds, make_case
@@ -257,11 +258,8 @@ def _format_command(record: RunRecord) -> str:
         return shlex.join(map(str, argv))
     if not record.config:
         return ""
-    recipe = "lora_fc_distributed" if record.config.get("adapter") else "full_fc_distributed"
-    recipe = "lora_dpo_distributed" if record.config.get("preference") else recipe
-    recipe = "lora_grpo_distributed" if record.config.get("grpo") else recipe
     ranks = record.run.get("world_size") or 1
-    command = f"tune run --nproc_per_node {ranks} recipes/{recipe} --config FILE"
+    command = f"tune run --nproc_per_node {ranks} recipes/{find_recipe(record.config)} --config FILE"
     return f"not recorded; equivalent, with the config below as FILE: {command}"
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from fctune.checkpoint.hf_checkpoint import HFAdapterWeights
 from fctune.config.schema import RunConfig
 from fctune.distributed import World
-from fctune.errors import ConfigError
 from fctune.models.export import export_adapter, export_merged
 from fctune.models.lora import init_adapters_
 from fctune.models.token_rows import init_token_rows_, trained_token_ids
@@ -20,9 +19,8 @@ class AdapterTuning(FineTuning):
     """A run that trains adapters on a frozen base, and exports the adapter and the merged model."""
 
     def __init__(self, config: RunConfig, world: World, run: Run):
-        if config.adapter is None:
-            raise ConfigError("adapter: missing; this recipe trains adapters. Add e.g. adapter: {rank: 16, alpha: 32}.")
         super().__init__(config, world, run)
+        assert config.adapter is not None
         self.adapter = config.adapter
 
     def select_trainable_(self) -> None:

@@ -17,12 +17,14 @@ from fctune.checkpoint.hf_checkpoint import HFWeights
 from fctune.checkpoint.resume import RunFacts
 from fctune.checkpoint.state import Checkpointer, DataCursor, TrainState
 from fctune.config.intervals import is_never
+from fctune.config.recipes import find_recipe_problem
 from fctune.config.schema import RunConfig
 from fctune.config.sections.evaluation import VALIDATION_CASES
 from fctune.data.chosen_template import ChosenTemplate, read_chosen_template
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet
 from fctune.distributed import World
+from fctune.errors import ConfigError
 from fctune.evaluation.held_out import find_held_out_cases
 from fctune.evaluation.live import LiveEvaluation, check_answering_memory
 from fctune.models.causal_lm import CausalLM
@@ -64,8 +66,13 @@ logger = logging.getLogger("fctune")
 
 
 class FineTuning(ABC):
-    """A fine-tuning run: torchtune's recipe interface over the library's training loop."""
+    """A fine-tuning run: torchtune's recipe interface over the library's training loop.
 
+    Attributes:
+        name: Name of the recipe's file; it runs the configs that ``RunConfig.recipe`` gives this name.
+    """
+
+    name: str
     model_dir: Path
     model: CausalLM
     layout: ParallelLayout
@@ -76,6 +83,8 @@ class FineTuning(ABC):
     checkpoint: CheckpointCallback
 
     def __init__(self, config: RunConfig, world: World, run: Run):
+        if (problem := find_recipe_problem(self.name, config.recipe)) is not None:
+            raise ConfigError(problem)
         self.config, self.world, self.run = config, world, run
         self.model_dir = Path(config.model.path)
         self.chat_template: ChosenTemplate | None = None

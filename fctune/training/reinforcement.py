@@ -18,7 +18,6 @@ from fctune.data.packed_samples import pack_samples
 from fctune.data.prepared_set import PreparedSet
 from fctune.data.stop_tokens import read_eos_ids
 from fctune.distributed import World
-from fctune.errors import ConfigError
 from fctune.evaluation.live import build_answering, random_state_restored
 from fctune.evaluation.suites import benchmark_of
 from fctune.generation.decoding import AnswerDecoder, find_stop_ids
@@ -45,12 +44,8 @@ class PolicyTuning(AdapterTuning):
     """A run that trains adapters on its own rewarded answers."""
 
     def __init__(self, config: RunConfig, world: World, run: Run):
-        if config.grpo is None:
-            raise ConfigError(
-                "grpo: missing; this recipe learns from the verdicts on its own answers. Add e.g. grpo: {cases: "
-                "cases.jsonl}, or run recipes/lora_fc_distributed."
-            )
         super().__init__(config, world, run)
+        assert config.grpo is not None
         self.grpo = config.grpo
 
     def objective(self) -> PolicyObjective:

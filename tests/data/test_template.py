@@ -17,6 +17,7 @@ from fctune.data.chat_template import ChatTemplate, load_tokenizer
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.prepared_set import SPLITS, describe_counts, prepare
 from fctune.data.sources import Defect, read_source
+from fctune.data.stop_tokens import read_eos_ids
 from fctune.data.supervision import SupervisionConfig, split_parallel_calls
 from fctune.data.synthetic import iter_conversations
 from fctune.errors import ConfigError, DataError

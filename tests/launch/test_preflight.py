@@ -51,7 +51,7 @@ def test_fit_nodes_receive_the_same_launch(tmp_path: Path) -> None:
     assert other.shell is not None
     assert head.shell.replace("node-0", "node-1") == other.shell
     assert f"output_dir={tmp_path}/shared/runs/tiny_lora\n" in head.shell
-    assert "trains=adapter\n" in head.shell
+    assert "recipe=lora_fc_distributed\n" in head.shell
     assert "data.max_samples=50" in head.shell
     assert not list((tmp_path / "shared").glob(".fctune*")), "probe files are left behind"
 

@@ -44,7 +44,7 @@ def test_a_run_that_is_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
     ("kind", "override", "words"),
     [
         ("lora", "data.pairs=false", "preference: trains on preference pairs; set data.pairs=true"),
-        ("lora", "seed=1", "preference: this recipe trains on conversations. Remove it (~preference), or run"),
+        ("lora", "seed=1", "and this one is with preference. Run recipes/lora_dpo_distributed"),
         ("full", "~adapter", "and adapter is missing; add e.g. adapter: {rank: 16, alpha: 32}"),
     ],
 )
@@ -55,4 +55,6 @@ def test_a_recipe_that_does_not_fit_is_refused(kind: Kind, override: str, words:
 
 def test_a_config_without_preference_is_refused(tmp_path: Path) -> None:
     argv = ["--config", CONFIGS["dpo"], *arguments(tmp_path, "~preference", "data.pairs=false")[2:]]
-    check_single_report(argv, "preference: missing; this recipe trains on preference pairs", "dpo")
+    check_single_report(
+        argv, "recipes/lora_dpo_distributed is for configs with preference, and this one is with adapter", "dpo"
+    )

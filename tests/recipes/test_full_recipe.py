@@ -81,7 +81,7 @@ def test_metrics_account_for_time_and_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "overrides", "words"),
     [
-        ("full", ["adapter={rank: 4}"], "this recipe trains all weights"),
+        ("full", ["adapter={rank: 4}"], "recipes/full_fc_distributed is for configs without adapter"),
         (
             "full",
             ["parallel.mode=hsdp", "parallel.replicate=3"],

@@ -107,5 +107,5 @@ def test_cases_of_a_benchmark_and_without_answers_are_refused(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["lora", "dpo"])
 def test_other_recipes_refuse_the_config(kind: Kind, tmp_path: Path) -> None:
-    words = "~grpo" if kind == "lora" else "preference: missing"
+    words = "and this one is with grpo. Run recipes/lora_grpo_distributed"
     check_single_report(arguments(tmp_path), words, kind)

@@ -133,7 +133,7 @@ def test_a_broken_model_directory_is_reported_once(
     [
         (["model.path=no/such"], "no such directory"),
         (["data.sources.0.path=no/such.jsonl"], "no such file"),
-        (["adapter=null"], "this recipe trains adapters"),
+        (["adapter=null"], "recipes/lora_fc_distributed is for configs with adapter"),
         (["data.seq_len=64"], "over data.seq_len=64"),
         (["data.seq_len=100000"], "positions"),
         (["output_dir=/proc/nowhere"], "output_dir=/proc/nowhere"),
