@@ -90,29 +90,17 @@ def train_step(
     totals, clock = data.totals, clock or SpanTimer(world.device)
     optimizer.zero_grad(set_to_none=True)
     clock.start()
-    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    measured = torch.zeros(len(objective.metrics), dtype=torch.float64, device=world.device)
-    num_sums = len(objective.metrics) - len(objective.maxima)
+    measured = _Measured(objective, world.device)
     balance = model.router_balance
-    if balance is not None:
-        _count_choices(model, balance, data, world)
-    for num_left, inputs in zip(reversed(range(len(data.inputs))), data.inputs, strict=True):
-        gradient_sync.defer(num_left > 0)
-        loss, metrics = objective.compute(model, inputs, totals, world.device)
-        loss_sum += loss.detach()
-        measured[:num_sums] += metrics[:num_sums]
-        torch.maximum(measured[num_sums:], metrics[num_sums:], out=measured[num_sums:])
-        if balance is not None:
-            loss = loss + balance.loss()
-        (world.world_size * loss).backward()  # type: ignore[no-untyped-call]
-    gradient_sync.finish()
+    _accumulate_gradients(model, data, world, gradient_sync, measured)
     clock.stop()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = _clip_(parameters, clip_grad_norm)
     num_slots = sum(inputs.tokens.numel() for inputs in data.inputs)
+    loss_sum = measured.loss
     aux_sum = loss_sum.new_zeros(()) if balance is None or balance.value is None else balance.value
     rows = _exchange(
-        torch.cat([torch.stack([loss_sum, norm.to(loss_sum), aux_sum]), measured]),
+        torch.cat([torch.stack([loss_sum, norm.to(loss_sum), aux_sum]), measured.metrics]),
         [num_slots, clock.last_s, time.monotonic()],
         world,
     )
@@ -124,9 +112,7 @@ def train_step(
         optimizer.step()
     return StepResult(
         loss=sum(row[0] for row in rows),
-        metrics={
-            name: (sum if i < num_sums else max)(row[3 + i] for row in rows) for i, name in enumerate(objective.metrics)
-        },
+        metrics=measured.combine([row[3:] for row in rows]),
         grad_norm=grad_norm,
         num_tokens=totals.num_tokens,
         num_supervised=totals.num_supervised,
@@ -136,6 +122,52 @@ def train_step(
         rank_0_s=rows[0][-1],
         is_applied=is_finite,
     )
+
+
+class _Measured:
+    """Loss and metrics of an objective, summed over micro-batches and ranks; of some metrics the maximum.
+
+    Attributes:
+        loss: This rank's loss, a float64 scalar on the device.
+        metrics: Its metrics, float64 ``[k]``.
+    """
+
+    def __init__(self, objective: Objective, device: torch.device):
+        self.objective = objective
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.metrics = torch.zeros(len(objective.metrics), dtype=torch.float64, device=device)
+        self._num_sums = len(objective.metrics) - len(objective.maxima)
+
+    def add(self, loss: Tensor, metrics: Tensor) -> None:
+        """Add the parts of a micro-batch."""
+        sums, maxima = self.metrics[: self._num_sums], self.metrics[self._num_sums :]
+        self.loss += loss.detach()
+        sums += metrics[: self._num_sums]
+        torch.maximum(maxima, metrics[self._num_sums :], out=maxima)
+
+    def combine(self, rows: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Return the metrics of all ranks by name, from rows that start with those of each."""
+        return {
+            name: (sum if index < self._num_sums else max)(row[index] for row in rows)
+            for index, name in enumerate(self.objective.metrics)
+        }
+
+
+def _accumulate_gradients(
+    model: CausalLM, data: StepData, world: World, gradient_sync: GradientSync, measured: _Measured
+) -> None:
+    """Run forward and backward of each micro-batch, and add what the objective returns to ``measured``."""
+    balance = model.router_balance
+    if balance is not None:
+        _count_choices(model, balance, data, world)
+    for num_left, inputs in zip(reversed(range(len(data.inputs))), data.inputs, strict=True):
+        gradient_sync.defer(num_left > 0)
+        loss, metrics = measured.objective.compute(model, inputs, data.totals, world.device)
+        measured.add(loss, metrics)
+        if balance is not None:
+            loss = loss + balance.loss()
+        (world.world_size * loss).backward()  # type: ignore[no-untyped-call]
+    gradient_sync.finish()
 
 
 def _count_choices(model: CausalLM, balance: RouterBalance, data: StepData, world: World) -> None:
@@ -166,16 +198,13 @@ def evaluate_objective(
     """
     was_training = model.training
     model.eval()
-    sums = torch.zeros(1 + len(objective.metrics), dtype=torch.float64, device=world.device)
+    measured = _Measured(objective, world.device)
     for batch in batches:
-        loss, metrics = objective.compute(model, make_inputs(batch, model.make_bounds), totals, world.device)
-        sums[0] += loss
-        sums[1:] += metrics
+        measured.add(*objective.compute(model, make_inputs(batch, model.make_bounds), totals, world.device))
     model.train(was_training)
     reshard_(model)
-    rows = _exchange(sums, [], world)
-    loss_value, *values = (sum(column) for column in zip(*rows, strict=True))
-    return loss_value, dict(zip(objective.metrics, values, strict=True))
+    rows = _exchange(torch.cat([measured.loss[None], measured.metrics]), [], world)
+    return sum(row[0] for row in rows), measured.combine([row[1:] for row in rows])
 
 
 def _exchange(measured: Tensor, known: Sequence[float], world: World) -> list[list[float]]:

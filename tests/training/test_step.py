@@ -21,8 +21,10 @@ from fctune.parallel.sharding import GradientSync
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.loop import NonFiniteError, build_loader, train
-from fctune.training.prefetch import Prefetcher
+from fctune.training.objective import Objective
+from fctune.training.prefetch import Inputs, Prefetcher, make_inputs
 from fctune.training.setup import start_state
+from fctune.training.step import evaluate_objective
 from tests.ranks import run_ranks
 from tests.training.training_runs import build_trainable, make_config
 
@@ -159,6 +161,40 @@ def test_the_totals_of_a_step_match_its_batches(make_model: Callable[..., Path],
             assert totals.weight_sum == pytest.approx(sum(b.weight_sum for b in batches), rel=1e-12)
             lengths = [prepared.offsets[m + 1] - prepared.offsets[m] for p in step.packs for m in _members(prepared, p)]
             assert totals.num_pairs == sum(int(n) * (int(n) + 1) // 2 for n in lengths)
+
+
+class Extremes(Objective):
+    """Counts the supervised tokens of a batch, and finds its largest token id."""
+
+    metrics = ("supervised", "largest")
+    maxima = frozenset({"largest"})
+
+    def compute(self, model: Any, inputs: Inputs, totals: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+        measured = torch.tensor([len(inputs.supervised), int(inputs.tokens.max())], dtype=torch.float64)
+        return measured[0] / 2, measured
+
+
+def evaluate_extremes(world: World, config: RunConfig, path: Path) -> dict[str, Any]:
+    """Return what is measured over all batches, and the same of each batch of this rank."""
+    model, _ = build_trainable(config, world)
+    loader = build_loader(config, open_prepared(path))
+    step = loader.step_at(1)
+    batches = list(loader.micro_batches(step, world.rank, world.world_size, 1))
+    loss, metrics = evaluate_objective(model, Extremes(), batches, loader.totals(step), world)
+    each = [(len(b.supervised), int(b.tokens.max())) for b in (make_inputs(b, bounds_of) for b in batches)]
+    return {"loss": loss, "metrics": metrics, "each": each}
+
+
+def test_maxima_of_an_evaluation_are_those_of_all_batches_and_ranks(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = make_config(make_model(), tmp_path, global_batch_size=4, micro_batch_size=1)
+    prepared = prepare(config.data, Path(config.model.path), tmp_path / "prepared")
+    one, other = run_ranks(evaluate_extremes, 2, config, prepared.path)
+    counts, largest = zip(*one["each"], *other["each"], strict=True)
+    assert len(counts) == 4
+    assert one["metrics"] == other["metrics"] == {"supervised": sum(counts), "largest": max(largest)}
+    assert one["loss"] == sum(counts) / 2
 
 
 def bounds_of(lengths: Sequence[Sequence[int]]) -> DocumentBounds:
