@@ -13,9 +13,10 @@ ips=${SKYPILOT_NODE_IPS:-127.0.0.1}
 : "${MODEL:?$0: MODEL is empty; name the base that is trained and served}"
 : "${CASES:?$0: CASES is empty; name what is asked, as grpo.cases}"
 port=${SERVER_PORT:-8000}
-# Written by the first node at the end, so that the server's node can end as well; one of an earlier start is older than
-# the mark that the server's node leaves at its own start.
+# Written by the first node at the end, so that the server's node can end as well, and by the server's node if its server
+# has ended. Those of an earlier start are older than the mark that each node leaves at its own start.
 done_file=${FCTUNE_SHARED:-/mnt/shared}/grpo/${SKYPILOT_TASK_ID:-local}.done
+lost_file=${done_file%.done}.lost
 
 if [ "$nodes" -gt 1 ]; then
   server_gpus=$gpus training_nodes=$((nodes - 1)) host=$(tail -n1 <<< "$ips")
@@ -47,9 +48,17 @@ if [ "$serves" = 1 ]; then
 fi
 trap '[ -z "$server" ] || { kill -TERM "$server" 2> /dev/null; wait "$server" 2> /dev/null; }' EXIT
 
+is_server_lost() {
+  if [ -n "$server" ]; then ! kill -0 "$server" 2> /dev/null; else [ "$lost_file" -nt "$done_file.$node" ]; fi
+}
+
 if [ "$trains" = 0 ]; then
   while [ ! "$done_file" -nt "$done_file.$node" ]; do
-    kill -0 "$server" 2> /dev/null || { echo "$0: the server has ended; its output is above" >&2; exit 1; }
+    if is_server_lost; then
+      touch "$lost_file"
+      echo "$0: the server has ended; its output is above" >&2
+      exit 1
+    fi
     sleep 5
   done
   exit 0
@@ -58,8 +67,8 @@ fi
 # The server loads its model while the preflight and the imports run; training is not started before it answers.
 for ((waited = 0; ; waited += 5)); do
   if curl --silent --fail --output /dev/null --max-time 5 "http://$host:$port/health"; then break; fi
-  if [ -n "$server" ] && ! kill -0 "$server" 2> /dev/null; then
-    echo "$0: the server has ended before it was ready; its output is above" >&2
+  if is_server_lost; then
+    echo "$0: the server has ended before it was ready; see its output" >&2
     exit 1
   fi
   [ "$waited" -lt "${SERVER_START_S:-1800}" ] || { echo "$0: no server at $host:$port after $waited s" >&2; exit 1; }
@@ -73,9 +82,19 @@ SKYPILOT_NUM_NODES=$training_nodes SKYPILOT_NODE_IPS=$training_ips SKYPILOT_NUM_
   sky/run_node.sh "grpo.cases=$CASES" grpo.engine=server "grpo.server.url=http://$host:$port" \
   "grpo.server.served_model=policy" &
 training=$!
+# Training waits for a lost server, up to grpo.server.max_wait_s. This one does not come back.
+(
+  trap 'exit 1' TERM
+  until is_server_lost; do sleep 5 > /dev/null 2>&1 & wait $!; done
+  echo "$0: the server has ended, see its output; the training saves and ends" >&2
+  kill -TERM "$training"
+) &
+watcher=$!
 # A stop request reaches the training, which saves and exits; the server ends with it.
-trap 'kill -TERM "$training" 2> /dev/null' TERM INT USR1
+trap 'kill -TERM "$watcher" 2> /dev/null; kill -TERM "$training" 2> /dev/null' TERM INT USR1
 wait "$training"; code=$?
 while kill -0 "$training" 2> /dev/null; do wait "$training"; code=$?; done
+kill -TERM "$watcher" 2> /dev/null
+wait "$watcher" 2> /dev/null && [ "$code" != 0 ] && code=1
 [ "$node" != 0 ] || touch "$done_file"
 exit "$code"

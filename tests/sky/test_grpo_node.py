@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -18,11 +19,17 @@ echo "gpus=${CUDA_VISIBLE_DEVICES:-all} $*" >> "$TEST_DIR/served"
 [ -z "${SERVER_FAILS:-}" ] || exit 3
 trap 'echo ended >> "$TEST_DIR/served"; exit 0' TERM
 touch "$TEST_DIR/up"
-while :; do sleep 0.1; done
+while [ -z "${SERVER_DIES:-}" ] || [ ! -e "$TEST_DIR/training" ]; do sleep 0.1; done
+exit 3
 """
 TRAINING = """#!/usr/bin/env bash
 echo "gpus=${CUDA_VISIBLE_DEVICES:-all} ranks=$SKYPILOT_NUM_GPUS_PER_NODE nodes=$SKYPILOT_NUM_NODES" \\
   "node=$SKYPILOT_NODE_RANK ips=$(echo $SKYPILOT_NODE_IPS) $*" >> "$TEST_DIR/trained"
+[ -z "${TRAINING_RUNS:-}" ] || {
+  trap 'echo saving >> "$TEST_DIR/trained"; sleep 0.5; exit 75' TERM
+  touch "$TEST_DIR/training"
+  while :; do sleep 0.1; done
+}
 exit "${TRAINING_CODE:-0}"
 """
 
@@ -48,7 +55,8 @@ def start(tree: Path, nodes: int, node: int, **more: Any) -> subprocess.Popen[st
     own |= {"SKYPILOT_NUM_GPUS_PER_NODE": 8, "SKYPILOT_TASK_ID": "task-1", "FCTUNE_SHARED": tree / "shared"}
     own |= {"MODEL": "/models/base", "CASES": "cases.jsonl", "TEST_DIR": tree, **more}
     environment = {**os.environ, "PATH": f"{tree / 'bin'}:{os.environ['PATH']}", **{k: str(v) for k, v in own.items()}}
-    return subprocess.Popen([tree / "sky" / "grpo_node.sh"], env=environment, stderr=subprocess.PIPE, text=True)
+    command = [tree / "sky" / "grpo_node.sh"]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def test_one_node_splits_its_gpus_and_ends_its_server(tree: Path) -> None:
@@ -91,6 +99,32 @@ def test_a_restart_does_not_take_the_end_of_the_first_start_for_its_own(tree: Pa
     assert server.poll() is None
     assert start(tree, 2, 0).wait(30) == 0
     assert server.wait(30) == 0
+
+
+def test_training_saves_and_ends_when_its_server_has_ended(tree: Path) -> None:
+    process = start(tree, 1, 0, SERVER_DIES=1, TRAINING_RUNS=1)
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 1
+    assert "the server has ended, see its output; the training saves and ends" in said
+    assert (tree / "trained").read_text().splitlines()[-1] == "saving"
+
+
+def test_the_nodes_that_train_end_with_the_server_of_another(tree: Path) -> None:
+    server, trainer = start(tree, 2, 1, SERVER_DIES=1), start(tree, 2, 0, TRAINING_RUNS=1)
+    assert "the training saves and ends" in trainer.communicate(timeout=30)[1]
+    assert "the server has ended; its output is above" in server.communicate(timeout=30)[1]
+    assert (trainer.returncode, server.returncode) == (1, 1)
+
+
+@pytest.mark.parametrize("reaches_all", [False, True], ids=["script", "all"])
+def test_a_stop_request_ends_both_and_is_no_loss_of_the_server(reaches_all: bool, tree: Path) -> None:
+    process = start(tree, 1, 0, TRAINING_RUNS=1)
+    while not (tree / "training").exists():
+        time.sleep(0.05)
+    (os.killpg if reaches_all else os.kill)(process.pid, signal.SIGTERM)
+    assert "has ended" not in process.communicate(timeout=30)[1]
+    assert process.returncode == 75
+    assert (tree / "served").read_text().splitlines()[-1] == "ended"
 
 
 @pytest.mark.parametrize(
