@@ -26,7 +26,7 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation
 from fctune.data.conversation_encoder import ConversationEncoder, Encoded, get_defect_kind
-from fctune.data.pairs import Pair, PairError, PairReader, encode_pair
+from fctune.data.pairs import PAIRS_FORMAT, Pair, PairError, PairReader, encode_pair
 from fctune.data.sources import Defect, RowReader, UnreadRow, describe_defects, has_reasoning_rows, scan_source
 from fctune.data.supervision import SupervisionConfig
 from fctune.errors import DataError
@@ -279,8 +279,7 @@ def _has_reasoning(config: DataConfig) -> bool:
 
 def _scan_chunks(config: DataConfig) -> Iterator[Chunk]:
     for index, source in enumerate(config.sources):
-        # A named format is not detected in the first row, and no format of conversations matches pairs.
-        row_format = "openai" if config.pairs else source.format
+        row_format = PAIRS_FORMAT if config.pairs else source.format
         rows = itertools.islice(scan_source(source.path, row_format), config.max_samples)
         while chunk := list(itertools.islice(rows, _CHUNK_ROWS)):
             yield Chunk(index, chunk)

@@ -24,6 +24,9 @@ from fctune.data.sources.row_builder import ParsedRow
 from fctune.data.sources.row_formats.registry import read_row
 from fctune.errors import DataError
 
+# Pass this to ``scan_source``: no format of conversations would be detected in a pair.
+PAIRS_FORMAT = "openai"
+
 _PLACEHOLDER = {"role": "assistant", "content": "answer"}
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
 
@@ -126,7 +129,7 @@ class PairReader:
         """Read the prompt with an answer as one conversation; errors name the part of the row that they are in."""
         joined = {name: value for name, value in row.items() if name not in ("prompt", "chosen", "rejected")}
         try:
-            return read_row(joined | {"messages": prompt + answer}, "openai", self._context, source)
+            return read_row(joined | {"messages": prompt + answer}, PAIRS_FORMAT, self._context, source)
         except RowError as error:
             found = _MESSAGE.match(error.pointer)
             if found is None:

@@ -1,17 +1,18 @@
-"""Find evaluation cases among the rows that a model was trained on, as its run recorded them."""
+"""Find evaluation cases among the rows, pairs or cases that a model was trained on, as its run recorded them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
+from fctune.config.sections.rollouts import ENVIRONMENT, RECORDED
 from fctune.data.conversation import Conversation, Message
-from fctune.data.sources import read_source
-from fctune.errors import DataError
+from fctune.data.sources import read_source, scan_source
+from fctune.errors import ConfigError, DataError
 from fctune.evaluation.cases import Case
-from fctune.evaluation.suites import AnyCase
+from fctune.evaluation.suites import AnyCase, load_suite
 
 # A run's exports are at most this many directories below it: export/merged, checkpoints/best/adapter.
 _MAX_DEPTH = 3
@@ -34,8 +35,8 @@ class Leaks(NamedTuple):
 def find_leaks(cases: Sequence[AnyCase], model: str | Path, adapter: str | Path | None = None) -> Leaks | None:
     """Look for cases in the training data of the run that a model or adapter is from; None if there is no run.
 
-    A case is found if a training row opens with the same turns of the user, white space aside. Rows that the run held
-    out for validation are among them.
+    A case is found if a training row, a pair's prompt or a case of reinforcement opens with the same turns of the user,
+    white space aside. Rows that the run held out for validation are among them. Tasks of environments have no rows.
     """
     runs = [_find_run(Path(path)) for path in (adapter, model) if path is not None]
     run = next((run for run in runs if run is not None), None)
@@ -49,13 +50,12 @@ def find_leaks(cases: Sequence[AnyCase], model: str | Path, adapter: str | Path 
     unread: dict[str, str] = {}
     for source in _read_sources(run):
         try:
-            for row in read_source(str(source["path"]), str(source.get("format", "auto"))):
-                if isinstance(row, Conversation):
-                    turns = read_questions(row.messages)
-                    for length in range(1, len(turns) + 1):
-                        found.update(questions.get(turns[:length], ()))
-        except (DataError, OSError) as error:
-            unread[str(source["path"])] = str(error).split("\n")[0]
+            for messages in _iter_messages(source):
+                turns = read_questions(messages)
+                for length in range(1, len(turns) + 1):
+                    found.update(questions.get(turns[:length], ()))
+        except (ConfigError, DataError, OSError) as error:
+            unread[source.path] = str(error).split("\n")[0]
     return Leaks(run, tuple(case.id for case in cases if case.id in found), unread)
 
 
@@ -64,15 +64,48 @@ def _find_run(path: Path) -> Path | None:
     return next((found for found in (path, *path.parents[:_MAX_DEPTH]) if (found / "run.json").is_file()), None)
 
 
-def _read_sources(run: Path) -> list[dict[str, Any]]:
+class _Source(NamedTuple):
+    """Something that a run was trained on: rows, preference pairs, or cases of reinforcement."""
+
+    path: str
+    kind: Literal["rows", "pairs", "cases"] = "rows"
+    row_format: str = "auto"
+
+
+def _read_sources(run: Path) -> list[_Source]:
     try:
-        sources = json.loads((run / "run.json").read_text(encoding="utf-8"))["config"]["data"]["sources"]
-        return [source for source in sources if source["path"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config = json.loads((run / "run.json").read_text(encoding="utf-8"))["config"]
+        data, grpo = config["data"], config.get("grpo")
+        kind: Literal["rows", "pairs"] = "pairs" if data.get("pairs") else "rows"
+        named = [source for source in data["sources"] if source["path"]]
+        sources = [_Source(str(source["path"]), kind, str(source.get("format", "auto"))) for source in named]
+        cases = "" if grpo is None else str(grpo["cases"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{run / 'run.json'}: does not name the run's training data ({type(error).__name__}). "
             "Copy the file from the run again, or move it away to evaluate without comparing."
         ) from None
+    if cases.startswith((RECORDED, "synthetic:")):
+        sources.append(_Source(cases.removeprefix(RECORDED)))
+    elif cases and not cases.startswith(ENVIRONMENT):
+        sources.append(_Source(cases, "cases"))
+    return sources
+
+
+def _iter_messages(source: _Source) -> Iterator[Iterable[Message]]:
+    """Yield the messages of each row; of a pair, those of either conversation."""
+    if source.kind == "cases":
+        yield from (_messages_of(case) for case in load_suite(source.path, has_multi_turn=True).all_cases)
+    elif source.kind == "pairs":
+        from fctune.data.pairs import PAIRS_FORMAT, Pair, PairReader
+
+        reader = PairReader()
+        for row in scan_source(source.path, PAIRS_FORMAT):
+            if isinstance(pair := reader.read(row), Pair):
+                yield from ((*pair.prompt.messages, *answer.messages) for answer in pair.answers)
+    else:
+        rows = read_source(source.path, source.row_format)
+        yield from (row.messages for row in rows if isinstance(row, Conversation))
 
 
 def _messages_of(case: AnyCase) -> Iterable[Message]:

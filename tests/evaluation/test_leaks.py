@@ -17,10 +17,11 @@ from fctune.evaluation.suites import load_suite
 WriteRows = Callable[..., Path]
 
 
-def make_run(folder: Path, *sources: Path) -> Path:
+def make_run(folder: Path, *sources: Path, pairs: bool = False, cases: str | None = None) -> Path:
     (folder / "export" / "merged").mkdir(parents=True)
     (folder / "export" / "merged" / "config.json").write_text("{}")
-    config = {"data": {"sources": [{"path": str(source), "format": "auto"} for source in sources]}}
+    data = {"sources": [{"path": str(source), "format": "auto"} for source in sources], "pairs": pairs}
+    config = {"data": data, "grpo": None if cases is None else {"cases": cases}}
     (folder / "run.json").write_text(json.dumps({"config": config}))
     return folder
 
@@ -44,6 +45,37 @@ def test_cases_in_the_training_data_are_found(rows: tuple[Path, Path], tmp_path:
         assert leaks is not None
         assert leaks == (run, tuple(case.id for case in suite.cases[:2]), {})
     assert find_leaks(suite.all_cases, tmp_path) is None
+
+
+def test_prompts_of_preference_pairs_are_compared(
+    rows: tuple[Path, Path], write_rows: WriteRows, tmp_path: Path
+) -> None:
+    suite = load_suite(rows[0])
+    answers = [{"role": "assistant", "content": text} for text in ("Done.", "No.")]
+    trained = [case.to_json() for case in iter_cases(6, 1)][2:4]
+    pairs = [
+        {"prompt": case["messages"], "chosen": answers[:1], "rejected": answers[1:], "tools": case["tools"]}
+        for case in trained
+    ]
+    pairs[1] = {"chosen": [*pairs[1]["prompt"], answers[0]], "rejected": [*pairs[1]["prompt"], answers[1]]}
+    run = make_run(tmp_path / "run", write_rows(pairs, "pairs.jsonl"), pairs=True)
+    assert find_leaks(suite.all_cases, run) == (run, tuple(case.id for case in suite.cases[2:4]), {})
+
+
+def test_cases_of_reinforcement_are_compared(rows: tuple[Path, Path], write_rows: WriteRows, tmp_path: Path) -> None:
+    suite = load_suite(rows[0])
+    asked = write_rows([case.to_json() for case in iter_cases(6, 1)][3:5], "asked.jsonl")
+    for name, cases, expected in (
+        ("cases", str(asked), suite.cases[3:5]),
+        ("recorded", f"recorded:{rows[1]}", suite.cases[:2]),
+        ("tasks", "environment:files:10", ()),
+    ):
+        run = make_run(tmp_path / name, cases=cases)
+        assert find_leaks(suite.all_cases, run) == (run, tuple(case.id for case in expected), {}), name
+    gone = make_run(tmp_path / "gone", cases="no/cases.jsonl")
+    leaks = find_leaks(suite.all_cases, gone)
+    assert leaks is not None
+    assert leaks.unread.keys() == {"no/cases.jsonl"}
 
 
 def test_a_source_that_is_gone_is_named(rows: tuple[Path, Path], tmp_path: Path) -> None:
