@@ -147,13 +147,15 @@ def build_answering(model: CausalLM, model_dir: Path, device: torch.device) -> A
     return answering.eval()
 
 
-def check_answering_memory(model: CausalLM, used_bytes: int, memory_bytes: int) -> None:
+def check_answering_memory(model: CausalLM, used_bytes: int, memory_bytes: int, key: str, remedy: str) -> None:
     """Check that the complete model fits on each device next to the training state.
 
     Args:
         model: Model in training, possibly sharded.
         used_bytes: Memory of the device that is in use.
         memory_bytes: Memory of the device.
+        key: Config key that requests answers, for the message.
+        remedy: What to do if it does not fit, for the message.
 
     Raises:
         ConfigError: It does not fit.
@@ -162,9 +164,9 @@ def check_answering_memory(model: CausalLM, used_bytes: int, memory_bytes: int) 
     needed, gib = numel * model.precision.compute_dtype.itemsize, 2**30
     if used_bytes + needed > memory_bytes:
         raise ConfigError(
-            f"eval.every: answering needs the complete model on each device, {needed / gib:.1f} GiB, and "
-            f"{(memory_bytes - used_bytes) / gib:.1f} of {memory_bytes / gib:.1f} GiB are free. Set "
-            "eval.every=0 and evaluate the run's export with fctune eval."
+            f"{key}: answering needs the complete model on each device, {needed / gib:.1f} GiB, and "
+            f"{(memory_bytes - used_bytes) / gib:.1f} of {memory_bytes / gib:.1f} GiB are free. "
+            f"{remedy}."
         )
 
 

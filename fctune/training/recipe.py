@@ -183,6 +183,21 @@ class FineTuning(ABC):
         check_packing(self.model, self.config, self.world)
         return gradient_sync
 
+    def check_answering_memory(self, key: str, remedy: str) -> None:
+        """Check that the complete model, which answers, fits on each GPU next to the training state.
+
+        Args:
+            key: Config key that requests answers, for the message.
+            remedy: What to do if it does not fit, for the message.
+
+        Raises:
+            ConfigError: It does not fit.
+        """
+        device = self.world.device
+        if device.type == "cuda":
+            used, memory = torch.cuda.memory_allocated(device), total_memory(device, 1)
+            distributed.run_on_all_ranks(lambda: check_answering_memory(self.model, used, memory, key, remedy))
+
     def start_callbacks(self, state: TrainState) -> None:
         """Restore the state that the run resumes from, in place, and start the callbacks.
 
@@ -205,9 +220,7 @@ class FineTuning(ABC):
         evaluation = None
         if not is_never(config.eval.every):
             switches = config.model.template_args
-            if world.device.type == "cuda":
-                used, memory = torch.cuda.memory_allocated(world.device), total_memory(world.device, 1)
-                distributed.run_on_all_ranks(lambda: check_answering_memory(self.model, used, memory))
+            self.check_answering_memory("eval.every", "Set eval.every=0 and evaluate the run's export with fctune eval")
             cases = None
             if config.eval.cases == VALIDATION_CASES:
                 cases = distributed.run_on_rank_0(

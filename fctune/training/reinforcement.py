@@ -140,6 +140,7 @@ class PolicyTuning(AdapterTuning):
         """Return this rank's engine, and the function that passes it the merged weights of the model in training."""
         from transformers import GenerationConfig
 
+        self.check_answering_memory("grpo.engine=in_process", "Let a server generate: grpo.engine=server")
         device = self.world.device
 
         def make_engine(model: Any) -> InProcessEngine:

@@ -195,9 +195,9 @@ def test_models_of_transformers_answer_with_their_own_weights(family: str, tmp_p
 def test_evaluation_of_a_model_that_fits_on_no_device_is_refused_at_the_start() -> None:
     model = read_architecture(TINY_BASE).build_model(64, PrecisionPolicy.uniform(torch.bfloat16))
     num_bytes = 2 * sum(p.numel() for p in model.parameters())
-    check_answering_memory(model, 10, num_bytes + 10)
+    check_answering_memory(model, 10, num_bytes + 10, "eval.every", "Set eval.every=0")
     with pytest.raises(ConfigError, match=r"eval\.every: answering needs the complete model on each device"):
-        check_answering_memory(model, 11, num_bytes + 10)
+        check_answering_memory(model, 11, num_bytes + 10, "eval.every", "Set eval.every=0")
 
 
 def test_a_run_can_ask_the_conversations_that_it_holds_out(tmp_path: Path) -> None:
