@@ -59,55 +59,69 @@ def find_turn_ends(
     Raises:
         DataError: The template ends turns without a token, so that generation could not stop.
     """
-    by_length = sorted(special, key=len, reverse=True)
+    finder = _TurnEndFinder(template, special, eos_ids, eos_id)
+    call, other = Call("probe", {"a": "b"}, id="call00001"), Call("probe", {"a": "c"}, id="call00002")
+    single, several = Message("assistant", None, (call,)), Message("assistant", None, (call, other))
+    result = Message("tool", "1", call_id="call00001", name="probe")
+    answer_end = finder.find([Message("assistant", "Yes.")], Message("user", "And?"), set())
+    closers = _find_closers(template, single, several, special)
+    call_end = finder.find([single, Message("assistant", "Look.", (call,))], result, closers)
+    following = dict.fromkeys((*answer_end.following, *call_end.following))
+    return tuple(  # type: ignore[return-value]
+        TurnEnd((), tuple(following), end.appended) if not end.printed else end for end in (answer_end, call_end)
+    )
 
-    def find_end(text: str) -> str | None:
-        text = text.rstrip()
-        return next((token for token in by_length if text.endswith(token)), None)
 
-    def describe(answers: list[Message], following: Message, excluded: set[str]) -> TurnEnd:
-        """Return the end of turns; of several ends, where the template looks at more, all are stop tokens."""
+class _TurnEndFinder:
+    """Finds the end of assistant turns in renderings; see ``find_turn_ends``."""
+
+    def __init__(self, template: TracedTemplate, special: Mapping[str, int], eos_ids: set[int], eos_id: int | None):
+        self._template, self._special, self._eos_ids, self._eos_id = template, special, eos_ids, eos_id
+        self._by_length = sorted(special, key=len, reverse=True)
+
+    def find(self, answers: list[Message], following: Message, excluded: set[str]) -> TurnEnd:
+        """Return the end of these turns; of several ends, where the template looks at more, all are stop tokens.
+
+        Args:
+            answers: Turns of one kind, each tried after a question.
+            following: Message that may follow them.
+            excluded: Special tokens that end no turn.
+        """
         printed: dict[str, None] = {}
         opening: dict[str, None] = {}
         for answer in answers:
-            conversation = Conversation((_ASK, answer), (_TOOL,))
-            try:
-                text = template.render(conversation)[0]
-            except DataError:
+            text = self._render(_ASK, answer)
+            if text is None:
                 continue
-            token = find_end(text)
+            token = self._find_last_token(text)
             if token is not None and token not in excluded:
                 printed[token] = None
-                continue
-            try:
-                longer = template.render(Conversation((_ASK, answer, following), (_TOOL,)))[0]
-            except DataError:
-                continue
-            if longer.startswith(text):
-                opening.update(dict.fromkeys(t for t in by_length if longer.startswith(t, len(text))))
+            elif (longer := self._render(_ASK, answer, following)) is not None and longer.startswith(text):
+                opening.update(dict.fromkeys(t for t in self._by_length if longer.startswith(t, len(text))))
         if printed:
             return TurnEnd(tuple(printed))
-        stops = [token for token in opening if not eos_ids or special[token] in eos_ids]
+        stops = [token for token in opening if not self._eos_ids or self._special[token] in self._eos_ids]
         if stops:
-            return TurnEnd((), tuple(stops), special[stops[0]])
-        if eos_id is None:
+            return TurnEnd((), tuple(stops), self._special[stops[0]])
+        if self._eos_id is None:
             raise DataError(
                 "its chat template ends an assistant turn without a special token, and the tokenizer has no "
                 "end-of-sequence token, so generation could not stop. Add an eos_token to tokenizer_config.json, or "
                 "use a template that ends turns with a special token."
             )
-        return TurnEnd((), (), eos_id)
+        return TurnEnd((), (), self._eos_id)
 
-    call, other = Call("probe", {"a": "b"}, id="call00001"), Call("probe", {"a": "c"}, id="call00002")
-    single, several = Message("assistant", None, (call,)), Message("assistant", None, (call, other))
-    result = Message("tool", "1", call_id="call00001", name="probe")
-    answer_end = describe([Message("assistant", "Yes.")], Message("user", "And?"), set())
-    closers = _find_closers(template, single, several, special)
-    call_end = describe([single, Message("assistant", "Look.", (call,))], result, closers)
-    following = dict.fromkeys((*answer_end.following, *call_end.following))
-    return tuple(  # type: ignore[return-value]
-        TurnEnd((), tuple(following), end.appended) if not end.printed else end for end in (answer_end, call_end)
-    )
+    def _render(self, *messages: Message) -> str | None:
+        """Return the text of a conversation with a tool; None if the template rejects it."""
+        try:
+            return self._template.render(Conversation(messages, (_TOOL,)))[0]
+        except DataError:
+            return None
+
+    def _find_last_token(self, text: str) -> str | None:
+        """Return the special token that a text ends with, white space aside."""
+        text = text.rstrip()
+        return next((token for token in self._by_length if text.endswith(token)), None)
 
 
 def _find_closers(template: TracedTemplate, single: Message, several: Message, special: Mapping[str, int]) -> set[str]:
