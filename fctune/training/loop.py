@@ -23,7 +23,7 @@ from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.meter import Meter
 from fctune.training.objective import Objective, SupervisedObjective
-from fctune.training.prefetch import Prefetcher, StepSource
+from fctune.training.prefetch import Prefetcher, StepData, StepSource
 from fctune.training.step import StepResult, evaluate_objective, train_step
 
 logger = logging.getLogger("fctune")
@@ -125,33 +125,7 @@ def train(
             data = source.take(state.step + 1)
             step, is_last, wait_s = data.step.step, data.step.step == num_steps, time.perf_counter() - started
             lr = float(state.scheduler.get_last_lr()[0])
-            for callback in callbacks:
-                callback.on_step_start(step)
-            fire("step", str(step))
-
-            def before_update(step: int = step) -> None:
-                fire("update", str(step))
-                for callback in callbacks:
-                    callback.before_optimizer_update(step)
-
-            with meter.profile(step):
-                result = train_step(
-                    state.model,
-                    state.optimizer,
-                    data,
-                    world,
-                    state.gradient_sync,
-                    objective,
-                    clip_grad_norm=config.clip_grad_norm,
-                    clock=meter.clock,
-                    before_update=before_update,
-                )
-            for callback in callbacks:
-                callback.after_optimizer_update(step)
-            state.scheduler.step()
-            state.step = step
-            state.num_tokens += result.num_tokens
-            state.timers.advance(result.rank_0_s)
+            result = _take_step(config, state, data, world, objective, callbacks, meter)
             elapsed_s = time.perf_counter() - started
             costs = {name: seconds for callback in callbacks for name, seconds in callback.step_costs().items()}
             metrics = meter.measure(data, result, lr, wait_s, elapsed_s, costs) | dict(data.metrics)
@@ -168,6 +142,47 @@ def train(
             should_stop = [callback.on_step_end(step, is_last) for callback in callbacks]
             if any(should_stop):
                 break
+
+
+def _take_step(
+    config: RunConfig,
+    state: TrainState,
+    data: StepData,
+    world: World,
+    objective: Objective,
+    callbacks: Sequence[Callback],
+    meter: Meter,
+) -> StepResult:
+    """Take an optimizer step between its hooks, and advance the schedule and the counters, in place."""
+    step = data.step.step
+    for callback in callbacks:
+        callback.on_step_start(step)
+    fire("step", str(step))
+
+    def before_update() -> None:
+        fire("update", str(step))
+        for callback in callbacks:
+            callback.before_optimizer_update(step)
+
+    with meter.profile(step):
+        result = train_step(
+            state.model,
+            state.optimizer,
+            data,
+            world,
+            state.gradient_sync,
+            objective,
+            clip_grad_norm=config.clip_grad_norm,
+            clock=meter.clock,
+            before_update=before_update,
+        )
+    for callback in callbacks:
+        callback.after_optimizer_update(step)
+    state.scheduler.step()
+    state.step = step
+    state.num_tokens += result.num_tokens
+    state.timers.advance(result.rank_0_s)
+    return result
 
 
 def validate(
