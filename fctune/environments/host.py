@@ -6,59 +6,24 @@ process is restarted and the calls of the other episodes are repeated, so enviro
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import select
-import signal
-import struct
-import subprocess
-import sys
-import tempfile
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from fctune.config.parsing import suggest
 from fctune.data.conversation import Call, Tool
 from fctune.data.tool_schema import ToolSet
 from fctune.environments.base import Split, Task, TaskSpec
+from fctune.environments.discovery import find_reference
+from fctune.environments.process import Limits, ProcessError, WorkerProcess
 from fctune.errors import ConfigError
 
-BUILT_IN = {
-    "files": "fctune.environments.files:Files",
-    "calendar": "fctune.environments.calendar:Calendar",
-    "shop": "fctune.environments.shop:Shop",
-}
-"""Our own environments by name."""
-
-GROUP = "fctune.environments"
-"""Entry points of this group are environments by name."""
-
-_HEADER = struct.Struct("<I")
 _START_LIMIT_S = 60.0
-_NUM_STDERR_SHOWN = 300
 
 
 class EnvironmentDefect(Exception):
     """A defect of an environment, which ends the episode; the text names the environment."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits on the resources of an environment.
-
-    Attributes:
-        call_s: Seconds for one call, reset or task.
-        memory_bytes: Memory of the process, as ``RLIMIT_DATA``.
-        result_bytes: Size of one result or state as JSON.
-    """
-
-    call_s: float = 5.0
-    memory_bytes: int = 2 * 1024**3
-    result_bytes: int = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +49,8 @@ class EnvironmentHost:
     def __init__(self, name: str, limits: Limits | None = None):
         self.name = name
         self.limits = limits or Limits()
-        self._reference = _find_reference(name)
-        self._process: _Process | None = None
+        self._reference = find_reference(name)
+        self._process: WorkerProcess | None = None
         self._lock = threading.RLock()
         self._num_starts = 0
         self._next_episode = 0
@@ -140,7 +105,7 @@ class EnvironmentHost:
     def _start_process(self) -> Any:
         """Start the process, and return the tools that the class lists."""
         self._num_starts += 1
-        self._process = _Process(self._reference, self.limits)
+        self._process = WorkerProcess(self._reference, self.limits)
         reply = self._exchange("open", {}, _START_LIMIT_S)
         if "value" not in reply:
             raise EnvironmentDefect(f"environment {self.name}: {reply.get('error') or reply.get('refused')}")
@@ -171,7 +136,7 @@ class EnvironmentHost:
         try:
             content = self._process.exchange({"do": do, "with": values}, limit_s, self.limits.result_bytes)
             reply = json.loads(content)
-        except (_ProcessError, ValueError) as error:
+        except (ProcessError, ValueError) as error:
             self._process.end()
             self._process = None
             raise EnvironmentDefect(f"environment {self.name}, {_describe(do, values)}: {error}") from None
@@ -292,101 +257,6 @@ class Episode:
         if "refused" in reply:
             return CallResult(_to_text({"error": reply["refused"]}), False)
         return CallResult(_to_text(reply["value"]), True)
-
-
-class _ProcessError(Exception):
-    """The process ended, hung or broke its limits."""
-
-
-class _Process:
-    """A worker, and the pipes to it."""
-
-    def __init__(self, reference: str, limits: Limits):
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by ``end``)
-        allowed = {"memory_bytes": limits.memory_bytes, "result_bytes": limits.result_bytes}
-        # One thread each: memory limits count what idle threads of numerical libraries reserve.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", "fctune.environments.worker", reference, json.dumps(allowed)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env=environment,
-            start_new_session=True,
-        )
-
-    def exchange(self, request: dict[str, Any], limit_s: float, max_bytes: int) -> bytes:
-        """Send a request and return the reply's bytes.
-
-        Raises:
-            _ProcessError: There is none in time, or it is too large.
-        """
-        assert self._popen.stdin is not None
-        deadline = time.monotonic() + limit_s
-        content = json.dumps(request).encode()
-        try:
-            self._popen.stdin.write(_HEADER.pack(len(content)) + content)
-            self._popen.stdin.flush()
-        except OSError:
-            raise _ProcessError(self._describe_end()) from None
-        (size,) = _HEADER.unpack(self._read(_HEADER.size, deadline, limit_s))
-        if size > max_bytes + 1024:
-            raise _ProcessError(f"sent {size:,} bytes; at most {max_bytes:,} are allowed")
-        return self._read(size, deadline, limit_s)
-
-    def end(self) -> None:
-        """Kill the process and those that it started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait()
-        for pipe in (self._popen.stdin, self._popen.stdout, self._stderr):
-            with suppress(OSError):
-                if pipe is not None:
-                    pipe.close()
-
-    def _read(self, size: int, deadline: float, limit_s: float) -> bytes:
-        assert self._popen.stdout is not None
-        descriptor, content = self._popen.stdout.fileno(), b""
-        while len(content) < size:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-                raise _ProcessError(f"no result within {limit_s:g} s")
-            piece = os.read(descriptor, size - len(content))
-            if not piece:
-                raise _ProcessError(self._describe_end())
-            content += piece
-        return content
-
-    def _describe_end(self) -> str:
-        try:
-            code = self._popen.wait(5.0)
-        except subprocess.TimeoutExpired:
-            return "closed its pipes"
-        self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(0, self._stderr.tell() - 4096))
-        lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
-        said = f" ({lines[-1][:_NUM_STDERR_SHOWN]})" if lines else ""
-        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        return f"its process {how}{said}"
-
-
-def list_environments() -> dict[str, str]:
-    """Return the references ``module:Class`` of all environments by name, entry points included."""
-    found = {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)}
-    return {**found, **BUILT_IN}
-
-
-def _find_reference(name: str) -> str:
-    if ":" in name:
-        return name
-    known = list_environments()
-    if name not in known:
-        close = suggest(name, list(known))
-        raise ConfigError(
-            f"environment {name}: no such environment{close} (known: {', '.join(sorted(known))}). Pass one of them, or "
-            "module:Class."
-        )
-    return known[name]
 
 
 def _describe(do: str, values: dict[str, Any]) -> str:

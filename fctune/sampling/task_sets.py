@@ -10,7 +10,8 @@ from fctune.config.loading import read_environment
 from fctune.config.sections.rollouts import RECORDED, DialogueConfig, ServerConfig, parse_environments
 from fctune.data.chat_template import ChatTemplate
 from fctune.environments.base import Split
-from fctune.environments.host import EnvironmentHost, Limits
+from fctune.environments.host import EnvironmentHost
+from fctune.environments.process import Limits
 from fctune.environments.scoring import ENVIRONMENT_REWARD
 from fctune.sampling.dialogues import DialogueLimits
 from fctune.sampling.environment_tasks import EnvironmentTasks

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from fctune.data.conversation import Call
-from fctune.environments.host import EnvironmentDefect, EnvironmentHost, Limits, list_environments
+from fctune.environments.discovery import list_environments
+from fctune.environments.host import EnvironmentDefect, EnvironmentHost
+from fctune.environments.process import Limits
 from fctune.errors import ConfigError
 from tests.conftest import ROOT
 

@@ -11,7 +11,7 @@ import pytest
 from fctune.data.conversation import Call, Tool
 from fctune.data.tool_schema import ToolSet
 from fctune.environments.base import Environment, Split, Task, ToolError
-from fctune.environments.host import BUILT_IN
+from fctune.environments.discovery import BUILT_IN
 from fctune.environments.scoring import has_fact, score_episode
 
 NUM_TASKS = 300

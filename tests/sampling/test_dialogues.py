@@ -12,7 +12,8 @@ import pytest
 from fctune.calls.formats.registry import detect_format
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call
-from fctune.environments.host import EnvironmentHost, Limits
+from fctune.environments.host import EnvironmentHost
+from fctune.environments.process import Limits
 from fctune.errors import ConfigError, DataError
 from fctune.sampling.dialogues import DialogueLimits
 from fctune.sampling.environment_tasks import EnvironmentTasks
