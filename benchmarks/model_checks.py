@@ -7,13 +7,12 @@ packed, theirs one by one.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import math
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,37 +20,33 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from benchmarks.model_zoo import TOKENIZER_DIR, Entry, save_config, save_weights
+from benchmarks.model_references import count_parameters, iter_conversations, load_reference, train_reference
+from benchmarks.model_runs import NUM_STEPS, Recorder, link_name, load, make_run
+from benchmarks.model_zoo import Entry, save_config, save_weights
 from fctune.checkpoint.hf_checkpoint import HFAdapterWeights, HFModelWeights
 from fctune.checkpoint.resume import RunFacts, choose_checkpoint
 from fctune.checkpoint.state import Checkpointer
 from fctune.checkpoint.store import CheckpointStore
-from fctune.config.loading import parse_config
 from fctune.config.schema import RunConfig
-from fctune.data.loader import Batch, GlobalLoader
-from fctune.data.prepared_set import open_prepared, prepare
+from fctune.data.loader import GlobalLoader
+from fctune.data.prepared_set import open_prepared
 from fctune.distributed import World
 from fctune.errors import ConfigError
 from fctune.models.architecture import ALL_LINEAR
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import export_adapter, export_merged
 from fctune.models.hub import WEIGHT_FILES, digest_model
-from fctune.models.lora import apply_lora_, init_adapters_
+from fctune.models.lora import apply_lora_
 from fctune.models.packing_proof import prove_packing
-from fctune.models.sources import read_config
 from fctune.planner.models import find_architecture, shape_model
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.checkpoint import CheckpointCallback
 from fctune.training.loop import build_loader, train
-from fctune.training.setup import build_base, shard_and_load_, start_state
+from fctune.training.setup import build_base, start_state
 
-NUM_STEPS = 5
 _SAVED_STEP = 3
 _RANK_STEPS = 3
-_NUM_ROWS = 24
-_SEQ_LEN = 256
 LOSS_TOLERANCE = 1e-4  # difference of losses, in nats
 _LOGIT_TOLERANCE = 1e-3  # difference of logits, as a share of the largest
 
@@ -63,80 +58,6 @@ class Outcome:
     passed: bool
     note: str
     seconds: float = 0.0
-
-
-class Recorder:
-    """Sink that keeps the loss of each step."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def write(self, metrics: dict[str, Any]) -> None:
-        """Append the loss of a step to ``losses``."""
-        self.losses.append(float(metrics["loss"]))
-
-    def close(self) -> None:
-        """Do nothing, as losses are only kept in memory."""
-
-
-def make_run(
-    model: Path,
-    output: Path,
-    modules: Sequence[str] | str | None,
-    is_packed: bool,
-    rows: str = "synthetic:train:1",
-    **changes: Any,
-) -> RunConfig:
-    """Return the config of a small run; ``modules`` get an adapter, None trains all weights."""
-    raw: dict[str, Any] = {
-        "output_dir": str(output),
-        "model": {"path": str(model)},
-        "precision": "fp32",
-        "data": {
-            "sources": [{"path": rows}],
-            "validation_share": 0.0,
-            "seq_len": _SEQ_LEN,
-            "packed": is_packed,
-        },
-        "global_batch_size": 2 if is_packed else 4,
-        "micro_batch_size": 1 if is_packed else 2,
-        "max_steps": NUM_STEPS,
-        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
-        "lr_scheduler": {"name": "constant"},
-        "clip_grad_norm": 1.0,
-    }
-    if modules is not None:
-        raw["adapter"] = {"rank": 4, "alpha": 8, "dropout": 0.0, "modules": modules, "train_tokens": "off"}
-    problems: list[str] = []
-    config = parse_config(raw | changes, problems)
-    assert config is not None, problems
-    return config
-
-
-def prepare_sets(root: Path) -> None:
-    """Write the packed and the unpacked prepared set, which all architectures share, into a folder."""
-    rows = root / "rows.jsonl"
-    rows.write_text("".join(json.dumps(_make_row(number)) + "\n" for number in range(_NUM_ROWS)), encoding="utf-8")
-    for is_packed in (True, False):
-        config = make_run(TOKENIZER_DIR, root / "run", None, is_packed, str(rows))
-        path = prepare(config.data, TOKENIZER_DIR, root / "sets").path
-        (root / _link_name(is_packed)).symlink_to(path)
-
-
-def _make_row(number: int) -> dict[str, Any]:
-    """Return a short row, a different one for each number; a pack holds a few of them."""
-    name, town = f"get_{number}", "Bergen Oslo " * (1 + number % 4)
-    tool = {"name": name, "parameters": {"type": "object", "properties": {"town": {"type": "string"}}}}
-    call = {"name": name, "arguments": json.dumps({"town": town})}
-    messages = [
-        {"role": "user", "content": f"Find {town}"},
-        {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]},
-    ]
-    return {"tools": [{"type": "function", "function": tool}], "messages": messages}
-
-
-def _link_name(is_packed: bool) -> str:
-    return "packed" if is_packed else "unpacked"
 
 
 class Bench:
@@ -165,7 +86,7 @@ class Bench:
 
     def loader(self, config: RunConfig) -> GlobalLoader:
         """Return the loader of the run's prepared set."""
-        return build_loader(config, open_prepared(self.sets / _link_name(config.data.packed)))
+        return build_loader(config, open_prepared(self.sets / link_name(config.data.packed)))
 
     def build(self) -> str:
         """Build the model with its adapters, of a directory that has no weights."""
@@ -226,7 +147,7 @@ class Bench:
             ours = sum(p.numel() for p in model.parameters() if p.requires_grad)
             theirs = sum(p.numel() for p in reference.parameters() if p.requires_grad)
             check(ours == theirs, f"{ours:,} trained parameters, PEFT has {theirs:,}")
-        expected = train_reference(reference, config, loader)
+        expected = train_reference(reference, config, loader, NUM_STEPS)
         kind = "sharded" if name == "lora" else "elastic"
         train(config, state, loader, _SAVED_STEP, self.world, SinkGroup(recorder), [callback])
         callback.save(kind, _SAVED_STEP)
@@ -367,81 +288,10 @@ def train_on_ranks(world: World, entry: Entry, folder: Path, sets: Path, is_pack
         config = make_run(folder / "model", output, modules, is_packed, parallel={"mode": mode})
         model, gradient_sync = load(config, world)
         recorder, state = Recorder(), start_state(model, config, NUM_STEPS, gradient_sync)
-        loader = build_loader(config, open_prepared(sets / _link_name(is_packed)))
+        loader = build_loader(config, open_prepared(sets / link_name(is_packed)))
         train(config, state, loader, _RANK_STEPS, world, SinkGroup(recorder))
         losses[name] = recorder.losses
     return losses
-
-
-def load(config: RunConfig, world: World) -> tuple[CausalLM, Any]:
-    """Build, shard and load the model of a run, as its recipe does."""
-    model_dir = Path(config.model.path)
-    model = build_base(config, model_dir, world)
-    if config.adapter is not None:
-        apply_lora_(model, config.adapter)
-    gradient_sync = shard_and_load_(model, config, model_dir, world)
-    if config.adapter is not None:
-        init_adapters_(model, config.seed)
-    return model, gradient_sync
-
-
-def load_reference(folder: Path) -> Any:
-    """Load a directory with transformers, with its own attention and experts, without dropout or noise."""
-    import transformers
-
-    options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
-    config = transformers.AutoConfig.from_pretrained(folder)
-    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-    kind = getattr(transformers, str(read_config(folder)["architectures"][0]))
-    return kind.from_pretrained(folder, **options).eval()
-
-
-def count_parameters(folder: Path) -> int:
-    """Count the parameters of the text model of a config.json in transformers' model on the meta device."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder)
-    text = config.get_text_config()
-    text.tie_word_embeddings = config.tie_word_embeddings
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(text)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def train_reference(model: Any, config: RunConfig, loader: GlobalLoader) -> list[float]:
-    """Train transformers' model on the run's conversations, one by one; returns the loss of each step."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=float(config.optimizer["lr"]))
-    losses = []
-    for number in range(1, NUM_STEPS + 1):
-        step = loader.step_at(number)
-        optimizer.zero_grad()
-        total = 0.0
-        for batch in loader.micro_batches(step, 0, 1, 1):
-            for row, start, stop in iter_conversations(batch):
-                tokens, labels = (t[row, start:stop] for t in (batch.tokens, batch.labels))
-                logits = model(input_ids=tokens[None], use_cache=False).logits[0].float()
-                each = cross_entropy(logits, labels, reduction="none", ignore_index=-100)
-                loss = (each * batch.loss_weights[row, start:stop]).sum() / loader.totals(step).weight_sum
-                loss.backward()
-                total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(trained, config.clip_grad_norm or math.inf)
-        optimizer.step()
-        losses.append(total)
-    return losses
-
-
-def iter_conversations(batch: Batch) -> Iterator[tuple[int, int, int]]:
-    """Iterate over the conversations of a batch without padding: row, first token, and the one after the last label."""
-    for row, labels in enumerate(batch.labels):
-        lengths = [len(labels)] if batch.lengths is None else batch.lengths[row]
-        start = 0
-        for length in lengths:
-            supervised = (labels[start : start + length] != -100).nonzero()
-            if len(supervised):
-                yield row, start, start + int(supervised.max()) + 1
-            start += length
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[list[int], str]]:

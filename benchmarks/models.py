@@ -23,7 +23,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.model_checks import CHECKS, LOSS_TOLERANCE, check_alone, prepare_sets, train_on_ranks
+from benchmarks.model_checks import CHECKS, LOSS_TOLERANCE, check_alone, train_on_ranks
+from benchmarks.model_runs import prepare_sets
 from benchmarks.model_zoo import ENTRIES, HEADLINES, ROOT, Entry
 from tests.ranks import run_ranks
 

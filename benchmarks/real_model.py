@@ -16,14 +16,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from benchmarks.real_arguments import check_inputs, parse_arguments, parse_mixture
 from benchmarks.real_rows import (
     BenchmarkFilter,
     Mixture,
@@ -37,16 +37,15 @@ from benchmarks.real_rows import (
     to_cases,
     write_rows,
 )
-from benchmarks.real_server import DEFAULT_OPTIONS, end_with_parent, link_with_template, serve
+from benchmarks.real_server import end_with_parent, link_with_template, serve
+from benchmarks.real_summary import format_table, read_answers, summarise
 from fctune.calls.formats.base import CallFormat
 from fctune.calls.formats.registry import detect_format
-from fctune.calls.metrics import wilson_interval
 from fctune.cli.eval_options import find_suite
 from fctune.data.chosen_template import ChosenTemplate, open_chosen_template
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.evaluation.bfcl import find_installed_data
-from fctune.evaluation.judging import Row, is_valid
-from fctune.evaluation.paired import compare_rows
+from fctune.evaluation.judging import Row
 from fctune.evaluation.results import ResultsFile
 from fctune.evaluation.results import read_rows as read_results
 from fctune.evaluation.run import run_suite
@@ -66,7 +65,6 @@ SplitName = Literal["validation", "test"]
 _ROOT = Path(__file__).resolve().parents[1]
 _CONCURRENCY = 16
 _ANSWER_LIMIT_S = 1800.0  # a server that shares two cores is slow; an answer that comes late counts
-_SPARE_BYTES = 3 * 2**30
 
 
 def write_data(arguments: argparse.Namespace, mixture: Mixture) -> None:
@@ -244,142 +242,6 @@ def _ask(
                 "Re-run the same command to ask them again."
             )
         print(f"{out.name}: {suite.name}: {len(found):,} cases in {time.perf_counter() - started:.0f} s", flush=True)
-
-
-def read_answers(folder: Path) -> list[Row]:
-    """Read the answers of all suites that ``measure`` wrote; the smoke suite is one category."""
-    rows: list[Row] = []
-    for path in sorted(folder.glob("*.jsonl")):
-        found = read_results(path)
-        rows += [{**row, "category": "smoke"} for row in found] if path.stem == "smoke" else found
-    return rows
-
-
-def summarise(before: Sequence[Row] | None, after: Sequence[Row] | None) -> dict[str, Any]:
-    """Return for each category the rates of both readings with their intervals, and the paired comparison."""
-    measured = after or before or ()
-    categories = list(dict.fromkeys(row["category"] for row in measured))
-    compared = {one.category: one for one in compare_rows(before, after, has_total=False)} if before and after else {}
-    summary: dict[str, Any] = {}
-    for category in categories:
-        summary[category] = {"n": sum(row["category"] == category for row in measured)}
-        for name, rows in (("before", before), ("after", after)):
-            if rows:
-                summary[category][name] = _rates([row for row in rows if row["category"] == category])
-        if category in compared:
-            summary[category] |= {"difference": compared[category].difference, "p": compared[category].p_value}
-    return summary
-
-
-def _rates(rows: Sequence[Row]) -> dict[str, Any]:
-    num_right = sum(map(is_valid, rows))
-    low, high = wilson_interval(num_right, len(rows))
-    lenient = sum(is_valid(row["lenient"]) for row in rows)
-    return {"strict": num_right / len(rows), "low": low, "high": high, "lenient": lenient / len(rows)}
-
-
-def format_table(summary: dict[str, Any]) -> str:
-    """Return the summary as a Markdown table."""
-    lines = [
-        "| | cases | before | after | after, lenient | difference | p |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for category, one in summary.items():
-        before, after = (_format_rate(one.get(name)) for name in ("before", "after"))
-        lenient = f"{one['after']['lenient']:.1%}" if "after" in one else "-"
-        difference = "{:+.1%} ({:+.1%} to {:+.1%})".format(*one["difference"]) if "difference" in one else "-"
-        p = f"{one['p']:.1g}" if "p" in one else "-"
-        lines.append(f"| {category} | {one['n']} | {before} | {after} | {lenient} | {difference} | {p} |")
-    return "\n".join(lines)
-
-
-def _format_rate(rates: dict[str, float] | None) -> str:
-    return "-" if rates is None else "{strict:.1%} ({low:.1%} - {high:.1%})".format(**rates)
-
-
-def check_inputs(arguments: argparse.Namespace) -> Path:
-    """Check paths, disk and the model's tokenizer before any work, and return the model's directory.
-
-    Raises:
-        ConfigError: Something is missing; one sentence that says what, and what to do.
-    """
-    from fctune.data.chat_template import ChatTemplate
-    from fctune.models.hub import resolve_model_dir
-
-    if arguments.server is not None and arguments.only is None:
-        raise ConfigError("--server: pass --only before or --only after to say which of the two models it serves.")
-    model_dir = resolve_model_dir(arguments.model)
-    if not (model_dir / "config.json").is_file() or not any(model_dir.glob("*.safetensors")):
-        raise ConfigError(
-            f"--model {arguments.model}: no config.json with *.safetensors beside it. Pass a Hugging Face model "
-            "directory, or hf:NAME to download one."
-        )
-    for option in ("seal", "glaive"):
-        path = getattr(arguments, option)
-        if path is None or not (path.startswith("hf:") or Path(path).exists()):
-            raise ConfigError(
-                f"--{option} {path}: no such rows. Pass a file of them in any row format that `fctune data check` "
-                "reads, or hf:NAME."
-            )
-    # Rendering one prompt shows whether the tokenizer has what the template needs, such as an end-of-text token.
-    template = ChatTemplate(model_dir, chat_template=open_chosen_template(arguments.chat_template, "--chat-template "))
-    if not template.stop_ids:
-        raise ConfigError(f"--chat-template {arguments.chat_template}: {model_dir} has no token that ends a turn.")
-    try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(arguments.out).free
-    except OSError as error:
-        raise ConfigError(f"--out {arguments.out}: cannot be written ({error.strerror}).") from None
-    needed = 3 * sum(file.stat().st_size for file in model_dir.glob("*.safetensors")) + _SPARE_BYTES
-    if free < needed:
-        raise ConfigError(
-            f"--out {arguments.out}: {free / 2**30:.1f} GiB are free, and checkpoints and exports need "
-            f"{needed / 2**30:.1f}. Free some, or pass a directory on another disk."
-        )
-    return model_dir
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.real_model", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", required=True, metavar="DIR|hf:NAME")
-    parser.add_argument("--seal", metavar="FILE", help="Seal-Tools rows")
-    parser.add_argument("--glaive", metavar="FILE", help="Glaive rows")
-    parser.add_argument("--out", type=Path, default=Path("runs/real"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--config", type=Path, default=_ROOT / "configs" / "gemma3_270m_lora.yaml", metavar="FILE")
-    parser.add_argument("--chat-template", default="hermes", metavar="NAME", help="default: %(default)s")
-    parser.add_argument("--split", choices=("validation", "test"), default="test", help="default: %(default)s")
-    parser.add_argument("--limit", type=int, metavar="N", help="at most N cases of each category; default: all")
-    parser.add_argument("--only", choices=("before", "after"), help="measure only the base, or only the result")
-    parser.add_argument("--categories", nargs="+", default=[], metavar="NAME", help="what to measure; default: all")
-    parser.add_argument("--server", metavar="URL", help="ask this server, not a model in process; needs --only")
-    parser.add_argument("--vllm", metavar="PYTHON", help="serve both models with the vLLM of this Python, and ask that")
-    parser.add_argument("--vllm-options", default=DEFAULT_OPTIONS, metavar="OPTIONS", help='default: "%(default)s"')
-    parser.add_argument("--port", type=int, default=8190, metavar="N", help="of that server; default: %(default)s")
-    parser.add_argument("--rows", type=Path, metavar="DIR", help="rows and cases, shared by several runs")
-    parser.add_argument("--mixture", nargs="*", default=[], metavar="KIND=N", help="rows by kind; see Mixture")
-    parser.add_argument("--bfcl-data", metavar="DIR", help="default: that of the installed bfcl-eval")
-    parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="default: %(default)s")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config")
-    return parser.parse_args(argv)
-
-
-def parse_mixture(pairs: Sequence[str]) -> Mixture:
-    """Return the mixture with the named numbers changed.
-
-    Raises:
-        ConfigError: A name is not a kind of row, or its value not a number.
-    """
-    kinds = {field.name: type(field.default) for field in dataclasses.fields(Mixture)}
-    changes: dict[str, Any] = {}
-    for pair in pairs:
-        name, _, value = pair.partition("=")
-        try:
-            changes[name] = kinds[name](value)
-        except (KeyError, ValueError):
-            raise ConfigError(f"--mixture {pair}: expected KIND=NUMBER with one of {', '.join(kinds)}.") from None
-    return Mixture(**changes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.real_model import format_table, read_answers, summarise
+from benchmarks.real_summary import format_table, read_answers, summarise
 from fctune.errors import ConfigError
 
 _MIN_CASES = 20

@@ -14,7 +14,8 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.real_model import measure, parse_arguments
+from benchmarks.real_arguments import parse_arguments
+from benchmarks.real_model import measure
 from benchmarks.real_server import link_with_template, serve
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.errors import ConfigError

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import models
-from benchmarks.model_checks import CHECKS, check_alone, prepare_sets
+from benchmarks.model_checks import CHECKS, check_alone
+from benchmarks.model_runs import prepare_sets
 from benchmarks.model_zoo import ENTRIES, HEADLINES, Entry, find_entry
 from fctune.distributed import World
 from tests.ranks import run_ranks

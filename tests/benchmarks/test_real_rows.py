@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.real_model import check_inputs, format_table, parse_arguments, parse_mixture, summarise
+from benchmarks.real_arguments import check_inputs, parse_arguments, parse_mixture
 from benchmarks.real_options import add_options, make_list
 from benchmarks.real_quantities import describe_quantities
 from benchmarks.real_requests import ToolPool, multiply_question, rename_tools, revalue_question, take_tools_away
 from benchmarks.real_rows import BenchmarkFilter, Mixture, check_contamination, mix_rows, split_by_tools, write_rows
+from benchmarks.real_summary import format_table, summarise
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.tool_schema import ToolSet
 from fctune.errors import ConfigError

@@ -1,0 +1,103 @@
+"""Command line of ``benchmarks.real_model``, and what is checked before any work."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.real_rows import Mixture
+from benchmarks.real_server import DEFAULT_OPTIONS
+from fctune.data.chosen_template import open_chosen_template
+from fctune.errors import ConfigError
+
+_ROOT = Path(__file__).resolve().parents[1]
+_SPARE_BYTES = 3 * 2**30
+
+
+def check_inputs(arguments: argparse.Namespace) -> Path:
+    """Check paths, disk and the model's tokenizer before any work, and return the model's directory.
+
+    Raises:
+        ConfigError: Something is missing; one sentence that says what, and what to do.
+    """
+    from fctune.data.chat_template import ChatTemplate
+    from fctune.models.hub import resolve_model_dir
+
+    if arguments.server is not None and arguments.only is None:
+        raise ConfigError("--server: pass --only before or --only after to say which of the two models it serves.")
+    model_dir = resolve_model_dir(arguments.model)
+    if not (model_dir / "config.json").is_file() or not any(model_dir.glob("*.safetensors")):
+        raise ConfigError(
+            f"--model {arguments.model}: no config.json with *.safetensors beside it. Pass a Hugging Face model "
+            "directory, or hf:NAME to download one."
+        )
+    for option in ("seal", "glaive"):
+        path = getattr(arguments, option)
+        if path is None or not (path.startswith("hf:") or Path(path).exists()):
+            raise ConfigError(
+                f"--{option} {path}: no such rows. Pass a file of them in any row format that `fctune data check` "
+                "reads, or hf:NAME."
+            )
+    # Rendering one prompt shows whether the tokenizer has what the template needs, such as an end-of-text token.
+    template = ChatTemplate(model_dir, chat_template=open_chosen_template(arguments.chat_template, "--chat-template "))
+    if not template.stop_ids:
+        raise ConfigError(f"--chat-template {arguments.chat_template}: {model_dir} has no token that ends a turn.")
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(arguments.out).free
+    except OSError as error:
+        raise ConfigError(f"--out {arguments.out}: cannot be written ({error.strerror}).") from None
+    needed = 3 * sum(file.stat().st_size for file in model_dir.glob("*.safetensors")) + _SPARE_BYTES
+    if free < needed:
+        raise ConfigError(
+            f"--out {arguments.out}: {free / 2**30:.1f} GiB are free, and checkpoints and exports need "
+            f"{needed / 2**30:.1f}. Free some, or pass a directory on another disk."
+        )
+    return model_dir
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.real_model", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", required=True, metavar="DIR|hf:NAME")
+    parser.add_argument("--seal", metavar="FILE", help="Seal-Tools rows")
+    parser.add_argument("--glaive", metavar="FILE", help="Glaive rows")
+    parser.add_argument("--out", type=Path, default=Path("runs/real"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--config", type=Path, default=_ROOT / "configs" / "gemma3_270m_lora.yaml", metavar="FILE")
+    parser.add_argument("--chat-template", default="hermes", metavar="NAME", help="default: %(default)s")
+    parser.add_argument("--split", choices=("validation", "test"), default="test", help="default: %(default)s")
+    parser.add_argument("--limit", type=int, metavar="N", help="at most N cases of each category; default: all")
+    parser.add_argument("--only", choices=("before", "after"), help="measure only the base, or only the result")
+    parser.add_argument("--categories", nargs="+", default=[], metavar="NAME", help="what to measure; default: all")
+    parser.add_argument("--server", metavar="URL", help="ask this server, not a model in process; needs --only")
+    parser.add_argument("--vllm", metavar="PYTHON", help="serve both models with the vLLM of this Python, and ask that")
+    parser.add_argument("--vllm-options", default=DEFAULT_OPTIONS, metavar="OPTIONS", help='default: "%(default)s"')
+    parser.add_argument("--port", type=int, default=8190, metavar="N", help="of that server; default: %(default)s")
+    parser.add_argument("--rows", type=Path, metavar="DIR", help="rows and cases, shared by several runs")
+    parser.add_argument("--mixture", nargs="*", default=[], metavar="KIND=N", help="rows by kind; see Mixture")
+    parser.add_argument("--bfcl-data", metavar="DIR", help="default: that of the installed bfcl-eval")
+    parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config")
+    return parser.parse_args(argv)
+
+
+def parse_mixture(pairs: Sequence[str]) -> Mixture:
+    """Return the mixture with the named numbers changed.
+
+    Raises:
+        ConfigError: A name is not a kind of row, or its value not a number.
+    """
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(Mixture)}
+    changes: dict[str, Any] = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        try:
+            changes[name] = kinds[name](value)
+        except (KeyError, ValueError):
+            raise ConfigError(f"--mixture {pair}: expected KIND=NUMBER with one of {', '.join(kinds)}.") from None
+    return Mixture(**changes)
