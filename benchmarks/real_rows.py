@@ -16,20 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.real_options import add_options, make_list
-from benchmarks.real_quantities import describe_quantities
 from benchmarks.real_requests import (
     UNFIT,
     ToolPool,
-    describe_parallel,
-    describe_request,
-    join_questions,
-    multiply_question,
-    offer,
     rename_tools,
-    revalue_question,
     take_tools_away,
 )
+from benchmarks.real_row_maker import RowMaker
 from fctune.data.check import check_sources
 from fctune.data.check.overlap import OverlapIndex
 from fctune.data.check.similarity import WordHasher
@@ -41,7 +34,6 @@ from fctune.evaluation.cases import Case
 
 # Rows that call a held-out tool cannot be trained on, so held-out questions are those whose tools few others need.
 _MAX_ROWS_PER_TOOL = 2
-_NUM_OTHERS = (0, 0, 0, 1, 1, 2, 3, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,74 +133,16 @@ def mix_rows(
     tools = [tool for row in seal for tool in row.tools if is_allowed(Conversation((), (tool,)))]
     pool = ToolPool(tools, seal)
     seal = [row for row in seal if _called(row) <= pool.tools.keys()]
-    single = [row for row in seal if len(row.messages[-1].calls) == 1]
-    asked = [row for row in glaive if any(message.role == "user" for message in row.messages)]
-
-    def make_seal() -> Conversation:
-        return offer(seals.pop(), pool, rng.choice(_NUM_OTHERS), rng)
-
-    def make_no_call() -> Conversation:
-        draw = rng.random()
-        if draw < 0.45:
-            source = rng.choice(single)
-        elif draw < 0.55:
-            source = rng.choice(seal)
-        elif draw < 0.75 and asked:
-            source = rng.choice(asked)
-        else:
-            source = describe_request(pool, rng)
-        return take_tools_away(source, pool, rng)
-
-    def make_natural() -> Conversation:
-        made = revalue_question(rng.choice(single), pool, rng)
-        return offer(add_options(made, rng) if rng.random() < 0.6 else made, pool, rng.choice(_NUM_OTHERS), rng)
-
-    def make_described() -> Conversation:
-        made = describe_request(pool, rng)
-        return offer(add_options(made, rng) if rng.random() < 0.4 else made, pool, rng.choice(_NUM_OTHERS), rng)
-
-    def draw_parallel() -> Conversation:
-        made = multiply_question(rng.choice(single), pool, rng) if rng.random() < 0.4 else None
-        return made or describe_parallel(pool, rng)
-
-    def make_parallel() -> Conversation:
-        return offer(draw_parallel(), pool, rng.choice(_NUM_OTHERS), rng)
-
-    def make_listed() -> Conversation:
-        made = None
-        while made is None:
-            made = make_list(draw_parallel(), rng)
-        return offer(made, pool, rng.choice(_NUM_OTHERS), rng)
-
-    def make_quantities() -> Conversation:
-        num_calls = rng.choice((1, 1, 1, 1, 2, 2, 3, 4)) if rng.random() < 0.8 else 1
-        return offer(describe_quantities(rng, num_calls), pool, rng.choice(_NUM_OTHERS), rng)
-
-    def draw_one() -> Conversation:
-        draw = rng.random()
-        if draw < 0.35:
-            return describe_request(pool, rng)
-        return (
-            describe_quantities(rng)
-            if draw < 0.6
-            else add_options(revalue_question(rng.choice(single), pool, rng), rng)
-        )
-
-    def make_joined() -> Conversation:
-        count = rng.choice((2, 2, 3))
-        parts = [draw_one() for _ in range(count)]
-        return offer(join_questions(parts, rng), pool, rng.choice(_NUM_OTHERS), rng)
-
-    seals = [row for _ in range(mixture.seal_copies) for row in seal]
+    maker = RowMaker(seal, glaive, mixture.seal_copies, pool, rng)
     kinds: list[tuple[int, Callable[[], Conversation]]] = [
-        (len(seals), make_seal),
-        (mixture.natural, make_natural),
-        (mixture.no_call, make_no_call),
-        (mixture.described, make_described),
-        (mixture.parallel, make_parallel),
-        (mixture.listed, make_listed),
-        (mixture.joined, make_joined),
-        (mixture.quantities, make_quantities),
+        (len(maker.seals), maker.make_seal),
+        (mixture.natural, maker.make_natural),
+        (mixture.no_call, maker.make_no_call),
+        (mixture.described, maker.make_described),
+        (mixture.parallel, maker.make_parallel),
+        (mixture.listed, maker.make_listed),
+        (mixture.joined, maker.make_joined),
+        (mixture.quantities, maker.make_quantities),
     ]
     rows = [
         row
