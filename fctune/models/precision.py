@@ -57,15 +57,12 @@ def choose_precision(precision: Precision | None, has_adapter: bool, device_type
     return PrecisionPolicy(_UNMIXED_DTYPES[precision], _UNMIXED_DTYPES[precision], precision == "float8")
 
 
-def check_device(
-    precision: PrecisionPolicy, base: str, device_type: str, capability: tuple[int, int] | None, device_name: str
-) -> None:
+def check_device(precision: PrecisionPolicy, base: str, capability: tuple[int, int] | None, device_name: str) -> None:
     """Check that the device has matrix products in the dtypes of the run.
 
     Args:
         precision: Dtypes of the run.
         base: Storage of a frozen base: bf16, nf4 or float8.
-        device_type: ``cpu`` or ``cuda``.
         capability: CUDA compute capability; None on CPU, which supports every dtype.
         device_name: Name for the message.
 

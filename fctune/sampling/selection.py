@@ -8,7 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from fctune.data.conversation import Call, Conversation, Message
 from fctune.data.conversion import to_openai_row
@@ -16,7 +16,6 @@ from fctune.evaluation.cases import Case
 from fctune.evaluation.judging import Row, is_valid
 
 Keep = Literal["best", "shortest", "diverse", "random"]
-KEEPS: tuple[str, ...] = get_args(Keep)
 
 
 def select_rows(

@@ -120,7 +120,7 @@ def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:
 
     def build() -> tuple[CausalLM, str]:
         base = "bf16" if config.adapter is None else config.adapter.base
-        check_device(precision, base, device.type, capability, describe_device(device))
+        check_device(precision, base, capability, describe_device(device))
         architecture = read_architecture(model_dir, config.model.source)
         kernel, description = choose_attention_kernel(
             device.type, precision.compute_dtype, architecture.head_dim, capability

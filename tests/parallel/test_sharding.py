@@ -126,12 +126,12 @@ def test_dtypes_follow_the_precision_and_the_device(
 def test_a_dtype_that_the_device_does_not_support_is_rejected() -> None:
     bf16, float8 = choose_precision("bf16", True, "cuda"), choose_precision("float8", False, "cuda")
     with pytest.raises(ConfigError, match=r"bfloat16 needs compute capability 8\.0 .* Some T4 has .* 7\.5"):
-        check_device(bf16, "bf16", "cuda", (7, 5), "Some T4")
+        check_device(bf16, "bf16", (7, 5), "Some T4")
     with pytest.raises(
         ConfigError, match=r"precision: float8 matrix products need compute capability 8\.9 .* Use bf16"
     ):
-        check_device(float8, "bf16", "cuda", (8, 0), "Some A100")
+        check_device(float8, "bf16", (8, 0), "Some A100")
     with pytest.raises(ConfigError, match=r"adapter\.base=float8: float8 matrix products need"):
-        check_device(bf16, "float8", "cuda", (8, 0), "Some A100")
-    check_device(float8, "bf16", "cuda", (9, 0), "Some H100")
-    check_device(float8, "bf16", "cpu", None, "cpu")
+        check_device(bf16, "float8", (8, 0), "Some A100")
+    check_device(float8, "bf16", (9, 0), "Some H100")
+    check_device(float8, "bf16", None, "cpu")
