@@ -77,12 +77,13 @@ def test_two_processes_share_the_answers_and_the_update(tmp_path: Path) -> None:
         ("grpo.reward={strikt: 1.0}", "grpo.reward.strikt: no such part of a reward; did you mean strict?"),
         ("grpo.group_size=1", "grpo.group_size=1: expected 2 or more"),
         ("grpo.cases=no/cases.jsonl", "grpo.cases=no/cases.jsonl: no such file"),
+        ("grpo.category_shares={no_cal: 0.5}", "grpo.category_shares.no_cal: no case has this category; did you mean"),
         ("data.seq_len=128", "cases leave no room for an answer"),
         ("adapter.dropout=0.1", "adapter.dropout=0.1: answers are generated without dropout"),
         ("~adapter", "grpo: trains adapters, and adapter is missing"),
         ("data.sources=[{path: synthetic:train:9}]", "data.sources: a run with grpo learns from its own answers"),
     ],
-    ids=["part", "group", "cases", "room", "dropout", "adapter", "sources"],
+    ids=["part", "group", "cases", "share", "room", "dropout", "adapter", "sources"],
 )
 def test_bad_input_is_named_in_one_sentence(override: str, words: str, tmp_path: Path) -> None:
     done = run_ranks(run_kind_on_rank, 1, arguments(tmp_path, override), "grpo")[0]
