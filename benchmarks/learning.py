@@ -9,10 +9,10 @@ answers other training cases several times. From that start, each method trains 
 - dpo: on pairs of a right and a wrong answer
 - grpo: from the verdicts on fresh answers, in groups
 
---control also trains for as many steps on as many randomly chosen answers: a method must improve on its start, and its
-control must not. All are measured on cases whose tools no training row has, and compared with the start
-in pairs (McNemar's exact test). --split validation measures other cases of those tools, for choosing settings;
-``key=value`` then overrides keys of the method's config, and --trial names the result.
+--control also trains on as many randomly chosen answers, or on random rewards for a third of the steps: a method must
+improve on its start, and its control must not. All are measured on cases whose tools no training row has, and compared
+with the start in pairs (McNemar's exact test). --split validation measures other cases of those tools, for choosing
+settings; ``key=value`` then overrides keys of the method's config, and --trial names the result.
 
 Every finished part is kept under --out: after an interruption, run the same command again.
 """
@@ -32,6 +32,7 @@ from typing import Any
 from fctune.calls.metrics import wilson_interval
 from fctune.evaluation.paired import compare_rows
 from fctune.evaluation.results import read_rows
+from fctune.runs.metrics_file import MetricsFile
 
 NUM_ROWS = 5500  # before the split by tools, and before those with several tools are left out
 NUM_START_ROWS = 2000
@@ -156,16 +157,24 @@ def choose_pairs(folder: Path, arguments: argparse.Namespace, is_control: bool) 
 
 
 def choose_reward(folder: Path, arguments: argparse.Namespace, is_control: bool) -> list[str]:
-    """Choose the strict verdict as the reward of answers to the prompts, or a random one for the control."""
+    """Choose the strict verdict as the reward of answers to the prompts, or a random one for a shorter control."""
     del arguments
-    return [f"grpo.cases={folder / 'prompts.jsonl'}", f"grpo.reward={{{'random' if is_control else 'strict'}: 1.0}}"]
+    cases = f"grpo.cases={folder / 'prompts.jsonl'}"
+    return [cases, "grpo.reward={random: 1.0}", "max_steps=20"] if is_control else [cases, "grpo.reward={strict: 1.0}"]
 
 
 SUPERVISED = ("data.train_on=last_assistant",)
 METHODS = {
     "rejection": Method("tiny_lora", (*SUPERVISED, "optimizer.lr=1e-3", "max_steps=60"), choose_rows),
     "dpo": Method("tiny_dpo", ("max_steps=60", "global_batch_size=2", "preference.sft_weight=0.5"), choose_pairs),
-    "grpo": Method("tiny_grpo", ("max_steps=60", "optimizer.lr=5e-4", "grpo.prompts_per_step=16"), choose_reward),
+    "grpo": Method(
+        "tiny_grpo",
+        (
+            *("max_steps=60", "optimizer.lr=5e-4", "grpo.prompts_per_step=16", "grpo.category_shares={no_call: 0.3}"),
+            *("grpo.max_new_tokens=96", "grpo.max_refills=1"),
+        ),
+        choose_reward,
+    ),
 }
 
 
@@ -210,7 +219,19 @@ def measure(folder: Path, model: Path, split: str, seed: int) -> None:
         }
         for category, one in found.items()
     }
+    if shares := read_time_shares(model.parent.parent):
+        result["time_shares"] = shares
     out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def read_time_shares(run: Path) -> dict[str, float]:
+    """Return the shares of the steps' time in which a reinforcement run generated and judged; {} of another run."""
+    metrics = MetricsFile(run / "metrics.jsonl")
+    metrics.update()
+    generating, judging, all_s = (metrics.total(f"{name}_time_s") for name in ("generation", "judging", "step"))
+    if generating is None or judging is None or all_s is None:
+        return {}
+    return {"generation": (generating - judging) / all_s, "judging": judging / all_s}
 
 
 def read_results(out: Path, split: str) -> list[dict[str, Any]]:

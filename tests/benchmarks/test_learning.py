@@ -37,6 +37,10 @@ class Commands:
             folder = Path(find_value(arguments, "output_dir"))
             (folder / "export" / "merged").mkdir(parents=True)
             (folder / "export" / "merged" / "config.json").write_text("{}")
+            times = {"step_time_s": 10.0}
+            if "grpo" in folder.name:
+                times |= {"generation_time_s": 6.5, "judging_time_s": 0.5}
+            write(folder / "metrics.jsonl", [{"step": 1, **times}, {"step": 2, **times}])
         elif arguments[0] == "sample":
             out, num_rows = Path(options["--out"]), 9 if options["--keep"] == "best" else 40
             write(out / "sft.jsonl", [{"row": n} for n in range(num_rows)])
@@ -68,7 +72,10 @@ def test_each_method_and_its_control_are_compared_with_the_start(
     monkeypatch.setattr(learning, "fctune", commands)
     command = ["--out", str(tmp_path), "--seeds", "1", "--control"]
     assert learning.main(command) == 0
-    found = {result["model"]: result["categories"] for result in json.loads((tmp_path / "test.json").read_text())}
+    results = {result["model"]: result for result in json.loads((tmp_path / "test.json").read_text())}
+    assert results["grpo"]["time_shares"] == {"generation": 0.6, "judging": 0.05}
+    assert "time_shares" not in results["dpo"]
+    found = {name: result["categories"] for name, result in results.items()}
     assert list(found) == [
         "start",
         *("dpo", "dpo-control", "grpo", "grpo-control", "rejection", "rejection-control"),
