@@ -83,7 +83,7 @@ def test_the_weights_of_a_reward_are_those_given_and_no_others() -> None:
         ("synthetic:train:10", {"no_call": 0.5}, ""),
         ("synthetic:train:10", {"no_call": 1.5}, "grpo.category_shares.no_call=1.5: expected 0 or more and at most 1"),
         ("synthetic:train:10", {"no_call": 0.6, "call": 0.6}, "sum to 1.2; expected at most 1"),
-        ("synthetic:train:10", {}, "empty; write e.g. {no_call: 0.5}"),
+        ("synthetic:train:10", {}, "empty; write e.g. {no_call: 0.3}"),
         ("environment:files:10", {"no_call": 0.5}, "only for cases of one turn, not for environment:files:10"),
     ],
     ids=["right", "too large", "too large together", "empty", "dialogues"],

@@ -34,7 +34,7 @@ class GRPOConfig:
     force_benchmark: bool = False
     """Learn from cases of a benchmark, which can then no longer measure the model."""
     category_shares: Annotated[dict[str, float] | None, Null("as among the cases")] = None
-    """Share of categories among the cases of a batch, such as `{no_call: 0.5}`; the other categories share the rest. A
+    """Share of categories among the cases of a batch, such as `{no_call: 0.3}`; the other categories share the rest. A
     dropped group is replaced by a case of the same category. Cases from `fctune data cases` have the categories `call`
     and `no_call`. Not for dialogues."""
     prompts_per_step: Annotated[int, AT_LEAST_1] = 16
@@ -129,4 +129,4 @@ class GRPOConfig:
         if not wrong and (total := math.fsum(self.category_shares.values())) > 1 + 1e-9:
             problems.append(f"{key}: the shares sum to {total:g}; expected at most 1")
         if not self.category_shares:
-            problems.append(f"{key}={{}}: empty; write e.g. {{no_call: 0.5}}, or remove the key")
+            problems.append(f"{key}={{}}: empty; write e.g. {{no_call: 0.3}}, or remove the key")
