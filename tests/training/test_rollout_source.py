@@ -1,9 +1,10 @@
-"""The source of rollouts of a shared engine: how stale answers are, and what a checkpoint holds of them."""
+"""The source of rollouts: how stale answers are, what a checkpoint holds of them, and what is freed before a step."""
 
 from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 from fctune.config.schema import RunConfig
 from fctune.distributed import World
 from fctune.errors import DataError
+from fctune.generation.engine import AnswerTokens
 from fctune.models.attention import make_bounds
+from fctune.sampling.in_process_rollouts import InProcessRolloutEngine
 from fctune.sampling.rollouts import Generation, Request, Rollout, RolloutEngine
 from fctune.sampling.task_order import TaskOrder
 from fctune.training.rollout_source import RolloutSource
@@ -150,6 +153,49 @@ def run_four_steps(world: World, config: RunConfig, folder: Path) -> list[float]
         return [source.take(step).metrics["staleness"] for step in (1, 2, 3, 4)]
 
 
+class Policy:
+    """Stand-in for a copy of the model in training."""
+
+
+class Generator:
+    """Generates with a model in memory, as ``InProcessEngine`` does."""
+
+    stop_ids = frozenset({2})
+
+    def __init__(self, model: Policy | None):
+        self.model = model
+
+    def continue_all(
+        self, encoded: dict[int, list[int]], seeds: dict[int, int], limits: dict[int, int]
+    ) -> Iterator[tuple[int, AnswerTokens]]:
+        assert self.model is not None
+        for index, prompt in encoded.items():
+            yield index, AnswerTokens(tuple(prompt), (3 + seeds[index] % 50, 2), (-1.0, -0.5))
+
+
+def take_steps_in_process(world: World, config: RunConfig, folder: Path) -> list[bool]:
+    """Return for each step whether the copy of the policy that answered is still in memory when it is trained."""
+    engine, copies, tasks = InProcessRolloutEngine(Generator), list[weakref.ref[Policy]](), Tasks()  # type: ignore[arg-type]
+
+    def publish(version: int) -> None:
+        policy = Policy()
+        copies.append(weakref.ref(policy))
+        engine.publish(policy, version)
+
+    def bounds(lengths: Sequence[Sequence[int]]) -> Any:
+        return make_bounds(lengths, "sdpa")  # type: ignore[arg-type]
+
+    order = TaskOrder(tasks.ids, config.seed)
+    log = folder / "log.jsonl"
+    with RolloutSource(config, tasks, order, engine, world, bounds, publish, log, NUM_STEPS) as source:
+        kept = []
+        for step in (1, 2):
+            assert source.take(step).inputs
+            assert len(copies) == step
+            kept.append(copies[-1]() is not None)
+        return kept
+
+
 def make_server_config(model: Path, folder: Path, staleness: int, shares: dict[str, float] | None = None) -> RunConfig:
     grpo = {"cases": "synthetic:train:9", "prompts_per_step": 3, "group_size": 2, "max_new_tokens": 8}
     return make_config(
@@ -158,6 +204,13 @@ def make_server_config(model: Path, folder: Path, staleness: int, shares: dict[s
         grpo=grpo | {"max_staleness": staleness, "category_shares": shares},
         data={"sources": [], "packed": False, "seq_len": 64},
     )
+
+
+def test_the_copy_of_the_policy_that_answered_is_freed_before_a_step(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = make_server_config(make_model("llama"), tmp_path, 0)
+    assert run_ranks(take_steps_in_process, 1, config, tmp_path) == [[False, False]]
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
