@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--start-steps", type=int, default=55, help="steps of the start; default: %(default)s")
     parser.add_argument("--prompts", type=int, default=800, help="cases to sample; default: %(default)s")
     parser.add_argument("--num", type=int, default=4, help="answers to each case, at most; default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=70_000, help="tokens to sample; default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of the sampled answers; default: %(default)s")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the method's config")
     arguments = parser.parse_intermixed_args(argv)
     if bool(arguments.overrides) != bool(arguments.trial):
@@ -125,7 +125,7 @@ def sample(folder: Path, arguments: argparse.Namespace, keep: str, out: Path) ->
     if not out.exists():
         samples = folder / "samples"
         command = ["sample", "--model", str(folder / "start" / "export" / "merged"), "--num", str(arguments.num)]
-        command += ["--max-total-tokens", str(arguments.tokens)]
+        command += ["--temperature", str(arguments.temperature), "--keep-tokens"]
         command += ["--cases", str(folder / "prompts.jsonl"), "--max-new-tokens", "128", "--batch-size", "256"]
         fctune(*command, "--keep", keep, "--out", str(samples), "--html", f"{samples}.html")
         out.write_text((samples / "sft.jsonl").read_text())
@@ -144,16 +144,36 @@ def choose_rows(folder: Path, arguments: argparse.Namespace, is_control: bool) -
 
 
 def choose_pairs(folder: Path, arguments: argparse.Namespace, is_control: bool) -> list[str]:
-    """Choose the pairs of right and wrong answers; for the control the same ones, each turned round by a coin."""
+    """Choose the pairs of right and wrong answers; for the control the same ones, each turned round by a coin.
+
+    Pairs where no call is due are few, because the start answers most of these cases right. They are repeated until
+    they have the share that such cases have in the test: otherwise almost every pair prefers a call.
+    """
     sample(folder, arguments, "best", folder / "right.jsonl")
-    pairs, others = folder / "samples" / "pairs.jsonl", folder / "random_pairs.jsonl"
-    if is_control and not others.exists():
-        rng, rows = random.Random(0), [json.loads(line) for line in pairs.read_text().splitlines()]
-        for row in rows:
-            if rng.random() < 0.5:
-                row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
-        others.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [f"data.sources.0.path={others if is_control else pairs}"]
+    rng = random.Random(0)
+    lines: dict[str, list[str]] = {"call": [], "no_call": []}
+    for line in (folder / "samples" / "pairs.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        kind = "call" if row["chosen"][-1].get("tool_calls") else "no_call"
+        if is_control and rng.random() < 0.5:
+            row |= {_swap(key): value for key, value in row.items() if _swap(key) != key}
+        lines[kind].append(json.dumps(row) + "\n")
+    num_calls, num_others = NUM_CASES["test"]
+    sources = []
+    for kind, content in lines.items():
+        if content:
+            file = folder / f"{'random_' if is_control else ''}pairs_{kind}.jsonl"
+            file.write_text("".join(content))
+            times = max(1.0, len(lines["call"]) / len(content) * num_others / num_calls) if kind == "no_call" else 1.0
+            sources.append({"path": str(file), "weight": round(times, 2)})
+    return [f"data.sources={json.dumps(sources)}"]
+
+
+def _swap(key: str) -> str:
+    """Return the key of a pair that holds for the other answer what this one holds."""
+    names = {"chosen": "rejected", "rejected": "chosen"}
+    first, separator, rest = key.partition("_")
+    return names.get(first, first) + separator + rest
 
 
 def choose_reward(folder: Path, arguments: argparse.Namespace, is_control: bool) -> list[str]:
@@ -165,7 +185,7 @@ def choose_reward(folder: Path, arguments: argparse.Namespace, is_control: bool)
 
 SUPERVISED = ("data.train_on=last_assistant",)
 METHODS = {
-    "rejection": Method("tiny_lora", (*SUPERVISED, "optimizer.lr=1e-3", "max_steps=60"), choose_rows),
+    "rejection": Method("tiny_lora", (*SUPERVISED, "optimizer.lr=2e-3", "max_steps=100"), choose_rows),
     "dpo": Method("tiny_dpo", ("max_steps=60", "global_batch_size=2", "preference.sft_weight=0.5"), choose_pairs),
     "grpo": Method(
         "tiny_grpo",

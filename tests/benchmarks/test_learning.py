@@ -44,7 +44,7 @@ class Commands:
         elif arguments[0] == "sample":
             out, num_rows = Path(options["--out"]), 9 if options["--keep"] == "best" else 40
             write(out / "sft.jsonl", [{"row": n} for n in range(num_rows)])
-            write(out / "pairs.jsonl", [{"chosen": f"right {n}", "rejected": f"wrong {n}"} for n in range(40)])
+            write(out / "pairs.jsonl", [make_pair(n, has_call=n % 20 > 0) for n in range(40)])
         else:
             cases = [json.loads(line) for line in Path(options["--cases"]).read_text().splitlines()]
             is_better = not any(name in options["--model"] for name in ("start", "control"))
@@ -56,8 +56,32 @@ class Commands:
             write(Path(options["--out"]), rows)
 
 
+def make_pair(number: int, has_call: bool) -> dict[str, Any]:
+    answers = [{"role": "assistant", "content": "no"}, {"role": "assistant", "tool_calls": [{"id": "call_1"}]}]
+    return {
+        "prompt": [number],
+        "chosen": [answers[has_call]],
+        "rejected": [answers[not has_call]],
+        "chosen_token_ids": [number, 1],
+        "rejected_token_ids": [number, 0],
+    }
+
+
 def find_value(arguments: tuple[str, ...], key: str) -> str:
     return [word.partition("=")[2] for word in arguments if word.startswith(f"{key}=")][-1]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def turn_round(pair: dict[str, Any]) -> dict[str, Any]:
+    return pair | {
+        "chosen": pair["rejected"],
+        "rejected": pair["chosen"],
+        "chosen_token_ids": pair["rejected_token_ids"],
+        "rejected_token_ids": pair["chosen_token_ids"],
+    }
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -89,12 +113,17 @@ def test_each_method_and_its_control_are_compared_with_the_start(
     assert f"| rejection | 1 | no_call ({NUM_OTHERS}) | 100.0% |" in capsys.readouterr().out
 
     folder = tmp_path / "seed1"
-    read = {name: (folder / f"{name}.jsonl").read_text().splitlines() for name in ("right", "random", "random_pairs")}
-    assert len(read["right"]) == len(read["random"]) == 9
-    # The control's pairs are the same, some of them turned round.
-    pairs = [json.loads(line) for line in read["random_pairs"]]
-    assert [{pair["chosen"], pair["rejected"]} for pair in pairs] == [{f"right {n}", f"wrong {n}"} for n in range(40)]
-    assert 10 < sum(pair["chosen"].startswith("right") for pair in pairs) < 30
+    rows = {name: (folder / f"{name}.jsonl").read_text().splitlines() for name in ("right", "random")}
+    assert len(rows["right"]) == len(rows["random"]) == 9
+    for name, num_pairs in (("pairs_call", 38), ("pairs_no_call", 2)):
+        right, random = (read(folder / f"{prefix}{name}.jsonl") for prefix in ("", "random_"))
+        assert right == [pair for pair in read(folder / "samples/pairs.jsonl") if pair in right]
+        assert len(right) == num_pairs
+        # The control's pairs are the same, some of them turned round: messages and tokens alike.
+        for pair, other in zip(right, random, strict=True):
+            assert other in (pair, turn_round(pair))
+        if num_pairs > 2:
+            assert 10 < sum(pair == other for pair, other in zip(right, random, strict=True)) < 28
     # Nothing is both trained on by the start and sampled, and no case is in two sets.
     lines = [
         line
@@ -105,6 +134,13 @@ def test_each_method_and_its_control_are_compared_with_the_start(
     # All methods start from the same model.
     trained = [arguments for arguments in commands.called if arguments[0] == "train"]
     assert {find_value(arguments, "model.path") for arguments in trained[1:]} == {str(folder / "start/export/merged")}
+    # Pairs where no call is due have their share of the test.
+    dpo = next(arguments for arguments in trained if find_value(arguments, "output_dir").endswith("dpo"))
+    sources = json.loads(find_value(dpo, "data.sources"))
+    assert [source["path"] for source in sources] == [
+        str(folder / f"pairs_{kind}.jsonl") for kind in ("call", "no_call")
+    ]
+    assert [source["weight"] for source in sources] == [1.0, pytest.approx(38 / 2 * NUM_OTHERS / NUM_CALLS, abs=0.01)]
     # Run again, nothing is sampled, trained or measured.
     commands.called.clear()
     assert learning.main(command) == 0
