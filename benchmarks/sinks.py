@@ -4,7 +4,7 @@
 
 The tiny base is trained on one rank by the loop itself, so that what is measured of a step costs both halves of a pair
 alike; all steps are of the same number of rows, in one epoch. With sinks are metrics.jsonl, the progress bar (with
-``--line`` the lines of an output that is no terminal), alerts, W&B (offline), TensorBoard and Prometheus, which a
+``--line`` the lines of an output that is not a terminal), alerts, W&B (offline), TensorBoard and Prometheus, which a
 client asks once a second. Which half of a pair comes first changes from pair to pair, so that a machine that gets
 slower favours none. The cost of a step is how much longer it took, the mean of the pairs and its 95 % interval, which
 counts what the sinks' threads and processes take from it; in addition, how long the training thread itself was in the

@@ -30,7 +30,7 @@ from fctune.errors import DataError
 SPECIAL = re.compile(
     r"<[|｜][^<>\s]*?[|｜]>|</?s>|\[/?[A-Z_]{3,}\]|<eos>|<bos>|<end_of_turn>|<start_of_turn>|<\|[a-z_]+>|<[a-z_]+\|>"
 )
-# Tokens of their own that are no special tokens, as Qwen's tokenizer has them.
+# Added tokens that are not special tokens, as in Qwen's tokenizer.
 ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 # How Qwen's tokenizer divides text: two line breaks after a tag are one token.
 PIECES = (

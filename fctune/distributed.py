@@ -244,8 +244,8 @@ def run_long_on_rank_0(action: Callable[[], T], meanwhile: Callable[[], None] = 
 def wait_for_rank_0(result: Future[T] | None, meanwhile: Callable[[], None] = lambda: None) -> T:
     """Return the result of rank 0's future on every rank, or raise its error on every rank, as ``run_on_rank_0``.
 
-    Rank 0 tells the others from time to time that it still waits, because a collective ends with an error when it takes
-    longer than the process group's time-out.
+    Rank 0 reports to the others from time to time that it still waits, because a collective ends with an error when it
+    takes longer than the process group's time-out.
 
     Args:
         result: On rank 0; None on the others.

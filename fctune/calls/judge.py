@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 class BenchmarkVerdict(NamedTuple):
     """A benchmark's own verdict, reported next to ours; ``reason`` is why the answer is not valid.
 
-    The benchmark compares more loosely than the strict typed match, and to it a malformed call is no call at all.
+    The benchmark compares more loosely than the strict typed match, and does not count a malformed call as a call.
     """
 
     valid: bool

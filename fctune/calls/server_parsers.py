@@ -87,7 +87,7 @@ def read_server_parsers(folder: Path) -> Parsers | None:
         return {server: {key: recorded[server][key] for key in _KEYS} for server in SERVERS}
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path}: damaged ({type(error).__name__}: {error}); without the file, the template tells the parsers."
+            f"{path}: damaged ({type(error).__name__}: {error}); without the file, the template selects parsers."
         ) from None
 
 

@@ -38,8 +38,8 @@ def read_tool_calls(sent: Any, prose: str = "", is_bounded: bool = False) -> Rea
     The lenient reading also takes missing or empty arguments for ``{}``, and the last of equal keys.
 
     Args:
-        sent: Expected to be a list of calls. Items that are not calls become malformed stretches, of length 0 as there
-            is no text.
+        sent: Expected to be a list of calls. Items that are not calls become malformed stretches, of length 0 because
+            there is no text.
         prose: Text next to the calls.
         is_bounded: The calls come from ``decode_json``, which bounds their depth; otherwise deep ones are malformed.
     """

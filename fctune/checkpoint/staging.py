@@ -40,7 +40,7 @@ class Stager:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._marked)
             staged = self._copy(tensors, non_blocking=True)
-        # Not the whole device, on which the next step is running.
+        # Not the entire device, on which the next step is running.
         self._stream.synchronize()
         return staged
 

@@ -15,7 +15,7 @@ def add_commands(commands: Any) -> None:
     export.add_argument(
         "--quantize", metavar="TYPE", help="f32, f16, bf16, q8_0, q6_k, q5_k_m or q4_k_m; default: the model's dtype"
     )
-    export.add_argument("--out", type=Path, metavar="DIR", help="default: gguf, beside the model directory")
+    export.add_argument("--out", type=Path, metavar="DIR", help="default: gguf, next to the model directory")
     export.set_defaults(run=_export)
 
 

@@ -56,7 +56,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
         study.save()
         SweepDriver(study, launcher, _show, lambda: write_outputs(study)).run()
     except KeyboardInterrupt:
-        what = "jobs go on" if launcher.is_remote else "runs have saved and ended"
+        what = "jobs continue" if launcher.is_remote else "runs have saved and ended"
         raise Interrupted(f"{what}; the same command resumes the sweep") from None
     finally:
         lock.release()

@@ -103,7 +103,7 @@ class IsInterval:
 
 
 def is_never(value: int | str) -> bool:
-    """Return True for an interval that never ends; False also for text that is no interval."""
+    """Return True for an interval that never ends; False for others and for invalid text."""
     try:
         return parse_interval(value).is_never
     except ValueError:

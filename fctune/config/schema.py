@@ -36,7 +36,7 @@ class LRSchedulerConfig:
     """Learning rate over the run, as a factor of `optimizer.lr`."""
 
     name: Literal["cosine", "linear", "constant"] = "cosine"
-    """Decay after the warm-up."""
+    """Decay of the learning rate after the warm-up."""
     warmup: Annotated[int | str, IsInterval(has_times=False)] = 0
     """Linear warm-up from 0: a share of all steps (`3%`), or a number of steps."""
     min_factor: float = 0.0
@@ -59,7 +59,7 @@ class CheckpointConfig:
     async_save: bool = True
     """Write in the background; training waits only while the state is copied in memory."""
     on_error: Literal["continue", "stop"] = "continue"
-    """After a failed save: continue to the next one, or end the run."""
+    """After a failed save: continue until the next one, or end the run."""
 
     def check(self, where: str, problems: list[str]) -> None:
         """Check that checkpoints can be multiples of the steps to keep."""
@@ -78,7 +78,7 @@ class RunConfig:
     """A training run, from its model and data to its checkpoints and telemetry."""
 
     output_dir: str
-    """Directory of the run: record, metrics, checkpoints, exports. One run per directory."""
+    """Directory for the run's record, metrics, checkpoints and exports; one run per directory."""
     model: ModelConfig
     """Base model."""
     data: DataConfig
@@ -94,9 +94,9 @@ class RunConfig:
     precision: Annotated[
         Precision | None, Null("`fp32` on CPU; on CUDA `bf16` with adapters and `bf16_mixed` without")
     ] = None
-    """Data type of weights and products. `bf16_mixed`: weights and optimizer in float32, products in bfloat16,
+    """Data type of weights and matrix products. `bf16_mixed`: weights and optimizer in float32, products in bfloat16,
     gradients reduced in float32. `float8`: `bf16` with the blocks' products in float8; `float8_mixed`: `bf16_mixed`
-    likewise. With adapters it is the base's, and adapters are float32."""
+    likewise. With adapters, this is the base's data type; adapters are float32."""
     global_batch_size: Annotated[int, AT_LEAST_1] = DEFAULT_BATCH_SIZE
     """Packs (rows of `data.seq_len` tokens) per optimizer step, over all ranks."""
     global_batch_tokens: Annotated[int | None, AT_LEAST_1, Null("use `global_batch_size`")] = None
@@ -107,12 +107,12 @@ class RunConfig:
     epochs: Annotated[int, AT_LEAST_1] = 3
     """Passes over the training rows."""
     max_steps: Annotated[int | None, AT_LEAST_1, Null("no limit but `epochs`")] = None
-    """Optimizer steps after which to end."""
+    """Optimizer steps after which the run ends."""
     optimizer: Annotated[dict[str, Any], OptimizerSpec()] = field(
         default_factory=lambda: {"_component_": "torch.optim.AdamW", "lr": 2e-4}
     )
     """Import path of the optimizer in `_component_`, and its arguments; merged over the default. Optimizers without
-    `fused` or `foreach` ignore these two, which change speed only."""
+    `fused` or `foreach` ignore these two, which only affect speed."""
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     """Learning-rate schedule."""
     clip_grad_norm: Annotated[float | None, Range(gt=0), Null("no clipping")] = 1.0
@@ -140,7 +140,7 @@ class RunConfig:
     log_every_n_steps: Annotated[int, AT_LEAST_1] = 10
     """Steps between lines on the console; `metrics.jsonl` has every step."""
     telemetry: Annotated[TelemetryConfig | None, Null("files and console only")] = None
-    """Further destinations of metrics."""
+    """Additional destinations of metrics."""
     profile: Annotated[ProfileConfig | None, Null("no profile")] = None
     """Operator profile."""
     price_per_gpu_hour: Annotated[float | None, AT_LEAST_0, Null("cost is not reported")] = None

@@ -27,7 +27,7 @@ def write_names_into_ids(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Return the messages with ``functions.NAME:N`` as each call's id and in its result; N counts all calls from 0.
 
     Templates of Kimi K2 print a call's id where others print its name, and expect such ids (``tool_call_guidance.md``
-    beside the model). A result that answers no call keeps its id.
+    next to the model). A result that answers no call keeps its id.
     """
     changed: list[Message] = []
     pending: list[tuple[Call, str]] = []

@@ -71,7 +71,7 @@ class _Turn:
         prompt: Text of the generation prompt.
         text: Text up to the turn; None if the template requires a message to follow it.
         end: End of the stop token in the text, if it is printed.
-        is_joined: True if the text is no rendering, but the prompt and the turn's part of a rendering.
+        is_joined: True if the text is not one rendering, but the prompt joined with the turn's part of another.
     """
 
     template_args: Mapping[str, Any]

@@ -20,7 +20,7 @@ class ToolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
-    """A question, the state in which it is asked, and calls that solve it.
+    """A question, the state in which the user asks it, and calls that solve it.
 
     Attributes:
         question: What the user asks.
@@ -44,7 +44,7 @@ class Environment(ABC):
 
     @abstractmethod
     def list_tools(self) -> list[dict[str, Any]]:
-        """Return the tools as OpenAI writes functions: ``name``, ``description``, ``parameters`` (JSON Schema)."""
+        """Return the tools in OpenAI's function format: ``name``, ``description``, ``parameters`` (JSON Schema)."""
 
     @abstractmethod
     def make_task(self, seed: int, split: Split) -> TaskSpec:
@@ -52,14 +52,14 @@ class Environment(ABC):
 
     @abstractmethod
     def reset(self, state: dict[str, Any]) -> None:
-        """Start from a state; must not modify the given object."""
+        """Set the state; must not modify the given object."""
 
     @abstractmethod
     def call(self, name: str, arguments: dict[str, Any]) -> Any:
         """Make a call whose arguments match its tool's schema; returns the result as JSON values.
 
         Raises:
-            ToolError: The call makes no sense in this state, which it leaves as it was.
+            ToolError: The call makes no sense in this state, which is left unchanged.
         """
 
     @abstractmethod
@@ -69,7 +69,7 @@ class Environment(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ToolMethod:
-    """A tool of a ``ToolEnvironment``: its function as OpenAI writes it, and what runs it."""
+    """A tool of a ``ToolEnvironment``: its definition in OpenAI's format, and the method that runs it."""
 
     function: dict[str, Any]
     run: Callable[..., Any]
@@ -89,7 +89,7 @@ class ToolEnvironment(Environment):
         Args:
             run: The method; returns the result, or raises ``ToolError``.
             description: What the tool does.
-            optional: Names of parameters that may be left out.
+            optional: Names of optional parameters.
             parameters: Description of each parameter, which is a string, or its JSON Schema.
         """
         properties = {
@@ -102,11 +102,11 @@ class ToolEnvironment(Environment):
         self._tools[name] = ToolMethod({"name": name, "description": description, "parameters": schema}, run)
 
     def list_tools(self) -> list[dict[str, Any]]:
-        """Return the registered tools."""
+        """Return the definitions of all methods registered with ``add_tool``."""
         return [tool.function for tool in self._tools.values()]
 
     def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Run a registered tool."""
+        """Run the method registered under a name, and return its result."""
         if name not in self._tools:
             raise ToolError(f"no such tool: {name}")
         return self._tools[name].run(**arguments)
@@ -114,10 +114,10 @@ class ToolEnvironment(Environment):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task that was checked to be solved by its own calls, ready to be asked.
+    """A task whose own calls have been checked to solve it.
 
     Attributes:
-        id: Names it: ``ENVIRONMENT/SPLIT/SEED``.
+        id: ``ENVIRONMENT/SPLIT/SEED``.
         spec: Question, initial state and calls that solve it.
         start: The state before any call, as the environment reports it.
         goal: The state after the calls that solve it.

@@ -1,4 +1,4 @@
-"""A calendar of meetings."""
+"""The ``calendar`` environment: meetings with attendees."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Calendar(ToolEnvironment):
         return writer.random.choice(TASKS)(writer)
 
     def reset(self, state: dict[str, Any]) -> None:
-        """Begin with these events."""
+        """Set the events and the number of the next id."""
         self._events = copy.deepcopy(state["events"])
         self._next_id = state["next_id"]
 

@@ -1,4 +1,4 @@
-"""Tasks of the calendar: what is asked, in which state, and the calls that solve it."""
+"""Task generators of the calendar: question, initial state, and the calls that solve it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FIRST_DAY = datetime.date(2026, 3, 2)
 
 
 class _Scene:
-    """The events of a task, and the day on which it is asked."""
+    """The events of a task, and its current day."""
 
     def __init__(self, w: Writer, num_events: int = 6):
         self.today = _FIRST_DAY + datetime.timedelta(days=w.random.randrange(200))

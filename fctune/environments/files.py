@@ -44,7 +44,7 @@ class Files(ToolEnvironment):
         return writer.random.choice(TASKS)(writer)
 
     def reset(self, state: dict[str, Any]) -> None:
-        """Begin with a tree."""
+        """Replace the tree by a copy of this one."""
         self._tree = copy.deepcopy(state)
 
     def state(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Files(ToolEnvironment):
         return f"added a line to {path}"
 
     def make_directory(self, path: str) -> str:
-        """Create an empty directory in one that exists, under a name that is free there."""
+        """Create an empty directory in an existing one, under an unused name."""
         parent, name = self._find_parent(path)
         if name in parent:
             raise ToolError(f"{path} exists already")

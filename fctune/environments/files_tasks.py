@@ -1,4 +1,4 @@
-"""Tasks on files: what is asked, in which state, and the calls that solve it."""
+"""Task generators for files: question, initial state, and the calls that solve it."""
 
 from __future__ import annotations
 

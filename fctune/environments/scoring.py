@@ -60,7 +60,7 @@ def has_fact(text: str, fact: str) -> bool:
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, Any]:
-    """Return the leaves of a JSON value by their path; empty containers are leaves, too."""
+    """Return the leaves of a JSON value by their path; empty containers count as leaves."""
     if isinstance(value, dict) and value:
         found: dict[str, Any] = {}
         for key, item in value.items():

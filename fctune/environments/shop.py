@@ -1,4 +1,4 @@
-"""A shop with a basket and orders."""
+"""The ``shop`` environment: products, a basket and orders."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Shop(ToolEnvironment):
         return writer.random.choice(TASKS)(writer)
 
     def reset(self, state: dict[str, Any]) -> None:
-        """Begin with these products, basket and orders."""
+        """Set products, basket, coupons and orders."""
         self._state = copy.deepcopy(state)
 
     def state(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Shop(ToolEnvironment):
         return sorted(found, key=lambda product: (product["price"], product["product_id"]))
 
     def get_product(self, product_id: str) -> dict[str, Any]:
-        """Return a product."""
+        """Return one product's details."""
         return {"product_id": product_id, **self._find_product(product_id)}
 
     def add_to_basket(self, product_id: str, quantity: int) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Shop(ToolEnvironment):
         return {"items": items, "coupon": self._state["coupon"], "total": self._total()}
 
     def apply_coupon(self, code: str) -> dict[str, Any]:
-        """Use a coupon."""
+        """Apply a coupon to the basket."""
         if code.strip().upper() not in self._state["coupons"]:
             raise ToolError(f"there is no coupon {code}")
         self._state["coupon"] = code.strip().upper()
@@ -144,7 +144,7 @@ class Shop(ToolEnvironment):
         return f"cancelled {order_id}"
 
     def return_order(self, order_id: str) -> str:
-        """Announce the return of a delivered order."""
+        """Return a delivered order."""
         order = self._find_order(order_id)
         if order["status"] != "delivered":
             raise ToolError(f"{order_id} is {order['status']}; only a delivered order can be sent back")

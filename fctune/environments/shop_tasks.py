@@ -1,4 +1,4 @@
-"""Tasks of the shop: what is asked, in which state, and the calls that solve it."""
+"""Task generators of the shop: question, initial state, and the calls that solve it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CARRIERS = ("Postrunner", "Blueline", "Parcelo", "Nordsend", "Quickvan", "Cargo
 
 
 class _Scene:
-    """The shop of a task: products of which several are alike, a basket and orders."""
+    """The shop of a task: products, several of them similar, a basket and orders."""
 
     def __init__(self, w: Writer):
         self.products: dict[str, dict[str, Any]] = {}

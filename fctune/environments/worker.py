@@ -31,7 +31,7 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_DATA, (limits["memory_bytes"],) * 2)
-    # Its stderr is a file, which endless prints must not let grow.
+    # Its stderr is a file, which must not grow when the class prints endlessly.
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits["memory_bytes"],) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     worker = _Worker(reference, limits["result_bytes"])

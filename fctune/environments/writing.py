@@ -23,7 +23,7 @@ class Writer:
 
     Args:
         seed: Seed of the task.
-        split: Side that it belongs to.
+        split: ``train`` or ``test``.
         environment: Name of the environment, so that equal seeds of others draw differently.
     """
 
@@ -32,19 +32,19 @@ class Writer:
         self._split = split
 
     def own(self, items: Sequence[T]) -> list[T]:
-        """Return the items of this side."""
+        """Return the items of a list that belong to this split."""
         return [item for index, item in enumerate(items) if (index % 4 == 3) == (self._split == "test")]
 
     def pick(self, items: Sequence[T]) -> T:
-        """Return one item of this side."""
+        """Return a random item of this split."""
         return self.random.choice(self.own(items))
 
     def sample(self, items: Sequence[T], count: int) -> list[T]:
-        """Return different items of this side."""
+        """Return several different items of this split."""
         return self.random.sample(self.own(items), count)
 
     def request(self, phrasings: Sequence[str], **words: object) -> str:
-        """Return a request in one of these phrasings, imperatives without a full stop, politely or not."""
+        """Return a request in one of these phrasings (imperatives without a full stop), politely or not."""
         opening = self.random.choice(_OPENINGS[self._split])
         text = opening.format(self.pick(phrasings).format(**words))
         return text[0].upper() + text[1:]

@@ -24,7 +24,7 @@ class ChatStep:
         malformed: Stretches meant as calls that cannot be read.
         reasoning: What it thought; empty if nothing.
         is_cut: The limit of tokens ended the answer.
-        seconds: Duration, None if the engine does not tell.
+        seconds: Duration, None if the engine does not report it.
     """
 
     content: str

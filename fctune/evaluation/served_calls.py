@@ -98,7 +98,7 @@ def open_vllm(name: str, model_dir: str) -> tuple[str, Parse]:
 
 
 def _get_vllm_parser(parsers: Any, name: str) -> tuple[Any, bool]:
-    """Return vLLM's class for a parser's name, and True if it parses whole answers, as it does from 0.31 on."""
+    """Return vLLM's class for a parser's name, and True if it parses complete answers, as it does from 0.31 on."""
     if parsers.ToolParserManager.get_tool_parser(name) is None:
         raise KeyError(f"vLLM has no parser {name!r}")
     try:

@@ -33,7 +33,7 @@ def check_server_tokens(engine: EndpointEngine, template: ChatTemplate) -> None:
     if tuple(own) != sent:
         position = next(i for i, (a, b) in enumerate(zip_longest(own, sent)) if a != b)
         raise ConfigError(
-            f"{engine.url}: {engine.model} has another tokenizer or chat template than {template.model_dir}: the same "
-            f"prompt has {len(sent):,} token ids there and {len(own):,} here, and they differ from number {position} "
+            f"{engine.url}: {engine.model} has a different tokenizer or chat template from {template.model_dir}: the "
+            f"same prompt has {len(sent):,} token ids there and {len(own):,} here, which differ from number {position} "
             "on. Serve the model that is trained."
         )

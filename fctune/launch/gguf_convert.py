@@ -9,7 +9,7 @@ needed.
 
 llama.cpp cannot read the regular expression by which a tokenizer splits text into pieces: each is compiled into it.
 With ``lines`` the vocabulary is written in the form of Gemma 4's, of which llama.cpp splits text at line breaks only.
-Merges that never leave a piece then run over whole lines; a token that is a piece but needs other merges is found by
+Merges that never leave a piece then run over entire lines; a token that is a piece but needs other merges is found by
 its text before any merge. Imports nothing of fctune.
 """
 

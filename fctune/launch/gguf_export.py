@@ -59,7 +59,7 @@ def export_gguf(model: str, out: Path | None = None, quantize: str | None = None
 
     Args:
         model: As ``fctune.generation.model_files.find_model`` takes it.
-        out: Directory to write to; None: ``gguf`` beside the model directory.
+        out: Directory to write to; None: ``gguf`` next to the model directory.
         quantize: One of GGUF_TYPES; None keeps the model's own dtype.
 
     Raises:
@@ -193,7 +193,7 @@ def _require_same_tokens(path: Path, template: ChatTemplate) -> int:
     theirs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     if num_different := sum(one != other for one, other in zip(ours, theirs, strict=True)):
         raise ConfigError(
-            f"{template.model_dir}: llama.cpp tokenises {num_different} of {len(ours)} prompts in another way, so it "
+            f"{template.model_dir}: llama.cpp tokenises {num_different} of {len(ours)} prompts differently, so it "
             "would not read what the model was trained on. Serve it with vLLM: fctune serve."
         )
     return len(ours)

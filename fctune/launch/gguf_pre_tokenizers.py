@@ -46,15 +46,15 @@ def find_pre_tokenizer(model_dir: Path) -> str:
     """Return llama.cpp's name of the pre-tokenizer in a directory's tokenizer.json, or ``lines`` if it has none.
 
     Raises:
-        ConfigError: It is no byte-level BPE without a normalizer.
+        ConfigError: The tokenizer is not a byte-level BPE without a normalizer.
     """
     source = json.loads((model_dir / "tokenizer.json").read_text(encoding="utf-8"))
     steps = _list_steps(source.get("pre_tokenizer"))
     is_byte_level = bool(steps) and steps[-1]["type"] == "ByteLevel" and not steps[-1]["add_prefix_space"]
     if source["model"]["type"] != "BPE" or source.get("normalizer") is not None or not is_byte_level:
         raise ConfigError(
-            f"{model_dir}/tokenizer.json: llama.cpp's converter does not know this tokenizer, and it is no byte-level "
-            "BPE. Serve the model with vLLM: fctune serve."
+            f"{model_dir}/tokenizer.json: llama.cpp's converter does not know this tokenizer, which is not a "
+            "byte-level BPE. Serve the model with vLLM: fctune serve."
         )
     ignores_merges = bool(source["model"].get("ignore_merges"))
     if [step["type"] for step in steps] == ["ByteLevel"] and steps[0]["use_regex"] and not ignores_merges:

@@ -61,14 +61,14 @@ class _Parts:
         both = Message("assistant", None, (_CALL, Call(_NAME, _ARGUMENTS, "call00002")))
         twice = self._unwrap(_cut(self._render([_USER, both], _TOOLS), asked))
         if not (twice.startswith(self.call) and twice.endswith(self.call)):
-            raise DataError("its chat template does not write calls one after another")
+            raise DataError("its chat template does not write calls one after the other")
         self.between = twice[len(self.call) : -len(self.call)]
-        beside = self._unwrap(
+        combined = self._unwrap(
             _cut(self._render([_USER, Message("assistant", _SAID, (_CALL,))], _TOOLS), asked), is_complete=False
         )
-        # A template that drops the text beside calls has nothing between them.
-        is_kept = beside.startswith(_SAID) and beside.endswith(self.call)
-        self.after_text = beside[len(_SAID) : -len(self.call)] if is_kept else ""
+        # A template that drops the text next to calls has nothing between them.
+        is_kept = combined.startswith(_SAID) and combined.endswith(self.call)
+        self.after_text = combined[len(_SAID) : -len(self.call)] if is_kept else ""
         result = Message("tool", _RESULT, call_id="call00001", name=_NAME)
         self.result = self._split(_cut(self._render([_USER, calling, result], _TOOLS), called), _RESULT)
 
@@ -147,7 +147,7 @@ class _Parts:
         before, after = self.assistant
         if not (turn.startswith(before) and turn.endswith(after)):
             if is_complete:
-                raise DataError("its chat template ends turns with calls in another way than other turns")
+                raise DataError("its chat template ends turns with calls differently from other turns")
             return ""
         return turn[len(before) : len(turn) - len(after)]
 
@@ -160,7 +160,7 @@ def _cut(text: str, start: str) -> str:
 
 def _cut_end(text: str, end: str) -> str:
     if not text.endswith(end):
-        raise DataError("its chat template writes the first question in another way than later ones")
+        raise DataError("its chat template writes the first question differently from later ones")
     return text[: len(text) - len(end)]
 
 

@@ -90,7 +90,7 @@ def require_agreement(options: Sequence[str], further: Sequence[str]) -> None:
         further: Further options, given by the user.
 
     Raises:
-        ConfigError: They name another parser than the model's format has, or a smaller limit than the adapter's rank.
+        ConfigError: They name the wrong parser for the model's format, or a limit below the adapter's rank.
     """
     needed, named = _read_options(options), _read_options(further)
     for option in ("tool_call_parser", "reasoning_parser"):

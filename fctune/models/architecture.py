@@ -84,7 +84,7 @@ class Block:
     Attributes:
         branches: The linears, without those of experts.
         experts: Weights of the experts, in the order of computation; none in a dense block.
-        routers: Names, as in ``adapter.modules``, of what chooses the experts and is no linear.
+        routers: Names, as in ``adapter.modules``, of modules that choose the experts and are not linears.
     """
 
     branches: tuple[Branch, ...]

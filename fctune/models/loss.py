@@ -19,7 +19,7 @@ IGNORE = -100  # label of unsupervised positions
 
 # Largest number of logits in memory, unless a run finds memory for more; others are computed in chunks.
 MAX_LOGITS = 32 * 1024 * 1024
-_TILE = 128  # rows that matrix kernels compute at once, so that other numbers of rows waste a part of the product
+_TILE = 128  # rows that matrix kernels compute at once; other numbers of rows waste part of the product
 _MIN_ROWS = 256
 
 
@@ -35,8 +35,8 @@ def supervised_losses(
     """Return the cross-entropy at each supervised position, ``[n]``; float32 (float64 for float64 hidden states).
 
     The head runs only at supervised positions, a sixth to a quarter of the tokens in function-calling data, because
-    logits are the largest tensor of a step. A batch without any returns no losses, but connected to every parameter,
-    because sharded ranks must run the same collectives in backward.
+    logits are the largest tensor of a step. A batch without any returns an empty tensor that depends on every
+    parameter, because sharded ranks must run the same collectives in backward.
 
     Args:
         hidden: Final hidden states, ``[b, s, d]``.
@@ -52,7 +52,7 @@ def supervised_losses(
     rows, targets = hidden.flatten(0, 1).index_select(0, supervised), labels.flatten()[supervised]
     keys = None if token_keys is None else token_keys.flatten()[supervised]
     if not len(targets):
-        # A dummy row through the head keeps an adapter on it in the graph. No view is returned, as FSDP warns of those.
+        # A dummy row through the head keeps an adapter on it in the graph. A view would cause a warning of FSDP.
         logits = project(hidden[:1, 0], None if token_keys is None else token_keys[:1, 0])
         return (logits[:0] * 0.0).sum(1).to(_wide(hidden.dtype))
     chunk = len(targets) if len(targets) * num_vocab <= max_logits else chunk_rows(num_vocab, max_logits)
@@ -73,10 +73,10 @@ def chunk_rows(num_vocab: int, max_logits: int = MAX_LOGITS) -> int:
 
 
 class _FrozenHeadLosses(torch.autograd.Function):
-    """Losses under a head that does not train, with the gradients of the hidden states.
+    """Losses for a frozen head, computed together with the gradients of the hidden states.
 
-    A loss depends on the hidden state of its position alone. So its gradient is computed while the logits are in
-    memory, and backward multiplies it by the gradient of the loss, where other heads compute all logits again.
+    A loss depends only on the hidden state of its own position. Its gradient is therefore computed while the logits are
+    in memory, and backward multiplies it by the gradient of the loss; a head that trains needs all logits again.
     """
 
     @staticmethod
@@ -111,7 +111,7 @@ class _FrozenHeadLosses(torch.autograd.Function):
 
 
 def _trains(project: Projection, rows: Tensor, keys: Tensor | None) -> bool:
-    """Return True if the head has weights that train: if logits of constant hidden states have gradients."""
+    """Return True if the head trains, that is, if the logits of constant hidden states have gradients."""
     return project(rows[:0].detach(), None if keys is None else keys[:0]).requires_grad
 
 
@@ -130,7 +130,7 @@ def _chunk_losses(project: Projection, rows: Tensor, targets: Tensor, keys: Tens
 
 
 def _pad_to_tile(rows: Tensor, targets: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Append zeros up to a multiple of ``CPU_TILE`` rows, where a kernel is kept for each number of rows."""
+    """Append zeros up to a multiple of ``CPU_TILE`` rows if each number of rows would compile a kernel of its own."""
     if not keeps_kernels(rows) or not (missing := -len(rows) % CPU_TILE):
         return rows, targets, keys
     return pad(rows, (0, 0, 0, missing)), pad(targets, (0, missing)), None if keys is None else pad(keys, (0, missing))

@@ -38,7 +38,7 @@ class RouterBalance:
     def __init__(self, coefficient: float, num_experts: int, top_k: int):
         self.coefficient, self.num_experts, self.top_k = coefficient, num_experts, top_k
         self.value: Tensor | None = None
-        self._mask: Tensor | None = None  # tokens that are no padding, of the last forward; None: not observed
+        self._mask: Tensor | None = None  # tokens other than padding in the last forward; None: not observed
         self._observed: list[tuple[Tensor, Tensor]] = []  # by router: counts, and sums of probabilities
         self._is_recording = False
         self._counted: Tensor | None = None  # c and n of this rank

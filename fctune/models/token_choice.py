@@ -149,8 +149,9 @@ def describe_untrained(untrained: Sequence[UntrainedToken], model_dir: Path) -> 
     added = _added_tokens(model_dir)
     ordered = sorted(untrained, key=lambda token: token.id not in added)
     first = ordered[0]
-    if first.twin is not None:
-        why = f"the {first.matrix} row of {_name(tokenizer, first.id)} equals that of {_name(tokenizer, first.twin)}"
+    if first.duplicate is not None:
+        duplicate = _name(tokenizer, first.duplicate)
+        why = f"the {first.matrix} row of {_name(tokenizer, first.id)} equals that of {duplicate}"
     else:
         why = f"the {first.matrix} row of {_name(tokenizer, first.id)} has {first.factor:.2g} times the median norm"
     names = ", ".join(_name(tokenizer, token.id) for token in ordered[:_NUM_SHOWN])
@@ -164,7 +165,7 @@ def _added_tokens(model_dir: Path) -> frozenset[int]:
 
 def _name(tokenizer: Any, token: int) -> str:
     text = tokenizer.decode([token], skip_special_tokens=False)
-    # Bytes that are no character alone have only their name in the vocabulary.
+    # Bytes that are not a complete character have only their name in the vocabulary.
     return str(tokenizer.id_to_token(token) or f"token {token}") if not text or "\ufffd" in text else text
 
 

@@ -41,13 +41,13 @@ class UntrainedToken:
     Attributes:
         id: The token.
         matrix: The first matrix that shows it.
-        twin: Token whose row equals this one's; None if the norm shows it.
+        duplicate: Token whose row equals this one's; None if the norm shows it.
         factor: Norm of the row as a multiple of the median norm.
     """
 
     id: int
     matrix: Literal["embedding", "head"]
-    twin: int | None
+    duplicate: int | None
     factor: float
 
 
@@ -84,8 +84,8 @@ def find_untrained(
     for matrix, name in architecture.token_matrices.items():
         rows = read_matrix(plan, name)
         tokens = candidates.supervised | (candidates.context if matrix == "embedding" else frozenset())
-        for token, (twin, factor) in find_untrained_rows(rows, tokens, added).items():
-            found.setdefault(token, UntrainedToken(token, matrix, twin, factor))
+        for token, (duplicate, factor) in find_untrained_rows(rows, tokens, added).items():
+            found.setdefault(token, UntrainedToken(token, matrix, duplicate, factor))
     return [found[token] for token in sorted(found)]
 
 
@@ -105,7 +105,7 @@ def find_untrained_rows(
     """
     checked = sorted({i for i in candidates if 0 <= i < len(rows)})
     compared = torch.tensor([i for i in checked if i in added], dtype=torch.int64)
-    norms, twins = _compare_rows(rows, compared)
+    norms, duplicates = _compare_rows(rows, compared)
     median = float(norms.median())
     low, high = _outer_fences(norms)
     found: dict[int, tuple[int | None, float]] = {}
@@ -113,8 +113,8 @@ def find_untrained_rows(
         norm = float(norms[token])
         factor = norm / median if median else math.inf
         is_far = (norm < low and factor < 1 / _MIN_FACTOR) or (norm > high and factor > _MIN_FACTOR)
-        if token in twins or is_far:
-            found[token] = (twins.get(token), factor)
+        if token in duplicates or is_far:
+            found[token] = (duplicates.get(token), factor)
     return found
 
 
@@ -123,7 +123,7 @@ def _compare_rows(rows: Tensor, compared: Tensor) -> tuple[Tensor, dict[int, int
     own = rows[compared].float()
     own_norms = torch.linalg.vector_norm(own, dim=1)
     norms = torch.empty(len(rows))
-    nearest, twins = torch.full((len(compared),), math.inf), torch.zeros(len(compared), dtype=torch.int64)
+    nearest, duplicates = torch.full((len(compared),), math.inf), torch.zeros(len(compared), dtype=torch.int64)
     for start in range(0, len(rows), _CHUNK_ROWS):
         part = rows[start : start + _CHUNK_ROWS].float()
         norms[start : start + len(part)] = torch.linalg.vector_norm(part, dim=1)
@@ -134,10 +134,10 @@ def _compare_rows(rows: Tensor, compared: Tensor) -> tuple[Tensor, dict[int, int
         distances = squares.clamp(min=0).sqrt() / larger.clamp(min=torch.finfo(larger.dtype).tiny)
         is_own = compared[:, None] == torch.arange(start, start + len(part))
         least, index = distances.masked_fill(is_own | (larger == 0), math.inf).min(dim=1)
-        twins = torch.where(least < nearest, index + start, twins)
+        duplicates = torch.where(least < nearest, index + start, duplicates)
         nearest = torch.minimum(least, nearest)
-    pairs = zip(compared.tolist(), twins.tolist(), (nearest <= MAX_DISTANCE).tolist(), strict=True)
-    return norms, {token: twin for token, twin, is_equal in pairs if is_equal}
+    pairs = zip(compared.tolist(), duplicates.tolist(), (nearest <= MAX_DISTANCE).tolist(), strict=True)
+    return norms, {token: duplicate for token, duplicate, is_equal in pairs if is_equal}
 
 
 def _outer_fences(norms: Tensor) -> tuple[float, float]:

@@ -110,7 +110,7 @@ def _fully_shard_(
 
 
 def _find_other_dtypes(block: nn.Module) -> list[nn.Module]:
-    """Return the modules whose trained weights have another dtype than most of the block's, such as a float32 router.
+    """Return the modules whose trained weights differ in dtype from most of the block's, such as a float32 router.
 
     FSDP reduces the gradients of one dtype per unit, so these are units of their own.
     """

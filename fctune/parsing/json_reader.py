@@ -59,7 +59,7 @@ class JsonReader:
         """Return the value that starts at or after ``position``, whitespace aside, and the position after it.
 
         Raises:
-            ParseError: There is no JSON value, or one that is refused.
+            ParseError: There is no JSON value, or it is refused.
         """
         start = skip_space(text, position)
         try:

@@ -1,7 +1,7 @@
 """Calls and literals in Python's syntax, read by a scanner: nothing is compiled, evaluated or looked up.
 
 Python's own parser is unsuitable: on hostile text it recurses, takes more than linear time and warns, and it accepts
-expressions that are no literals.
+expressions that are not literals.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class PythonReader:
         """Return the call that starts at ``position``, and the position after it.
 
         Raises:
-            ParseError: No call, a positional argument, a repeated keyword, or a value that is no literal.
+            ParseError: No call, a positional argument, a repeated keyword, or a value that is not a literal.
         """
         end = self._find_name_end(position)
         name = self.text[position:end]

@@ -59,7 +59,7 @@ def read_prices(path: Path | None = None) -> Prices:
     """Read the list prices, with those of a file of the same form in their place.
 
     Raises:
-        ConfigError: The file cannot be read, has an unknown key, or a price that is no number.
+        ConfigError: The file cannot be read, has an unknown key, or a price that is not a number.
     """
     found = _parse(LIST_PRICES)
     if path is not None:

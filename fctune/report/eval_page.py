@@ -299,8 +299,8 @@ def _add_reasoning(page: Page, summary: Mapping[str, Any]) -> None:
         for category, use in by_category.items()
     ]
     lead = (
-        "Reasoning is never judged: a call inside it is no call. An answer whose reasoning never closes has no calls; "
-        "where the token limit cut it off, raise --max-new-tokens."
+        "Reasoning is never judged: a call inside it does not count. An answer whose reasoning never closes has no "
+        "calls; where the token limit cut it off, raise --max-new-tokens."
     )
     page.add_section("Reasoning", make_table(heads, rows), lead=lead)
 

@@ -1,4 +1,4 @@
-"""Sections of a run that learns from its own answers: where its time went, and answers from its start to its end."""
+"""Report sections of a run with rollouts: where its time went, and answers from the start to the end."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _iter_examples(record: RunRecord) -> Iterator[dict[str, Any]]:
 
 
 def _read_groups(path: Path, steps: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
-    """Return the first trained group of each step in the log of all answers, which may be too long to keep."""
+    """Return the first trained group of each step, without holding the complete log of answers in memory."""
     groups: dict[int, list[dict[str, Any]]] = {}
     if not path.is_file():
         return groups

@@ -1,1 +1,1 @@
-"""Many answers to each question, judged: rewards, pass rates, rows to train on and preference pairs."""
+"""Several judged answers to each case: rewards, pass rates, training rows, preference pairs and rollouts."""

@@ -35,7 +35,7 @@ class CaseTasks:
 
     Raises:
         ConfigError: A part of the reward does not exist, or a prompt leaves no room for an answer.
-        DataError: The suite has no case of one turn, or the chat template refuses one.
+        DataError: The suite has no single-turn case, or the chat template refuses one.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CaseTasks:
         check_reward(weights, f"{where}.reward")
         if not suite.cases:
             raise DataError(
-                f"{suite.name}: has no cases of one turn. Make some with fctune data cases ROWS --out FILE."
+                f"{suite.name}: has no single-turn cases. Make some with fctune data cases ROWS --out FILE."
             )
         self._cases = {case.id: case for case in suite.cases}
         self._prompts = {case.id: tuple(decoder.template.encode_prompt(case.prompt)) for case in suite.cases}
@@ -121,15 +121,15 @@ class CaseTasks:
 
 
 def load_training_suite(path: str, is_forced: bool = False) -> Suite:
-    """Load cases to learn from: those of a suite's file, or the last turns of synthetic rows.
+    """Load training cases: those of a suite's file, or the last turns of synthetic rows.
 
     Args:
         path: JSONL file of cases, suite in YAML, or ``synthetic:SPLIT:ROWS[:SEED]``.
         is_forced: Accept the cases of a benchmark.
 
     Raises:
-        ConfigError: They belong to a benchmark, which is not forced.
-        DataError: They cannot be read, or have no expected answers.
+        ConfigError: The cases belong to a benchmark, and ``is_forced`` is False.
+        DataError: The cases cannot be read, or have no expected answers.
     """
     if path.startswith("synthetic:"):
         rows = [case.row for case in make_row_cases([path]).cases]
@@ -139,7 +139,7 @@ def load_training_suite(path: str, is_forced: bool = False) -> Suite:
         suite = load_suite(path)
     if (benchmark := benchmark_of(suite)) is not None and not is_forced:
         raise ConfigError(
-            f"grpo.cases={path}: belongs to a benchmark ({benchmark}), which cannot measure a model that learned "
+            f"grpo.cases={path}: belongs to a benchmark ({benchmark}), which cannot measure a model that has learned "
             "from it. Use other cases, or set grpo.force_benchmark=true; every output of the run then says so."
         )
     return suite

@@ -1,7 +1,7 @@
-"""Rollouts of several turns: generate, parse the calls, append the tools' results as token ids, generate again.
+"""Multi-turn rollouts: generate, parse the calls, append the tools' results as token ids, generate again.
 
-Generated tokens are never decoded and encoded again. The ids of results, and of the opening of the next answer, come
-from the chat template; they are context and not trained.
+Generated tokens are never re-encoded. The ids of results and of the next answer's opening come from the chat template;
+they are context and not trained.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fctune.generation.decoding import AnswerDecoder
 from fctune.sampling.rewards import weigh_parts
 from fctune.sampling.rollouts import Generation, Request, Rollout, RolloutEngine, make_seed
 
-# Failing tasks in a row after which the cause is systematic, and asking further tasks will not help. A single task,
+# Failing tasks in a row after which the cause must be systematic, so that more tasks will not help. A single task,
 # such as one whose prompt is too long, fails as many times as its group has answers.
 _MAX_FAILING = 20
 
@@ -96,7 +96,7 @@ class _Dialogue:
 
 
 class DialoguePlayer:
-    """Plays dialogues, all of a batch one turn further at a time.
+    """Plays a batch of dialogues, advancing all of them by one turn at a time.
 
     Args:
         template: Chat template and tokenizer of the policy.
@@ -199,7 +199,7 @@ class DialoguePlayer:
             dialogue.fail(f"turn {dialogue.num_turns}: {error}")
 
     def _append(self, dialogue: _Dialogue, answer: Message, following: Sequence[Message]) -> None:
-        """Append what follows an answer; the dialogue is over if that leaves no room for another."""
+        """Append the messages that follow an answer; end the dialogue if no room is left for another answer."""
         index = len(dialogue.conversation.messages)
         dialogue.conversation = replace(
             dialogue.conversation, messages=(*dialogue.conversation.messages, answer, *following)

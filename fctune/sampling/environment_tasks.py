@@ -19,7 +19,7 @@ from fctune.sampling.rollouts import Request, Rollout, RolloutEngine
 
 
 class EnvironmentTasks:
-    """The tasks of one or several environments, which take turns.
+    """The tasks of one or several environments, in alternation.
 
     Args:
         hosts: The environments.
@@ -104,7 +104,7 @@ class _EnvironmentWorld:
         self._episode = host.start(task)
 
     def respond(self, parsed: Parsed) -> Sequence[Message]:
-        """Make the calls; an answer without any ends the dialogue."""
+        """Make the answer's calls; an answer without calls ends the dialogue."""
         try:
             results = [self._episode.call(call).text for call in parsed.calls]
         except EnvironmentDefect as error:

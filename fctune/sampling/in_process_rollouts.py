@@ -10,7 +10,7 @@ from fctune.sampling.rollouts import Generation
 
 
 class InProcessRolloutEngine:
-    """Continues token ids in batches with the model that was published last.
+    """Continues token ids in batches with the most recently published model.
 
     Args:
         make_engine: Makes the engine of the first published model; it must keep tokens.

@@ -23,10 +23,11 @@ def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
 def estimate_pass_rate(counts: Sequence[tuple[int, int]], k: int) -> dict[str, Any]:
     """Return the mean pass@k over cases with its 95 % interval: ``{"k", "rate", "n", "low", "high"}``.
 
-    The interval is that of new cases, with the answers of a case as one cluster: Wilson's, with the number of cases
-    that would give the observed variance if each were right or wrong (N. Dean, M. Pagano, Evaluating confidence
-    interval methods for binomial proportions in clustered surveys, Journal of Survey Statistics and Methodology 3,
-    2015). ``n`` counts the cases with at least ``k`` answers; others are left out. ``rate`` is None if there are none.
+    The interval accounts for the choice of cases; the answers to a case are one cluster. It is Wilson's, for the
+    number of cases that would give the observed variance if each were right or wrong (N. Dean, M. Pagano, Evaluating
+    confidence interval methods for binomial proportions in clustered surveys, Journal of Survey Statistics and
+    Methodology 3, 2015). ``n`` counts the cases with at least ``k`` answers; others are left out. ``rate`` is None if
+    there are none.
 
     Args:
         counts: The number of answers and of right ones, of each case.

@@ -1,4 +1,4 @@
-"""Tasks made of recorded conversations: while the policy makes the calls of the row, the tools answer as recorded."""
+"""Tasks from recorded conversations: as long as the policy makes the row's calls, the tools answer as recorded."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ RECORDED_REWARD = {"solved": 1.0}
 
 
 class RecordedTasks:
-    """Recorded conversations, continued as recorded for as long as the policy makes the calls of the row.
+    """Recorded conversations, which continue as recorded as long as the policy makes the row's calls.
 
-    Rows without tools or without calls with results are left out, as are repeated ones.
+    Rows without tools, rows without calls that have results, and repeated rows are left out.
 
     Args:
         conversations: The rows.
@@ -62,7 +62,7 @@ class RecordedTasks:
         self._rows = {one.digest(): one for one in conversations if one.tools and _find_start(one) is not None}
         if not self._rows:
             raise DataError(
-                "no row has tools and calls with recorded results. Name rows that have both, or use cases of one turn."
+                "no row has tools and calls with recorded results. Pass rows that have both, or use single-turn cases."
             )
         self._player = DialoguePlayer(template, call_format, limits, weights)
         self._settings = [repr(limits), dict(sorted(weights.items()))]
@@ -108,7 +108,7 @@ class _RecordedWorld:
         self._num_right = 0
 
     def respond(self, parsed: Parsed) -> Sequence[Message]:
-        """Return the recorded results and further messages, if the calls are those of the row."""
+        """Return the recorded results and the messages after them, if the calls are those of the row."""
         expected = self._messages[self._position]
         if not judge(expected.calls, parsed, self._tools).outcome.is_correct:
             return ()
@@ -132,7 +132,7 @@ class _RecordedWorld:
 
 
 def _find_start(row: Conversation) -> int | None:
-    """Return the index of the first answer that the policy gives; None without a recorded result after a call."""
+    """Return the index of the first turn that the policy generates; None if no call has a recorded result."""
     for index, message in enumerate(row.messages):
         if message.role == "assistant" and message.weight > 0:
             rest = row.messages[index:]

@@ -52,7 +52,9 @@ def check_reward(
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
             raise ConfigError(f"{where}.{name}={weight}: expected a number, the weight of this part.")
     if not any(weights.values()):
-        raise ConfigError(f"{where}: no part has a weight other than 0, so all answers are equal (parts: {known}).")
+        raise ConfigError(
+            f"{where}: no part has a weight other than 0, so all answers have equal rewards (parts: {known})."
+        )
 
 
 def score_answer(judged: JudgedAnswer, max_new_tokens: int) -> dict[str, float]:
@@ -60,7 +62,7 @@ def score_answer(judged: JudgedAnswer, max_new_tokens: int) -> dict[str, float]:
 
     Args:
         judged: The answer.
-        max_new_tokens: Limit of tokens that it was generated with.
+        max_new_tokens: Token limit of its generation.
     """
     if judged.answer.error is not None:
         return dict.fromkeys(REWARD_PARTS, 0.0)
@@ -99,9 +101,9 @@ def score_arguments(outcome: Outcome) -> float:
 
 
 def score_closeness(judged: JudgedAnswer) -> float:
-    """Return how near an answer is to a right one, from 0 to 1: the mean of names, arguments and format.
+    """Return how close an answer is to a right one, from 0 to 1: the mean of names, arguments and format.
 
-    Names and arguments are those of the lenient reading, so that an error of the format alone is a near miss.
+    Names and arguments come from the lenient reading, so an answer that is wrong only in its format is a near miss.
     """
     lenient = judged.lenient.outcome
     has_format = float(not judged.strict.outcome.num_malformed)

@@ -1,7 +1,7 @@
 """Rollouts: the answers of a policy, token by token, with their rewards.
 
-A ``RolloutEngine`` continues token ids, a ``TaskSet`` asks for answers and rewards them, and training learns from the
-resulting ``Rollout``. Tokens are never decoded and encoded again on the way: the sampled tokens are trained.
+A ``RolloutEngine`` continues token ids, a ``TaskSet`` requests answers and rewards them, and training learns from the
+resulting ``Rollout``. Tokens are never decoded and re-encoded on the way: the sampled tokens are trained.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class Rollout:
     """One answer to a task, from the prompt to the end of its last turn.
 
     Attributes:
-        case_id: Task that was asked.
+        case_id: Id of the task.
         sample: Number of the answer among those to the same task in a step.
         category: Category of the task.
         version: Oldest version of the policy that wrote a turn.
         prompt_ids: Token ids of the prompt.
-        ids: Token ids after the prompt: generated ones, the stop token of a turn included, and between turns those that
-            the chat template puts there, such as a tool's result.
+        ids: Token ids after the prompt: the generated ones, including the stop token of each turn, and between turns
+            those that the chat template adds, such as a tool's result.
         is_generated: True for each id that the policy generated; only these are trained.
         logprobs: Log-probability of each id under the policy that generated it, before the temperature is applied; 0
             for ids that were not generated.
@@ -68,7 +68,7 @@ class Rollout:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Rollout:
-        """Return the rollout of plain values from ``to_json``; other keys are ignored."""
+        """Return the rollout from the plain values of ``to_json``; other keys are ignored."""
         values = {one.name: row[one.name] for one in dataclasses.fields(cls)}
         for name in ("prompt_ids", "ids", "logprobs"):
             values[name] = tuple(values[name])
@@ -77,7 +77,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A task to be asked once: ``sample`` numbers the answers to it, ``seed`` chooses the tokens of this one."""
+    """A request for one answer to a task: ``sample`` numbers the task's answers, ``seed`` determines its tokens."""
 
     case_id: str
     sample: int
@@ -106,7 +106,7 @@ class Generation:
 
 
 class RolloutEngine(Protocol):
-    """Continues token ids with the policy that was published last."""
+    """Continues token ids with the most recently published policy."""
 
     @property
     def version(self) -> int:
@@ -153,5 +153,5 @@ class TaskSet(Protocol):
 
 
 def make_seed(*parts: Any) -> int:
-    """Return a seed of 48 bits made of any values, such as the run's seed, a task, a sample and a step."""
+    """Return a 48-bit seed derived from any values, such as the run's seed, a task, a sample and a step."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=6).digest(), "big")

@@ -1,4 +1,4 @@
-"""Ask each case several times, judge every answer, and count the cases that are always, sometimes and never right."""
+"""Sample several answers to each case, judge them, and count the cases that are always, sometimes and never right."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _CASE_FIELDS = ("messages", "tools", "expected_calls")
 
 @dataclass(slots=True)
 class Budget:
-    """Limits after which no further answer is asked for; answers that are under way still count.
+    """Limits after which no more answers are requested; answers in flight still count.
 
     Attributes:
-        max_tokens: Generated tokens, those of earlier runs into the same directory included.
+        max_tokens: Generated tokens, including those of earlier runs into the same directory.
         max_seconds: Seconds of this run.
     """
 
@@ -39,7 +39,7 @@ class Budget:
 
     @property
     def is_limited(self) -> bool:
-        """True if there is a limit."""
+        """True if tokens or seconds are limited."""
         return self.max_tokens is not None or self.max_seconds is not None
 
     def take(self, row: Row) -> bool:
@@ -58,7 +58,7 @@ class Budget:
 
 @dataclass(slots=True)
 class Timings:
-    """Seconds of asking and judging, of one run."""
+    """Duration of generating and judging in one run."""
 
     total_s: float = 0.0
     judging_s: float = 0.0
@@ -88,14 +88,14 @@ def sample_suite(
     on_row: Callable[[Row, int, int], None] = lambda row, num_done, num_answers: None,
     settings: Mapping[str, Any] | None = None,
 ) -> tuple[list[Row] | None, dict[str, Any], Timings]:
-    """Ask each case of a suite ``num_samples`` times; returns rows, settings and timings.
+    """Sample ``num_samples`` answers to each case of a suite; returns rows, settings and timings.
 
     A row is one answer: ``case``, ``sample``, the verdicts of both readings, ``scores`` (every part of a reward),
     ``closeness``, ``text`` and ``prose`` (without and with only what is not a call), ``num_tokens``, and the token ids
     with their log-probabilities if the engine keeps them. Rows survive a kill; the next run asks for the others.
 
     Args:
-        suite: The cases; those of several turns are not asked.
+        suite: The cases; multi-turn ones are skipped.
         engine: The model or server.
         call_format: The call format of its text; None: the server has parsed the calls.
         results: Where rows are written, and where those of an earlier run are.
@@ -141,7 +141,7 @@ def sample_suite(
 
 
 def repeat_cases(suite: Suite, num_samples: int) -> Suite:
-    """Return a suite with each case as often as it is to be answered, with ids such as ``case#3``."""
+    """Return a suite that repeats each case ``num_samples`` times, with ids such as ``case#3``."""
     cases = [
         replace(case, id=f"{case.id}#{sample}", sample=sample) for sample in range(num_samples) for case in suite.cases
     ]
@@ -149,7 +149,7 @@ def repeat_cases(suite: Suite, num_samples: int) -> Suite:
 
 
 def make_row(judged: JudgedAnswer, max_new_tokens: int) -> Row:
-    """Return the row of one answer; see ``sample_suite``."""
+    """Return the result row of one answer; see ``sample_suite``."""
     answer, strict = judged.answer, judged.reading.strict
     row = {key: value for key, value in judged.to_row().items() if key not in _CASE_FIELDS}
     row |= {
@@ -186,8 +186,8 @@ def summarise_samples(
     Args:
         suite: The cases, each once.
         rows: Rows of answers.
-        num_samples: Answers that were asked for of each case.
-        settings: What the answers depend on; copied into the summary.
+        num_samples: Answers requested for each case.
+        settings: Settings that the answers depend on; copied into the summary.
         weights: Weights of the parts of the reward.
     """
     groups = group_by_case(row for row in rows if row.get("error") is None)

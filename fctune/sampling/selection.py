@@ -51,7 +51,7 @@ def select_pairs(
     """Return preference pairs of a case: right answers against wrong ones, the nearest misses first.
 
     A pair has ``prompt``, ``chosen`` and ``rejected`` (messages in OpenAI's format), ``tools``, the token ids of both
-    answers if the engine kept them, and ``metadata``. A wrong answer that cannot be read as calls is its text.
+    answers if the engine kept them, and ``metadata``. A wrong answer that cannot be read as calls becomes plain text.
 
     Args:
         case: The case.
@@ -100,7 +100,7 @@ def _is_usable(answer: Row) -> bool:
 
 
 def _rank_right(answers: Sequence[Row]) -> list[Row]:
-    """Return the right answers, best first, without those that were cut off, which would teach not to stop."""
+    """Return the right answers, best first, except those that were cut off, which would teach the model not to stop."""
     right = [
         answer
         for answer in answers
@@ -129,7 +129,7 @@ def _shuffle(answer: Row) -> bytes:
 
 
 def _spread(ranked: Sequence[Row], num_rows: int) -> list[Row]:
-    """Choose the first, then each time the one whose text is least like any that is chosen."""
+    """Choose the first, then repeatedly the one whose text is least similar to those already chosen."""
     chosen, rest = list(ranked[:1]), list(ranked[1:])
     while rest and len(chosen) < num_rows:
         likeness = [

@@ -1,7 +1,7 @@
-"""Rollout engine of a vLLM server: token ids in and out, and each update of the policy as an adapter under a new name.
+"""Rollout engine for a vLLM server: token ids in and out, and each update of the policy as an adapter with a new name.
 
 A version is copied to a directory that the server sees, flushed, renamed and loaded under a name that was never used
-before; only then do requests go to it. Names are not reused, because a server keeps cached prefixes by name and path.
+before; only then do requests use it. Names are not reused, because a server keeps cached prefixes by name and path.
 An older version is unloaded once no request uses it.
 """
 
@@ -63,24 +63,24 @@ class _Published:
 
 
 class ServerRolloutEngine:
-    """Continues token ids with a vLLM server, or one with its API; usable from several threads.
+    """Continues token ids with a vLLM server or one with the same API; thread-safe.
 
     Args:
         url: Address of the server, with or without ``/v1``.
         publish_dir: Directory for adapters that trainer and server see under the same path.
         template: Chat template and tokenizer of the policy.
-        temperature: Temperature of the choice of tokens; nothing else changes their probabilities.
+        temperature: Sampling temperature; nothing else changes the tokens' probabilities.
         served_model: Name of the base on the server; None takes the only one.
-        run_id: Names this run's adapters; those that an earlier process of the run left are unloaded.
+        run_id: Part of the names of this run's adapters; those left by an earlier process of the run are unloaded.
         api_key: Sent as a bearer token and never written anywhere.
         concurrency: Requests in flight.
-        min_positions: Positions that the server's context must have.
-        patience: How long a lost server is waited for.
+        min_positions: Smallest context of the server, in tokens.
+        patience: How long to wait for a lost server.
         say: Called with a line when the server is lost or back.
 
     Raises:
-        ConfigError: The address is invalid, there is no server, it has several models, another tokenizer, or too short
-            a context.
+        ConfigError: The address is invalid, no server answers, or it has several models, a different tokenizer, or too
+            short a context.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ServerRolloutEngine:
         self._say = say
         self._prefix = f"fctune-{hashlib.blake2b(run_id.encode(), digest_size=4).hexdigest()}-"
         self._client = HttpClient(self.url, api_key, self._patience.retry)
-        # Loading is not repeated blindly: a second attempt would find the name taken.
+        # Loading is not retried blindly: a second attempt would find the name taken.
         self._once = HttpClient(self.url, api_key, RetryPolicy(max_attempts=1, timeout_s=300.0))
         self._lock = threading.Lock()  # of the fields below
         self._recovery = threading.Lock()  # one thread looks for a lost server
@@ -123,7 +123,7 @@ class ServerRolloutEngine:
 
     @property
     def version(self) -> int:
-        """Version of the policy that new requests go to."""
+        """Version of the policy that answers new requests."""
         return self._current.version
 
     def describe(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class ServerRolloutEngine:
     ) -> Iterator[Generation]:
         """Yield the continuation of each prompt in the order of completion, each with the version that wrote it.
 
-        While the server is gone, requests wait for it; they are sent again once it is back.
+        While the server is unavailable, requests wait; they are sent again once it is back.
 
         Raises:
             ConfigError: The server refuses the key or the path, or does not come back.
@@ -156,14 +156,14 @@ class ServerRolloutEngine:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def publish(self, policy: Path, version: int) -> None:
-        """Load an adapter and send it all new requests; requests in flight finish with theirs.
+        """Load an adapter and use it for all new requests; requests in flight finish with their own version.
 
         Args:
             policy: Directory of a PEFT adapter, which may change or vanish afterwards.
-            version: Number of updates that it has seen.
+            version: Number of updates behind it.
 
         Raises:
-            ConfigError: The server does not take adapters, this one's rank is over its limit, it does not see the
+            ConfigError: The server does not accept adapters, this one's rank is over its limit, it does not see the
                 directory, or it is gone for good.
         """
         path = self._copy(policy, version)
@@ -228,7 +228,7 @@ class ServerRolloutEngine:
             "logprobs": 0,
             "return_token_ids": True,
             "add_special_tokens": False,
-            # These override the model's generation config, which would change the distribution that is sampled.
+            # These override the model's generation config, which would change the sampled distribution.
             "top_p": 1.0,
             "top_k": -1,
             "min_p": 0.0,
@@ -273,7 +273,7 @@ class ServerRolloutEngine:
         except OSError as error:
             raise ConfigError(
                 f"{self._publish_dir}: the adapter of version {version} cannot be written ({error.strerror or error}). "
-                "Name a directory with some space that trainer and server share."
+                "Pass a directory with free space that trainer and server share."
             ) from None
         return path
 
@@ -281,7 +281,7 @@ class ServerRolloutEngine:
         """Load an adapter; returns the reason if the server is unavailable, else None."""
         body = {"lora_name": published.name, "lora_path": str(published.path)}
         try:
-            # The body is a text and no JSON.
+            # The body is plain text, not JSON.
             self._once.post_text("/v1/load_lora_adapter", body)
         except RequestError as error:
             if error.status is None or error.status in (502, 503, 504):
@@ -310,14 +310,14 @@ class ServerRolloutEngine:
         return f"rejects the adapter {path} ({said}). Check that it serves the model that is trained."
 
     def _unload(self, name: str) -> None:
-        with suppress(RequestError):  # a server that has died has unloaded it, too
+        with suppress(RequestError):  # a server that has died has unloaded it as well
             self._once.post_text("/v1/unload_lora_adapter", {"lora_name": name})
 
     def _recover(self, reason: str, num_recoveries: int) -> None:
         """Wait until the server is healthy and has the current version again.
 
         Args:
-            reason: Why it counts as unavailable.
+            reason: Why the server counts as unavailable.
             num_recoveries: Value of the counter when the failed request began: if another thread has found the server
                 in the meantime, there is nothing to wait for.
         """
@@ -342,7 +342,7 @@ class ServerRolloutEngine:
                     is_told = True
                 if self._closed.wait(self._patience.poll_s):
                     raise ConfigError(
-                        f"{self.url}: unavailable ({reason}), and not waited for since the run has ended."
+                        f"{self.url}: unavailable ({reason}), and the run has ended, so it was not waited for."
                     )
             self._num_recoveries += 1
             if is_told:
@@ -375,7 +375,7 @@ class ServerRolloutEngine:
         bases = [str(row["id"]) for row in self._models if row.get("parent") is None]
         if served_model is not None and served_model not in names:
             listed = ", ".join(names[:10]) or "no model"
-            raise ConfigError(f"{self.url}: does not serve {served_model}; it lists {listed}. Name one of them.")
+            raise ConfigError(f"{self.url}: does not serve {served_model}; it lists {listed}. Pass one of them.")
         if served_model is None and len(bases) != 1:
             listed = ", ".join(bases[:10]) or "no model"
             raise ConfigError(f"{self.url}: lists {listed}; name the base with grpo.server.served_model.")
@@ -384,7 +384,7 @@ class ServerRolloutEngine:
         positions = row.get("max_model_len")
         if isinstance(positions, int) and positions < min_positions:
             raise ConfigError(
-                f"{self.url}: has a context of {positions:,} tokens, and {min_positions:,} are needed. Start vLLM with "
+                f"{self.url}: has a context of {positions:,} tokens, but {min_positions:,} are needed. Start vLLM with "
                 f"--max-model-len {min_positions}."
             )
         return base
@@ -405,8 +405,8 @@ class ServerRolloutEngine:
         own = self._template.tokenizer.encode(_PROBE, add_special_tokens=False)
         if own != sent:
             raise ConfigError(
-                f"{self.url}: {self._base} has another tokenizer than {self._template.model_dir}: the same text has "
-                f"{len(sent)} token ids there and {len(own)} here. Serve the model that is trained."
+                f"{self.url}: {self._base} has a different tokenizer from {self._template.model_dir}: the same text "
+                f"has {len(sent)} token ids there and {len(own)} here. Serve the model in training."
             )
 
 
@@ -424,7 +424,7 @@ def _read_completion(body: Any, prompt: list[int]) -> tuple[tuple[int, ...], tup
         raise ValueError(f"{len(ids):,} token ids with {len(logprobs):,} log-probabilities")
     sent = choice.get("prompt_token_ids")
     if sent is not None and sent != prompt:
-        raise ValueError(f"a prompt of {len(sent):,} token ids in place of the {len(prompt):,} that were sent")
+        raise ValueError(f"a prompt of {len(sent):,} token ids instead of the {len(prompt):,} that were sent")
     return tuple(map(int, ids)), tuple(map(float, logprobs)), choice.get("finish_reason") == "length"
 
 

@@ -1,4 +1,4 @@
-"""Opens the tasks and the server that a config names for dialogues of several turns."""
+"""Open the multi-turn tasks and the server that a config names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_dialogue_tasks(
         template: Chat template and tokenizer of the policy.
         max_new_tokens: Limit of one answer.
         max_tokens: Limit of a dialogue, prompt included.
-        reward: Weights of the parts; None takes the default of the kind of tasks.
+        reward: Weights of the parts; None: the default for the kind of tasks.
         where: Config key of the weights, for messages.
         split: Side of environments' tasks.
 
@@ -84,11 +84,11 @@ def open_server_engine(
         template: Chat template and tokenizer of the policy.
         output_dir: Directory of the run, which names its adapters on the server.
         temperature: Temperature of the answers.
-        min_positions: Positions that the server's context must have.
+        min_positions: Smallest context of the server, in tokens.
         say: Called with a line when the server is lost or back.
 
     Raises:
-        ConfigError: There is no server, or not one of this model.
+        ConfigError: No server answers, or it does not serve this model.
     """
     publish_dir = Path(config.publish_dir) if config.publish_dir is not None else output_dir / "policies"
     return ServerRolloutEngine(

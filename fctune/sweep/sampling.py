@@ -70,7 +70,7 @@ def propose(spec: SweepConfig, number: int, observations: Sequence[Observation])
     optuna.logging.set_verbosity(logging.WARNING)
     dimensions = {key: _to_distribution(optuna, dimension) for key, dimension in spec.list_dimensions().items()}
     choices = {key: values for key, values in spec.list_dimensions().items() if isinstance(values, list)}
-    # Choices are told to Optuna by index, since it takes scalars only.
+    # Choices are passed to Optuna by index, because it takes only scalars.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         # Without the option, runs at the same time are proposed near the same optimum.

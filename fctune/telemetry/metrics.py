@@ -183,7 +183,7 @@ class SpikeDetector:
         self._losses: deque[float] = deque(maxlen=50)
 
     def check(self, loss: float) -> float | None:
-        """Return the limit that this loss exceeds, None if it is no spike, and add the loss to the history."""
+        """Return the limit that this loss exceeds, None if it is not a spike, and add the loss to the history."""
         limit = self._limit() if len(self._losses) >= 20 else math.inf
         self._losses.append(loss)
         return limit if loss > limit else None

@@ -1,4 +1,4 @@
-"""Data of a step on rollouts: packed, split over ranks, with advantages and log-probabilities."""
+"""Inputs of a step on rollouts: packed and split over ranks, with advantages and log-probabilities."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_step_data(
         make_bounds: Function that returns the boundaries of the rollouts in packed rows.
         step: Global step.
         epoch: Passes over the cases before this step.
-        metrics: Metrics of how the rollouts came about.
+        metrics: Metrics of the rollouts' generation.
     """
     assert trained, "a step needs rollouts"
     prepared = _pack(trained, config)

@@ -179,7 +179,7 @@ def test_arbitrary_source_text_reads_the_same_as_in_the_wheel(language: str) -> 
 
 @needs_wheel
 def test_a_verdict_takes_less_than_a_tenth_of_a_millisecond() -> None:
-    # ``benchmarks/scoring.py`` measures the rate, several times as high, without other tests beside it.
+    # ``benchmarks/scoring.py`` measures the rate, several times as high, without other tests running.
     predictions = [(case, gold_calls(case)) for case in python_cases()]
     rates = []
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Every call format: rendered calls are read back, other text is no call, and nothing is lost or evaluated."""
+"""Every call format: rendered calls are read back, other text is not a call, and nothing is lost or evaluated."""
 
 from __future__ import annotations
 

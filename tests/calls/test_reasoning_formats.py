@@ -1,4 +1,4 @@
-"""Reasoning is taken out of a model's text as servers do, and a call inside it is no call."""
+"""Reasoning is taken out of a model's text as servers do, and a call inside it does not count."""
 
 from __future__ import annotations
 

@@ -133,12 +133,12 @@ def test_values_in_a_schema_and_parameters_named_like_keywords_are_left_alone(tm
     assert conversation.tools[0].to_openai() == named
 
 
-def test_a_null_default_is_filling_only_beside_other_filling(tmp_path: Path) -> None:
+def test_a_null_default_is_filling_only_next_to_other_filling(tmp_path: Path) -> None:
     alone = tool("f", a={"type": "string", "default": None}, b={"type": ["string", "null"], "default": None})
-    beside = copy.deepcopy(alone)
-    beside["function"]["parameters"]["properties"]["c"] = None
+    merged = copy.deepcopy(alone)
+    merged["function"]["parameters"]["properties"]["c"] = None
     cleaned = tool("f", a={"type": "string"}, b={"type": ["string", "null"], "default": None})
-    given = [row([one], ("f", {"a": "x"})) for one in (alone, beside)]
+    given = [row([one], ("f", {"a": "x"})) for one in (alone, merged)]
     read_tools = [one["tools"][0] for one in plain(read(write(tmp_path / "rows.jsonl", given)))]
     assert read_tools == [alone, cleaned]
 

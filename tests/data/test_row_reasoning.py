@@ -202,7 +202,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str, str]] = {
         openai(said(), chat_template_kwargs={"messages": []}),
         *("template_switch", "chat_template_kwargs", "messages"),
     ),
-    "switches that are no object": (
+    "switches that are not an object": (
         openai(said(), chat_template_kwargs=[1]),
         *("template_switch", "chat_template_kwargs", "object"),
     ),

@@ -67,7 +67,7 @@ def test_a_fault_ends_its_episode_alone(host: EnvironmentHost, reason: str) -> N
     assert f"faulty_environments:{host.name.rpartition(':')[2]}, call of add: " in said
     assert reason in said
     assert "\n" not in said
-    # The other episode goes on where it was, in a new process if need be, and so do new ones.
+    # The other episode continues where it was, in a new process if need be, and so do new ones.
     assert other.call(add(3)).text == '{"value": 5}'
     assert other.state() == {"value": 5} == task.goal
     assert host.start(task).state() == {"value": 0}
@@ -87,7 +87,7 @@ def test_an_environment_that_is_not_deterministic_is_named_when_calls_are_made_a
     first.call(add(1))
     with pytest.raises(EnvironmentDefect, match="exited with code 7"):
         second.call(add(13))
-    with pytest.raises(EnvironmentDefect, match="is not deterministic: add gave another result"):
+    with pytest.raises(EnvironmentDefect, match="is not deterministic: add gave a different result"):
         first.call(add(1))
 
 

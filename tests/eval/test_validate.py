@@ -70,7 +70,7 @@ def first_matrix(tensors: dict[str, torch.Tensor]) -> str:
 DEFECTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "no tokenizer": (lambda m: (m / "tokenizer.json").unlink(), "files", "missing: tokenizer.json"),
     "no weights": (lambda m: (m / "model.safetensors").unlink(), "files", "missing: *.safetensors"),
-    "a config that is no JSON": (lambda m: (m / "config.json").write_text("{"), "files", "config.json cannot be read"),
+    "a config that is not JSON": (lambda m: (m / "config.json").write_text("{"), "files", "config.json cannot be read"),
     "weights cut short": (
         lambda m: (m / "model.safetensors").write_bytes((m / "model.safetensors").read_bytes()[:-1000]),
         "weights",

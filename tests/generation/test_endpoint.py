@@ -478,7 +478,7 @@ def test_a_server_with_another_tokenizer_is_refused(tiny_base: Path) -> None:
     with serve(behave) as log:
         engine = EndpointEngine(log.url, retry_policy=QUICK, keeps_tokens=True)
         check_server_tokens(engine, template)
-        with pytest.raises(ConfigError, match=r"tiny has another tokenizer or chat template than .* from number 3 on"):
+        with pytest.raises(ConfigError, match=r"tiny has a different tokenizer or chat template from .* number 3 on"):
             check_server_tokens(engine, template)
 
 

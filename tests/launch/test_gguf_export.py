@@ -116,6 +116,6 @@ def test_a_file_that_llama_cpp_would_read_differently_is_refused(
         return subprocess.CompletedProcess([], 0, "[1]\n" * given.count("\n"), "")
 
     monkeypatch.setattr(gguf_export, "_run", pretend)
-    with pytest.raises(ConfigError, match="tokenises 100 of 100 prompts in another way"):
+    with pytest.raises(ConfigError, match="tokenises 100 of 100 prompts differently"):
         gguf_export.export_gguf(str(tiny_base), tmp_path)
     assert not list(tmp_path.iterdir())

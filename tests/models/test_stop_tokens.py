@@ -20,7 +20,7 @@ CALL_END = "<|eom_id|>"
 
 @pytest.fixture
 def base(tiny_base: Path, tmp_path: Path) -> Path:
-    """The tiny base with a template that ends a call by another token than an answer."""
+    """The tiny base with a template that ends calls and answers with different tokens."""
     path = tmp_path / "base"
     shutil.copytree(tiny_base, path)
     config = json.loads((path / "tokenizer_config.json").read_text())

@@ -49,7 +49,7 @@ def test_planted_rows_are_found(dtype: torch.dtype) -> None:
     rows[40] *= 0.05 / rows[40].norm()
     rows[50] *= 50 / rows[50].norm()
     found = find_untrained_rows(rows.to(dtype), range(100), set(range(100)))
-    assert {token: twin for token, (twin, _) in found.items()} == {10: 3_999, 20: 900, 30: None, 40: None, 50: None}
+    assert {token: equal for token, (equal, _) in found.items()} == {10: 3_999, 20: 900, 30: None, 40: None, 50: None}
     assert found[30][1] == 0
     assert found[40][1] < 0.1
     assert found[50][1] > 30

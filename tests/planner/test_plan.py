@@ -166,7 +166,7 @@ def test_every_config_is_planned_and_fits_its_own_cluster(
     data = ["--rows", "100000", "--mean-tokens", "500"] if name in CASES else []
     code = main(["plan", "--config", f"configs/{name}.yaml", *cluster_options(name), "--search", *data])
     assert code == 0, capsys.readouterr().out
-    # Layers that the formulas do not describe are traced; other tests on the machine may run beside this one.
+    # Layers that the formulas do not describe are traced; other tests may run on the machine at the same time.
     assert time.process_time() - started < 30
     (plan,) = printed
     assert plan.fits

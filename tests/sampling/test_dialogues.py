@@ -95,7 +95,7 @@ def test_a_dialogue_is_as_old_as_its_oldest_turn(
     follow, engine = follow_reference(tasks, template), ScriptedEngine(template, lambda text: "")
 
     def answer(text: str) -> str:
-        engine.version += 1  # published while the dialogue goes on
+        engine.version += 1  # published during the dialogue
         return follow(text)
 
     engine._answer = answer

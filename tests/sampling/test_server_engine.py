@@ -258,7 +258,7 @@ def test_closing_ends_the_threads_that_wait_for_a_lost_server(
     engine.close()
     thread.join(5)
     assert not thread.is_alive(), "the process would end only with the wait"
-    assert "not waited for since the run has ended" in errors[0]
+    assert "the run has ended, so it was not waited for" in errors[0]
     server.start()
     assert [answer.error for answer in ask(engine)] == ["the run has ended"] * len(PROMPTS), (
         "a further round of a batch"
@@ -335,7 +335,7 @@ def test_a_wrong_server_is_refused_at_the_start(
     with pytest.raises(ConfigError, match="does not serve three; it lists one, two"):
         connect(server, served_model="three")
     assert connect(server, served_model="two").describe()["served_model"] == "two"
-    with pytest.raises(ConfigError, match=r"has a context of 2,048 tokens, and 4,096 are needed"):
+    with pytest.raises(ConfigError, match=r"has a context of 2,048 tokens, but 4,096 are needed"):
         connect(server, served_model="one", min_positions=4096)
     server.stop()
     with pytest.raises(ConfigError, match=r"no server answers there \(connection failed .*fctune serve BASE --adap"):
@@ -353,7 +353,7 @@ def test_another_tokenizer_is_refused_at_the_start(
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     server = VllmStandIn(other)
     try:
-        with pytest.raises(ConfigError, match=r"has another tokenizer than .* token ids there and \d+ here"):
+        with pytest.raises(ConfigError, match=r"has a different tokenizer from .* token ids there and \d+ here"):
             connect(server)
     finally:
         server.stop()

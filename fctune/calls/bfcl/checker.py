@@ -312,7 +312,7 @@ def _answer_type(alternatives: Alternatives) -> type | None:
 
 
 def _items_have_type(items: Sequence[Any], answer: Any, due: type) -> bool:
-    """Return True if every item has the expected type or that of the answer's items, or if the answer is no list."""
+    """Return True if every item has the expected type or that of the answer's items, or if the answer is not a list."""
     if type(answer) is not list:
         return True
     answer_type = _answer_type(answer)

@@ -88,7 +88,7 @@ class GptOss(CallFormat):
         return position + len(mark)
 
     def _skip_message(self, state: ParseState, body: int) -> int:
-        """Keep the mark after a message that is no call out of the prose, and return the position after it."""
+        """Keep the mark after a message other than a call out of the prose, and return the position after it."""
         end = self._find_message_end(state, body)
         mark = next((mark for mark in _ENDS if state.text.endswith(mark, body, end)), "")
         state.skip(end - len(mark), end)

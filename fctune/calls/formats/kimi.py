@@ -22,7 +22,7 @@ class KimiK2(SectionFormat):
     """``<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>``, all in one section.
 
     The chat template of Kimi-K2-Thinking, and docs/tool_call_guidance.md of Kimi-K2-Instruct. The number counts
-    the calls; the template assigns it itself, so it is no id of the call.
+    the calls; the template assigns it itself, so it is not the call's id.
     """
 
     name = "kimi_k2"

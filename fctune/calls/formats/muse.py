@@ -25,7 +25,7 @@ class Muse(InvokeFormat):
     """Messages ``to=f`` with ``<atem:invoke name="f">`` and ``<atem:parameter name="k">`` in them.
 
     The chat template of Muse Glimmer. A model's own text begins after ``<|start|>assistant``. Values are JSON, or text
-    if they are not; a string that reads as other JSON is written as JSON where the schema does not tell.
+    if they are not; a string that reads as other JSON is written as JSON where the schema does not say.
     """
 
     name = "muse"

@@ -66,7 +66,7 @@ class Pythonic(CallFormat):
 
 
 def render_python_call(call: Call, write: Callable[[Any], str] = repr) -> str:
-    """Write ``name(a=1, b='x')``; keys that are no identifiers go into ``**{...}``.
+    """Write ``name(a=1, b='x')``; keys that are not identifiers go into ``**{...}``.
 
     Args:
         call: The call.

@@ -73,7 +73,7 @@ class TaggedReasoning(ReasoningFormat):
 
     _close: ClassVar[str]
     _label: ClassVar[str] = ""
-    """Follows the opening tag and is no part of the reasoning."""
+    """Text after the opening tag that is not part of the reasoning."""
 
     @property
     def marks(self) -> tuple[str, ...]:

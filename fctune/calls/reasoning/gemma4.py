@@ -22,7 +22,7 @@ class Gemma4(TaggedReasoning):
     first_call = "<|tool_call>"
 
     def split(self, text: str, is_open: bool | None = None) -> Reasoning | None:
-        """Find the reasoning; the opening mark may be missing, in which case its label or the closing mark tells."""
+        """Find the reasoning; without an opening mark, its label or the closing mark identifies it."""
         before_calls = text.partition(self.first_call)[0]
         has_mark = self._close in before_calls or text.startswith(self._label)
         return super().split(text, is_open or (has_mark and self.opening not in before_calls))

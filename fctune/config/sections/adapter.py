@@ -19,7 +19,7 @@ class AdapterConfig:
     alpha: Annotated[float, Range(gt=0)] = 128.0
     """Numerator of the factor on the low-rank product; see `scaling`."""
     dropout: Annotated[float, Range(ge=0, lt=1)] = 0.0
-    """Probability of dropping an input of an adapter."""
+    """Probability of dropping each element of an adapter's input."""
     modules: Literal["all-linear"] | list[str] = "all-linear"
     """Linears that get an adapter, by their names in Hugging Face checkpoints, such as `q_proj`; of a mixture of
     experts also `experts.gate_up_proj` and `experts.down_proj`, with an adapter for each expert, and its router, such
@@ -30,8 +30,8 @@ class AdapterConfig:
     dora: bool = False
     """Train each row's magnitude separately from its direction (DoRA, https://arxiv.org/abs/2402.09353)."""
     train_tokens: Literal["auto", "off"] | list[str] = "auto"
-    """Tokens whose embedding and output rows train too. `auto`: those that the base never learned, of the supervised
-    tokens and markers in the data, unless the output head has an adapter; `off`: none; or a list of tokens."""
+    """Tokens whose embedding and output rows train along with the adapters. `auto`: those supervised tokens and markers
+    in the data that the base never learned, unless the output head has an adapter; `off`: none; or a list of tokens."""
     base: BaseDtype = "bf16"
     """Storage of the frozen linears: `bf16` keeps the run's precision, `nf4` quantises to 4 bits (QLoRA), `float8` to 8
     bits, and multiplies in 8 bits."""

@@ -19,7 +19,7 @@ class SourceConfig:
     format: str = "auto"
     """Row format by the name of its reader; `auto` detects it from the rows."""
     weight: Annotated[float, Range(gt=0)] = 1.0
-    """Times each row appears per epoch: 2.0 is twice, 0.5 every second row (chosen by hash)."""
+    """How often each row appears per epoch: 2.0 means twice, 0.5 means every second row (chosen by hash)."""
 
     def check(self, where: str, problems: list[str]) -> None:
         """Check that a local source exists."""
@@ -38,7 +38,7 @@ class DataConfig:
     """Sources, read in this order. Required, except with a `grpo` section."""
     validation_share: Annotated[float, Range(ge=0, lt=1)] = 0.02
     """Share of conversations held out for validation; chosen by hash, so a conversation keeps its split when rows are
-    added. At least one is held out of 20 or more; 0: none."""
+    added. Of 20 or more, at least one is held out; 0: none."""
     max_samples: Annotated[int | None, AT_LEAST_1, Null("all rows")] = None
     """Rows to read from each source."""
     seq_len: Annotated[int, Range(ge=8)] = 4096
@@ -55,8 +55,8 @@ class DataConfig:
     """Supervised turns: all of the assistant's, its last one, or those that call a function."""
     train_reasoning: Literal["all", "last", "none"] = "all"
     """Supervised reasoning: that of every supervised turn, only that of turns after the last user message, or none.
-    Reasoning that is not supervised stays in the context of what follows. The empty block of a turn without reasoning
-    is always supervised, unless the generation prompt holds it."""
+    Unsupervised reasoning remains in the context. The empty block of a turn without reasoning is always supervised,
+    unless it is part of the generation prompt."""
     call_weight: Annotated[float, Range(gt=0)] = 1.0
     """Loss weight of a token in a turn that calls a function, relative to 1.0 for other supervised tokens."""
     on_invalid: Literal["fail", "skip"] = "fail"
@@ -64,19 +64,19 @@ class DataConfig:
     overlong: Literal["fail", "drop", "cut"] = "fail"
     """Conversations longer than `seq_len`: stop, drop them, or cut them at the end of a turn."""
     parallel_calls: Literal["error", "split"] = "error"
-    """Turns with several calls where the chat template renders only one per turn: report the row as invalid, or split
-    the turn."""
+    """Turns with several calls, if the chat template renders only one per turn: report the row as invalid, or split the
+    turn."""
     content_with_calls: Literal["error", "drop"] = "error"
-    """Text next to a call where the chat template prints only the call: report the row as invalid, or drop the text."""
+    """Text next to a call, if the chat template prints only the call: report the row as invalid, or drop the text."""
     reasoning: Literal["keep", "keep_printed", "in_content", "drop"] = "keep"
     """Reasoning of rows: `keep` passes it to the chat template under the template's own name for it, and reports rows
-    whose reasoning the template does not print; `keep_printed` leaves such reasoning out; `in_content` writes it before
-    the content of a turn as `<think>...</think>` where that turn is trained, for templates that read none; `drop`
-    trains without any."""
+    whose reasoning the template does not print; `keep_printed` leaves such reasoning out; `in_content` writes it as
+    `<think>...</think>` before the content of trained turns, for templates that read no reasoning; `drop` trains
+    without any."""
     thinking: Literal["auto", "rows", "config"] = "auto"
     """Thinking switch of the chat template, such as `enable_thinking`. `auto`: if any row has reasoning, on for rows
-    with reasoning and off for the others, so that a hybrid model stays one; a row's own switches come first. `rows`:
-    only the rows' own switches; `config`: only `model.template_args`, for all rows."""
+    with reasoning and off for the others, so that a hybrid model remains one; a row's own switches take precedence.
+    `rows`: only the rows' own switches; `config`: only `model.template_args`, for all rows."""
     special_tokens_in_content: Literal["fail", "escape", "keep"] = "fail"
     """Rows that spell a special token of the tokenizer, such as `<|im_end|>`, in a message, tool or argument: report
     them as invalid, encode the token as plain text, or keep it as the control token."""

@@ -23,22 +23,23 @@ class ValidationConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
-    """Tool-call accuracy during training, by generation on held-out cases."""
+    """Tool-call accuracy during training, measured by generating answers to held-out cases."""
 
     every: Annotated[int | str, IsInterval()] = 0
     """Interval of evaluations: a share of the run (`25%`), steps, or a time; 0: never. The last step is always
     evaluated."""
     cases: str = "validation"
-    """JSONL file of cases with `messages`, `tools` and `expected_calls`; or `validation`, which asks for one turn of
-    each conversation with tools that `data.validation_share` holds out."""
+    """JSONL file of cases with `messages`, `tools` and `expected_calls`; or `validation`, which takes one turn of each
+    conversation with tools that `data.validation_share` holds out."""
     max_cases: Annotated[int | None, AT_LEAST_1, Null("all cases")] = None
     """Use only the first N cases."""
     max_new_tokens: Annotated[int, AT_LEAST_1] = 256
-    """Longest answer in tokens."""
+    """Maximum length of an answer in tokens."""
     batch_size: Annotated[int, AT_LEAST_1] = 64
     """Prompts per rank and batch."""
     max_share_of_time: Annotated[float, Range(gt=0, le=1)] = 0.1
-    """Share of the run's time to spend; an evaluation that would exceed it is skipped. 1: none is skipped."""
+    """Largest share of the run's time to spend on evaluation; an evaluation that would exceed it is skipped. 1: none is
+    skipped."""
     early_stop: Annotated[int | None, AT_LEAST_1, Null("never")] = None
     """End the run after this many evaluations without a better accuracy."""
 

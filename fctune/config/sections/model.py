@@ -26,7 +26,7 @@ class ModelConfig:
     """Hugging Face model directory (its `config.json` selects the architecture), or `hf:NAME[@REVISION]`, which is
     downloaded from the hub."""
     source: ModelSource = "auto"
-    """Library that the model is built by. `auto`: torchtune for models that it builds exactly (Llama 3, Qwen2), else
+    """Library that builds the model. `auto`: torchtune for models that it builds exactly (Llama 3, Qwen2), otherwise
     transformers; `torchtune` or `transformers` forces one."""
     chat_template: Annotated[str | None, Null("the model's own")] = None
     """Chat template in place of the model's own: a Jinja file, or `hermes`, `llama3` or `pythonic`, which work with any
@@ -34,16 +34,16 @@ class ModelConfig:
     (`add_tokens`). Used in training and evaluation, and written to the exports."""
 
     add_tokens: list[str] = field(default_factory=list)
-    """Tokens to add to the tokenizer, such as markers that it lacks. Their rows start as the mean of their text's,
-    train with adapters too, and are part of the exports."""
+    """Tokens to add to the tokenizer, such as markers that it lacks. Their rows are initialised as the mean of their
+    text's rows, always train, also with adapters, and are part of the exports."""
     router_aux_loss: Annotated[
         float | None, AT_LEAST_0, Null("`router_aux_loss_coef` of config.json if its `output_router_logits` is set")
     ] = None
-    """Coefficient of the load-balancing loss of a mixture of experts, over all tokens of a global batch but padding;
-    0: none. With several micro-batches a step, it takes a second forward pass."""
+    """Coefficient of the load-balancing loss of a mixture of experts, over all tokens of a global batch except padding;
+    0: none. With several micro-batches per step, it takes a second forward pass."""
     template_args: dict[str, Any] = field(default_factory=dict)
-    """Switches of the chat template by name, such as `{enable_thinking: true}` or `{reasoning_effort: low}`; used alike
-    for training, evaluation and serving. A row's own are merged over them."""
+    """Switches of the chat template by name, such as `{enable_thinking: true}` or `{reasoning_effort: low}`; used for
+    training, evaluation and serving. A row's own switches override them."""
 
     def check(self, where: str, problems: list[str]) -> None:
         """Check the chat template and its switches, and that a local model directory exists."""

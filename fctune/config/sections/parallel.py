@@ -20,11 +20,11 @@ class ParallelConfig:
     """Number of replicas with `hsdp`."""
     reshard_after_forward: bool = True
     """Free a block's gathered weights after its forward pass. Off: keep them for the backward pass, which takes more
-    memory and less traffic."""
+    memory but less traffic."""
     cpu_offload: bool = False
     """Keep shards and optimizer state in host memory (CUDA only)."""
     expert: Annotated[int, AT_LEAST_1] = 1
-    """Ranks that the experts of a mixture are spread over: each holds a part of them, and tokens travel to it. Other
+    """Ranks over which the experts of a mixture are spread: each holds a part of them, and tokens are sent to it. Other
     weights are sharded by `fsdp` or `hsdp`."""
 
     def check(self, where: str, problems: list[str]) -> None:
@@ -52,12 +52,12 @@ class ParallelConfig:
 class ActivationCheckpointingConfig:
     """Activations to recompute in the backward pass, which trades time for memory."""
 
-    fraction: Annotated[float | None, SHARE, Null("the least that memory needs")] = None
-    """Share of the blocks to checkpoint, spread evenly. By default, the smallest in steps of an eighth with which a
-    step fits in the memory of a device, by the planner's estimate; the run says at its start which, and records it in
+    fraction: Annotated[float | None, SHARE, Null("the smallest share that fits")] = None
+    """Share of the blocks to checkpoint, spread evenly. The default is the smallest multiple of an eighth with which a
+    step fits in the device's memory, by the planner's estimate; the run logs it when it starts, and records it in
     `run.json`."""
     policy: Literal["block", "op"] = "block"
-    """Tensors to keep: a block's input only, or also its attention output and every second matrix product."""
+    """Tensors to keep: only a block's input, or also its attention output and every second matrix product."""
     offload: bool = False
     """Move the inputs of checkpointed blocks to host memory until the backward pass (CUDA only)."""
 

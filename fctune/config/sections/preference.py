@@ -31,12 +31,12 @@ class PreferenceConfig:
     length_normalized: bool = False
     """With `dpo`, divide each answer's log-probability ratio by its tokens. The other losses always use means."""
     label_smoothing: Annotated[float, Range(ge=0, lt=0.5)] = 0.0
-    """With `dpo`, the share of pairs that are assumed to be the wrong way round (conservative DPO)."""
+    """With `dpo`, the share of pairs assumed to be the wrong way round (conservative DPO)."""
     margin: Annotated[float, AT_LEAST_0] = 1.0
     """With `simpo`, the target difference of the rewards (gamma)."""
     sft_weight: Annotated[float, AT_LEAST_0] = 0.0
-    """Weight of the supervised loss of the chosen answers, a mean over their tokens, added to the loss. `orpo` has it
-    at 1 by definition."""
+    """Weight of the supervised loss of the chosen answers, a mean over their tokens, added to the loss. With `orpo` it
+    is always 1."""
 
     @property
     def needs_reference(self) -> bool:

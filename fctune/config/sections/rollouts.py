@@ -1,4 +1,4 @@
-"""Where rollouts come from: a server of the policy, and dialogues of several turns."""
+"""Config of rollouts: the server of the policy, and limits of multi-turn dialogues."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class ServerConfig:
     url: str
     """Address, with or without `/v1`. An API key is read from FCTUNE_API_KEY."""
     publish_dir: Annotated[str | None, Null("`OUTPUT_DIR/policies`")] = None
-    """Directory for the adapters of each version, which trainer and server see under the same path."""
+    """Directory for each version's adapter, which trainer and server see under the same path."""
     served_model: Annotated[str | None, Null("the only one")] = None
     """Name of the base on the server."""
     concurrency: Annotated[int, AT_LEAST_1] = 64
-    """Requests in flight."""
+    """Largest number of requests in flight."""
     max_wait_s: Annotated[float, Range(gt=0)] = 1800.0
     """Seconds to wait for an unavailable server; then the run ends, and the same command resumes it."""
 
@@ -39,20 +39,20 @@ class ServerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DialogueConfig:
-    """Limits of dialogues of several turns, with `environment:` and `recorded:` cases."""
+    """Limits of multi-turn dialogues, for `environment:` and `recorded:` cases."""
 
     max_turns: Annotated[int, AT_LEAST_1] = 8
-    """Answers of the model in a dialogue."""
+    """Maximum number of the model's answers in a dialogue."""
     call_timeout_s: Annotated[float, Range(gt=0)] = 5.0
-    """Seconds for a call in an environment."""
+    """Time limit of a call in an environment, in seconds."""
     memory_gib: Annotated[float, Range(gt=0)] = 2.0
-    """Memory of an environment's process."""
+    """Memory limit of an environment's process, in GiB."""
     max_result_bytes: Annotated[int, AT_LEAST_1] = 262_144
-    """Size of a result, or of an environment's state, as JSON."""
+    """Largest size of a result, or of an environment's state, as JSON, in bytes."""
 
 
 def is_dialogue_source(cases: str) -> bool:
-    """Return True if ``grpo.cases`` names dialogues of several turns."""
+    """Return True if ``grpo.cases`` names multi-turn dialogues."""
     return cases.startswith((ENVIRONMENT, RECORDED))
 
 

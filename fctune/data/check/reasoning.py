@@ -33,7 +33,7 @@ class ReasoningCount:
     """Counts the reasoning of conversations.
 
     Args:
-        template: Template that they are rendered with, already told whether rows have reasoning; None is unknown.
+        template: Template that they are rendered with, which already knows whether rows have reasoning; None: unknown.
     """
 
     def __init__(self, template: ChatTemplate | None):

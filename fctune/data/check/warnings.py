@@ -34,7 +34,7 @@ WARNING_KINDS: dict[str, str] = {
     "turn_order": "turns in an order that chat templates may reject",
     "undeclared_tool": "a call to a tool that the row does not declare",
     "unknown_argument": "an argument that the tool does not declare",
-    "wrong_type": "an argument of another type than its tool declares",
+    "wrong_type": "an argument of a different type from the one that its tool declares",
 }
 """The kinds of warnings and their meanings."""
 

@@ -7,7 +7,8 @@ and so do JSON files that were written from them. A null is filling where the ro
 - in a tool: as the schema of a parameter or the value of a keyword, which JSON Schema does not allow;
 - in arguments: at a key that the tool does not declare, or declares as optional with a type that excludes null.
 
-Nulls that a schema allows are kept where the row's own text has them. In a table nobody can tell, so they are refused.
+Nulls that a schema allows are kept where the row's own text has them. In a table it is impossible to know, so they are
+refused.
 """
 
 from __future__ import annotations

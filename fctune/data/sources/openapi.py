@@ -183,12 +183,12 @@ class _Resolver:
         reference = schema.get("$ref")
         if isinstance(reference, str):
             target = self._look_up(reference, where)
-            beside = {key: value for key, value in schema.items() if key != "$ref"}
+            siblings = {key: value for key, value in schema.items() if key != "$ref"}
             if reference in open_refs:
                 kept = {key: target[key] for key in ("type", "description") if key in target}
-                return {**kept, **beside}
+                return {**kept, **siblings}
             resolved = self.resolve(target, where, (*open_refs, reference))
-            return {**resolved, **beside} if isinstance(resolved, dict) else resolved
+            return {**resolved, **siblings} if isinstance(resolved, dict) else resolved
         return self._convert(schema, where, open_refs)
 
     def _convert(self, schema: dict[str, Any], where: str, open_refs: tuple[str, ...]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class _Resolver:
             else:
                 converted[key] = value
         for key, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-            if isinstance(converted.get(key), bool):  # 3.0 has a switch beside the bound
+            if isinstance(converted.get(key), bool):  # 3.0 has a boolean next to the bound
                 is_exclusive = converted.pop(key)
                 if is_exclusive and bound in converted:
                     converted[key] = converted.pop(bound)

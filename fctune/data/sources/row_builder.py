@@ -159,7 +159,7 @@ class RowBuilder:
         return text
 
     def _require_no_reasoning(self, role: str | None) -> None:
-        """Require that no turn of reasoning precedes a message of another role than the assistant, or the end."""
+        """Require that every turn of reasoning is followed by a message of the assistant."""
         if self._reasoning is not None:
             follows = "the row ends after it" if role is None else f"the {role}'s message follows"
             reason = f"reasoning that no assistant's turn follows ({follows})"

@@ -35,7 +35,7 @@ def read_reasoning(message: dict[str, Any], pointer: str, role: str) -> str | No
     """Return the reasoning under a message's keys, or None.
 
     Raises:
-        RowError: It is empty, not text, given twice with a difference, or that of another role than the assistant.
+        RowError: It is empty, not text, given twice with different texts, or not the assistant's.
     """
     found: dict[str, str] = {}
     for key in REASONING_KEYS:

@@ -190,7 +190,7 @@ def parse_architecture(source: str, raw: dict[str, Any]) -> TorchtuneArchitectur
 
 
 def _reject_unsupported(source: str, raw: dict[str, Any], family: str) -> None:
-    """Reject features that the builders would ignore, giving another model than the one the weights are of."""
+    """Reject features that the builders would ignore, which would give a different model from that of the weights."""
     for key, value in FAMILIES[family].unsupported.items():
         if raw.get(key) == value:
             raise ConfigError(f"{source}: {key}={raw[key]} is not supported for model_type={family}. {_REMEDY}")

@@ -15,7 +15,7 @@ from fctune.models.torchtune.decoder import TorchtuneCausalLM
 
 @dataclass(frozen=True, slots=True)
 class _TiedHead:
-    """Stands for torchtune's ``TiedLinear``, which is no module, so that its weight counts once."""
+    """Stand-in for torchtune's ``TiedLinear``, which is not a module, so that its weight counts once."""
 
     tied_module: nn.Module
 

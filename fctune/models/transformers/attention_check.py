@@ -1,7 +1,7 @@
 """Checks that a decoder's layers attend as its masks say, by one forward in which transformers describes its masks.
 
 Our attention takes windows from the arguments of a layer. A family that puts its window, or a pattern of its own, into
-the mask alone would be trained with another attention than its own.
+the mask alone would be trained with the wrong attention.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class TransformersCausalLM(CausalLM):
         self.decoder.set_submodule(self.layout.embedding, embedding)
         path, _, name = self.layout.head.rpartition(".")
         owner = self.decoder.get_submodule(path)
-        delattr(owner, name)  # a head without parameters is no module, and would be refused in place of one
+        delattr(owner, name)  # a head without parameters is not a module, and would be refused in place of one
         setattr(owner, name, head)
 
     def linears(self) -> Iterator[Linear]:

@@ -169,7 +169,7 @@ def find_router_class(decoder: Any) -> tuple[type[nn.Module] | None, int]:
 
 
 def iter_routers(block: nn.Module, decoder: Any) -> Iterator[Router]:
-    """Iterate over the routers of a block that are no linears, by path in the block."""
+    """Iterate over the routers of a block that are not linears, by path in the block."""
     kind, _ = find_router_class(decoder)
     for path, module in block.named_modules():
         if kind is not None and isinstance(module, kind) and not is_linear(module):

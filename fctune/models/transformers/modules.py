@@ -32,7 +32,7 @@ _NUM_CHOSEN = ("num_experts_per_tok", "top_k", "top_k_experts", "moe_topk", "moe
 _NOISE = ("dropout", "_pdrop", "jitter_noise")
 
 
-# Elements of a tensor that is no buffer, such as a table of positions.
+# Elements of a tensor that is not a buffer, such as a table of positions.
 _LARGE = 2**26
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
 

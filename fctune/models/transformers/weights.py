@@ -85,8 +85,8 @@ def plan_weights(
     for name in text.names:
         if name not in text.tied:
             # Where a checkpoint has the tied weight under several names, or under that of the other one alone.
-            twins = [name, *(other for other, source in text.tied.items() if source == name)]
-            stored = [converted.sources.pop(text.names[twin], None) for twin in twins if twin in text.names]
+            aliases = [name, *(other for other, source in text.tied.items() if source == name)]
+            stored = [converted.sources.pop(text.names[alias], None) for alias in aliases if alias in text.names]
             if found := [source for source in stored if source is not None]:
                 sources[name] = found
     leaves = [leaf for source in converted.sources.values() for leaf in source.leaves()]

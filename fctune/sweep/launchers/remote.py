@@ -29,7 +29,7 @@ class RemoteLauncher:
         self._environment = {name: value for name, value in read_environment().items() if name not in _CLEARED}
 
     def exit_code(self, run: SweepRun) -> int | None:
-        """Return None: a job is no child of this process."""
+        """Return None: a job is not a child of this process."""
         return None
 
     def pull(self, runs: Sequence[SweepRun]) -> None:

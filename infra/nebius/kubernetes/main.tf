@@ -70,7 +70,7 @@ resource "nebius_mk8s_v1_node_group" "gpu" {
     cloud_init_user_data = local.cloud_init
     preemptible          = var.gpu_preemptible ? {} : null
     reservation_policy = length(var.gpu_reservation_ids) == 0 ? null : {
-      policy          = "STRICT" # fail rather than pay on-demand prices beside a reservation
+      policy          = "STRICT" # fail rather than pay on-demand prices in addition to a reservation
       reservation_ids = var.gpu_reservation_ids
     }
   }

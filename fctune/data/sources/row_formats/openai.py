@@ -15,7 +15,7 @@ from fctune.data.sources.row_builder import ParsedRow, RowBuilder, RowWarning
 from fctune.data.sources.row_formats.base import RowFormat
 from fctune.data.sources.row_reasoning import REASONING_KEYS, REASONING_ROLES, read_reasoning, split_parts
 
-# Types of parts that are no text, in OpenAI's and TRL's forms.
+# Types of content parts other than text, in OpenAI's and TRL's formats.
 _MEDIA = re.compile("image|video|audio")
 
 _READ_FIELDS = frozenset(
