@@ -136,7 +136,7 @@ and measure its rate with `sky/acceptance.yaml` first."""
 
 
 def make_demo_cost() -> str:
-    """Count the cost of the demo at list prices."""
+    """Compute the demo's cost at list prices."""
     planned, prices = plan(DEMO), read_prices()
     gpu_hour, shared = prices.gpu_hour["h100"].price, prices.shared_gib_month.price
     assert gpu_hour is not None
@@ -177,7 +177,7 @@ def make_gpus_table() -> str:
 
 
 def make_idle_table() -> str:
-    """Count what a cluster costs per day."""
+    """Compute a cluster's cost per day."""
     prices = read_prices()
     gpu_hour, shared, network = prices.gpu_hour["h100"].price, prices.shared_gib_month.price, prices.network_gib_month
     assert gpu_hour is not None

@@ -93,7 +93,7 @@ def _speeds(results: dict[str, Any]) -> str:
 
 
 def _notes(results: dict[str, Any]) -> list[str]:
-    """Return the notes on rows, such as what has changed since they were measured."""
+    """Return the notes on rows, such as changes to the code since they were measured."""
     notes = [results[name]["note"] for name in SPEEDS if "note" in results.get(name, {})]
     return list(dict.fromkeys(line for note in notes for line in note.splitlines()))
 

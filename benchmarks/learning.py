@@ -116,7 +116,7 @@ def make_data(folder: Path, seed: int, num_prompts: int) -> None:
 
 
 def read_single(cases: Path) -> list[str]:
-    """Return the lines of cases that offer one tool: between unseen ones, so small a model chooses by chance."""
+    """Return the lines of cases that offer one tool: a model this small chooses between several by chance."""
     return [line for line in cases.read_text().splitlines(keepends=True) if len(json.loads(line)["tools"]) == 1]
 
 
@@ -204,7 +204,7 @@ def train(folder: Path, seed: int, base: str, config: str, overrides: Sequence[s
     settings = [f"seed={seed}", f"model.path={base}", *overrides]
     record = folder / "settings.json"
     if record.exists() and json.loads(record.read_text())["settings"] != settings:
-        raise SystemExit(f"{folder} was trained with other settings: pass another --trial or --out.")
+        raise SystemExit(f"{folder} was trained with different settings: pass another --trial or --out.")
     if not (merged / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         record.write_text(json.dumps({"config": config, "settings": settings}) + "\n")

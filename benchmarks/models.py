@@ -5,8 +5,8 @@
 
 For each architecture, a tiny random model with the real family's choices is saved by transformers and taken through
 fctune: see ``benchmarks.model_checks``. Each row of the result is written as soon as it is known, with a digest of the
-code that made it. ``--jobs`` checks several architectures at a time; ``--resume`` skips the rows of the present code,
-to continue a run that was cut off; with ``--only``, the other rows are kept. ``--tables`` writes
+code that measured it. ``--jobs`` checks several architectures at a time; ``--resume`` skips the rows of the present
+code, to continue a run that was cut off; with ``--only``, the other rows are kept. ``--tables`` writes
 docs/supported-models.md and the README's table from the result, and runs nothing.
 """
 
@@ -192,7 +192,7 @@ def write_tables() -> None:
 
 
 def digest_code() -> str:
-    """Return a digest of the library, the checks and the versions of what they compare with."""
+    """Return a digest of the library, the checks and the versions of the packages compared with."""
     files = [*ROOT.glob("fctune/**/*.py"), *(ROOT / "benchmarks").glob("model*.py")]
     digest = hashlib.blake2b(repr(_versions()).encode(), digest_size=6)
     for file in sorted(files):

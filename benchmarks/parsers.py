@@ -1,4 +1,4 @@
-"""How vLLM's and SGLang's own parsers read seeded outputs of every call format, compared with this project.
+"""Compare vLLM's and SGLang's own parsers with fctune's readings, on seeded outputs of every call format.
 
     python -m benchmarks.parsers --python PYTHON [--formats hermes qwen3_coder] [--count 5000]
                                  [--show 5] [--results benchmarks/results/parsers.json] [--page docs/parsers.md]
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass
 class Comparison:
-    """How one server's parser reads the outputs of one format."""
+    """Comparison of one server's parser with both readings of one format."""
 
     call_format: str
     server: Server

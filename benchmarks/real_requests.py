@@ -20,7 +20,7 @@ from fctune.data.conversation import Call, Conversation, Message, Tool
 
 UNFIT = "None of the functions can do that."
 _EXAMPLES = re.compile(r"\(\s*e\.?g\.?,?:?\s*([^()]+)\)", re.IGNORECASE)
-# Examples that describe a value instead of giving one, and remains of a list that was split at the wrong comma.
+# Examples that describe a value instead of giving one, and fragments of a list that was split at the wrong comma.
 _PLACEHOLDER = re.compile(
     r"YYYY|MM/DD|[()\[\]{}\"]|^(?:city|state|country|region|location|age range|interests|title|name|class|ID)$|\bname$",
     re.IGNORECASE,
@@ -246,7 +246,7 @@ def _draw_arguments(tool: Tool, pool: ToolPool, rng: random.Random) -> dict[str,
 
 
 def _vary_number(value: Any, rng: random.Random) -> Any:
-    """Return a number of the same size in most cases, so that values are copied and not known by heart."""
+    """Return a number, usually of the same size, so that the model must copy values rather than memorise them."""
     if isinstance(value, bool) or not isinstance(value, int | float) or rng.random() < 0.25:
         return value
     if isinstance(value, float):

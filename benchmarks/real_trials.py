@@ -101,7 +101,7 @@ def test_best(done: Sequence[dict[str, Any]], common: Sequence[str], arguments: 
     """Measure the trial with the best score on the test share, and print the comparison with the base."""
     best = max((one for one in done if "score" in one), key=lambda one: one["score"], default=None)
     if best is None:
-        raise ConfigError(f"{arguments.out / 'trials.jsonl'}: no trial has ended well, so there is nothing to test.")
+        raise ConfigError(f"{arguments.out / 'trials.jsonl'}: no trial has completed, so there is nothing to test.")
     print(f"best on validation: {best['name']}, {best['score']:.3f}", flush=True)
     command = _join(common, best, "--only", "after", "--split", "test")
     job = Job(best["name"], arguments.out / best["name"], command, arguments.limit_s)

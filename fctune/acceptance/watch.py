@@ -37,7 +37,7 @@ EndKind = Literal["absent", "silent", "stuck", "crashed", "interrupted", "out_of
 
 @dataclass(frozen=True, slots=True)
 class EarlyEnd:
-    """Why a run ended early, and the ranks to blame; none if it was interrupted or ran out of time."""
+    """Reason for a run's early end, and the ranks to blame; none if it was interrupted or ran out of time."""
 
     kind: EndKind
     ranks: tuple[int, ...]

@@ -205,7 +205,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def build(out: Path, seed: int, num_rows: int) -> None:
     """Build the base model in ``out``: tokenizer, random weights, then three phases of training.
 
-    Calls depend most on copying words that were never copied before, which so small a model learns last. It learns it
+    Calls depend most on copying words that were never copied before, which such a small
+    model learns last. It learns it
     within a few hundred steps if the first phase copies few words: 64, then all, then the conversations.
     """
     with tempfile.TemporaryDirectory() as folder:

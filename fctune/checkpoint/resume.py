@@ -113,7 +113,7 @@ def check_same_run(resume: Resume, facts: RunFacts) -> None:
     if changes:
         shown = "\n".join(f"  {change}" for change in changes)
         raise CheckpointError(
-            f"{resume.checkpoint.path}: was saved by a run with other settings:\n{shown}\n"
+            f"{resume.checkpoint.path}: was saved by a run with different settings:\n{shown}\n"
             "Restore those settings, or start a new run: another output_dir, or resume=never."
         )
 

@@ -179,7 +179,9 @@ class Saver:
         self.store.start(kind, step)
         free = shutil.disk_usage(self.store.root).free
         if free < num_bytes:
-            raise OSError(None, f"{num_bytes:,} bytes are needed, {free:,} are free on the disk of {self.store.root}")
+            raise OSError(
+                None, f"{num_bytes:,} bytes are needed, but {free:,} are free on the disk of {self.store.root}"
+            )
 
     def _agree(self, action: Callable[[], None]) -> str | None:
         """Run ``action`` and return the first rank's disk error on every rank; None if no rank has one."""

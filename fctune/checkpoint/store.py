@@ -167,10 +167,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: The directory is missing, is not a checkpoint, or is incomplete.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such directory. Name a checkpoint, such as RUN/checkpoints/checkpoint-500.")
+        raise CheckpointError(f"{path}: no such directory. Pass a checkpoint, such as RUN/checkpoints/checkpoint-500.")
     checkpoint = _parse_name(path.resolve())
     if checkpoint is None:
-        raise CheckpointError(f"{path}: not a checkpoint. Name one, such as RUN/checkpoints/checkpoint-500.")
+        raise CheckpointError(f"{path}: not a checkpoint. Pass one, such as RUN/checkpoints/checkpoint-500.")
     if not (checkpoint.path / _MARKERS[checkpoint.kind]).is_file():
         raise CheckpointError(f"{describe_unmarked(checkpoint)} Use an older checkpoint.")
     return checkpoint

@@ -100,7 +100,7 @@ def _read_tools(given: list[str]) -> tuple[Tool, ...]:
             tools += read_tool_files([Path(name)])
     names = [tool.name for tool in tools]
     if repeated := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"--tools: {', '.join(sorted(repeated))}: given twice; a model could not tell them apart.")
+        raise ConfigError(f"--tools: {', '.join(sorted(repeated))}: given twice; a model could not distinguish them.")
     return tuple(tools)
 
 

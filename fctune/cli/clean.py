@@ -36,7 +36,7 @@ def _clean(arguments: argparse.Namespace) -> int:
     age = parse_interval(_check_age(arguments.older_than)).seconds or 0.0
     for option, path in (("--runs", arguments.runs), ("--prepared", arguments.prepared)):
         if path is not None and path.exists() and not path.is_dir():
-            raise ConfigError(f"{option} {path}: is a file; name a directory.")
+            raise ConfigError(f"{option} {path}: is a file; choose a directory.")
     environment = read_environment()
     kernels = [environment[name] for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR") if environment.get(name)]
     prepared = arguments.prepared or cache_root() / "prepared"

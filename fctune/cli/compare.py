@@ -75,7 +75,7 @@ def _format_overall(compared: list[Comparison]) -> str:
 def _compare_published(arguments: argparse.Namespace) -> int:
     """Print the numbers of another package's benchmark for two models."""
     if arguments.lenient or arguments.show:
-        raise ConfigError("--lenient, --show: other packages' results hold no answers. Leave them out.")
+        raise ConfigError("--lenient, --show: other packages' results contain no answers. Leave them out.")
     before, after = read_published(arguments.before), read_published(arguments.after)
     if before.benchmark != after.benchmark:
         raise DataError(

@@ -1,4 +1,4 @@
-"""The ``fctune export`` command."""
+"""``fctune export``: convert a model to GGUF."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``fctune preflight`` command."""
+"""``fctune preflight``: check the nodes of a run before it starts."""
 
 from __future__ import annotations
 

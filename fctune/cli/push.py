@@ -1,4 +1,4 @@
-"""The ``fctune push`` command."""
+"""``fctune push``: upload a model to the Hugging Face hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``fctune serve`` command."""
+"""``fctune serve``: serve a model with vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where prepared sets and other files that can be made again are kept."""
+"""Directory for prepared sets and other files that can be recreated."""
 
 from __future__ import annotations
 

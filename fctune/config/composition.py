@@ -47,7 +47,7 @@ class Composition:
         self._merge(self.values, layer, (), origin)
 
     def apply_overrides(self, overrides: Sequence[str], problems: list[str], origin: str = COMMAND_LINE) -> None:
-        """Apply ``key=value`` and ``~key``."""
+        """Apply command-line overrides, ``key=value`` and ``~key``, to a config."""
         for override in overrides:
             if override.removeprefix("~").partition("=")[0] == EXTENDS:
                 problems.append(f"{override}: only a file can extend another; write `{EXTENDS}: FILE` into one")

@@ -228,5 +228,5 @@ def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def _find_near(word: str, known: Iterable[str]) -> list[str]:
-    """Return the closest known name in a list, which is empty if none is close."""
+    """Return a list with the closest known name, or an empty list if none is close."""
     return difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

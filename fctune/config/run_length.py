@@ -27,7 +27,7 @@ class RunLength:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of all steps."""
+        """Duration of all steps together, in seconds."""
         return None if self.step_s is None else self.num_steps * self.step_s
 
 

@@ -176,7 +176,7 @@ class RunConfig:
         is_held_out = self.eval.cases == VALIDATION_CASES
         if not is_never(self.eval.every) and is_held_out and self.data.validation_share == 0:
             problems.append(
-                f"eval.cases={VALIDATION_CASES}: data.validation_share=0 holds nothing out; name a JSONL file of "
+                f"eval.cases={VALIDATION_CASES}: data.validation_share=0 holds out no rows; specify a JSONL file of "
                 "cases, or set data.validation_share=0.02"
             )
         if self.global_batch_tokens is not None and self.global_batch_size != DEFAULT_BATCH_SIZE:
@@ -186,14 +186,14 @@ class RunConfig:
             )
         output = Path(self.output_dir)
         if output.exists() and not output.is_dir():
-            problems.append(f"output_dir={output}: is a file; name a directory")
+            problems.append(f"output_dir={output}: is a file; choose a directory")
 
     def _check_preference(self, problems: list[str]) -> None:
         """Check that preference training has pairs, an adapter and cases of its own."""
         if self.preference is None:
             if self.data.pairs:
                 problems.append(
-                    "data.pairs=true: rows are preference pairs, and preference is missing; add preference: {}"
+                    "data.pairs=true: rows are preference pairs, but preference is missing; add preference: {}"
                 )
             return
         if not self.data.pairs:
@@ -205,10 +205,10 @@ class RunConfig:
                 if self.preference.needs_reference
                 else ("preference training is for adapters")
             )
-            problems.append(f"preference: {reason}, and adapter is missing; {remedy}")
+            problems.append(f"preference: {reason}, but adapter is missing; {remedy}")
         if not is_never(self.eval.every) and self.eval.cases == VALIDATION_CASES:
             problems.append(
-                f"eval.cases={VALIDATION_CASES}: pairs have no expected calls; name a JSONL file of cases, or set "
+                f"eval.cases={VALIDATION_CASES}: pairs have no expected calls; specify a JSONL file of cases, or set "
                 "eval.every=0"
             )
 
@@ -225,7 +225,7 @@ class RunConfig:
                 f"data.sources: a run with grpo learns from its own answers to {self.grpo.cases}; remove it"
             )
         if self.adapter is None:
-            problems.append("grpo: trains adapters, and adapter is missing; add e.g. adapter: {rank: 16, alpha: 32}")
+            problems.append("grpo: trains adapters, but adapter is missing; add e.g. adapter: {rank: 16, alpha: 32}")
         elif self.adapter.dropout:
             problems.append(
                 f"adapter.dropout={self.adapter.dropout:g}: answers are generated without dropout, so their "
@@ -242,8 +242,8 @@ class RunConfig:
             )
         if not is_never(self.eval.every) and self.eval.cases == VALIDATION_CASES:
             problems.append(
-                f"eval.cases={VALIDATION_CASES}: a run with grpo holds nothing out; name a JSONL file of cases, or set "
-                "eval.every=0"
+                f"eval.cases={VALIDATION_CASES}: a run with grpo holds out no rows; specify a JSONL file of cases, or "
+                "set eval.every=0"
             )
 
     @property

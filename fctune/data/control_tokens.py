@@ -80,7 +80,7 @@ class ControlTokens:
 
 
 def find_common_spelling(conversation: Conversation) -> str | None:
-    """Return where a control token of a public chat model is spelled in a conversation and its spelling, or None."""
+    """Return the place and spelling of a public chat model's control token in a conversation, or None."""
     if _COMMON_IN_BYTES.search(_dump(conversation.to_openai())) is None:
         return None
     return next(iter_spelled(conversation, _COMMON_SPELLINGS), None)

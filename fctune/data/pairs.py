@@ -159,7 +159,7 @@ def encode_pair(pair: Pair, encoder: ConversationEncoder) -> list[Encoded]:
             "answers of one kind, for example both with reasoning or both without",
         )
     if chosen.token_array == rejected.token_array:
-        raise PairError("pair_equal", "rejected: is the same tokens as chosen, so there is nothing to prefer")
+        raise PairError("pair_equal", "rejected: has the same tokens as chosen, so there is nothing to prefer")
     return [chosen, rejected]
 
 

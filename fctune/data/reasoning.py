@@ -53,7 +53,7 @@ class ReasoningSupport:
         if has_reasoning and self.key is None:
             index = next(i for i, message in enumerate(conversation.messages) if message.reasoning)
             raise DataError(
-                f"messages[{index}] has reasoning, which the chat template reads under no name; set "
+                f"messages[{index}] has reasoning, which the chat template does not read; set "
                 "data.reasoning=drop to train without it, data.reasoning=in_content to write it before the content as "
                 "<think>...</think>, or use a template that prints reasoning"
             )

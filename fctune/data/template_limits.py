@@ -81,4 +81,4 @@ def apply_operator(context: Any, name: str, left: Any, right: Any) -> Any:
 def check_number(value: Any) -> None:
     """Raise ``TemplateLimitError`` for an integer that is unreasonably large as a width or a count."""
     if isinstance(value, int) and abs(value) > _MAX_NUMBER:
-        raise TemplateLimitError(f"it uses a number over {_MAX_NUMBER:,}")
+        raise TemplateLimitError(f"it uses a number above {_MAX_NUMBER:,}")

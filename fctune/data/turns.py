@@ -22,7 +22,7 @@ _MAX_PLANS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """How a chat template ends a kind of turn.
+    """The end of a kind of turn in a chat template.
 
     Args:
         printed: Spellings of the stop tokens that the template prints at the end of the turn.

@@ -67,7 +67,7 @@ def _flatten(value: Any, path: str = "") -> dict[str, Any]:
             found |= _flatten(item, f"{path}/{key}")
         return found
     if isinstance(value, list) and value:
-        # An item counts as one leaf, and its position does not matter.
+        # Each item counts as one leaf, regardless of its position.
         texts = Counter(json.dumps(item, sort_keys=True) for item in value)
         return {f"{path}/{text}#{number}": True for text, count in texts.items() for number in range(count)}
     return {path: value}

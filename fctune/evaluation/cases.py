@@ -98,11 +98,11 @@ def make_cases(path: Path, rows: Iterable[tuple[str, int, Any]]) -> list[Case]:
 
 
 def check_rows(path: str | Path, noun: str, num_rows: int, problems: Sequence[str]) -> None:
-    """Check that a file held rows, and no invalid ones.
+    """Check that a file contained rows, and no invalid ones.
 
     Args:
         path: The file.
-        noun: What a row is, such as ``case``.
+        noun: Name for a row, such as ``case``.
         num_rows: Number of rows read.
         problems: One line for each invalid row.
 

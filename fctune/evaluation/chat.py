@@ -63,7 +63,7 @@ class Chat:
         self.messages = [Message("system", self.system)] if self.system is not None else []
 
     def say(self, text: str) -> ChatStep:
-        """Add what the user says, and return the model's answer.
+        """Add the user's message, and return the model's answer.
 
         Raises:
             DataError: The model cannot answer; the message is taken back.

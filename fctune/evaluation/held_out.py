@@ -33,8 +33,8 @@ def find_held_out_cases(config: DataConfig, prepared: PreparedSet, max_cases: in
     ][:max_cases]
     if not cases:
         raise DataError(
-            "eval.cases=validation: no held-out conversation has tools and an answer. Name a JSONL file of cases, hold "
-            "out more with data.validation_share, or set eval.every=0."
+            "eval.cases=validation: no held-out conversation has tools and an answer. Specify a JSONL file of cases, "
+            "hold out more with data.validation_share, or set eval.every=0."
         )
     return cases
 

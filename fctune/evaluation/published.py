@@ -96,7 +96,7 @@ def _read_tau2(file: Path) -> Published:
         info = found["info"]
         domain, agent = str(info["environment_info"]["domain_name"]), info["agent_info"]
         num_trials, user = int(info["num_trials"]), info["user_info"]
-        # A run that is stored as a directory has one line for each simulation in its index.
+        # A run stored as a directory has one line per simulation in its index.
         runs = found.get("simulations") or found.get("simulation_index") or []
         attempts: dict[str, list[bool]] = defaultdict(list)
         num_left_out = 0
@@ -116,7 +116,7 @@ def _read_tau2(file: Path) -> Published:
         raise DataError(f"{file}: contains no finished simulation. Let tau2 run finish, and pass its results again.")
     notes = [f"commit {str(info.get('git_commit', 'unknown'))[:12]}", f"user simulated by {user.get('llm')}"]
     if num_left_out:
-        notes.append(f"{num_left_out:,} simulations ended by their infrastructure and are left out")
+        notes.append(f"{num_left_out:,} simulations ended with an infrastructure error and are left out")
     if len(runs) < num_expected:
         notes.append(f"incomplete: {len(runs):,} of {num_expected:,} simulations")
     num_rated = sum(map(len, attempts.values()))
@@ -146,7 +146,7 @@ def _decode(file: Path, text: str) -> dict[str, Any]:
         value = json.loads(text)
     except ValueError as error:
         raise DataError(
-            f"{file}: not complete JSON ({error}), as of a run that was killed. Let the benchmark's own command "
+            f"{file}: not complete JSON ({error}), as after a run that was killed. Let the benchmark's own command "
             "finish, and pass its results again."
         ) from None
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""How much a model reasons before it answers: shares of answers and mean number of tokens, by category."""
+"""Statistics of reasoning before the answer: shares of answers and mean number of tokens, by category."""
 
 from __future__ import annotations
 

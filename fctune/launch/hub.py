@@ -169,7 +169,7 @@ def find_export(path: Path) -> Path:
             if any(folder.glob("*.safetensors")):
                 return folder
             raise CheckpointError(
-                f"{folder}: contains no .safetensors file, so no weights. Check it with python -m eval.validate."
+                f"{folder}: contains no .safetensors files, and so no weights. Check it with python -m eval.validate."
             )
     raise ConfigError(
         f"{path}: nothing to upload: neither it nor its export/ holds a model (config.json) or an adapter "

@@ -61,7 +61,7 @@ class _Parts:
         both = Message("assistant", None, (_CALL, Call(_NAME, _ARGUMENTS, "call00002")))
         twice = self._unwrap(_cut(self._render([_USER, both], _TOOLS), asked))
         if not (twice.startswith(self.call) and twice.endswith(self.call)):
-            raise DataError("its chat template does not write calls one after the other")
+            raise DataError("its chat template does not write calls one after another")
         self.between = twice[len(self.call) : -len(self.call)]
         combined = self._unwrap(
             _cut(self._render([_USER, Message("assistant", _SAID, (_CALL,))], _TOOLS), asked), is_complete=False
@@ -131,7 +131,9 @@ class _Parts:
                     listed = f"{{{{ if $position }}}}{_escape(between)}{{{{ end }}}}{written}"
                     tools = f"{{{{ range $position, $tool := .Tools }}}}{listed}{{{{ end }}}}"
                     return f"{_escape(before)}{tools}{_escape(after)}".replace(_SYSTEM, "{{ .System }}")
-        raise DataError("its chat template does not write tools as JSON, which is all that Ollama gives it")
+        raise DataError(
+            "its chat template does not write tools as JSON, which is the only form in which Ollama passes them"
+        )
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), is_prompt: bool = False) -> str:
         return self._template.render(Conversation(tuple(messages), tuple(tools)), add_generation_prompt=is_prompt)

@@ -1,4 +1,4 @@
-"""Preflight findings."""
+"""Problems that the preflight finds, each with its remedy."""
 
 from __future__ import annotations
 

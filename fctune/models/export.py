@@ -48,7 +48,7 @@ _MAX_FILE_BYTES = 4 * 1024**3
 
 @dataclass(frozen=True, slots=True)
 class Prompting:
-    """How a trained model is prompted, as its directory records it.
+    """Prompt settings of a trained model, as its directory records them.
 
     Attributes:
         chat_template: Template in place of the base's; None keeps the base's.

@@ -51,8 +51,8 @@ def prove_packing(model: CausalLM, device: torch.device) -> None:
         )
     if not shift <= tolerance:
         raise ConfigError(
-            f"data.packed: a conversation in a packed row has different logits than alone in this model (by "
-            f"{shift:.1%}). Set data.packed=false."
+            f"data.packed: a conversation in a packed row has different logits from those that it has alone in "
+            f"this model (by {shift:.1%}). Set data.packed=false."
         )
 
 

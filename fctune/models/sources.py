@@ -27,7 +27,7 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     except FileNotFoundError:
         if (path.parent / "adapter_config.json").is_file():
             raise ConfigError(
-                f"{path.parent}: holds an adapter, not a model. Name its base, base_model_name_or_path in "
+                f"{path.parent}: contains an adapter, not a model. Name its base, base_model_name_or_path in "
                 "adapter_config.json, or merge the adapter into the base first."
             ) from None
         raise ConfigError(f"{path}: no such file; a Hugging Face model directory holds one.") from None

@@ -102,7 +102,7 @@ def _read_entries(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             if min(start, *shape, 0) < 0 or (
                 dtype in _DTYPES and end - start != math.prod(shape) * _DTYPES[dtype].itemsize
             ):
-                raise ValueError(f"{name} has not the bytes of its shape")
+                raise ValueError(f"{name} does not have the number of bytes of its shape")
             entries[name] = dtype, shape
             ends.append(end)
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
@@ -134,7 +134,7 @@ def _explain_missing(root: Path, file: Path) -> str:
     """Return the message for a directory without one of its safetensors files."""
     if (root / "adapter_config.json").is_file():
         return (
-            f"{root}: holds an adapter, not a model. Set model.path to its base (base_model_name_or_path in "
+            f"{root}: contains an adapter, not a model. Set model.path to its base (base_model_name_or_path in "
             "adapter_config.json), or merge the adapter into the base first."
         )
     if not (root / INDEX).is_file() and (pickles := sorted(root.glob("*.bin"))):

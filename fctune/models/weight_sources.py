@@ -1,4 +1,4 @@
-"""How a parameter consists of stored tensors: which regions of which tensors, reordered how.
+"""Sources of a parameter: the regions of stored tensors that it consists of, and how they are reordered.
 
 A ``Source`` describes a tensor that is not read yet. It reads any region of it, touching only the stored data that the
 region consists of, and it does the inverse, which splits a tensor into the stored ones. Sources nest: a fused
@@ -227,7 +227,7 @@ class Reindexed(Source):
         self.shape = tuple(function(torch.empty(source.shape, device="meta")).shape)
         self.dtype = source.dtype
         if math.prod(self.shape) != math.prod(source.shape):
-            raise ValueError(f"{_name(source)}: its elements would not be permuted, but repeated or dropped")
+            raise ValueError(f"{_name(source)}: its elements would be repeated or dropped rather than permuted")
 
     def read_(self, out: Tensor, offsets: Offsets, reader: TensorReader) -> None:
         """Read everything, and copy the region; see ``Source.read_``."""

@@ -78,7 +78,7 @@ def choose_parallel_layout(
     world = hardware.world_size
     if config.cpu_offload and hardware.device_type == "cpu":
         raise ConfigError(
-            "parallel.cpu_offload: moves weights between a CUDA device and the host, and this run is on CPU; "
+            "parallel.cpu_offload: moves weights between a CUDA device and the host, but this run is on CPU; "
             "set parallel.cpu_offload=false."
         )
     if config.mode == "hsdp":

@@ -33,7 +33,7 @@ class PlanRequest:
     failures_per_gpu_day: float = FAILURES_PER_GPU_DAY
     is_searching: bool = False  # try other numbers of nodes too
     prices: Prices = field(default_factory=Prices)  # of GPUs without ``price``, disks and traffic
-    shared_gib: float = 2000.0  # size of the shared disk that is paid for
+    shared_gib: float = 2000.0  # size of the shared disk to pay for
     network_gib: float = NETWORK_GIB  # size of each node's network disk
     server_gpus: int | None = None  # GPUs of the server in reinforcement; None takes those of one node
     egress_gib: float | None = None  # traffic to the internet; None takes the export's size, published once

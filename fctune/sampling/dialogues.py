@@ -176,7 +176,7 @@ class DialoguePlayer:
         dialogue.ids += generation.ids
         dialogue.logprobs += generation.logprobs
         dialogue.is_generated += [True] * len(generation.ids)
-        # The oldest policy that wrote a part of it.
+        # The oldest policy that wrote any part of the answer.
         dialogue.version = min(dialogue.version, generation.version) if dialogue.num_turns else generation.version
         dialogue.num_turns += 1
         has_stop = not generation.is_cut and bool(generation.ids)

@@ -39,7 +39,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class ServerPatience:
-    """How long to wait for a server that is unavailable.
+    """Waiting times for a server that is unavailable.
 
     Attributes:
         poll_s: Seconds between two checks.

@@ -89,9 +89,7 @@ def propose(spec: SweepConfig, number: int, observations: Sequence[Observation])
         settings = {key: choices[key][value] if key in choices else value for key, value in asked.items()}
         if identify(settings) not in seen:
             return settings
-    raise ConfigError(
-        f"num_runs={spec.num_runs}: after {number} runs, Optuna proposes no settings that are new; lower it"
-    )
+    raise ConfigError(f"num_runs={spec.num_runs}: after {number} runs, Optuna proposes no new settings; lower it")
 
 
 def describe_settings(settings: Settings) -> str:

@@ -102,7 +102,7 @@ class SweepConfig:
     metric: str = "validation_loss"
     """Metric that runs are compared by, at their last step that has it; `loss` is the mean of the last 20 steps."""
     goal: Annotated[Goal | None, Null("by the metric")] = None
-    """Whether less or more of it is better."""
+    """Direction of improvement."""
     early_stop: Annotated[EarlyStopConfig | None, Null("every run ends by itself")] = None
     """Early stopping of the worst runs."""
     at_once: Annotated[int, AT_LEAST_1] = 1
@@ -240,7 +240,7 @@ def load_sweep(path: str | Path) -> Sweep:
             if not config.is_file():
                 problems.append(f"config={spec.config}: {error}")
     if spec is not None and isinstance(spec.study_dir, str) and Path(spec.study_dir).is_file():
-        problems.append(f"study_dir={spec.study_dir}: is a file; name a directory")
+        problems.append(f"study_dir={spec.study_dir}: is a file; choose a directory")
     if problems or spec is None:
         raise ConfigError(format_problems(str(path), problems))
     return Sweep(path, spec, config)

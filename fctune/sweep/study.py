@@ -60,7 +60,7 @@ class SweepRun:
 
     @property
     def name(self) -> str:
-        """Name of its directory."""
+        """Name of the study: that of its directory."""
         return f"{self.number:03d}"
 
     @property
@@ -151,7 +151,9 @@ class Study:
             if file.exists():
                 self._read(file, self._identity())
             elif self.path.exists() and any(entry.name != ".lock" for entry in self.path.iterdir()):
-                raise ConfigError(f"study_dir={self.path}: is not empty and holds no sweep; name another directory.")
+                raise ConfigError(
+                    f"study_dir={self.path}: is not empty and contains no sweep; choose another directory."
+                )
         except OSError as error:
             raise self._cannot_use(error) from None
 
@@ -187,7 +189,7 @@ class Study:
         self.runs += [SweepRun(number, planned[number]) for number in range(len(self.runs), len(planned))]
 
     def forgive_failures(self) -> None:
-        """Give runs that have failed all of their attempts as many again."""
+        """Give runs that have failed all attempts as many attempts again."""
         for run in self.list_with("failed"):
             run.num_forgiven += run.num_failures
 
@@ -251,7 +253,7 @@ class Study:
                 for run in state["runs"]
             ]
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{file}: was not written by a sweep ({error!r}); name another study_dir.") from None
+            raise ConfigError(f"{file}: was not written by a sweep ({error!r}); choose another study_dir.") from None
         if changed := [key for key in identity.keys() | before.keys() if identity.get(key) != before.get(key)]:
             raise self._is_other(f"{', '.join(sorted(changed))} {'differs' if len(changed) == 1 else 'differ'}")
 
@@ -259,7 +261,7 @@ class Study:
         return ConfigError(f"study_dir={self.path}: cannot be used ({error.strerror}).")
 
     def _is_other(self, how: str) -> ConfigError:
-        return ConfigError(f"study_dir={self.path}: holds another sweep ({how}); name another directory.")
+        return ConfigError(f"study_dir={self.path}: holds another sweep ({how}); choose another directory.")
 
 
 def to_overrides(settings: Settings) -> list[str]:

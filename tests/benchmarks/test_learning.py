@@ -153,5 +153,5 @@ def test_other_settings_need_another_name(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(SystemExit):
         learning.main([*command, "optimizer.lr=1e-3"])
     assert learning.main([*command, "--trial", "low", "optimizer.lr=1e-4"]) == 0
-    with pytest.raises(SystemExit, match="was trained with other settings"):
+    with pytest.raises(SystemExit, match="was trained with different settings"):
         learning.main([*command, "--trial", "low", "optimizer.lr=1e-5"])

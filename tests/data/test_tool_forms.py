@@ -112,8 +112,8 @@ def test_rows_of_a_file_may_have_tools_in_different_forms(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("value", "pointer", "reason"),
     [
-        ("get_weather(city)", "tools", "nor a literal of Python"),
-        ("[{'name': 'f', 'x': open('/etc/passwd')}]", "tools", "nor a literal of Python"),
+        ("get_weather(city)", "tools", "nor a Python literal"),
+        ("[{'name': 'f', 'x': open('/etc/passwd')}]", "tools", "nor a Python literal"),
         (3, "tools", "expected a list of tools, got number 3"),
         ([3], "tools[0]", "expected a list of tools, got number 3"),
         ([[[[[[[]]]]]]], "tools[0][0][0][0][0]", "inside one another"),

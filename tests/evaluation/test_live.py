@@ -172,7 +172,7 @@ def test_a_run_ends_early_where_accuracy_rises_no_more(cases: Path, tmp_path: Pa
 
 
 def test_evaluation_without_cases_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"eval\.cases=validation: data\.validation_share=0 holds nothing out"):
+    with pytest.raises(ConfigError, match=r"eval\.cases=validation: data\.validation_share=0 holds out no rows"):
         load_config(CONFIGS["lora"], ["eval.every=5", "data.validation_share=0"])
     with pytest.raises(ConfigError, match=r"eval\.cases=nowhere"):
         load_config(CONFIGS["lora"], ["eval.every=5", "eval.cases=nowhere.jsonl"])

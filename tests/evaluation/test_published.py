@@ -72,7 +72,7 @@ def test_tau2_leaves_out_what_it_leaves_out_itself_and_says_what_is_missing(tmp_
     runs = [simulation(0, 0, 1.0), simulation(0, 1, None, "infrastructure_error"), simulation(1, 0, None, "max_steps")]
     found = read_published(write(tmp_path / "r.json", tau2_results(runs, 2)))
     assert found.scores["retail, pass^1"] == Score(0.5, 2)
-    assert "1 simulations ended by their infrastructure and are left out" in found.notes
+    assert "1 simulations ended with an infrastructure error and are left out" in found.notes
     assert "incomplete: 3 of 4 simulations" in found.notes
 
 

@@ -73,7 +73,7 @@ def test_what_gives_no_case_is_counted(write_rows: Write) -> None:
         "turns with weight 0": 1,
         "rows that cannot be read": 1,
     }
-    with pytest.raises(DataError, match=r"no row gives a case \(1 rows without tools\)"):
+    with pytest.raises(DataError, match=r"no row yields a case \(1 rows without tools\)"):
         make_row_cases([str(write_rows(rows[2:3]))])
 
 

@@ -65,7 +65,10 @@ def test_other_expressions_are_split_into_lines_and_other_tokenizers_are_refused
 
 def test_a_type_that_does_not_exist_is_named_with_those_that_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(TINY_BASE), "--to", "gguf", "--quantize", "q9"]) == 2
-    assert "--quantize q9: no GGUF type of this command; known: f32, f16, bf16, q8_0" in capsys.readouterr().err
+    assert (
+        "--quantize q9: not a GGUF type that this command writes; known: f32, f16, bf16, q8_0"
+        in capsys.readouterr().err
+    )
 
 
 def test_an_adapter_is_refused(tiny_base: Path, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_positions_that_go_on_in_the_next_conversation_are_caught(monkeypatch: p
     monkeypatch.setattr(
         rotary, "forward", lambda x, position_ids, own=rotary.forward: own(x, position_ids * (position_ids.shape[1]))
     )
-    with pytest.raises(ConfigError, match="has different logits than alone"):
+    with pytest.raises(ConfigError, match="has different logits from those that it has alone"):
         packing_proof.prove_packing(model, CPU)
 
 
@@ -100,7 +100,7 @@ def test_positions_that_go_on_in_the_next_conversation_are_caught(monkeypatch: p
     [
         ("qwen2_moe", WINDOW_IN_MASKS | {"sliding_window": 4}, "see all tokens, but their masks show them all or 4"),
         ("doge", {}, "attends with a mask of its own"),
-        ("bloom", {"head_dim": None, "num_key_value_heads": None}, "computes attention by code of its own"),
+        ("bloom", {"head_dim": None, "num_key_value_heads": None}, "computes attention with code of its own"),
         ("llama4_text", {"attention_chunk_size": 32}, "lower it to 32"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "attends to later tokens"),
     ],

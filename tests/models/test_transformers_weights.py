@@ -335,7 +335,7 @@ def test_directories_without_safetensors_are_explained(bases: Path, tmp_path: Pa
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"holds an adapter, not a model.*base_model_name_or_path"):
+    with pytest.raises(ConfigError, match=r"contains an adapter, not a model.*base_model_name_or_path"):
         load(adapter)
 
 

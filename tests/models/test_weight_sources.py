@@ -150,7 +150,7 @@ def test_headers_are_read_without_mapping_the_files(tmp_path: Path) -> None:
         (lambda content: b"\xff" * 8 + content[8:], "no header"),
         (lambda content: content[:-1], "47 bytes of tensors in place of 48"),
         (lambda content: content + b"x", "49 bytes of tensors in place of 48"),
-        (lambda content: content.replace(b"[2,6]", b"[2,7]"), "t has not the bytes of its shape"),
+        (lambda content: content.replace(b"[2,6]", b"[2,7]"), "t does not have the number of bytes of its shape"),
         (lambda content: content.replace(b'"shape"', b'"shope"'), "KeyError: 'shape'"),
         (lambda content: content[:8] + b"[" + content[9:], "damaged"),
     ],

@@ -77,7 +77,7 @@ def test_a_run_resumes_with_its_experts_spread_or_not(
     ("override", "words"),
     [
         ("parallel.expert=3", "parallel.expert=3: does not divide the 2 ranks of this run"),
-        ("parallel.mode=ddp", "parallel.expert=2: needs ranks that shard the other weights, and ddp shards none"),
+        ("parallel.mode=ddp", "parallel.expert=2: needs ranks that shard the other weights, but ddp shards none"),
         ("compile=true", "parallel.expert=2: blocks that exchange tokens are not compiled"),
         ("eval={every: 1}", "parallel.expert=2: ranks generate at their own pace"),
     ],

@@ -80,7 +80,7 @@ def test_two_processes_share_the_answers_and_the_update(tmp_path: Path) -> None:
         ("grpo.category_shares={no_cal: 0.5}", "grpo.category_shares.no_cal: no case has this category; did you mean"),
         ("data.seq_len=128", "cases leave no room for an answer"),
         ("adapter.dropout=0.1", "adapter.dropout=0.1: answers are generated without dropout"),
-        ("~adapter", "grpo: trains adapters, and adapter is missing"),
+        ("~adapter", "grpo: trains adapters, but adapter is missing"),
         ("data.sources=[{path: synthetic:train:9}]", "data.sources: a run with grpo learns from its own answers"),
     ],
     ids=["part", "group", "cases", "share", "room", "dropout", "adapter", "sources"],

@@ -99,5 +99,5 @@ def test_optuna_takes_failed_stopped_and_running_runs_into_account() -> None:
         Observation({"epochs": 3}, is_over=False),
     ]
     assert propose(spec, 3, seen) == {"epochs": 4}
-    with pytest.raises(ConfigError, match="proposes no settings that are new"):
+    with pytest.raises(ConfigError, match="proposes no new settings"):
         propose(spec, 4, [*seen, Observation({"epochs": 4}, 0.1)])

@@ -276,7 +276,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unused_key": ({"launcher": {"options": ["--x"]}}, "not used with launcher.kind=local"),
     "output_dir": ({"space": {"output_dir": ["a", "b"]}}, "space.output_dir: the sweep chooses it; remove it"),
     "dir_is_file": ({"study_dir": "README.md"}, "study_dir=README.md: is a file"),
-    "dir_is_used": ({"study_dir": "docs"}, "is not empty and holds no sweep"),
+    "dir_is_used": ({"study_dir": "docs"}, "is not empty and contains no sweep"),
 }
 
 
@@ -316,7 +316,7 @@ def test_more_runs_than_gpus_are_refused(
 ) -> None:
     monkeypatch.setattr(launchers, "list_gpus", lambda: ["0", "1"])
     assert main(["sweep", str(write_sweep(at_once=3))]) == 2
-    assert "at_once=3: this machine has 2 GPUs, and runs share none; use at most 2" in capsys.readouterr().err
+    assert "at_once=3: this machine has 2 GPUs, and runs do not share GPUs; use at most 2" in capsys.readouterr().err
 
 
 def test_the_directory_of_another_sweep_is_refused(write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ SimulatedClasses = Mapping[str, type]
 
 
 class _TimeLimitError(BaseException):
-    """The time of a case is over; not an ``Exception``, so that no simulated class catches it."""
+    """A case's time limit has passed; not an ``Exception``, so that no simulated class catches it."""
 
 
 def load_simulators() -> SimulatedClasses:

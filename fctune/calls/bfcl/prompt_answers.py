@@ -89,7 +89,7 @@ class _AnswerReader(PythonReader):
                 arguments["**"], end = self.read_value(self.skip_space(position + 2), depth)  # no parameter's name
             elif (key := _KEYWORD_ARGUMENT.match(self.text, position)) is not None:
                 if keyword.iskeyword(key[1]):
-                    raise ParseError("a keyword of Python as the name of an argument", position)
+                    raise ParseError("a Python keyword as the name of an argument", position)
                 arguments[key[1]], end = self.read_value(self.skip_space(key.end()), depth)
             elif arguments:
                 raise ParseError("a positional argument after a named one", position)
@@ -127,7 +127,7 @@ class _AnswerReader(PythonReader):
         if plain.group() in _CONSTANTS:
             return _CONSTANTS[plain.group()], plain.end()
         if keyword.iskeyword(plain.group()):
-            raise ParseError("expected a value, got a keyword of Python", position)
+            raise ParseError("expected a value, got a Python keyword", position)
         return plain.group(), plain.end()
 
 

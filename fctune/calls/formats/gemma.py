@@ -23,10 +23,10 @@ _SEPARATORS = re.compile(r"[ \t\r\n,]*+")
 
 
 class _GemmaFormat(CallFormat):
-    """Base of both: ``call:name{key:value,...}`` between marks; keys in the order of the alphabet, as templates sort.
+    """Base of both: ``call:name{key:value,...}`` between marks; keys sorted alphabetically, as in the templates.
 
-    Values are strings between two of the same mark, ``{...}``, ``[...]``, numbers, ``true``, ``false`` and ``null``.
-    Nothing escapes the mark of a string, so that a string which contains it is refused.
+    Values are strings between a pair of marks, ``{...}``, ``[...]``, numbers, ``true``, ``false`` and ``null``.
+    The mark cannot be escaped, so a string that contains it is refused.
     """
 
     _open: str

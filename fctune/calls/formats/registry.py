@@ -51,12 +51,12 @@ def detect_format(chat_template: str) -> CallFormat:
         try:
             return get_format(declared[1])
         except ConfigError as error:
-            raise DataError(f"chat template: its comment call_format names no format. {error}") from None
+            raise DataError(f"chat template: its call_format comment does not name a format. {error}") from None
     found = match_signature(_SIGNATURES, chat_template)
     if found is not None:
         return found
     raise DataError(
         f"chat template of {len(chat_template):,} characters: matches no known call format.\n"
-        f"  Name the format: --format NAME, one of {', '.join(FORMATS)}; or start the template with the comment "
+        f"  Specify the format: --format NAME, one of {', '.join(FORMATS)}; or start the template with the comment "
         "{# call_format: NAME #}."
     )

@@ -1,4 +1,4 @@
-"""LoRA adapters."""
+"""Config section for LoRA adapters."""
 
 from __future__ import annotations
 

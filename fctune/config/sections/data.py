@@ -96,7 +96,8 @@ class DataConfig:
             problems.append(f"{where}.overlong=cut: an answer of a pair cannot be cut; set {where}.overlong=drop")
         if self.call_weight != 1.0:
             problems.append(
-                f"{where}.call_weight={self.call_weight:g}: a pair weighs all tokens of an answer alike; leave it out"
+                f"{where}.call_weight={self.call_weight:g}: all tokens of a pair's answers have the same weight; "
+                "leave it out"
             )
         for index, source in enumerate(self.sources):
             if source.format != "auto":

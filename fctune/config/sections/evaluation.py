@@ -47,6 +47,6 @@ class EvalConfig:
         """Check that the cases exist."""
         if self.cases != VALIDATION_CASES and not Path(self.cases).is_file():
             problems.append(
-                f"{where}.cases={self.cases}: no such file (relative paths start at {Path.cwd()}); name a JSONL file "
-                f"of held-out cases, or {VALIDATION_CASES}"
+                f"{where}.cases={self.cases}: no such file (relative paths start at {Path.cwd()}); specify a JSONL "
+                f"file of held-out cases, or {VALIDATION_CASES}"
             )

@@ -49,7 +49,7 @@ class ModelConfig:
         """Check the chat template and its switches, and that a local model directory exists."""
         problems += find_template_args_problems(self.template_args, join_key(where, "template_args"))
         if any(not token.strip() for token in self.add_tokens):
-            problems.append(f"{join_key(where, 'add_tokens')}: holds an empty token; leave it out")
+            problems.append(f"{join_key(where, 'add_tokens')}: contains an empty token; remove it")
         if repeated := sorted({token for token in self.add_tokens if self.add_tokens.count(token) > 1}):
             problems.append(f"{join_key(where, 'add_tokens')}: {', '.join(map(repr, repeated))} is listed twice")
         if self.chat_template is not None:
@@ -65,7 +65,7 @@ class ModelConfig:
                 f"{key}={self.path}: no such directory; expected a Hugging Face model directory, or hf:NAME@REVISION"
             )
         elif not (Path(self.path) / "config.json").is_file():
-            problems.append(f"{key}={self.path}: holds no config.json, so it is not a Hugging Face model directory")
+            problems.append(f"{key}={self.path}: contains no config.json, so it is not a Hugging Face model directory")
 
 
 def find_template_args_problems(template_args: dict[str, Any], where: str) -> list[str]:

@@ -31,7 +31,7 @@ class ParallelConfig:
         """Check keys that only some modes support."""
         if self.expert > 1 and self.mode == "ddp":
             problems.append(
-                f"{where}.expert={self.expert}: needs ranks that shard the other weights, and ddp shards none; set "
+                f"{where}.expert={self.expert}: needs ranks that shard the other weights, but ddp shards none; set "
                 f"{where}.mode=fsdp or hsdp"
             )
         if self.expert > 1 and self.cpu_offload:
@@ -41,11 +41,11 @@ class ParallelConfig:
             )
         if self.replicate is not None and self.mode != "hsdp":
             problems.append(
-                f"{where}.replicate={self.replicate}: only hsdp counts replicas, and {where}.mode is {self.mode}; "
+                f"{where}.replicate={self.replicate}: only hsdp uses replicas, but {where}.mode is {self.mode}; "
                 f"set {where}.mode=hsdp, or leave replicate out"
             )
         if self.cpu_offload and self.mode == "ddp":
-            problems.append(f"{where}.cpu_offload: offloads shards, and ddp has none; set {where}.mode=fsdp or hsdp")
+            problems.append(f"{where}.cpu_offload: offloads shards, but ddp has none; set {where}.mode=fsdp or hsdp")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,6 +70,6 @@ class ActivationCheckpointingConfig:
             )
         if self.offload and not self.fraction:
             problems.append(
-                f"{where}.offload: moves what checkpointed blocks keep, and no block is checkpointed; set "
+                f"{where}.offload: moves what checkpointed blocks keep, but no block is checkpointed; set "
                 f"{where}.fraction over 0"
             )

@@ -32,7 +32,7 @@ class ServerConfig:
     """Seconds to wait for an unavailable server; then the run ends, and the same command resumes it."""
 
     def check(self, where: str, problems: list[str]) -> None:
-        """Check the address."""
+        """Check the server's address."""
         if (problem := find_address_problem(self.url, join_key(where, "url"))) is not None:
             problems.append(problem)
 

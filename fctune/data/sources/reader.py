@@ -148,7 +148,8 @@ def describe_defects(defects: list[Defect], num_rows: int) -> str:
 def list_files(path: str) -> list[str]:
     """Return the file itself, or the data files of a directory, sorted by name.
 
-    A directory that ``save_to_disk`` of ``datasets`` wrote has the files of its split, or of train if it has several.
+    A directory that ``save_to_disk`` of ``datasets`` wrote has the files of its only split, or of ``train`` if it has
+    several.
 
     Raises:
         DataError: There is none.

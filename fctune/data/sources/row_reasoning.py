@@ -46,7 +46,7 @@ def read_reasoning(message: dict[str, Any], pointer: str, role: str) -> str | No
         if role != "assistant":
             if value in ("", [], {}):
                 continue
-            raise RowError(at, "reasoning_role", f"only an assistant reasons; this message is the {role}'s")
+            raise RowError(at, "reasoning_role", f"only the assistant may have reasoning; this message is the {role}'s")
         text = _read_text(value, at)
         if not text.strip():
             raise RowError(at, "reasoning_empty", "empty reasoning; leave it out, or set it to null")
@@ -111,7 +111,7 @@ def split_parts(parts: list[Any], pointer: str) -> tuple[list[Any], str | None]:
     texts = [_read_part(part, f"{pointer}[{i}]") for i, part in enumerate(parts) if _is_reasoning_part(part)]
     text = "\n".join(texts)
     if not text.strip():
-        raise RowError(pointer, "reasoning_empty", "an empty part of reasoning; leave it out")
+        raise RowError(pointer, "reasoning_empty", "an empty reasoning part; leave it out")
     return others, text
 
 

@@ -39,7 +39,7 @@ def decode_tools(text: str, pointer: str, reader: RowJsonReader, notes: Counter[
             raise
         value = _read_python(text)
         if value is None:
-            raise RowError(pointer, error.kind, f"{error.reason}; nor a literal of Python") from None
+            raise RowError(pointer, error.kind, f"{error.reason}; nor a Python literal") from None
     notes["tools_from_python"] += 1
     return value
 
@@ -70,8 +70,8 @@ def iter_tools(value: Any, pointer: str, decode: Decode, notes: Counter[str]) ->
         raise RowError(
             f"{pages[-1].pointer}.nextCursor",
             "tools_incomplete",
-            f"the page of tools after {describe_value(pages[-1].next_cursor)} is missing; give all pages of tools/list "
-            "as a list, or remove nextCursor if the model is to have these tools only",
+            f"the page of tools after {describe_value(pages[-1].next_cursor)} is missing; pass all pages of tools/list "
+            "as a list, or remove nextCursor if the model should have only these tools",
         )
 
 

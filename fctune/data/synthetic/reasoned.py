@@ -28,7 +28,7 @@ def _add_reasoning(conversation: Conversation) -> Conversation:
 
 
 def _describe(message: Message, previous: str) -> str:
-    """Return a true statement about what the assistant does next, which holds the names of the calls in order."""
+    """Return a true statement about the assistant's next step that contains the names of the calls in order."""
     names = [call.name for call in message.calls]
     if len(names) > 1:
         return f"I call {len(names)} tools: {', '.join(names)}."

@@ -16,7 +16,7 @@ from fctune.data.synthetic.curriculum import (
 
 _NUM_CALLS = (1, 2, 0)
 _WEIGHTS = (0.6, 0.2, 0.2)
-_SINGLE = 0.75  # so small a model is slow to learn choosing between tools that it has never seen
+_SINGLE = 0.75  # such a small model is slow to learn to choose between tools that it has never seen
 _UNFIT = "I have no tool for that."
 
 

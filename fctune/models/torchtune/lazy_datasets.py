@@ -55,7 +55,7 @@ class _LazyFinder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] == _NAME else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return an empty stand-in."""
+        """Return an empty module in place of ``datasets``."""
         return _LazyModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -189,7 +189,7 @@ def check_config(where: str, raw: dict[str, Any]) -> None:
     family = text.get("model_type") or raw.get("model_type")
     if raw.get("is_encoder_decoder") or text.get("is_encoder_decoder"):
         raise ConfigError(
-            f"{where}: model_type={family!r} is an encoder-decoder, and only decoders are trained here; choose a "
+            f"{where}: model_type={family!r} is an encoder-decoder, but only decoders are trained here; choose a "
             "causal language model."
         )
     if not isinstance(family, str) or (known and family not in known and raw.get("model_type") not in known):

@@ -26,7 +26,7 @@ _NUM_TOKENS = 8
 
 
 class AttentionFindings(NamedTuple):
-    """How the layers of a model attend.
+    """Attention features of a model's layers.
 
     Attributes:
         uses: Features of attention that the layers use.
@@ -86,7 +86,7 @@ def check_attention(
     meant = {None if chunk else _find_window(mask, max_seq_len, where) for mask in masks}
     if masks and not uses:
         raise ConfigError(
-            f"{where}: model_type={family!r} computes attention by code of its own, so its conversations cannot be "
+            f"{where}: model_type={family!r} computes attention with code of its own, so its conversations cannot be "
             "kept apart; choose another model."
         )
     kinds = getattr(decoder.config, "layer_types", None)

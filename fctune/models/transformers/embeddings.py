@@ -33,7 +33,7 @@ def keep_embedding_(trained: TokenEmbedding, original: nn.Module) -> None:
     trained.__class__ = type(f"Trained{kind.__name__}", (kind, _LookUp), {})
     if not _looks_up(trained):
         raise ConfigError(
-            f"adapter.train_tokens: {kind.__name__} looks tokens up by code of its own, so their rows cannot train "
+            f"adapter.train_tokens: {kind.__name__} looks up tokens with code of its own, so their rows cannot train "
             "alone; set adapter.train_tokens=off."
         )
 

@@ -1,4 +1,4 @@
-"""Where the runs of a sweep are started: processes of this machine, a Slurm array, or SkyPilot's managed jobs."""
+"""Launchers, which start the runs of a sweep: processes of this machine, a Slurm array, or SkyPilot's managed jobs."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ class LocalLauncher:
         self._study, self._at_once = study, spec.at_once
         if gpus and spec.at_once > len(gpus):
             raise ConfigError(
-                f"at_once={spec.at_once}: this machine has {len(gpus)} GPU{'s' * (len(gpus) > 1)}, and runs share "
-                f"none; use at most {len(gpus)}."
+                f"at_once={spec.at_once}: this machine has {len(gpus)} GPU{'s' * (len(gpus) > 1)}, and runs do not "
+                f"share GPUs; use at most {len(gpus)}."
             )
         share = len(gpus) // spec.at_once
         self._nproc = spec.launcher.nproc or share or 1

@@ -68,7 +68,9 @@ def require(command: str, key: str, remedy: str) -> None:
 def require_file(path: str, key: str) -> None:
     """Raise ConfigError if the file that a key of the sweep names does not exist."""
     if not Path(path).is_file():
-        raise ConfigError(f"{key}={path}: no such file; start the sweep in the root of a clone, or name another file.")
+        raise ConfigError(
+            f"{key}={path}: no such file; start the sweep in the root of a clone, or choose another file."
+        )
 
 
 def find_last_line(done: subprocess.CompletedProcess[str]) -> str:

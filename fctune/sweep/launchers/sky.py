@@ -55,7 +55,7 @@ class SkyLauncher(RemoteLauncher):
                 log.write(done.stdout + done.stderr)
             if done.returncode:
                 raise ConfigError(
-                    f"sky jobs launch failed: {find_last_line(done)} (all of it: {self._study.log_path(run)})"
+                    f"sky jobs launch failed: {find_last_line(done)} (full output: {self._study.log_path(run)})"
                 )
 
     def list_active(self) -> set[str] | None:

@@ -58,7 +58,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Why this rank should stop; None without a request."""
+        """Reason for this rank to stop; None without a request."""
         if self._reason is None and self._stop_file is not None:
             now = time.monotonic()
             if now - self._checked_at > _STOP_FILE_EVERY_S:
