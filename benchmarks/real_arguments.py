@@ -32,7 +32,7 @@ def check_inputs(arguments: argparse.Namespace) -> Path:
     model_dir = resolve_model_dir(arguments.model)
     if not (model_dir / "config.json").is_file() or not any(model_dir.glob("*.safetensors")):
         raise ConfigError(
-            f"--model {arguments.model}: no config.json with *.safetensors beside it. Pass a Hugging Face model "
+            f"--model {arguments.model}: no config.json with *.safetensors next to it. Pass a Hugging Face model "
             "directory, or hf:NAME to download one."
         )
     for option in ("seal", "glaive"):
@@ -54,14 +54,14 @@ def check_inputs(arguments: argparse.Namespace) -> Path:
     needed = 3 * sum(file.stat().st_size for file in model_dir.glob("*.safetensors")) + _SPARE_BYTES
     if free < needed:
         raise ConfigError(
-            f"--out {arguments.out}: {free / 2**30:.1f} GiB are free, and checkpoints and exports need "
-            f"{needed / 2**30:.1f}. Free some, or pass a directory on another disk."
+            f"--out {arguments.out}: {free / 2**30:.1f} GiB are free, but checkpoints and exports need "
+            f"{needed / 2**30:.1f}. Free some space, or pass a directory on another disk."
         )
     return model_dir
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_model", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", required=True, metavar="DIR|hf:NAME")
     parser.add_argument("--seal", metavar="FILE", help="Seal-Tools rows")

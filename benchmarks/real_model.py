@@ -80,7 +80,9 @@ def write_data(arguments: argparse.Namespace, mixture: Mixture) -> None:
         was = json.loads(done.read_text())
         is_trained_on = arguments.server is None and arguments.only != "before"
         if is_trained_on and was["recipe"] != recipe:
-            raise ConfigError(f"{folder}: holds rows of another mixture or other sources. Pass another --out.")
+            raise ConfigError(
+                f"{folder}: contains rows of a different mixture or different sources. Pass another --out."
+            )
         print(was["contamination"], flush=True)
         return
     seal, glaive = read_rows(arguments.seal), read_rows(arguments.glaive)
@@ -95,7 +97,7 @@ def write_data(arguments: argparse.Namespace, mixture: Mixture) -> None:
     contamination = check_contamination(folder / "train.jsonl", questions, benchmark.cases)
     print(contamination.describe(), flush=True)
     if contamination.num_found_questions or contamination.found_tools:
-        raise DataError(f"{folder / 'train.jsonl'}: holds a part of BFCL, see above. Nothing was trained.")
+        raise DataError(f"{folder / 'train.jsonl'}: contains a part of BFCL, see above. Nothing was trained.")
     done.write_text(json.dumps({"recipe": recipe, "contamination": contamination.describe(), "rows": len(rows)}))
 
 
@@ -151,7 +153,7 @@ def load_suites(
     bfcl_data: str | None = None,
     has_plain_names: bool = False,
 ) -> list[Suite]:
-    """Load what is measured, in order: BFCL's categories, unseen tools, and for the test the smoke suite.
+    """Load the cases to measure, in order: BFCL's categories, unseen tools, and for the test the smoke suite.
 
     Args:
         folder: Where ``write_data`` wrote the cases.
@@ -239,7 +241,7 @@ def _ask(
         if num_missing := sum(row.get("error") is not None for row in found):
             raise ConfigError(
                 f"{results.path}: {num_missing} of {len(found)} cases have no answer; the server did not give one. "
-                "Re-run the same command to ask them again."
+                "Re-run the same command to retry them."
             )
         print(f"{out.name}: {suite.name}: {len(found):,} cases in {time.perf_counter() - started:.0f} s", flush=True)
 

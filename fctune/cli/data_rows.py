@@ -128,7 +128,7 @@ def _check_out(arguments: argparse.Namespace) -> None:
     if not arguments.source.startswith(("hf:", "synthetic:")):
         files = list_files(arguments.source)
         if out.exists() and any(Path(file).exists() and out.samefile(file) for file in files):
-            raise ConfigError(f"{out}: is the source itself; name another file, so that the rows as they were stay.")
+            raise ConfigError(f"{out}: is the source itself; choose another file, so that the rows as they were stay.")
     if out.suffix not in (".jsonl", ".ndjson"):
         raise ConfigError(f"{out}: expected a file that ends in .jsonl, one row on each line.")
     if out.is_dir() or (out.exists() and not arguments.force):
@@ -146,7 +146,7 @@ def _make_cases(arguments: argparse.Namespace) -> int:
             for file in list_files(path):
                 for option, out in (("--out", arguments.out), ("--test", arguments.test)):
                     if out is not None and out.exists() and out.samefile(file):
-                        raise ConfigError(f"{option} {out}: is the source itself; name another file.")
+                        raise ConfigError(f"{option} {out}: is the source itself; choose another file.")
     made = make_row_cases(arguments.paths, arguments.turns, arguments.format, arguments.max_samples)
     check_benchmark(made.benchmark, ", ".join(arguments.paths), arguments.force_benchmark)
     mark = {} if made.benchmark is None else {"metadata": {"benchmark": made.benchmark}}

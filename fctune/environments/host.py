@@ -1,7 +1,7 @@
 """Runs environments in separate processes, with limits on time, memory and results.
 
 An environment that raises, hangs, exits or returns an invalid value ends its episode with an error that names it. The
-process is restarted and the calls of the other episodes are repeated, so environments must be deterministic.
+process is restarted and the calls of the other episodes are replayed, so environments must be deterministic.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class CallResult:
 
 
 class EnvironmentHost:
-    """An environment class in a process of its own; usable from several threads, one request at a time.
+    """An environment class in a process of its own; thread-safe, with one request at a time.
 
     Args:
         name: ``files``, ``calendar`` or ``shop``, the name of an entry point in ``fctune.environments``, or
             ``module:Class``.
-        limits: What it may use.
+        limits: Limits on its time, memory and results.
 
     Raises:
-        ConfigError: There is no such environment, or it has no usable tools.
+        ConfigError: The environment does not exist, or has no usable tools.
     """
 
     def __init__(self, name: str, limits: Limits | None = None):
@@ -66,7 +66,7 @@ class EnvironmentHost:
         """Return the task of a seed, after checking that its own calls solve it.
 
         Raises:
-            EnvironmentDefect: The environment makes none, or its own calls are refused or achieve nothing.
+            EnvironmentDefect: The environment returns no task, or the task's own calls are refused or achieve nothing.
         """
         value = self._request("make_task", seed=seed, split=split)
         spec = self._read_task(value, f"the task of seed {seed} ({split})")
@@ -184,7 +184,7 @@ class EnvironmentHost:
         texts = [spec.question, spec.category, *spec.facts, *([] if spec.system is None else [spec.system])]
         if not all(isinstance(text, str) for text in texts) or not spec.question.strip():
             raise self._defect(
-                f"{where} has an empty question, or a question, category, fact or system message that is no string"
+                f"{where} has an empty question, or a question, category, fact or system message that is not a string"
             )
         if not isinstance(spec.state, dict):
             raise self._defect(f"{where} has a state that is not a dictionary")
@@ -192,7 +192,7 @@ class EnvironmentHost:
 
 
 class Episode:
-    """One task in progress."""
+    """A task in progress: the calls made so far, which are replayed if the process is restarted."""
 
     def __init__(self, host: EnvironmentHost, task: Task, number: int):
         self.task = task
@@ -206,7 +206,7 @@ class Episode:
         """Make a call; one that does not match its tool's schema is refused here.
 
         Raises:
-            EnvironmentDefect: The environment failed, or gives other results when its calls are made again.
+            EnvironmentDefect: The environment failed, or gave different results when its calls were replayed.
         """
         problems = self._host.tool_set.find_errors(call)
         if problems:
@@ -242,14 +242,14 @@ class Episode:
             self._start = self._host._num_starts
 
     def _ensure_alive(self) -> None:
-        """Repeat all calls if the process was restarted because of another episode."""
+        """Replay all calls if the process was restarted because of another episode."""
         if self._host._process is not None and self._start == self._host._num_starts:
             return
         self._begin()
         for call, result in self.calls:
             if not self._host.tool_set.find_errors(call) and self._make(call) != result:
                 raise self._host._defect(
-                    f"is not deterministic: {call.name} gave another result when it was called again"
+                    f"is not deterministic: {call.name} gave a different result when it was called again"
                 )
 
     def _make(self, call: Call) -> CallResult:

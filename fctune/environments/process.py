@@ -35,7 +35,7 @@ class Limits:
 
 
 class ProcessError(Exception):
-    """The process ended, hung or broke its limits."""
+    """The process ended, hung or exceeded its limits."""
 
 
 class WorkerProcess:
@@ -49,7 +49,7 @@ class WorkerProcess:
     def __init__(self, reference: str, limits: Limits):
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by ``end``)
         allowed = {"memory_bytes": limits.memory_bytes, "result_bytes": limits.result_bytes}
-        # One thread each: memory limits count what idle threads of numerical libraries reserve.
+        # One thread per process: memory limits count what idle threads of numerical libraries reserve.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "fctune.environments.worker", reference, json.dumps(allowed)],
@@ -64,7 +64,7 @@ class WorkerProcess:
         """Send a request and return the reply's bytes.
 
         Raises:
-            ProcessError: There is none in time, or it is too large.
+            ProcessError: No reply arrives in time, or it is too large.
         """
         assert self._popen.stdin is not None
         deadline = time.monotonic() + limit_s

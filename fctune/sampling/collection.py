@@ -1,7 +1,7 @@
-"""Batches of rollouts: groups of answers to the next cases, with groups that teach nothing replaced by further cases.
+"""Batches of rollouts: groups of answers to the next cases; groups that teach nothing are replaced by more cases.
 
-A batch depends only on its position among the cases and on the answers, so a resumed run rebuilds it from the answers
-in the checkpoint and asks only for missing ones.
+A batch depends only on its position in the list of cases and on the answers, so a resumed run rebuilds it from the
+answers in the checkpoint and generates only the missing ones.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fctune.sampling.task_order import Position, TaskOrder
 
 Play = Callable[[Sequence[Request]], Iterable[Rollout]]
 
-# Share of a reward's range below which rewards of a group count as equal: rounding of sums of weighted parts.
+# Rewards of a group that differ by less than this share of the range count as equal: weighted sums are rounded.
 _FLAT = 1e-9
 
 
 @dataclass(slots=True)
 class RolloutBatch:
-    """The answers of one batch.
+    """One batch of answers.
 
     Attributes:
         number: Position of the batch in the run, from 1.
@@ -32,7 +32,7 @@ class RolloutBatch:
         stop: Cases drawn of each pool up to its end.
         groups: Groups to learn from.
         dropped: Groups with equal rewards, or with fewer than two answers.
-        num_rounds: Rounds of further cases.
+        num_rounds: Rounds of additional cases.
         num_flat: Batches in a row, this one included, without a group to learn from.
         seconds: Duration of generation and judging.
     """
@@ -48,7 +48,7 @@ class RolloutBatch:
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """All answers, those of dropped groups and failed ones included."""
+        """All answers, including failed ones and those of dropped groups."""
         return [one for group in (*self.groups, *self.dropped) for one in group]
 
 
@@ -58,14 +58,14 @@ class RolloutCollector:
     Args:
         config: The ``grpo`` section.
         order: Order of the tasks, with the seeds of their answers.
-        play: Function that asks for answers and rewards them.
+        play: Function that generates and rewards the answers to requests.
     """
 
     def __init__(self, config: GRPOConfig, order: TaskOrder, play: Play):
         self._config, self._order, self._play = config, order, play
 
     def collect(self, number: int, start: Position, num_flat: int = 0, done: Iterable[Rollout] = ()) -> RolloutBatch:
-        """Return a batch with ``prompts_per_step`` groups, or fewer if the limit of refills is reached.
+        """Return a batch with ``prompts_per_step`` groups, or fewer once ``max_refills`` is reached.
 
         A dropped group is replaced by a case of the same pool, so that the groups to learn from keep the pools' shares.
 
@@ -152,7 +152,7 @@ class RolloutCollector:
         raise DataError(
             f"{num_flat} batches in a row had no group to learn from: in each, all answers had equal rewards or were "
             f"cut off (mean reward {sum(rewards) / len(rewards):g}). Use cases that the model sometimes gets right "
-            "(fctune sample measures that), weigh finer parts in grpo.reward, or raise grpo.max_new_tokens or "
+            "(fctune sample measures that), give finer parts a weight in grpo.reward, or raise grpo.max_new_tokens or "
             "grpo.temperature."
         )
 

@@ -22,12 +22,12 @@ _STD_EPS = 1e-4  # added to a group's standard deviation, as in TRL
 class PolicyObjective(Objective):
     """Clipped policy-gradient loss of the rollouts of a step.
 
-    There are three policies: the one in training, the old one that the clip compares it with, and the one that
-    generated the tokens, whose log-probabilities came with them. With one update for each batch the old policy is the
-    one in training, so the ratio is 1, the clip has no effect, and a weight corrects for the generating policy, which
-    may be an update older and computes with other kernels: min(pi_old / mu, cap), truncated importance sampling
-    (Espeholt et al., arXiv:1802.01561, section 4.1). With several updates the generating policy is the old one, and
-    the clip bounds the ratio pi / mu itself.
+    There are three policies: the one in training, the old one with which the clip compares it, and the one that
+    generated the tokens, whose log-probabilities came with them. With one update per batch, the old policy is the one
+    in training, so the ratio is 1 and the clip has no effect. A weight then corrects for the generating policy, which
+    may be an update older and uses different kernels: min(pi_old / mu, cap), truncated importance sampling (Espeholt
+    et al., arXiv:1802.01561, section 4.1). With several updates, the generating policy is the old one, and the clip
+    bounds the ratio pi / mu itself.
 
     Args:
         config: The ``grpo`` section of the run's config.
@@ -112,8 +112,8 @@ def clipped_losses(
     """Return the loss of each token, ``[n]``, and where the clip stopped the gradient, bool ``[n]``.
 
     The loss is -min(r A, clip(r, 1 - low, 1 + high) A) with the ratio r = pi / pi_old of the token (arXiv:2402.03300,
-    equation 3; two clips: arXiv:2503.14476, equation 10), in ``gspo`` of the answer, the geometric mean over its tokens
-    (arXiv:2507.18071, equation 7).
+    equation 3; two clips: arXiv:2503.14476, equation 10). With ``gspo``, r is the ratio of the answer, the geometric
+    mean over its tokens (arXiv:2507.18071, equation 7).
 
     Args:
         policy: Log-probabilities under the policy in training, ``[n]``, answer by answer.
@@ -135,9 +135,9 @@ def clipped_losses(
 
 
 def divergences(policy: Tensor, reference: Tensor) -> Tensor:
-    """Return the estimate q/p - log(q/p) - 1 of the divergence from the reference at each token, ``[n]``.
+    """Return an estimate of the divergence from the reference at each token, ``[n]``: q/p - log(q/p) - 1.
 
-    It is unbiased and never negative (arXiv:2402.03300, equation 4).
+    The estimate is unbiased and never negative (arXiv:2402.03300, equation 4).
     """
     difference = reference - policy
     return torch.expm1(difference) - difference

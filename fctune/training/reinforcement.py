@@ -160,7 +160,7 @@ class PolicyTuning(AdapterTuning):
         def publish(version: int) -> None:
             with random_state_restored(device):
                 policy = build_answering(self.model, self.model_dir, device)
-                # Penalties of the model's own generation config would make answers of another policy.
+                # Penalties in the model's own generation config would change the policy that answers.
                 policy.generation_config = GenerationConfig(eos_token_id=self._eos_ids or None)
                 engine.publish(policy, version)
 

@@ -1,7 +1,7 @@
 """Training data from rollouts: publishes the policy, waits for its answers, and packs them into steps.
 
-A server generates on a thread, ahead of the step that trains its answers; in process, every rank generates a share
-between steps. Every checkpoint contains the answers that are not trained yet.
+With a server, answers are generated on a thread, ahead of the step that trains them; in process, every rank generates a
+share between steps. Every checkpoint contains the answers that have not been trained yet.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fctune.training.policy_gradient import compute_advantages
 from fctune.training.prefetch import StepData
 from fctune.training.rollout_steps import TrainedRollout, make_step_data
 
-# Parts that say if an answer is right, by the kind of task.
+# The part of the reward that says whether an answer is right, by kind of task.
 _RIGHT = ("strict", "solved")
 
 
@@ -45,11 +45,11 @@ class _Ahead:
 
 
 class RolloutSource:
-    """Provides the steps of a run that learns from its own answers. Every rank calls every method.
+    """Supplies the inputs of each step of a run with rollouts. Every rank calls every method.
 
     Args:
         config: Config of the run.
-        tasks: Tasks to ask.
+        tasks: Tasks to draw from.
         order: Order in which they are asked.
         engine: Engine that generates; None on ranks other than 0 if it is shared.
         world: This rank.
@@ -94,7 +94,7 @@ class RolloutSource:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts") if is_shared else None
         # Position and flat batches after the last batch of the thread.
         self._tail: tuple[Position, int] = (order.start, 0)
-        self._arriving: list[Rollout] = []  # of the batch that the thread generates
+        self._arriving: list[Rollout] = []  # future of the batch that the thread generates
         self._published: int | None = None
         self._publish_s = 0.0
 
@@ -107,7 +107,7 @@ class RolloutSource:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
         for opened in (self._engine, self._tasks):
-            if (close := getattr(opened, "close", None)) is not None:  # of tasks, only environments have processes
+            if (close := getattr(opened, "close", None)) is not None:  # only environments have processes to close
                 close()
 
     def take(self, step: int) -> StepData:
@@ -128,7 +128,7 @@ class RolloutSource:
         )
 
     def state_at(self, step: int) -> dict[str, Any]:
-        """Return the state that a checkpoint after ``step`` needs: the position, and answers not trained yet."""
+        """Return the state for a checkpoint after ``step``: the position, and the answers not trained yet."""
         updates = self._grpo.updates_per_batch
         is_unfinished = self._batch is not None and step % updates != 0
         with self._lock:
@@ -174,14 +174,14 @@ class RolloutSource:
         self._trained = [one for group in batch.groups for one in self._weigh(group)]
 
     def _weigh(self, group: Sequence[Rollout]) -> list[TrainedRollout]:
-        """Return the answers of a group that are trained, with advantages over all of its answers."""
+        """Return a group's answers that are trained; their advantages take all of its answers into account."""
         answered = [one for one in group if one.error is None]
         advantages = compute_advantages([one.reward for one in answered], self._grpo.advantage)
         pairs = zip(answered, advantages, strict=True)
         return [TrainedRollout(one, value) for one, value in pairs if self._collector.is_trained(one)]
 
     def _next_batch(self, number: int, step: int) -> RolloutBatch:
-        """Return the batch to train next; generation that starts from here on uses the current weights."""
+        """Return the batch to train next; generation started from now on uses the current weights."""
         if not self._is_shared:
             self._publish_now(step)
             assert self._engine is not None
@@ -201,7 +201,7 @@ class RolloutSource:
         return batch
 
     def _publish_now(self, step: int) -> None:
-        """Publish the policy with all updates before ``step``, unless this was done already."""
+        """Publish the policy with all updates before ``step``, unless that has been done."""
         self._publish_s = 0.0
         if self._published == step - 1:
             return
@@ -228,7 +228,7 @@ class RolloutSource:
         return batch
 
     def _play_alone(self, requests: Sequence[Request]) -> Iterable[Rollout]:
-        """Ask with rank 0's engine; answers are kept for checkpoints as they arrive."""
+        """Generate with rank 0's engine; answers are kept for checkpoints as they arrive."""
         assert self._engine is not None
         fire("sample", str(len(requests)))
         for rollout in self._tasks.play(self._engine, requests):
@@ -237,7 +237,7 @@ class RolloutSource:
             yield rollout
 
     def _play_together(self, requests: Sequence[Request]) -> Iterable[Rollout]:
-        """Ask each rank's engine its share, and return all answers on every rank."""
+        """Generate each rank's share with its engine, and return all answers on every rank."""
         assert self._engine is not None
         engine, share = self._engine, requests[self._world.rank :: self._world.world_size]
         fire("sample", str(len(requests)))
@@ -274,7 +274,7 @@ class RolloutSource:
         return metrics
 
     def _write_log(self, batch: RolloutBatch, step: int) -> None:
-        """Append every answer of the batch; the prompt's ids are left out, since the case has them."""
+        """Append every answer of the batch to the log, without prompt ids, which follow from the case."""
         advantages = {(one.rollout.case_id, one.rollout.sample): one.advantage for one in self._trained}
         with open(self._log, "a", encoding="utf-8") as log:
             for one in batch.rollouts:

@@ -47,7 +47,7 @@ def killed_reference(inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPat
 
 @pytest.fixture
 def killed(killed_reference: Path, tmp_path: Path) -> Path:
-    """Return a copy of that run where ``start`` goes on with it."""
+    """Return a copy of that run that ``start`` continues."""
     return shutil.copytree(killed_reference, tmp_path / "run")
 
 

@@ -45,7 +45,7 @@ def test_a_run_that_is_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
     [
         ("lora", "data.pairs=false", "preference: trains on preference pairs; set data.pairs=true"),
         ("lora", "seed=1", "and this one is with preference. Run recipes/lora_dpo_distributed"),
-        ("full", "~adapter", "and adapter is missing; add e.g. adapter: {rank: 16, alpha: 32}"),
+        ("full", "~adapter", "but adapter is missing; add e.g. adapter: {rank: 16, alpha: 32}"),
     ],
 )
 def test_a_recipe_that_does_not_fit_is_refused(kind: Kind, override: str, words: str, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def demo() -> Path:
 
 @pytest.fixture(scope="session")
 def reasoning_demo(demo: Path) -> Path:
-    """Directory that ``make demo-reasoning`` wrote beside that of the demo."""
+    """Directory that ``make demo-reasoning`` wrote next to that of the demo."""
     folder = demo.with_name(f"{demo.name}-reasoning")
     if not (folder / "thinking_true.jsonl").is_file():
         pytest.skip(f"{folder} has no trained demo that reasons: make demo-reasoning")

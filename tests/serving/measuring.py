@@ -46,7 +46,7 @@ def require_same(judged: Rows, served: Rows) -> None:
 
 
 def _explain(here: dict[str, Any], served: dict[str, Any]) -> str | None:
-    """Return why a case may be judged in another way when served; None if there is no known reason."""
+    """Return why a case may be judged differently when served; None if there is no known reason."""
     if here["malformed"] and not served["calls"]:
-        return "vLLM sends text that is no call as content, which is not called malformed"
+        return "vLLM sends text that is not a call as content, which is not called malformed"
     return None

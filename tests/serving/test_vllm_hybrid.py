@@ -30,7 +30,7 @@ NUM_TOKENS = 12
 
 @pytest.fixture(scope="module", params=HYBRIDS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> Path:
-    """Directory of a run of three steps on a hybrid model, ``base`` beside it."""
+    """Directory of a run of three steps on a hybrid model, with ``base`` next to it."""
     folder = tmp_path_factory.mktemp(request.param)
     save_hybrid(request.param, folder / "base", with_tokenizer=True, **HYBRIDS[request.param])
     words = ["tiny_lora", f"model.path={folder / 'base'}", f"output_dir={folder / 'run'}", "adapter.modules=all-linear"]

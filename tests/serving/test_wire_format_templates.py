@@ -13,7 +13,7 @@ from tests.serving.wire_formats import ANSWERS, TOOL_OBJECTS, WIRE_FORMATS, read
 
 # vLLM reads gpt_oss from the ids of a vocabulary that its parser downloads.
 NOT_SERVED = {"gpt_oss"}
-# Their templates spell some values in another way than ``render`` does; both are read as the same calls.
+# Their templates spell some values differently from ``render``; both are read as the same calls.
 SPELLED_OTHERWISE = {"qwen3_coder", "lfm", "muse", "pythonic", "llama3_json"}
 
 

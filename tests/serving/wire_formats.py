@@ -1,4 +1,4 @@
-"""Tiny models that write one call format each: six conversations learnt by heart, as ``fctune train`` exports them.
+"""Tiny models that write one call format each: six memorised conversations, as ``fctune train`` exports them.
 
 The templates of formats that a public template writes are that template; the others have a plain frame with the
 format's calls in it.

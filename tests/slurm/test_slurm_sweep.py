@@ -73,7 +73,7 @@ def test_an_array_of_six_runs_survives_the_sweeps_own_death(cluster: Cluster, cl
     assert {line.split()[0] for line in queue} <= {f"array-0_{number}" for number in range(6)}
     assert sum(line.endswith("RUNNING") for line in queue) <= 2
     cluster.ssh("pkill --signal KILL --full 'fctune.cli [s]weep'")
-    assert cluster.ssh("squeue --noheader"), "jobs go on"
+    assert cluster.ssh("squeue --noheader"), "jobs continue"
 
     shown = cluster.ssh(f"{command} 2>&1", timeout_s=500)
     rows = read_rows(study)

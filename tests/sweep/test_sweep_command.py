@@ -183,7 +183,7 @@ def test_a_sweep_ended_at_any_time_is_resumed_by_the_same_command(
     for run in (study / "runs").iterdir():
         steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert steps == list(range(1, 21)), (
-            f"{run.name}: a run goes on where it was stopped, and two never write at once"
+            f"{run.name}: a run resumes where it was stopped, and two never write at once"
         )
     attempts = [len(read_attempts(study, f"{n:03d}")) for n in range(6)]
     assert max(attempts) <= 2

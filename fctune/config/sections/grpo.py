@@ -29,10 +29,10 @@ class GRPOConfig:
     """
 
     cases: str
-    """JSONL file of cases (`fctune data cases`), suite in YAML, `synthetic:SPLIT:ROWS[:SEED]`, or dialogues of several
-    turns (see `dialogue`)."""
+    """JSONL file of cases (`fctune data cases`), suite in YAML, `synthetic:SPLIT:ROWS[:SEED]`, or multi-turn dialogues
+    (see `dialogue`)."""
     force_benchmark: bool = False
-    """Learn from cases of a benchmark, which can then no longer measure the model."""
+    """Allow cases of a benchmark, which can then no longer measure the model."""
     category_shares: Annotated[dict[str, float] | None, Null("as among the cases")] = None
     """Share of categories among the cases of a batch, such as `{no_call: 0.3}`; the other categories share the rest. A
     dropped group is replaced by a case of the same category. Cases from `fctune data cases` have the categories `call`
@@ -42,10 +42,10 @@ class GRPOConfig:
     group_size: Annotated[int, Range(ge=2)] = 8
     """Answers to each case; an advantage compares an answer with the others of its group."""
     max_new_tokens: Annotated[int, AT_LEAST_1] = 256
-    """Longest answer in tokens; prompt and answer together must fit in `data.seq_len`."""
+    """Maximum length of an answer in tokens; prompt and answer together must fit in `data.seq_len`."""
     temperature: Annotated[float, Range(gt=0)] = 1.0
-    """Temperature of the answers. At any value but 1, answers come from a slightly different distribution than the one
-    that is trained, because log-probabilities are taken before the temperature is applied."""
+    """Temperature of the answers. At any value other than 1, answers come from a slightly different distribution from
+    the one that is trained, because log-probabilities are taken before the temperature is applied."""
     # Not a default mapping, which given parts would be added to.
     reward: Annotated[dict[str, float] | None, Null("`strict: 1`; in dialogues see docs/environments.md")] = None
     """Weight of each part of the reward: `strict`, `lenient`, `names`, `arguments`, `schema`, `format`, `brevity`, and
@@ -58,7 +58,7 @@ class GRPOConfig:
     """Clipped loss: `grpo`, a mean over tokens, then over answers (arXiv:2402.03300); `dapo`, one mean over all tokens
     and a higher upper clip (arXiv:2503.14476); `gspo`, one ratio for each answer (arXiv:2507.18071); `dr_grpo`, a sum
     over tokens divided by a constant, `max_new_tokens` for each answer of the batch, masked ones included, so that
-    length has no weight (arXiv:2503.20783)."""
+    length has no influence (arXiv:2503.20783)."""
     clip_low: Annotated[float | None, Range(gt=0, lt=1), Null("0.2; 3e-4 for `gspo`")] = None
     """The ratio is clipped at 1 minus this."""
     clip_high: Annotated[float | None, Range(gt=0), Null("0.2; 0.28 for `dapo`, 4e-4 for `gspo`")] = None
@@ -70,11 +70,12 @@ class GRPOConfig:
     """Optimizer steps on each batch of rollouts."""
     ratio_cap: Annotated[float, Range(gt=1)] = 2.0
     """Largest weight that corrects a token for the difference between the policy that generated it and the one in
-    training (truncated importance sampling), with one update a batch. Several updates clip the ratio itself."""
+    training (truncated importance sampling), with one update per batch. With several updates, the ratio itself is
+    clipped."""
     drop_flat_groups: bool = True
-    """Drop groups whose answers have equal rewards, which teach nothing, and ask further cases in their place."""
+    """Drop groups whose answers all have the same reward, which teach nothing, and use further cases instead."""
     max_refills: Annotated[int, AT_LEAST_0] = 2
-    """Rounds of further cases per batch; after the last one, the batch is trained as it is."""
+    """Rounds of replacement cases per batch; after the last one, the batch is trained as it is."""
     max_flat_batches: Annotated[int, AT_LEAST_1] = 10
     """End the run after this many batches in a row without any group to learn from."""
     mask_cut: bool = True
@@ -82,12 +83,12 @@ class GRPOConfig:
     engine: Literal["in_process", "server"] = "in_process"
     """Engine that generates: the model in training, gathered on each rank, or a server."""
     generation_batch_size: Annotated[int, AT_LEAST_1] = 64
-    """Answers that a rank generates at a time, in process."""
+    """Answers that a rank generates at once, in process."""
     server: Annotated[ServerConfig | None, Null("none")] = None
     """The server, with `engine: server`."""
     dialogue: DialogueConfig = field(default_factory=DialogueConfig)
     """Limits of dialogues, which `cases` names as `environment:NAMES:TASKS`, such as `environment:files,shop:1000`, or
-    as `recorded:ROWS`, a file of rows with calls and their results (docs/environments.md). Their rewards have other
+    as `recorded:ROWS`, a file of rows with calls and their results (docs/environments.md). Their rewards have different
     parts: `solved`, `progress`, and in environments `economy` and `validity`."""
     max_staleness: Annotated[int, AT_LEAST_0] = 1
     """Batches that a server generates ahead of the one in training; 0: none. In process it is always 0."""
