@@ -91,7 +91,7 @@ def test_all_problems_come_in_one_report(tmp_path: Path) -> None:
         ({"adapter": {"dropout": 1.0}}, "adapter.dropout=1.0"),
         ({"adapter": {"scaling": "rslaura"}}, "did you mean rslora?"),
         ({"model": {"path": "no/such/dir"}}, "model.path=no/such/dir: no such directory"),
-        ({"model": {"path": "configs"}}, "holds no config.json"),
+        ({"model": {"path": "configs"}}, "contains no config.json"),
         ({"model": {}}, "model.path: missing"),
         ({"data": {"sources": []}}, "data.sources=[]: empty"),
         ({"data": {"sources": [{"path": "no/rows.jsonl"}]}}, "no/rows.jsonl: no such file"),

@@ -59,7 +59,7 @@ def test_other_expressions_are_split_into_lines_and_other_tokenizers_are_refused
     source = json.loads((tiny_base / "tokenizer.json").read_text())
     for change in ({"normalizer": {"type": "NFC"}}, {"pre_tokenizer": None}):
         (tmp_path / "tokenizer.json").write_text(json.dumps(source | change))
-        with pytest.raises(ConfigError, match="no byte-level BPE"):
+        with pytest.raises(ConfigError, match="not a byte-level BPE"):
             find_pre_tokenizer(tmp_path)
 
 

@@ -88,7 +88,7 @@ def test_metrics_account_for_time_and_tokens(tmp_path: Path) -> None:
             "parallel.replicate=3: does not divide the 2 ranks of this run; use 1 or 2.",
         ),
         ("lora", ["parallel.mode=hsdp"], "parallel.replicate: not set"),
-        ("lora", ["parallel.mode=ddp", "parallel.replicate=2"], "only hsdp counts replicas"),
+        ("lora", ["parallel.mode=ddp", "parallel.replicate=2"], "only hsdp uses replicas"),
         ("full", ["parallel.mode=fsdp", "parallel.cpu_offload=true"], "this run is on CPU"),
         ("full", ["parallel.mode=ddp", "parallel.cpu_offload=true"], "ddp has none"),
         ("lora", ["activation_checkpointing={fraction: 1.0, offload: true}"], "this run is on CPU"),
