@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ _MAY_CHANGE = (
     *("validation", "eval", "activation_checkpointing", "compile", "on_nonfinite", "max_nonfinite", "step_timeout_s"),
     *("telemetry", "profile", "price_per_gpu_hour", "currency", "success"),
     *("data", "model"),  # compared by fingerprint instead
+    # Where answers come from, whose versions are recorded with them; cases are compared by digest.
+    *("grpo.cases", "grpo.engine", "grpo.server", "grpo.generation_batch_size", "grpo.max_staleness"),
+    *("grpo.max_flat_batches",),
 )
 
 
@@ -98,11 +102,7 @@ def check_same_run(resume: Resume, facts: RunFacts) -> None:
         CheckpointError: Base, adapter, optimizer, schedule, batch size or seed differ; each difference is listed.
     """
     saved, current = resume.state["config"], json.loads(json.dumps(facts.config))
-    changes = [
-        f"{key}: was {_show(saved.get(key))}, is {_show(value)}"
-        for key, value in current.items()
-        if key not in _MAY_CHANGE and saved.get(key) != value
-    ]
+    changes = list(_iter_changes(saved, current))
     if resume.state["base_fingerprint"] != facts.base_digest:
         changes.append(f"model: weights were {resume.state['base_fingerprint']}, are {facts.base_digest}")
     if (trained := resume.state["trained_tokens"]) != list(facts.token_ids):
@@ -125,6 +125,19 @@ def _verify_and_read(checkpoint: Checkpoint, world: World) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.path / STATE_FILE}: damaged: {error}.") from None
     return state
+
+
+def _iter_changes(saved: dict[str, Any], current: dict[str, Any], section: str = "") -> Iterator[str]:
+    """Yield a line for each key that differs and must not, sections key by key."""
+    names = {**saved, **current} if section else current  # a whole section that is gone is of another version
+    for name in names:
+        key, before, value = f"{section}{name}", saved.get(name), current.get(name)
+        if key in _MAY_CHANGE or before == value:
+            continue
+        if isinstance(before, dict) and isinstance(value, dict):
+            yield from _iter_changes(before, value, f"{key}.")
+        else:
+            yield f"{key}: was {_show(before)}, is {_show(value)}"
 
 
 def _show(value: Any) -> str:
