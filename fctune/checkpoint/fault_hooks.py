@@ -6,7 +6,22 @@ from collections.abc import Callable
 from typing import Literal
 
 Phase = Literal[
-    "step", "update", "stage", "write", "publish", "mark", "prune", "sweep", "read", "policy", "sample", "judged"
+    "step",
+    "update",
+    "stage",
+    "write",
+    "publish",
+    "mark",
+    "prune",
+    "sweep",
+    "read",
+    # Of reinforcement:
+    "policy",  # the engine gets the policy
+    "load",  # a server loads its adapter
+    "sample",
+    "judge",
+    "judged",
+    "log",
 ]
 
 _listeners: list[Callable[[Phase, str], None]] = []

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fctune.calls.formats.base import CallFormat
+from fctune.checkpoint.fault_hooks import fire
 from fctune.errors import ConfigError, DataError
 from fctune.evaluation.cases import make_cases
 from fctune.evaluation.judging import judge_answer
@@ -92,6 +93,7 @@ class CaseTasks:
             yield self._judge(requests[generation.index], generation)
 
     def _judge(self, request: Request, generation: Generation) -> Rollout:
+        fire("judge", request.case_id)
         started = time.perf_counter()
         case, prompt = self._cases[request.case_id], self._prompts[request.case_id]
         if generation.error is None:

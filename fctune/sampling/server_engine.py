@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fctune.checkpoint.fault_hooks import fire
 from fctune.config.server_address import parse_base_url
 from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError
@@ -71,7 +72,8 @@ class ServerRolloutEngine:
         template: Chat template and tokenizer of the policy.
         temperature: Sampling temperature; nothing else changes the tokens' probabilities.
         served_model: Name of the base on the server; None takes the only one.
-        run_id: Part of the names of this run's adapters; those left by an earlier process of the run are unloaded.
+        run_id: Part of the names of this run's adapters; those left by a killed process of the run are unloaded and
+            deleted.
         api_key: Sent as a bearer token and never written anywhere.
         concurrency: Requests in flight.
         min_positions: Smallest context of the server, in tokens.
@@ -120,6 +122,8 @@ class ServerRolloutEngine:
         for name in self._list_models():
             if name.startswith(self._prefix):
                 self._unload(name)
+        for left in self._publish_dir.glob(f"*{self._prefix}*"):
+            shutil.rmtree(left, ignore_errors=True)
 
     @property
     def version(self) -> int:
@@ -168,8 +172,13 @@ class ServerRolloutEngine:
         """
         path = self._copy(policy, version)
         published = _Published(path.name, version, path)
-        while (error := self._load(published)) is not None:
-            self._recover(error, self._num_recoveries)
+        fire("load", path.name)
+        try:
+            while (error := self._load(published)) is not None:
+                self._recover(error, self._num_recoveries)
+        except ConfigError:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
         with self._lock:
             previous, self._current = self._current, published
             if previous.path is not None:

@@ -275,6 +275,7 @@ class RolloutSource:
 
     def _write_log(self, batch: RolloutBatch, step: int) -> None:
         """Append every answer of the batch to the log, without prompt ids, which follow from the case."""
+        fire("log", str(step))
         advantages = {(one.rollout.case_id, one.rollout.sample): one.advantage for one in self._trained}
         with open(self._log, "a", encoding="utf-8") as log:
             for one in batch.rollouts:

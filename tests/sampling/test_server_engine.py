@@ -294,8 +294,11 @@ def test_adapters_of_an_earlier_process_of_the_run_are_unloaded(
     killed.publish(make_adapter(1), 1)
     other.publish(make_adapter(2), 1)
     assert len(server.adapters) == 2
+    assert len(list(killed._publish_dir.iterdir())) == 2
+    (killed._publish_dir / f".{killed._prefix}v2-1a2b3c.partial").mkdir()  # it was killed while it wrote
     connect(server, run_id="runs/a")
     assert list(server.adapters) == [other._current.name]
+    assert [path.name for path in other._publish_dir.iterdir()] == [other._current.name]
 
 
 @pytest.mark.parametrize(
@@ -321,6 +324,7 @@ def test_a_refused_adapter_is_one_sentence_with_the_remedy(
     assert reason in str(raised.value)
     assert "\n" not in str(raised.value)
     assert engine.version == 0
+    assert not list(engine._publish_dir.iterdir())
 
 
 def test_a_wrong_server_is_refused_at_the_start(
