@@ -63,6 +63,20 @@ class Plan:
         return self.request.nodes * self.request.gpus_per_node
 
     @property
+    def num_gpus(self) -> int:
+        """GPUs that are paid for: those that train, and those of the server in reinforcement."""
+        grpo, rollouts = self.config.grpo, self.rollouts
+        is_apart = grpo is not None and rollouts is not None and grpo.engine == "server"
+        return self.world_size + (rollouts.num_gpus if is_apart and rollouts is not None else 0)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per optimizer step; in reinforcement with the generation of its answers, if none is dropped."""
+        if self.rollouts is None or self.config.grpo is None:
+            return self.time.total_s
+        return self.rollouts.batch_s / self.config.grpo.updates_per_batch
+
+    @property
     def num_packs(self) -> int:
         """Packs of a step, over all GPUs."""
         batch = self.config.global_batch_size
@@ -94,9 +108,7 @@ class Plan:
         if self.num_steps is None:
             return []
         packs = None if self.rows is None else self.rows.packs
-        return find_length_warnings(
-            self.config, RunLength(self.num_steps, packs, self.time.total_s, self.storage.save_s)
-        )
+        return find_length_warnings(self.config, RunLength(self.num_steps, packs, self.step_s, self.storage.save_s))
 
     @property
     def warmup_steps(self) -> int | None:
@@ -110,16 +122,18 @@ class Plan:
         every = parse_interval(self.config.checkpoint.every)
         if self.num_steps is None and every.share is not None:
             return None
-        return every.in_steps(self.num_steps or 0, self.time.total_s)
+        return every.in_steps(self.num_steps or 0, self.step_s)
 
     @property
     def hours(self) -> float | None:
         """Hours of training with the expected saves and failures, without start-up, compilation and evaluation."""
-        return self.storage.hours(self.num_steps, self.time.total_s)
+        return self.storage.hours(self.num_steps, self.step_s)
 
     @property
     def hours_range(self) -> tuple[float, float] | None:
-        """``hours`` at both ends of the efficiency range; None with a requested efficiency or unknown steps."""
+        """``hours`` at both ends of the efficiency range; None if it is given, steps are unknown, or with rollouts."""
+        if self.rollouts is not None:
+            return None
         low, high = (self.storage.hours(self.num_steps, step_s) for step_s in (self.quickest_s, self.slowest_s))
         return None if low is None or high is None or low == high else (low, high)
 
@@ -133,7 +147,7 @@ class Plan:
             request.prices if self.config.currency == CURRENCY else Prices(),
             request.price,
             hours,
-            self.world_size,
+            self.num_gpus,
             request.shared_gib,
             request.network_gib * request.nodes,
             self.egress_gib,
@@ -148,7 +162,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain values in the layout of ``VERSION``: bytes and seconds, None if unknown."""
         request, hours = self.request, self.hours
-        gpu_hours = None if hours is None else hours * self.world_size
+        gpu_hours = None if hours is None else hours * self.num_gpus
         rule = asdict(self.rule_of_thumb)
         return {
             "version": VERSION,
@@ -234,9 +248,10 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
     memory = MemoryModel(model, config, request.gpu.memory_bytes, supervised_share)
     search = VariantSearch(config, request, model, memory, rows)
     setting, reason = search.configured()
+    peak = memory.peak(setting)
     num_trained = sum(t.numel for t in memory.all.tensors if t.is_trained)
     num_parameters = sum(t.numel for t in memory.all.tensors)
-    num_steps = count_steps(config, rows)
+    num_steps = config.max_steps if config.grpo is not None else count_steps(config, rows)
     most = math.ceil(config.global_batch_size / world_size)
     total_tokens = None if rows is None or num_steps is None else rows.tokens * num_steps / search.steps_per_epoch
     is_recomputed = setting.fraction > 0
@@ -249,7 +264,7 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
         tokens_note=tokens.note,
         setting=setting,
         layout_reason=reason,
-        peak=memory.peak(setting),
+        peak=peak,
         largest_micro_batch=memory.largest_micro_batch(setting, most, config.global_batch_size),
         flops=search.flops(setting),
         compute_width=memory.precision.compute_dtype.itemsize,
@@ -283,6 +298,7 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
             if config.grpo is not None and config.grpo.engine == "server"
             else world_size,
             search.time(setting).total_s / config.global_batch_size,
+            peak.footprint.state + peak.footprint.buffers + peak.footprint.context,
         ),
         scaling=search.scale(num_steps) if request.is_searching else [],
     )

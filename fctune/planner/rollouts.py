@@ -26,6 +26,7 @@ class RolloutPlan:
         num_gpus: GPUs that generate, each with a share of the weights and of the cache.
         weights_bytes: Weights on each of them.
         cache_bytes: KV cache on each of them for all answers in progress, each as long as it may become.
+        training_bytes: Training state on each of them, which stays there while ranks generate in process.
         memory_bytes: Memory of one.
         num_answers: Answers of a batch in which no group is dropped.
         num_concurrent: Answers in progress.
@@ -38,6 +39,7 @@ class RolloutPlan:
     num_gpus: int
     weights_bytes: float
     cache_bytes: float
+    training_bytes: float
     memory_bytes: int
     num_answers: int
     num_concurrent: int
@@ -49,7 +51,12 @@ class RolloutPlan:
     @property
     def fits(self) -> bool:
         """True if weights and cache fit; otherwise fewer answers are in progress at a time."""
-        return self.weights_bytes + self.cache_bytes <= self.memory_bytes
+        return self.free_bytes >= 0
+
+    @property
+    def free_bytes(self) -> float:
+        """Memory of each that is left; negative if weights and cache do not fit."""
+        return self.memory_bytes - self.training_bytes - self.weights_bytes - self.cache_bytes
 
     @property
     def batch_s(self) -> float:
@@ -75,6 +82,7 @@ def plan_rollouts(
     gpu: Gpu,
     num_gpus: int,
     pack_s: float,
+    training_bytes: float = 0.0,
 ) -> RolloutPlan | None:
     """Plan the generation of a run; None for a run without ``grpo``.
 
@@ -85,6 +93,7 @@ def plan_rollouts(
         gpu: The GPUs.
         num_gpus: GPUs that generate: of the server, or of all ranks in process, which do not share the weights.
         pack_s: Seconds that training takes for one row of ``data.seq_len`` tokens.
+        training_bytes: Memory of training on a rank between two steps.
     """
     if (grpo := config.grpo) is None:
         return None
@@ -110,6 +119,7 @@ def plan_rollouts(
         num_gpus=num_gpus,
         weights_bytes=weights,
         cache_bytes=cache,
+        training_bytes=0.0 if is_server else training_bytes,
         memory_bytes=gpu.memory_bytes,
         num_answers=num_answers,
         num_concurrent=concurrent,

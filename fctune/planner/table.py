@@ -39,8 +39,6 @@ def print_plan(console: Console, plan: Plan) -> None:
     _print_variants(console, plan)
     console.print()
     _print_time(console, plan)
-    if plan.rollouts is not None:
-        _print_rollouts(console, plan.rollouts)
     _print_storage(console, plan)
     if plan.scaling:
         console.print()
@@ -124,7 +122,9 @@ def _print_time(console: Console, plan: Plan) -> None:
             f"  the rate of precision={plan.config.precision} is unknown for this GPU; bf16's was used",
             "yellow",
         )
-    if plan.rows is None:
+    if plan.rollouts is not None:
+        _print_rollouts(console, plan.rollouts)
+    elif plan.rows is None:
         steps = "steps and hours are unknown" if plan.num_steps is None else "max_steps of full packs are assumed"
         _say(
             console,
@@ -159,15 +159,20 @@ def _print_time(console: Console, plan: Plan) -> None:
 
 
 def _print_rollouts(console: Console, rollouts: RolloutPlan) -> None:
-    free = rollouts.memory_bytes - rollouts.weights_bytes - rollouts.cache_bytes
+    training = rollouts.training_bytes
+    beside = f", beside {_gib(training)} GiB of training" if training else ""
     _say(
         console,
         f"generation on {rollouts.num_gpus} GPUs: {_gib(rollouts.weights_bytes)} GiB of weights each, "
-        f"{_gib(rollouts.cache_bytes)} GiB of KV cache for {rollouts.num_concurrent:,} answers in progress; at most "
-        f"{rollouts.tokens_per_s:,.0f} tokens/s, as the memory's bandwidth and the peak rate allow",
+        f"{_gib(rollouts.cache_bytes)} GiB of KV cache for {rollouts.num_concurrent:,} answers in progress{beside}; at "
+        f"most {rollouts.tokens_per_s:,.0f} tokens/s, as the memory's bandwidth and the peak rate allow",
     )
     if not rollouts.fits:
-        _say(console, f"  {_gib(-free)} GiB over the GPU's memory: fewer answers are in progress at a time", "yellow")
+        _say(
+            console,
+            f"  {_gib(-rollouts.free_bytes)} GiB over the GPU's memory: fewer answers are in progress at a time",
+            "yellow",
+        )
     joined = "while the last batch is trained" if rollouts.is_overlapped else "then trained"
     _say(
         console,
@@ -195,7 +200,7 @@ def _describe_parts(plan: Plan, cost: Cost) -> str:
 
 
 def _describe_schedule(plan: Plan, num_steps: int) -> str:
-    config, step_s = plan.config, plan.time.total_s
+    config, step_s = plan.config, plan.step_s
     validations = parse_interval(config.validation.every).in_steps(num_steps, step_s)
     evaluations = parse_interval(config.eval.every).in_steps(num_steps, step_s)
     saves = (num_steps - 1) // plan.save_steps if plan.save_steps else 0
@@ -210,7 +215,7 @@ def _describe_schedule(plan: Plan, num_steps: int) -> str:
 
 def _describe_cost(plan: Plan, hours: float) -> str:
     ends = plan.hours_range
-    gpu_hours, price = hours * plan.world_size, plan.request.price
+    gpu_hours, price = hours * plan.num_gpus, plan.request.price
     line = f"{plan.num_steps:,} steps: {_hours(hours)}"
     if ends is not None:
         low, high = EFFICIENCY_RANGE
@@ -232,7 +237,7 @@ def _print_storage(console: Console, plan: Plan) -> None:
     )
     interval_s = storage.best_interval_s
     if interval_s < float("inf"):
-        steps = max(1, round(interval_s / plan.time.total_s))
+        steps = max(1, round(interval_s / plan.step_s))
         source = (
             " (the rate of Llama 3's training)" if plan.request.failures_per_gpu_day == FAILURES_PER_GPU_DAY else ""
         )

@@ -73,16 +73,33 @@ def test_a_servers_gpus_share_weights_and_ranks_do_not() -> None:
     )
 
 
+def test_training_stays_in_the_memory_of_ranks_that_generate() -> None:
+    architecture, training = find_architecture(LLAMA)[0], 60 * 1024**3
+    apart, own = (
+        plan_rollouts(make_config(**grpo), architecture, PARAMETERS, H100, 1, 0.1, training) for grpo in (serve(), {})
+    )
+    assert apart is not None
+    assert own is not None
+    assert apart.fits
+    assert apart.free_bytes == H100.memory_bytes - apart.weights_bytes - apart.cache_bytes
+    assert own.free_bytes == apart.free_bytes - training
+    assert not own.fits
+
+
 def test_the_plan_of_a_run_has_both_sides(make_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     from fctune.planner.table import print_plan
     from fctune.terminal import Terminal
 
-    config = make_config(str(make_model("llama")), **serve())
-    found = make_plan(config, PlanRequest(H100, gpus_per_node=8, server_gpus=2))
+    config = make_config(str(make_model("llama")), updates_per_batch=2, **serve())
+    config.max_steps = 100
+    found = make_plan(config, PlanRequest(H100, gpus_per_node=8, server_gpus=2, price=2.0, rows=10, mean_tokens=10))
     assert found.rollouts is not None
     assert found.rollouts.num_gpus == 2
     assert found.to_json()["rollouts"]["batch_s"] == found.rollouts.batch_s
     print_plan(Terminal(), found)
     said = capsys.readouterr().out
+    assert found.hours == pytest.approx(50 * found.rollouts.batch_s / 3600), "50 batches, whatever rows there are"
+    assert found.to_json()["gpu_hours"] == pytest.approx(10 * found.hours), "the server's GPUs are paid for, too"
+    assert "not prepared" not in said
     assert "generation on 2 GPUs" in said
     assert "a batch of 128 answers: at least" in said
