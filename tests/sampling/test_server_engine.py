@@ -140,7 +140,7 @@ def test_requests_in_flight_finish_with_their_version_while_another_is_published
     server = serve()
     engine = connect(server)
     engine.publish(make_adapter(1), 1)
-    server.delay_s = 0.4
+    server.is_answering.clear()
     answers: list[Generation] = []
     thread = threading.Thread(target=lambda: answers.extend(ask(engine, 2)))
     thread.start()
@@ -148,10 +148,10 @@ def test_requests_in_flight_finish_with_their_version_while_another_is_published
         time.sleep(0.01)
     engine.publish(make_adapter(2), 2)
     assert len(server.adapters) == 2, "the old version stays until its requests are done"
+    server.is_answering.set()
     thread.join()
     assert {answer.version for answer in answers} == {1}
     assert not any(answer.error for answer in answers)
-    server.delay_s = 0.0
     assert {answer.version for answer in ask(engine)} == {2}
     assert len(server.adapters) == 1
     assert len(list(engine._publish_dir.iterdir())) == 1, "files of unloaded versions are deleted"

@@ -25,7 +25,7 @@ class VllmStandIn:
 
     def __init__(self, model_dir: Path, **options: Any):
         self.model_dir = model_dir
-        self.port = find_port()
+        self.port = options.pop("port", None) or find_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.takes_adapters = options.pop("takes_adapters", True)
         self.updates_at_run_time = options.pop("updates_at_run_time", True)
@@ -39,6 +39,8 @@ class VllmStandIn:
         self.adapters: dict[str, tuple[str, Any]] = {}
         self.requests: list[tuple[str, Any]] = []
         self.delay_s = 0.0
+        self.is_answering = threading.Event()  # cleared, requests wait
+        self.is_answering.set()
         self.num_failing = 0
         self.fails_with: tuple[int, str] | None = None
         self.lock = threading.Lock()
@@ -116,6 +118,7 @@ class VllmStandIn:
             said = f"This model's maximum context length is {self.max_model_len} tokens."
             return 400, {"error": {"message": said}}
         time.sleep(self.delay_s)
+        self.is_answering.wait()
         ids, logprobs, reason = self._sample(model, body)
         choice = {"index": 0, "text": self.tokenizer.decode(ids), "finish_reason": reason}
         choice |= {"token_ids": ids, "prompt_token_ids": prompt, "logprobs": {"token_logprobs": logprobs}}
