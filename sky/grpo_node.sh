@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run one node's part of a reinforcement run: the last node serves the policy, the others train; a single node does both.
 #
-#   CONFIG=configs/tiny_grpo.yaml MODEL=/mnt/shared/model CASES=/mnt/shared/cases.jsonl sky/grpo_node.sh
+#   CONFIG=configs/llama3_1_8b_grpo.yaml MODEL=/mnt/shared/model CASES=/mnt/shared/cases.jsonl sky/grpo_node.sh
 #
 # sky/grpo.yaml lists the variables. Exit codes are those of sky/run_node.sh; a server that ends by itself is 1.
 set -uo pipefail

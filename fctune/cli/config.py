@@ -113,6 +113,7 @@ def _print_schema(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     config = load_run_config(arguments.config, arguments.overrides)
     trains = "all weights" if config.adapter is None else "adapters"
-    trains += "" if config.preference is None else " on preference pairs"
-    print(f"{arguments.config}: valid (trains {trains} of {config.model.path})")
+    of = "" if config.preference is None else ", on preference pairs"
+    of += "" if config.grpo is None else ", on verdicts on its own answers"
+    print(f"{arguments.config}: valid (trains {trains} of {config.model.path}{of})")
     return 0

@@ -73,6 +73,9 @@ CASES |= {
     "gpt_oss_20b_lora": Case(public("openai/gpt-oss-20b"), 20_914_757_184, 15_925_248, *ALONE),
     "gemma3_270m_full": Case(public("google/gemma-3-270m-it"), 268_098_176, 268_098_176, *ALONE),
     "gemma3_270m_lora": Case(public("google/gemma-3-270m-it"), 268_098_176, 15_187_968, *ALONE),
+    "gemma3_270m_dpo": Case(public("google/gemma-3-270m-it"), 268_098_176, 7_593_984, *ALONE),
+    "gemma3_270m_grpo": Case(public("google/gemma-3-270m-it"), 268_098_176, 7_593_984, *ALONE),
+    "llama3_1_8b_grpo": Case(LLAMA_8B, 8_030_261_248, 83_886_080, 1, 8, ("ddp", 8, 1)),
     "gemma4_e4b_lora": Case(public("google/gemma-4-E4B-it"), 7_463_013_376, 77_332_480, *ALONE),
     "ministral3_8b_lora": Case(
         public("mistralai/Ministral-3-8B-Instruct-2512-BF16"), 8_489_553_920, 89_128_960, *ALONE

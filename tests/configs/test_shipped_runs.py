@@ -13,6 +13,8 @@ from tests.conftest import ROOT
 
 # A second copy of the model, for answering, does not fit next to the training state.
 TOO_LARGE = {"llama3_3_70b_lora", "qwen2_5_72b_full", "qwen3_32b_lora", "qwen3_30b_a3b_lora", "gpt_oss_20b_lora"}
+VERDICTS = [name for name in CASES if name.endswith(("_dpo", "_grpo"))]
+SUPERVISED = [name for name in CASES if name not in VERDICTS]
 PACKS = 100_000 * 700 // 4096  # of the rows that README's tables assume
 
 
@@ -21,7 +23,7 @@ def test_every_config_of_a_real_model_is_covered() -> None:
     assert {path.stem for path in list_shipped_configs()} - demos <= CASES.keys()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SUPERVISED)
 def test_a_config_logs_evaluates_and_judges_its_run(name: str) -> None:
     config = load_config(ROOT / "configs" / f"{name}.yaml")
     telemetry, success = config.telemetry, config.success
@@ -45,7 +47,23 @@ def test_a_config_logs_evaluates_and_judges_its_run(name: str) -> None:
     assert success.loss_decreases
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", VERDICTS)
+def test_a_config_that_learns_from_verdicts_logs_and_judges_its_run(name: str) -> None:
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    assert (config.preference is None) == name.endswith("_grpo") != (config.grpo is None)
+    assert config.log_every_n_steps == 1, "rewards and pass rates are measured in every step"
+    assert config.telemetry is not None
+    assert config.telemetry.prometheus.port == 9464
+    assert config.success is not None
+    assert config.success.trainable_parameters == CASES[name].num_trained
+    assert config.success.min_accuracy == 0.85
+    assert not config.success.loss_decreases, "each step has other answers"
+    exported_gb = 2 * CASES[name].num_parameters / 1e9
+    assert config.success.max_model_gb is not None
+    assert exported_gb < config.success.max_model_gb < 1.25 * exported_gb
+
+
+@pytest.mark.parametrize("name", SUPERVISED)
 @pytest.mark.parametrize("step_s", [10.0, 60.0])
 def test_a_config_suits_the_length_of_its_run(name: str, step_s: float) -> None:
     config = load_config(ROOT / "configs" / f"{name}.yaml")
