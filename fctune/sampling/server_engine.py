@@ -30,6 +30,7 @@ from fctune.sampling.rollouts import Generation
 
 _PROBE = 'Where is "Köln", 12.50 °C?\n\t{"city": [1, true]} <|x|> 北京 🎉'
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_UNAVAILABLE = (502, 503, 504)
 # Times that one request may fail, each after all of its attempts, on a server that is up.
 _MAX_FAILURES = 3
 _REMEDY = (
@@ -78,6 +79,7 @@ class ServerRolloutEngine:
         concurrency: Requests in flight.
         min_positions: Smallest context of the server, in tokens.
         patience: How long to wait for a lost server.
+        is_resumed: Wait for the server if it is not there yet, since the run has found it before.
         say: Called with a line when the server is lost or back.
 
     Raises:
@@ -98,6 +100,7 @@ class ServerRolloutEngine:
         concurrency: int = 64,
         min_positions: int = 0,
         patience: ServerPatience | None = None,
+        is_resumed: bool = False,
         say: Callable[[str], None] = lambda line: None,
     ):
         self.url = parse_base_url(url, "grpo.server.url").removesuffix("/v1")
@@ -115,9 +118,12 @@ class ServerRolloutEngine:
         self._recovery = threading.Lock()  # one thread looks for a lost server
         self._num_recoveries = 0
         self._closed = threading.Event()
+        self._current = _Published("", 0)
+        self._retired: list[_Published] = []
+        if is_resumed:
+            self._wait_for_server()
         self._base = self._find_base(served_model, min_positions)
         self._current = _Published(self._base, 0)
-        self._retired: list[_Published] = []
         self._check_tokenizer()
         for name in self._list_models():
             if name.startswith(self._prefix):
@@ -293,7 +299,7 @@ class ServerRolloutEngine:
             # The body is plain text, not JSON.
             self._once.post_text("/v1/load_lora_adapter", body)
         except RequestError as error:
-            if error.status is None or error.status in (502, 503, 504):
+            if error.status is None or error.status in _UNAVAILABLE:
                 return str(error)
             if "already been loaded" in str(error):
                 return None
@@ -321,6 +327,13 @@ class ServerRolloutEngine:
     def _unload(self, name: str) -> None:
         with suppress(RequestError):  # a server that has died has unloaded it as well
             self._once.post_text("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def _wait_for_server(self) -> None:
+        try:
+            self._once.get("/v1/models")
+        except RequestError as error:
+            if error.status is None or error.status in _UNAVAILABLE:
+                self._recover(str(error), self._num_recoveries)
 
     def _recover(self, reason: str, num_recoveries: int) -> None:
         """Wait until the server is healthy and has the current version again.

@@ -75,6 +75,7 @@ def open_server_engine(
     *,
     temperature: float = 1.0,
     min_positions: int = 0,
+    is_resumed: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> ServerRolloutEngine:
     """Connect to the server that a config names.
@@ -85,6 +86,7 @@ def open_server_engine(
         output_dir: Directory of the run, which names its adapters on the server.
         temperature: Temperature of the answers.
         min_positions: Smallest context of the server, in tokens.
+        is_resumed: Wait for the server if it is not there yet.
         say: Called with a line when the server is lost or back.
 
     Raises:
@@ -102,5 +104,6 @@ def open_server_engine(
         concurrency=config.concurrency,
         min_positions=min_positions,
         patience=ServerPatience(max_wait_s=config.max_wait_s),
+        is_resumed=is_resumed,
         say=say,
     )

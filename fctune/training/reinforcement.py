@@ -122,11 +122,12 @@ class PolicyTuning(AdapterTuning):
                 *(server, self._template, directory),
                 temperature=self.grpo.temperature,
                 min_positions=self.config.data.seq_len,
+                is_resumed=self.run.resume is not None,
                 say=logger.warning,
             )
             opened.append(engine)
 
-        distributed.run_on_rank_0(connect)
+        distributed.run_long_on_rank_0(connect)
 
         def publish(version: int) -> None:
             exported, base = directory / "policy", self.config.model.path

@@ -198,6 +198,20 @@ def test_a_server_that_dies_is_waited_for_and_gets_the_adapter_again(
     assert {answer.version for answer in ask(engine)} == {4}
 
 
+def test_a_resumed_run_waits_for_a_server_that_is_not_there_yet(
+    serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine]
+) -> None:
+    server, said = serve(), list[str]()
+    server.stop()
+    with pytest.raises(ConfigError, match="no server answers there"):
+        connect(server)
+    threading.Timer(0.3, server.start).start()
+    engine = connect(server, is_resumed=True, say=said.append)
+    assert not any(answer.error for answer in ask(engine))
+    assert "is unavailable (connection failed" in said[0]
+    assert "is back after" in said[1]
+
+
 def test_a_server_that_was_restarted_between_two_batches_gets_the_adapter_again(
     serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine], make_adapter: Callable[..., Path]
 ) -> None:
