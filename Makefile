@@ -13,6 +13,7 @@ SEED ?= 42
 CASES ?= 300
 DEMO ?= runs/demo
 N ?= 100
+METHOD ?= lora
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -130,9 +131,10 @@ test-monitoring: setup
 	@tests/slurm/packages.sh prometheus prometheus-alertmanager
 	$(BIN)/python -m pytest -m "slow or not slow" tests/telemetry/test_prometheus_server.py tests/infra
 
-# Kill runs at random N times, and compare each with an uninterrupted run: about 3 seconds per kill.
+# Kill runs at random N times, and compare each with an uninterrupted run: about 3 seconds per kill. METHOD=grpo kills
+# runs of reinforcement and their server, and proves from the records that each answer counted once.
 faults: setup
-	$(BIN)/python -m tests.faults.harness --num-kills $(N) --seed $(SEED)
+	$(BIN)/python -m tests.faults.harness --method $(METHOD) --num-kills $(N) --seed $(SEED)
 
 # Compare with torchtune and TRL on the CPU; the machine must be idle. About 25 minutes. ROWS=FILE adds real rows.
 bench: setup

@@ -7,6 +7,7 @@ for name in (
     *("torch", "torchtune.modules", "transformers", "peft"),
     *("fctune.training.entry", "fctune.acceptance.run"),
     *("recipes.lora_fc_distributed", "recipes.full_fc_distributed", "recipes.lora_dpo_distributed"),
+    "recipes.lora_grpo_distributed",
 ):
     import_module(name)
 

@@ -1,109 +1,35 @@
 """Interrupts runs at a chosen phase and restarts them until they complete.
 
-    python -m tests.faults.harness --num-kills 100 --seed 1      # also: make faults N=100 SEED=1
-
-Every group of ranks is forked from a server that has imported everything. A fault happens on one rank in one phase; the
-other ranks are killed when one dies, as torchrun does.
+python -m tests.faults.harness --num-kills 100 --seed 1      # also: make faults N=100 SEED=1
+python -m tests.faults.harness --method grpo --num-kills 20  # also: make faults METHOD=grpo N=20
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import errno
 import json
 import math
-import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
-import threading
-import time
 from collections import Counter
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from tests.ranks import be_rank, context, find_port
-
-Kind = Literal["kill", "raise", "hang", "enospc", "term", "term_soon", "term_twice"]
-
-LORA, FULL = "configs/tiny_lora.yaml", "configs/tiny_full.yaml"
+from tests.faults.groups import LORA, Fault, run_group
 
 # Phases in which ``soak`` kills a rank, about equally often.
 PHASES = ("step", "update", "stage", "write", "publish", "mark", "prune", "read")
 
 
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """Fault of a ``kind`` on ``rank``, when ``phase`` begins for the ``count``-th time in that process."""
-
-    kind: Kind
-    phase: str
-    rank: int
-    count: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """End of a group of ranks: exit codes by rank, whether the fault happened, and the output of all ranks."""
-
-    codes: tuple[int | None, ...]
-    fired: bool
-    output: str
-
-
-def run_group(
-    argv: list[str], world_size: int, fault: Fault | None = None, is_shifted: bool = False, grace_s: float = 0.3
-) -> Ended:
-    """Run a config's recipe on ranks of this machine until it completes or a rank dies.
-
-    The other ranks are killed ``grace_s`` after a rank dies; torchrun does not notice at once either.
-    """
-    port = find_port()
-    with tempfile.TemporaryDirectory() as folder:
-        processes: list[BaseProcess] = [
-            context.Process(target=_rank, args=(argv, rank, world_size, port, folder, fault, is_shifted))
-            for rank in range(world_size)
-        ]
-        for process in processes:
-            process.start()
-        started = time.monotonic()
-        while any(process.is_alive() for process in processes):
-            time.sleep(0.02)
-            died = [process for process in processes if not process.is_alive() and process.exitcode not in (0, 75)]
-            if died or time.monotonic() - started > 180:
-                for process in processes:
-                    process.join(grace_s)
-                    process.kill()
-        codes = []
-        for process in processes:
-            process.join()
-            codes.append(process.exitcode)
-        output = "".join(Path(folder, f"{rank}.out").read_text() for rank in range(world_size))
-        return Ended(tuple(codes), Path(folder, "fired").exists(), output)
-
-
-def _rank(
-    argv: list[str], rank: int, world_size: int, port: int, folder: str, fault: Fault | None, is_shifted: bool
-) -> None:
-    be_rank(rank, world_size, port)
-    output = os.open(f"{folder}/{rank}.out", os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    import torch
-
-    from fctune.checkpoint import fault_hooks
+def make_shifted_recipe() -> Any:
+    """Return a recipe with the data of the next step, as a cursor that is off by one after resuming would."""
     from fctune.data.loader import GlobalLoader, GlobalStep
-    from fctune.training.entry import run_recipe
-    from recipes.full_fc_distributed import FullFunctionCallingRecipe
     from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 
     class ShiftedLoader(GlobalLoader):
-        """Returns the data of the next step, as a cursor that is off by one after resuming would."""
-
         def step_at(self, step: int) -> GlobalStep:
             return dataclasses.replace(super().step_at(step + 1), step=step)
 
@@ -111,42 +37,7 @@ def _rank(
         def build_loader(self) -> GlobalLoader:
             return ShiftedLoader(self.prepared, "train", self.config.global_batch_size, self.config.seed)
 
-    recipe: Any = FullFunctionCallingRecipe if FULL in argv else LoRAFunctionCallingRecipe
-    recipe = ShiftedRecipe if is_shifted else recipe
-    torch.set_num_threads(1)
-    if fault is not None and fault.rank == rank:
-        seen = Counter[str]()
-
-        def listen(phase: str, name: str) -> None:
-            seen[phase] += 1
-            if phase == fault.phase and seen[phase] == fault.count:
-                Path(folder, "fired").touch()
-                _do(fault)
-
-        fault_hooks.listen(listen)
-    sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
-    code = run_recipe(recipe, argv)
-    sys.stdout.flush()
-    os._exit(code)
-
-
-def _do(fault: Fault) -> None:
-    if fault.kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault.kind == "raise":
-        raise RuntimeError("an injected fault")
-    if fault.kind == "hang":
-        time.sleep(1000)
-    if fault.kind == "enospc":
-        raise OSError(errno.ENOSPC, "No space left on device")
-    if fault.kind == "term_soon":
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        return
-    os.kill(os.getpid(), signal.SIGTERM)
-    if fault.kind == "term_twice":
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
+    return ShiftedRecipe
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -266,8 +157,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--num-kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--method", choices=("lora", "grpo"), default="lora", help="default: %(default)s")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.method == "grpo":
+            from tests.faults.policy_soak import soak_policies
+
+            return 1 if soak_policies(arguments.num_kills, arguments.seed, Path(folder)) else 0
         return 1 if soak(arguments.num_kills, arguments.seed, Path(folder)) else 0
 
 

@@ -12,15 +12,13 @@ import pytest
 import torch
 
 from fctune.checkpoint.store import CheckpointStore
+from tests.faults.groups import FULL, LORA, Fault, run_group
 from tests.faults.harness import (
-    FULL,
-    LORA,
-    Fault,
     arguments_for,
     differences,
     final_weights,
+    make_shifted_recipe,
     read_metrics,
-    run_group,
     soak,
 )
 
@@ -82,7 +80,7 @@ def test_random_kills_on_changing_numbers_of_ranks_lose_and_repeat_nothing(tmp_p
 def test_a_data_cursor_that_is_off_by_one_is_detected(
     start: Start, reference: Path, killed: Path, tmp_path: Path
 ) -> None:
-    assert start(is_shifted=True).codes == (0, 0)
+    assert start(make_recipe=make_shifted_recipe).codes == (0, 0)
     assert any("different samples" in found for found in differences(tmp_path / "run", reference, 1e-9))
 
 
@@ -211,7 +209,7 @@ def test_a_hanging_step_writes_the_stacks_of_every_thread(start: Start, referenc
     assert 1 in ended.codes
     stacks = "".join(file.read_text() for file in (tmp_path / "run" / "stacks").iterdir())
     assert "longer than 3 s" in stacks
-    assert "harness.py" in stacks
+    assert "groups.py" in stacks
     assert start().codes == (0, 0)
     assert_same_bits(tmp_path / "run", reference)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.faults.harness import arguments_for, differences, read_metrics, run_group
+from tests.faults.groups import run_group
+from tests.faults.harness import arguments_for, differences, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

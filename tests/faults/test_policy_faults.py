@@ -1,0 +1,60 @@
+"""A run of reinforcement that is interrupted anywhere resumes, and each answer counts once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.faults.groups import Fault, run_group
+from tests.faults.policy_soak import (
+    SETTINGS,
+    StandInServer,
+    arguments_for,
+    find_record_problems,
+    read_saved_answers,
+    soak_policies,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+@pytest.mark.parametrize("engine", ["in_process", "server"])
+def test_random_kills_count_no_answer_twice_and_lose_none(engine: str, tmp_path: Path) -> None:
+    settings = [one for one in SETTINGS if one.engine == engine]
+    assert soak_policies(num_kills=3, seed=2, folder=tmp_path, settings=settings) == 0
+
+
+def test_records_of_a_run_that_counted_or_lost_an_answer_are_rejected(
+    inputs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    setting = next(one for one in SETTINGS if one.staleness)
+    run, server = tmp_path / "run", StandInServer(inputs[0])
+    try:
+        arguments = arguments_for(run, inputs[0], setting, server.url)
+        assert run_group(arguments, 1, Fault("kill", "judge", 0, 40)).fired
+        saved = read_saved_answers(run)
+        assert saved, "the checkpoint has answers that are not trained yet"
+        assert run_group(arguments, 1).codes == (0,)
+    finally:
+        server.stop()
+    assert find_record_problems(run, setting, saved) == []
+    log = run / "rollouts.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+
+    def find(changed: list[dict[str, object]]) -> str:
+        log.write_text("".join(json.dumps(row) + "\n" for row in changed))
+        return "; ".join(find_record_problems(run, setting, saved))
+
+    assert "1 answers counted twice" in find([*rows, rows[0]])
+    assert "answers in all and trained" in find(rows[:-1])
+    key = next(iter(saved))
+    asked_again = [
+        row | {"version": row["version"] + 1} if (row["batch"], row["case_id"], row["sample"]) == key else row
+        for row in rows
+    ]
+    assert "1 of" in find(asked_again)
+    assert "were lost or asked again" in find(asked_again)
+    stale = [row | {"version": max(0, row["version"] - 3)} for row in rows]
+    assert "updates old" in find(stale)
