@@ -202,7 +202,7 @@ def find_record_problems(run: Path, setting: Setting, saved: dict[Key, Any]) -> 
     if left:
         problems.append(f"left behind: {left}")
     state = json.loads((run / "checkpoints" / "final" / "trainer_state.json").read_text())["loader"]
-    if state["position"] != position:
+    if state["position"] != [position]:
         problems.append(f"the last checkpoint is after {state['position']} cases, and {position} were asked")
     return problems
 
@@ -256,7 +256,7 @@ def make_replay_recipe() -> Any:
             text = (self._log.parent.parent / "log.jsonl").read_text()
             rows = [row for row in map(json.loads, text.splitlines()) if row["batch"] == number]
             prompts = self._tasks._prompts  # type: ignore[attr-defined]
-            batch = RolloutBatch(number, self._position, self._position + len(rows) // GROUP_SIZE)
+            batch = RolloutBatch(number, self._position, self._position)
             for first in range(0, len(rows), GROUP_SIZE):
                 group = [
                     Rollout.from_json(row | {"prompt_ids": prompts[row["case_id"]]})
@@ -268,7 +268,7 @@ def make_replay_recipe() -> Any:
     class ReplayRecipe(LoRAPolicyRecipe):
         def open_source(self) -> RolloutSource:
             return ReplaySource(
-                *(self.config, self.tasks, None, self.world, self.model.make_bounds, lambda version: None),
+                *(self.config, self.tasks, self.order, None, self.world, self.model.make_bounds, lambda version: None),
                 log=self.run.directory.rollouts,
                 num_steps=self.num_steps,
             )

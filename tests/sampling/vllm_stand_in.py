@@ -7,6 +7,7 @@ Messages and statuses are those of vLLM 0.32: ``entrypoints/serve/lora/api_route
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -147,6 +148,10 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
     request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a killed client
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
