@@ -51,6 +51,13 @@ class RolloutBatch:
         """All answers, including failed ones and those of dropped groups."""
         return [one for group in (*self.groups, *self.dropped) for one in group]
 
+    def describe_failures(self) -> str | None:
+        """Return how many answers failed, with the reason of one; None if none did."""
+        failed = [one for one in self.rollouts if one.error is not None]
+        if not failed:
+            return None
+        return f"{len(failed):,} of {len(self.rollouts):,} answers failed, for example {_show_failure(failed[0])}"
+
 
 class RolloutCollector:
     """Collects batches of rollouts.
@@ -125,8 +132,8 @@ class RolloutCollector:
         flat = [one for group in answered for one in group]
         if all(one.error is not None for one in flat):
             raise DataError(
-                f"none of {len(flat):,} answers arrived, for example {flat[0].case_id}: {flat[0].error}. Fix the cause "
-                "and run the same command again to resume."
+                f"none of {len(flat):,} answers arrived, for example {_show_failure(flat[0])}. Fix the cause and run "
+                "the same command again to resume."
             )
         if not any(one.num_generated for one in flat):
             raise DataError(
@@ -148,13 +155,18 @@ class RolloutCollector:
     def _check_flat(self, batch: RolloutBatch, num_flat: int) -> None:
         if num_flat < self._config.max_flat_batches:
             return
-        rewards = [one.reward for one in batch.rollouts if one.error is None]
+        rewards, failures = [one.reward for one in batch.rollouts if one.error is None], batch.describe_failures()
+        failed = "" if failures is None else f"; {failures}"
         raise DataError(
             f"{num_flat} batches in a row had no group to learn from: in each, all answers had equal rewards or were "
-            f"cut off (mean reward {sum(rewards) / len(rewards):g}). Use cases that the model sometimes gets right "
-            "(fctune sample measures that), give finer parts a weight in grpo.reward, or raise grpo.max_new_tokens or "
-            "grpo.temperature."
+            f"cut off (mean reward {sum(rewards) / len(rewards):g}){failed}. Use cases that the model sometimes gets "
+            "right (fctune sample measures that), give finer parts a weight in grpo.reward, or raise "
+            "grpo.max_new_tokens or grpo.temperature."
         )
+
+
+def _show_failure(rollout: Rollout) -> str:
+    return f"{rollout.case_id}: {(rollout.error or '').rstrip('.')}"
 
 
 def is_flat(group: Sequence[Rollout]) -> bool:

@@ -7,6 +7,7 @@ share between steps. Every checkpoint contains the answers that have not been tr
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 import time
@@ -30,6 +31,8 @@ from fctune.sampling.task_order import Position, TaskOrder
 from fctune.training.policy_gradient import compute_advantages
 from fctune.training.prefetch import StepData
 from fctune.training.rollout_steps import TrainedRollout, make_step_data
+
+logger = logging.getLogger("fctune")
 
 # The part of the reward that says whether an answer is right, by kind of task.
 _RIGHT = ("strict", "solved")
@@ -119,6 +122,8 @@ class RolloutSource:
             assert self._batch is not None
             metrics = self._measure(self._batch, step)
             if self._world.is_main:
+                if (failures := self._batch.describe_failures()) is not None:
+                    logger.warning("step %d: %s", step, failures)
                 self._write_log(self._batch, step)
         assert self._batch is not None
         epoch = self._order.epoch_at(self._batch.start)

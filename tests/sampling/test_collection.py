@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -41,6 +42,19 @@ def collector(player: Player, **options: object) -> RolloutCollector:
 
 def mixed(request: Request) -> Rollout:
     return answer(request, float(request.sample % 2))
+
+
+def test_failed_answers_are_counted_with_the_reason_of_one() -> None:
+    def fail_some(request: Request) -> Rollout:
+        return answer(request, 0.5, error="the shop is closed." if request.sample == 2 else None)
+
+    batches = collector(Player(fail_some), group_size=3, drop_flat_groups=False, max_flat_batches=2)
+    batch = batches.collect(1, (0,))
+    said = r"3 of 9 answers failed, for example case \d: the shop is closed"
+    assert re.fullmatch(said, str(batch.describe_failures()))
+    with pytest.raises(DataError, match=rf"2 batches in a row .*\(mean reward 0\.5\); {said}\. Use cases"):
+        batches.collect(2, batch.stop, batch.num_flat)
+    assert collector(Player(mixed)).collect(1, (0,)).describe_failures() is None
 
 
 def test_a_pass_asks_each_case_once_with_its_own_seeds() -> None:
