@@ -205,8 +205,13 @@ def test_a_resumed_run_waits_for_a_server_that_is_not_there_yet(
     server.stop()
     with pytest.raises(ConfigError, match="no server answers there"):
         connect(server)
-    threading.Timer(0.3, server.start).start()
-    engine = connect(server, is_resumed=True, say=said.append)
+
+    def hear(line: str) -> None:
+        said.append(line)
+        if len(said) == 1:
+            server.start()
+
+    engine = connect(server, is_resumed=True, say=hear)
     assert not any(answer.error for answer in ask(engine))
     assert "is unavailable (connection failed" in said[0]
     assert "is back after" in said[1]
