@@ -16,7 +16,7 @@ import threading
 import time
 from typing import Any, BinaryIO
 
-from fctune.environments.base import ToolError
+from fctune.environments.base import TaskSpec, ToolError
 
 _HEADER = struct.Struct("<I")
 _MAX_REASON = 300
@@ -53,6 +53,10 @@ def write_frame(file: BinaryIO, content: bytes) -> None:
     file.flush()
 
 
+class _WrongReturn(Exception):
+    """A method returned something else than it should."""
+
+
 class _Worker:
     def __init__(self, reference: str, max_result_bytes: int):
         self._reference = reference
@@ -69,6 +73,8 @@ class _Worker:
             reply = {"refused": _shorten(str(error))}
         except MemoryError:
             reply = {"error": "ran out of the memory that it may use"}
+        except _WrongReturn as error:
+            reply = {"error": str(error)}
         except Exception as error:  # a user's class may raise anything
             reply = {"error": f"raised {type(error).__name__}: {_shorten(str(error))}"}
         except SystemExit as error:
@@ -100,6 +106,8 @@ class _Worker:
 
     def _do_make_task(self, seed: int, split: Any) -> Any:
         spec = self._class().make_task(seed, split)
+        if not isinstance(spec, TaskSpec):
+            raise _WrongReturn(f"returned {type(spec).__name__}; expected fctune.environments.base.TaskSpec")
         return {
             "question": spec.question,
             "state": spec.state,

@@ -129,7 +129,7 @@ def test_an_unusable_environment_is_refused_at_the_start_in_one_sentence(name: s
     [
         ("Unsolvable", "has a call that is refused"),
         ("Pointless", "changes nothing and asks for nothing"),
-        ("NoTask", "raised AttributeError"),
+        ("NoTask", "make_task: returned str; expected fctune.environments.base.TaskSpec"),
     ],
     indirect=["host"],
     ids=["Unsolvable", "Pointless", "NoTask"],
