@@ -88,7 +88,8 @@ def run_group(
         for process in processes:
             process.join()
             codes.append(process.exitcode)
-        output = "".join(Path(folder, f"{rank}.out").read_text() for rank in range(world_size))
+        # A rank that ends before its first line has none.
+        output = "".join(file.read_text() for file in sorted(Path(folder).glob("*.out")))
         trace = Path(folder, "trace")
         announced = trace.read_text().split() if trace.exists() else []
         phase = announced[-1] if announced else None
