@@ -145,7 +145,7 @@ tested.
 
 
 def _describe_code(result: dict[str, Any]) -> str:
-    """Return a sentence on rows that were made by other code than the last ones; empty if none were."""
+    """Return a sentence on rows that were measured with earlier code than the last ones; empty if there are none."""
     rows = result["rows"]
     same = sum(row.get("code") == result.get("code") for row in rows)
     return (

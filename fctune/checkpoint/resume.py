@@ -129,7 +129,7 @@ def _verify_and_read(checkpoint: Checkpoint, world: World) -> dict[str, Any]:
 
 def _iter_changes(saved: dict[str, Any], current: dict[str, Any], section: str = "") -> Iterator[str]:
     """Yield a line for each key that differs and must not, sections key by key."""
-    names = {**saved, **current} if section else current  # a whole section that is gone is of another version
+    names = {**saved, **current} if section else current  # an entire section that is gone comes from another version
     for name in names:
         key, before, value = f"{section}{name}", saved.get(name), current.get(name)
         if key in _MAY_CHANGE or before == value:

@@ -32,7 +32,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class MultiTurnCase:
-    """A conversation of several turns of the user, in which the tools answer.
+    """A conversation with several user turns, in which the tools answer.
 
     In each turn the model is queried until it makes no more calls. The conversation ends if it calls in more than
     ``max_steps`` answers of one turn, or if the calls of one answer take more than ``max_time_s`` CPU seconds.

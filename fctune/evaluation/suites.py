@@ -42,7 +42,7 @@ class Suite:
         benchmark: The public benchmark that the cases belong to: it must not be trained on, and its categories are not
             summed up.
         not_run: Categories that were requested and left out, with the reason.
-        multi_turn: Cases of several turns.
+        multi_turn: Multi-turn cases.
         release: The package and version that the cases come from, such as ``bfcl-eval 2026.3.23``; None if unknown.
         call_format: The format in which the prompts themselves ask for calls; None: the model's own.
     """

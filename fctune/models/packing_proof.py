@@ -29,7 +29,7 @@ def prove_packing(model: CausalLM, device: torch.device) -> None:
     """Check that a model with its weights keeps the conversations of a packed row apart. Every rank must call this.
 
     Raises:
-        ConfigError: A conversation sees its neighbour, or has other positions than alone; gives the remedy.
+        ConfigError: A conversation sees its neighbour, or has different positions than alone; gives the remedy.
     """
     was_training = model.training
     model.eval()

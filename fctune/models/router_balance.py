@@ -5,8 +5,8 @@ With E experts, of which each token chooses k in each layer, over all tokens of 
     loss = E * sum over experts e of (c[e] / n) * (s[e] / n)
 
 n is the number of pairs of a token and a layer, c[e] how many of them have e among the k largest router logits, s[e]
-the sum of the router's softmax for e; all layers together, as in transformers. This is no sum of what parts of the
-batch would give, so c and n are added up over micro-batches and ranks first. The gradient flows through s alone, and is
+the sum of the router's softmax for e; all layers together, as in transformers. It is not the sum of the losses of parts
+of the batch, so c and n are added up over micro-batches and ranks first. The gradient flows through s alone, and is
 then a sum over them.
 """
 

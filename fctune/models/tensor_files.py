@@ -83,7 +83,7 @@ def _read_entries(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The header is none, or the file has not the bytes that it describes.
+        ValueError: The header is invalid, or the file does not have the bytes that it describes.
     """
     num_bytes = file.stat().st_size
     with open(file, "rb") as stored:

@@ -45,8 +45,8 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
     output and a float32 per head; a norm keeps its input and a float32; SwiGLU keeps both branches and the activated
     one. With dropout, the adapters of an input keep it dropped, and a byte mask; with DoRA, each adapted linear keeps
     the sum that it scales. When compiled, functorch's min-cut partitioner recomputes the activation, RoPE's tables and
-    some of DoRA's sums, so that slightly less is kept than counted here. What other blocks than these keep in eager
-    mode is counted in a forward pass on the meta device (``fctune.planner.block_tracing``).
+    some of DoRA's sums, so that slightly less is kept than counted here. Tensors that other blocks keep in eager mode
+    are counted in a forward pass on the meta device (``fctune.planner.block_tracing``).
 
     Args:
         a: Sizes of the model.

@@ -29,7 +29,7 @@ class CaseTasks:
         suite: The cases.
         decoder: Decodes answers of the policy's chat template.
         call_format: Format in which it writes calls.
-        max_new_tokens: Longest answer in tokens.
+        max_new_tokens: Maximum length of an answer in tokens.
         max_tokens: Tokens that a prompt and its answer may have together.
         weights: Weight of each part of ``REWARD_PARTS``.
         where: Config section of the settings, for messages.

@@ -1,4 +1,4 @@
-"""Detectors that tell a lasting fault from the passing slow spells of a shared machine."""
+"""Detectors that distinguish a lasting fault from a shared machine's passing slow spells."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class RolloutSource:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts") if is_shared else None
         # Position and flat batches after the last batch of the thread.
         self._tail: tuple[Position, int] = (order.start, 0)
-        self._arriving: list[Rollout] = []  # future of the batch that the thread generates
+        self._arriving: list[Rollout] = []  # answers of the batch that the thread generates
         self._published: int | None = None
         self._publish_s = 0.0
 
