@@ -9,7 +9,7 @@ answers other training cases several times. From that start, each method trains 
 - dpo: on pairs of a right and a wrong answer
 - grpo: from the verdicts on fresh answers, in groups
 
---control also trains on as many randomly chosen answers, or on random rewards for fewer steps: a method must
+--control also trains on as many randomly chosen answers, or on random rewards for a fifth of the steps: a method must
 improve on its start, and its control must not. All are measured on cases whose tools no training row has, and compared
 with the start in pairs (McNemar's exact test). --split validation measures other cases of those tools, for choosing
 settings; ``key=value`` then overrides keys of the method's config, and --trial names the result.
@@ -180,7 +180,7 @@ def choose_reward(folder: Path, arguments: argparse.Namespace, is_control: bool)
     """Choose the strict verdict as the reward of answers to the prompts, or a random one for a shorter control."""
     del arguments
     cases = f"grpo.cases={folder / 'prompts.jsonl'}"
-    return [cases, "grpo.reward={random: 1.0}", "max_steps=20"] if is_control else [cases, "grpo.reward={strict: 1.0}"]
+    return [cases, "grpo.reward={random: 1.0}", "max_steps=16"] if is_control else [cases, "grpo.reward={strict: 1.0}"]
 
 
 SUPERVISED = ("data.train_on=last_assistant",)
@@ -190,7 +190,7 @@ METHODS = {
     "grpo": Method(
         "tiny_grpo",
         (
-            *("max_steps=50", "optimizer.lr=5e-4", "grpo.prompts_per_step=16", "grpo.category_shares={no_call: 0.3}"),
+            *("max_steps=80", "optimizer.lr=5e-4", "grpo.prompts_per_step=16", "grpo.category_shares={no_call: 0.3}"),
             *("grpo.max_new_tokens=72", "grpo.mask_cut=false", "grpo.max_refills=1"),
         ),
         choose_reward,
