@@ -10,7 +10,6 @@ import pytest
 from tests.faults.groups import Fault, run_group
 from tests.faults.policy_soak import (
     SETTINGS,
-    StandInServer,
     arguments_for,
     find_record_problems,
     read_saved_answers,
@@ -29,16 +28,13 @@ def test_random_kills_count_no_answer_twice_and_lose_none(engine: str, tmp_path:
 def test_records_of_a_run_that_counted_or_lost_an_answer_are_rejected(
     inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    setting = next(one for one in SETTINGS if one.staleness)
-    run, server = tmp_path / "run", StandInServer(inputs[0])
-    try:
-        arguments = arguments_for(run, inputs[0], setting, server.url)
-        assert run_group(arguments, 1, Fault("kill", "judge", 0, 40)).fired
-        saved = read_saved_answers(run)
-        assert saved, "the checkpoint has answers that are not trained yet"
-        assert run_group(arguments, 1).codes == (0,)
-    finally:
-        server.stop()
+    setting = next(one for one in SETTINGS if one.engine == "in_process" and one.updates == 2)
+    run = tmp_path / "run"
+    arguments = [*arguments_for(run, inputs[0], setting, ""), "checkpoint.async_save=false"]
+    assert run_group(arguments, 1, Fault("kill", "step", 0, 4)).fired
+    saved = read_saved_answers(run)
+    assert {batch for batch, _, _ in saved} == {2}, "the checkpoint of step 3 is in the middle of a batch"
+    assert run_group(arguments, 1).codes == (0,)
     assert find_record_problems(run, setting, saved) == []
     log = run / "rollouts.jsonl"
     rows = [json.loads(line) for line in log.read_text().splitlines()]

@@ -262,14 +262,14 @@ def test_missing_metrics_raise_no_alert() -> None:
 
 
 def test_an_engine_that_is_another_model_raises_one_alert_until_it_has_recovered() -> None:
-    rules = AlertRules()
-    shares = [0.0] * 10 + [0.2] * 10 + [0.0] * 5 + [0.3] * 5
-    alerts = [
-        alert
-        for step, share in enumerate(shares, start=1)
-        for alert in rules.observe({"step": step, "ratio_capped_share": share, "engine_gap": 0.9})
-    ]
-    assert [(alert.name, alert.step) for alert in alerts] == [("engine_mismatch", 11), ("engine_mismatch", 26)]
+    calm = {"ratio_capped_share": 0.0, "engine_gap": 0.01}
+    # The second is the case of another model: its tokens are less likely in training, so that few ratios are capped.
+    for odd in (calm | {"ratio_capped_share": 0.2}, {"ratio_capped_share": 0.014, "engine_gap": 2.3}):
+        rules = AlertRules()
+        steps = [calm] * 10 + [odd] * 10 + [calm] * 5 + [odd] * 5
+        alerts = [alert for step, one in enumerate(steps, start=1) for alert in rules.observe({"step": step, **one})]
+        assert [(alert.name, alert.step) for alert in alerts] == [("engine_mismatch", 11), ("engine_mismatch", 26)]
+        assert alerts[0].value > alerts[0].limit
 
 
 def test_waiting_for_answers_is_not_waiting_for_data() -> None:
