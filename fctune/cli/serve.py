@@ -34,6 +34,8 @@ def add_commands(commands: Any) -> None:
 def _serve(arguments: argparse.Namespace) -> int:
     from fctune.launch.serving import RUN_TIME_ADAPTERS, require_agreement, server_options
 
+    if not 1 <= arguments.port <= 65535:
+        raise ConfigError(f"--port {arguments.port}: expected 1 to 65535.")
     try:
         further = shlex.split(arguments.vllm)
     except ValueError as error:

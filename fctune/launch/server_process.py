@@ -78,8 +78,6 @@ def _require_free(port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
-        except OverflowError:
-            raise ConfigError(f"--port {port}: expected 0 to 65535.") from None
         except OSError as error:
             raise ConfigError(f"--port {port}: cannot be listened on ({error.strerror}). Choose another.") from None
 

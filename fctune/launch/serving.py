@@ -38,10 +38,12 @@ def server_options(
     An adapter is served on its base, under ``name``; the base keeps its own.
 
     Raises:
-        ConfigError: The model does not exist, lacks tokens of its template, uses a call format that vLLM cannot parse,
-            or is an adapter that vLLM cannot load.
+        ConfigError: The model does not exist, has no weights, lacks tokens of its template or of vLLM's parsers, uses a
+            call format that vLLM cannot parse, or is an adapter that vLLM cannot load.
     """
     files = find_model(model)
+    if not any(next(files.model_dir.glob(f"*.{ending}"), None) for ending in ("safetensors", "bin")):
+        raise ConfigError(f"{files.model_dir}: holds no weights. Download the complete model, or export the run again.")
     template = ChatTemplate(files.tokenizer_dir, template_args=template_args)
     template.require_tokens()
     call_format = detect_format(template.source)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from fctune.calls.formats.registry import detect_format
+from fctune.cli import main
 from fctune.config.chat_templates import read_chat_template
 from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError
 from fctune.launch.serving import require_agreement, server_options
 from fctune.models.export import Prompting, copy_companions
-from tests.conftest import ROOT
 from tests.thinking_templates import HYBRID, READS, write_thinking_model
 
 
@@ -166,12 +164,12 @@ def test_a_tokenizer_that_lacks_the_templates_tokens_is_refused(tiny_base: Path,
         server_options(str(tmp_path / "model"))
 
 
-def test_the_api_key_is_not_part_of_the_command(tiny_base: Path) -> None:
-    command = [sys.executable, "-m", "fctune.cli", "serve", str(tiny_base), "--print", "--vllm=--max-model-len 1024"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert "vllm.entrypoints.openai.api_server --model" in done.stdout
-    assert done.stdout.strip().endswith("--port 8000 --max-model-len 1024")
-    assert "api-key" not in done.stdout
+def test_the_api_key_is_not_part_of_the_command(tiny_base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(tiny_base), "--print", "--vllm=--max-model-len 1024"]) == 0
+    said = capsys.readouterr().out
+    assert "vllm.entrypoints.openai.api_server --model" in said
+    assert said.strip().endswith("--port 8000 --max-model-len 1024")
+    assert "api-key" not in said
 
 
 def test_a_base_is_served_for_adapters_of_any_version_up_to_a_rank(tiny_base: Path) -> None:
@@ -183,12 +181,13 @@ def test_a_base_is_served_for_adapters_of_any_version_up_to_a_rank(tiny_base: Pa
         server_options(str(tiny_base), adapter_rank=513)
 
 
-def test_the_command_for_adapters_has_the_environment_that_they_need(tiny_base: Path) -> None:
-    command = [sys.executable, "-m", "fctune.cli", "serve", str(tiny_base), "--adapters", "8", "--print"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=True ")
-    assert "--enable-lora" in done.stdout
+def test_the_command_for_adapters_has_the_environment_that_they_need(
+    tiny_base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(tiny_base), "--adapters", "8", "--print"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=True ")
+    assert "--enable-lora" in said
 
 
 def write_model_with_template(tiny_base: Path, path: Path, template: str) -> Path:
@@ -220,3 +219,15 @@ def test_a_tokenizer_without_the_tags_that_vllms_reasoning_parser_looks_up_is_re
         ConfigError, match=r"lacks <think>, </think>, without which vLLM's parser deepseek_r1 .*add_tokens="
     ):
         server_options(str(path))
+
+
+def test_a_model_without_weights_is_refused(tiny_base: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_base, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(ConfigError, match="model: holds no weights"):
+        server_options(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("port", ["0", "65536"])
+def test_a_port_that_cannot_be_asked_is_refused(port: str, tiny_base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(tiny_base), "--port", port, "--print"]) == 2
+    assert capsys.readouterr().err == f"--port {port}: expected 1 to 65535.\n"
