@@ -27,7 +27,8 @@ def find_server_parsers(
     """Return the parsers by server: ``tool_call_parser`` and ``reasoning_parser``, None where there is none.
 
     Servers take an answer without any mark of reasoning for reasoning that is not finished. So a model that was trained
-    without reasoning, by a template that then writes no empty block either, gets no reasoning parser.
+    without reasoning, by a template that then writes no empty block either, gets no reasoning parser. Channels are
+    marked in every answer, and without their parser the header of a message would be sent as content.
 
     Args:
         template: The model's chat template.
@@ -39,7 +40,7 @@ def find_server_parsers(
     """
     call_format = detect_format(template.source)
     reasoning_format = detect_reasoning(template.source)
-    if has_reasoning is False and reasoning_format is not None:
+    if has_reasoning is False and reasoning_format is not None and not reasoning_format.is_in_every_answer:
         switches = template.template_args if template_args is None else template_args
         is_off = template.reasoning.switch is not None and switches.get(template.reasoning.switch) is False
         if not is_off and not _marks_answers(template, reasoning_format):

@@ -23,6 +23,8 @@ _END_OF_REASONING = "</think>"  # templates drop the reasoning of earlier turns,
 
 
 REASONING = -1
+# Python's texts between single quotes, where repr would take double ones: LFM's templates write them.
+_SINGLE_QUOTED = str.maketrans({"\\": r"\\", "'": r"\'", "\n": r"\n", "\r": r"\r"})
 
 
 class Missing(NamedTuple):
@@ -146,7 +148,7 @@ def _has_arguments(value: Any, text: str) -> bool:
 def _has_text(value: str, text: str) -> bool:
     if value in text or _is_printed_content(value.strip(), text):
         return True
-    return repr(value)[1:-1] in text
+    return repr(value)[1:-1] in text or value.translate(_SINGLE_QUOTED) in text
 
 
 def _iter_texts(value: Any, path: str) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from benchmarks.templates import SPECIAL, find_templates
 from fctune.calls.formats.registry import detect_format
+from fctune.calls.server_parsers import find_server_parsers
 from fctune.cli import main
 from fctune.config.chat_templates import read_chat_template
 from fctune.data.chat_template import ChatTemplate
@@ -231,3 +233,12 @@ def test_a_model_without_weights_is_refused(tiny_base: Path, tmp_path: Path) -> 
 def test_a_port_that_cannot_be_asked_is_refused(port: str, tiny_base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(tiny_base), "--port", port, "--print"]) == 2
     assert capsys.readouterr().err == f"--port {port}: expected 1 to 65535.\n"
+
+
+@pytest.mark.parametrize("name", ["gptoss", "muse_glimmer"])
+def test_channels_are_parsed_of_models_that_do_not_reason_too(name: str, tiny_base: Path, tmp_path: Path) -> None:
+    template = next(found.source for found in find_templates() if found.name == name)
+    path = write_model_with_template(tiny_base, tmp_path / "model", template)
+    add_tokens(path, *SPECIAL.findall(template))
+    parsers = find_server_parsers(ChatTemplate(path), has_reasoning=False)
+    assert parsers["vllm"]["reasoning_parser"] in ("openai_gptoss", "muse_glimmer")

@@ -22,7 +22,7 @@ from tests.serving.wire_formats import ANSWERS, TOOL_OBJECTS, TOOLS, WIRE_FORMAT
 pytestmark = pytest.mark.serving
 
 # One of each family: JSON and other syntaxes in tags, lists in JSON and Python, and the marks of one model each.
-FAMILIES = ("hermes", "llama3_json", "pythonic", "granite3", "mistral_v11", "qwen3_coder", "gemma4", "deepseek_v31")
+FAMILIES = ("hermes", "llama3_json", "pythonic", "granite3", "mistral_v13", "qwen3_coder", "gemma4", "deepseek_v31")
 NAMED = os.environ.get("FCTUNE_WIRE_FORMATS", ",".join(FAMILIES))
 CHOSEN = tuple(WIRE_FORMATS) if NAMED == "all" else tuple(NAMED.split(","))
 
@@ -70,15 +70,15 @@ def ask(asked: str) -> list[dict[str, Any]]:
 
 def test_the_calls_that_were_taught_come_back_as_calls(name: str, run: Path, address: str) -> None:
     written = write_here(run)
-    unread = dict(WIRE_FORMATS[name].unread)
+    unread = WIRE_FORMATS[name].unread
     for asked, answer in ANSWERS.items():
         here = FORMATS[name].parse(written[asked], TOOL_OBJECTS)
         assert [(call.name, call.arguments) for call in here.calls] == to_pairs(answer), written[asked]
         assert not here.malformed
         for get in (complete, stream):
             message = get(address, ask(asked), TOOLS)
-            if asked in unread:
-                print(f"{name}, {get.__name__}: {asked}: {unread[asked]}: {message.get('tool_calls')}")
+            if reason := unread.get((asked, "streamed" if get is stream else "whole")):
+                print(f"{name}, {get.__name__}: {asked}: {reason}: {message.get('tool_calls')}")
                 continue
             assert read_calls(message) == to_pairs(answer), (get.__name__, written[asked], message)
             content = (message["content"] or "").strip()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from fctune.calls.formats.registry import FORMATS, detect_format
 from fctune.data.conversation import Call
-from tests.serving.wire_formats import ANSWERS, TOOL_OBJECTS, WIRE_FORMATS, read_template, to_rows
+from tests.serving.wire_formats import ANSWERS, TOOL_OBJECTS, WIRE_FORMATS, read_template, to_rows, with_ids
 
 # vLLM reads gpt_oss from the ids of a vocabulary that its parser downloads.
 NOT_SERVED = {"gpt_oss"}
@@ -41,5 +40,4 @@ def test_the_template_writes_what_the_format_writes(name: str) -> None:
         assert not found.malformed
         assert [(call.name, call.arguments) for call in found.calls] == [(c.name, c.arguments) for c in calls]
         if calls and name not in SPELLED_OTHERWISE:
-            with_ids = [replace(call, id=f"call{number:05}") for number, call in enumerate(calls)]
-            assert FORMATS[name].render(with_ids, TOOL_OBJECTS) in text[len(prompt) :]
+            assert FORMATS[name].render(with_ids(calls), TOOL_OBJECTS) in text[len(prompt) :]

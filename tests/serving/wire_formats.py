@@ -13,7 +13,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,11 @@ TOOLS = [
 ]
 TOOL_OBJECTS = tuple(Tool(tool["function"]) for tool in TOOLS)
 NUM_STEPS = 60
+SINGLE, PARALLEL = "Weather in Bergen for 3 days", "Compare Oslo and Rome"
 # What the user says, and what the assistant answers: calls, or a text.
 ANSWERS: dict[str, list[Call] | str] = {
-    "Weather in Bergen for 3 days": [Call("weather", {"city": "Bergen", "days": 3})],
-    "Compare Oslo and Rome": [
+    SINGLE: [Call("weather", {"city": "Bergen", "days": 3})],
+    PARALLEL: [
         Call("weather", {"city": "Oslo", "days": 1}),
         Call("weather", {"city": "Rome", "days": -2}),
     ],
@@ -49,6 +51,7 @@ ANSWERS: dict[str, list[Call] | str] = {
     "Are you there": [Call("ping", {})],
     "Good morning": "Good morning, what can I do?",
 }
+CALLING = tuple(asked for asked, answer in ANSWERS.items() if not isinstance(answer, str))
 
 _FRAME = """{#- call_format: @NAME -#}
 {{- '<|begin_of_text|>' -}}
@@ -91,12 +94,18 @@ class WireFormat:
         template: Name of a public template, or of one that ships with fctune; or Jinja's code of the opening, one call,
             and the closing.
         tokens: Tokens that the tokenizers of such models have; of a public template its own are added.
-        unread: Conversations whose calls vLLM 0.32's parser does not read as written, and why.
+        unread: What vLLM 0.32's parser does not read as written: reasons by question and ``whole`` or ``streamed``.
     """
 
     template: str | tuple[str, str, str]
     tokens: tuple[str, ...] = ()
-    unread: tuple[tuple[str, str], ...] = ()
+    unread: dict[tuple[str, str], str] = field(default_factory=dict)
+
+
+def _unread(
+    reason: str, questions: Sequence[str], ways: Sequence[str] = ("whole", "streamed")
+) -> dict[tuple[str, str], str]:
+    return {(asked, way): reason for asked in questions for way in ways}
 
 
 def _dsml(block: str, space: str = "") -> WireFormat:
@@ -127,6 +136,8 @@ _PLAIN_VALUES = """{%- for key, value in arguments.items() -%}
     {%- else -%}{{- value | tojson -}}{%- endif -%}
 {%- endfor -%}"""
 
+_NO_ARGUMENTS = _unread("it streams the empty text for no arguments", ["Are you there"], ["streamed"])
+
 WIRE_FORMATS: dict[str, WireFormat] = {
     "hermes": WireFormat("qwen3_instruct_2507"),
     "qwen3_coder": WireFormat("qwen3_5_nothink"),
@@ -134,17 +145,27 @@ WIRE_FORMATS: dict[str, WireFormat] = {
     "gemma4": WireFormat("gemma4_v5"),
     "lfm": WireFormat("lfm2_v2"),
     "muse": WireFormat("muse_glimmer"),
-    "llama3_json": WireFormat("llama3", ("<|python_tag|>",)),
-    "llama4_json": WireFormat("transformers_llama4", ("<|python_tag|>",)),
+    "llama3_json": WireFormat("llama3", ("<|python_tag|>",), _NO_ARGUMENTS),
+    "llama4_json": WireFormat(
+        "transformers_llama4",
+        ("<|python_tag|>",),
+        _unread("it finds no calls without a separator", [PARALLEL]) | _NO_ARGUMENTS,
+    ),
     "pythonic": WireFormat("pythonic"),
     "xlam": WireFormat(("'['", _LIST, "']'")),
-    "functools": WireFormat(("'functools['", _LIST, "']'")),
+    "functools": WireFormat(
+        ("'functools['", _LIST, "']'"),
+        (),
+        _unread("it streams nothing where tools are on offer", tuple(ANSWERS), ["streamed"])
+        | _unread("it ends the list at the first bracket", ["Plan a tour"]),
+    ),
     "granite3": WireFormat(("'<|tool_call|>['", _LIST, "']'"), ("<|tool_call|>",)),
     "mistral_v3": WireFormat(("'[TOOL_CALLS]['", _JSON_ID, "']'"), ("[TOOL_CALLS]",)),
     "mistral_v7": WireFormat(("'[TOOL_CALLS]['", _JSON_ID, "']'"), ("[TOOL_CALLS]",)),
     "mistral_v11": WireFormat(
         ("''", "{{- '[TOOL_CALLS]' + name + '[CALL_ID]' + call.id + '[ARGS]' + arguments | tojson -}}", "''"),
         ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        _unread("it takes the id for a part of the name", CALLING),
     ),
     "mistral_v13": WireFormat(
         ("''", "{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments | tojson -}}", "''"), ("[TOOL_CALLS]", "[ARGS]")
@@ -157,7 +178,7 @@ WIRE_FORMATS: dict[str, WireFormat] = {
             "'\\n]<|END_ACTION|>'",
         ),
         ("<|START_ACTION|>", "<|END_ACTION|>"),
-        (("Are you there", "it sends the empty text for no arguments"),),
+        _unread("it sends the empty text for no arguments", ["Are you there"]),
     ),
     "kimi_k2": WireFormat(
         (
@@ -187,10 +208,9 @@ WIRE_FORMATS: dict[str, WireFormat] = {
             "''",
         ),
         ("<start_function_call>", "<end_function_call>", "<escape>"),
-        tuple(
-            (asked, "it reads text between marks only: no numbers, no lists")
-            for asked in ("Weather in Bergen for 3 days", "Compare Oslo and Rome", "Plan a tour")
-        ),
+        _unread("it reads text between marks only: no numbers, no lists", [SINGLE, PARALLEL, "Plan a tour"])
+        | _unread("it does not put a comma between arguments", ["Send a word to Anna"], ["streamed"])
+        | _unread("it streams no call without arguments", ["Are you there"], ["streamed"]),
     ),
     "minimax_m2": WireFormat(
         (
@@ -238,14 +258,20 @@ def write_base(name: str, path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY_BASE)
     is_public = isinstance(wire.template, str) and wire.template not in list_shipped_templates()
     stops = stops_of(str(wire.template)) if is_public else (tokenizer.eos_token,)
-    tokens = {*wire.tokens, *stops} | (set(SPECIAL.findall(source)) if is_public else set())
-    tokenizer.add_tokens(sorted(tokens - tokenizer.get_vocab().keys()), special_tokens=True)
+    special = {*stops, *(SPECIAL.findall(source) if is_public else ())}
+    tokenizer.add_tokens(sorted(special - tokenizer.get_vocab().keys()), special_tokens=True)
+    tokenizer.add_tokens(sorted(set(wire.tokens) - tokenizer.get_vocab().keys()))
     model = AutoModelForCausalLM.from_pretrained(TINY_BASE)
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(list(stops))
     model.save_pretrained(path)
     tokenizer.chat_template = source
     tokenizer.save_pretrained(path)
+
+
+def with_ids(calls: list[Call]) -> tuple[Call, ...]:
+    """Return the calls with ids of nine letters, which Mistral's templates want."""
+    return tuple(replace(call, id=f"call{number:05}") for number, call in enumerate(calls))
 
 
 def to_rows() -> list[dict[str, Any]]:
@@ -257,10 +283,10 @@ def to_rows() -> list[dict[str, Any]]:
             said["tool_calls"] = [
                 {
                     "type": "function",
-                    "id": f"call{number:05}",
+                    "id": call.id,
                     "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
                 }
-                for number, call in enumerate(answer)
+                for call in with_ids(answer)
             ]
         rows.append({"messages": [{"role": "user", "content": asked}, said], "tools": TOOLS})
     return rows

@@ -40,8 +40,10 @@ class ReasoningFormat(TemplateFormat):
     Attributes:
         opening: The mark that opens the reasoning; empty if there are several.
         first_call: A mark of calls up to which further blocks are reasoning too; empty: there is only one block.
+        is_in_every_answer: Its servers' parsers also read answers without reasoning, and remove marks from them.
     """
 
+    is_in_every_answer: ClassVar[bool] = False
     opening: ClassVar[str] = ""
     first_call: ClassVar[str] = ""
 

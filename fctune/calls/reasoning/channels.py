@@ -15,6 +15,7 @@ _MESSAGE = "<|message|>"
 class ChannelReasoning(ReasoningFormat):
     """A turn of several messages, each with a header that says for whom it is."""
 
+    is_in_every_answer = True
     _header: ClassVar[re.Pattern[str]]
     """A header with its ``<|message|>``."""
     _end: ClassVar[re.Pattern[str]]
