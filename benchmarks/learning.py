@@ -186,7 +186,11 @@ def choose_reward(folder: Path, arguments: argparse.Namespace, is_control: bool)
 SUPERVISED = ("data.train_on=last_assistant",)
 METHODS = {
     "rejection": Method("tiny_lora", (*SUPERVISED, "optimizer.lr=2e-3", "max_steps=100"), choose_rows),
-    "dpo": Method("tiny_dpo", ("max_steps=60", "global_batch_size=2", "preference.sft_weight=0.5"), choose_pairs),
+    "dpo": Method(
+        "tiny_dpo",
+        ("max_steps=100", "global_batch_size=2", "optimizer.lr=2e-3", "preference.sft_weight=10.0"),
+        choose_pairs,
+    ),
     "grpo": Method(
         "tiny_grpo",
         (
