@@ -297,7 +297,9 @@ class Architecture(ABC):
         """
 
     def build_shapes(self, max_seq_len: int, precision: PrecisionPolicy) -> CausalLM:
-        """Build a model on the meta device to count its parameters and buffers; a source may leave out what runs.
+        """Build a model on the meta device to count its parameters and buffers, and what its blocks keep for backward.
+
+        A source may check less of it than of a model that trains, and may leave out what runs of plain blocks.
 
         Raises:
             ConfigError: Rows longer than the positions of the model, or a combination that the source cannot build.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -81,6 +81,10 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def blocks(self) -> Iterable[nn.Module]:
         """The transformer blocks in order: the units of sharding, checkpointing and compilation."""
+
+    def block_kinds(self) -> Sequence[Hashable]:
+        """Return the kind of each block, before adapters: blocks of one kind compute alike."""
+        return range(len(list(self.blocks)))
 
     @property
     @abstractmethod

@@ -6,7 +6,9 @@ from transformers have other layers, and norms that compute in float32 and keep 
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.func import functional_call
 
 from fctune.config.schema import RunConfig
 from fctune.models.architecture import Architecture
+from fctune.models.block_kinds import repeats_skipped
 from fctune.models.causal_lm import CausalLM
 from fctune.models.lora import apply_lora_
 from fctune.models.precision import PrecisionPolicy
@@ -42,51 +45,57 @@ def trace_blocks(a: Architecture, config: RunConfig, width: int) -> TracedBlocks
         config: Config of the run.
         width: Bytes per element in the compute dtype.
     """
-    model = a.build_model(config.data.seq_len, PrecisionPolicy.uniform(_DTYPES[width]))
+    model = a.build_shapes(config.data.seq_len, PrecisionPolicy.uniform(_DTYPES[width]))
+    kinds = model.block_kinds()
     if config.adapter is not None:
         apply_lora_(model, replace(config.adapter, base="bf16"))  # quantised weights keep the same activations
     model.train()
     try:
-        short, long = (_trace(model, length) for length in _LENGTHS)
+        short, long = (_trace(model, kinds, length) for length in _LENGTHS)
     except RuntimeError:  # a layer reads values, which meta tensors do not have
         return None
     slope = (long - short) / (_LENGTHS[1] - _LENGTHS[0])
-    count = len(list(model.blocks))
-    return TracedBlocks(slope / count, max(0.0, short - slope * _LENGTHS[0]) / count)
+    return TracedBlocks(slope / len(kinds), max(0.0, short - slope * _LENGTHS[0]) / len(kinds))
 
 
-def _trace(model: CausalLM, length: int) -> int:
-    """Return the bytes that all blocks keep in a row of so many tokens, without their weights and buffers."""
+def _trace(model: CausalLM, kinds: Sequence[Hashable], length: int) -> int:
+    """Return the bytes that all blocks keep in a row of so many tokens, without their weights and buffers.
+
+    The first block of a kind may keep what the others share, such as positions, and the first of all lacks what only a
+    gradient of its input needs. The second one stands for the blocks of its kind that follow.
+    """
+    blocks = list(model.blocks)
     buffers = {name: buffer.to("meta") for name, buffer in model.named_buffers()}
     known = {_storage(tensor) for tensor in (*model.parameters(), *buffers.values())}
-    kept: dict[int, int] = {}
+    kept = [0] * len(blocks)
     # Storages stay alive, so that none is taken for an earlier one at the same address.
     alive: list[Tensor] = []
-    is_inside = False
+    running: int | None = None
 
     def keep(tensor: Tensor) -> Tensor:
-        if is_inside and _storage(tensor) not in known:
-            kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        if running is not None and _storage(tensor) not in known:
+            known.add(_storage(tensor))
+            kept[running] += tensor.untyped_storage().nbytes()
             alive.append(tensor)
         return tensor
 
-    def enter(*_: Any) -> None:
-        nonlocal is_inside
-        is_inside = True
+    def enter(index: int, *_: Any) -> None:
+        nonlocal running
+        running = index
 
     def leave(*_: Any) -> None:
-        nonlocal is_inside
-        is_inside = False
+        nonlocal running
+        running = None
 
-    hooks = [block.register_forward_pre_hook(enter) for block in model.blocks]
-    hooks += [block.register_forward_hook(leave) for block in model.blocks]
+    hooks = [block.register_forward_pre_hook(partial(enter, index)) for index, block in enumerate(blocks)]
+    hooks += [block.register_forward_hook(leave) for block in blocks]
     try:
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
+        with repeats_skipped(blocks, kinds, 2) as skipped, saved_tensors_hooks(keep, lambda tensor: tensor):
             functional_call(_Hidden(model), {f"model.{name}": b for name, b in buffers.items()}, (length,))
     finally:
         for hook in hooks:
             hook.remove()
-    return sum(kept.values())
+    return sum(kept) + sum(kept[ran] for ran in skipped.values())
 
 
 class _Hidden(nn.Module):

@@ -172,6 +172,12 @@ class TransformersArchitecture(Architecture):
 
         return build_model(self, max_seq_len, precision, attention_kernel)
 
+    def build_shapes(self, max_seq_len: int, precision: PrecisionPolicy) -> CausalLM:
+        """Build a model to count, after a look at one block of each kind; see ``Architecture.build_shapes``."""
+        from fctune.models.transformers.build import build_shapes  # imports torch and transformers
+
+        return build_shapes(self, max_seq_len, precision)
+
 
 def check_config(where: str, raw: dict[str, Any]) -> None:
     """Check, without importing torch, that transformers has the architecture of a config.json.

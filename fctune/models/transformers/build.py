@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.functional import linear
 
 from fctune.data.loader import ROW_MULTIPLE
 from fctune.models.attention import AttentionKernel, DocumentBounds
+from fctune.models.block_kinds import describe_block, repeats_skipped
 from fctune.models.causal_lm import CausalLM, ExpertWeight, Linear, Router
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.token_rows import TokenEmbedding
@@ -24,8 +26,8 @@ from fctune.models.transformers.embeddings import keep_embedding_
 from fctune.models.transformers.experts import iter_expert_weights, iter_routers
 from fctune.models.transformers.float64 import keep_float64_
 from fctune.models.transformers.fused_norms import fuse_norms_
-from fctune.models.transformers.modules import Layout, build_decoder, iter_linears, read_layout
-from fctune.models.transformers.shared_inputs import recorded_inputs
+from fctune.models.transformers.modules import Layout, build_decoder, find_layout, iter_linears
+from fctune.models.transformers.shared_inputs import copy_readers_, recorded_inputs
 from fctune.models.transformers.state_layers import separate_conversations_
 
 
@@ -152,6 +154,19 @@ class TransformersCausalLM(CausalLM):
         stack: Iterable[nn.Module] = self.decoder.get_submodule(self.layout.stack)
         return stack
 
+    def block_kinds(self) -> Sequence[Hashable]:
+        """Return the kind of each block: what ``describe_block`` finds, and what its config says of that layer."""
+        blocks = list(self.blocks)
+        # A list that is as long by chance makes more kinds than there are, which costs time alone.
+        by_layer = [
+            value
+            for value in self.decoder.config.to_dict().values()
+            if isinstance(value, list | tuple) and len(value) == len(blocks)
+        ]
+        return [
+            (describe_block(block), *(repr(values[index]) for values in by_layer)) for index, block in enumerate(blocks)
+        ]
+
     @property
     def head(self) -> nn.Module:
         """The output projection; ``tied_module`` is the embedding whose weight it shares, if any."""
@@ -249,7 +264,7 @@ def build_model(
         ConfigError: ``max_seq_len`` exceeds the model's positions, or transformers cannot build the model.
     """
     architecture.check_seq_len(max_seq_len)
-    findings, first_readers = _inspect(architecture, max_seq_len, precision, attention_kernel)
+    findings, first_readers = _inspect(architecture, max_seq_len, precision, attention_kernel, is_complete=True)
     model = _build(architecture, precision, attention_kernel)
     model.first_readers = first_readers
     model.attention_warning = findings.warning
@@ -259,20 +274,37 @@ def build_model(
     return model
 
 
+def build_shapes(
+    architecture: TransformersArchitecture, max_seq_len: int, precision: PrecisionPolicy
+) -> TransformersCausalLM:
+    """Build a model to count, of whose blocks the first one of each kind is inspected; see ``build_model``."""
+    architecture.check_seq_len(max_seq_len)
+    _, first_readers = _inspect(architecture, max_seq_len, precision, "per_document", is_complete=False)
+    model = _build(architecture, precision, "per_document")
+    model.first_readers = first_readers
+    return model
+
+
 @functools.lru_cache(maxsize=8)
 def _inspect(
     architecture: TransformersArchitecture,
     max_seq_len: int,
     precision: PrecisionPolicy,
     attention_kernel: AttentionKernel,
+    is_complete: bool,
 ) -> tuple[AttentionFindings, Mapping[str, str]]:
     """Return how a model's layers attend, see ``check_attention``, and which linears read the same tensor.
 
-    A run and its plan build several such models, so the result is kept.
+    A run and its plan build several such models, so the result is kept. A complete inspection runs every block, else
+    one of each kind stands for the others.
     """
     checked = _build(architecture, precision, attention_kernel)  # keeps what its forward on the meta device caches
-    with recorded_inputs(checked.blocks) as first_readers:
-        findings = check_attention(checked, checked.decoder, architecture, max_seq_len)
+    blocks = list(checked.blocks)
+    skipping = nullcontext({}) if is_complete else repeats_skipped(blocks, checked.block_kinds(), 1)
+    with skipping as skipped:
+        with recorded_inputs(blocks) as first_readers:
+            findings = check_attention(checked, checked.decoder, architecture, max_seq_len)
+        copy_readers_(first_readers, skipped)
     return findings, first_readers
 
 
@@ -280,5 +312,4 @@ def _build(
     architecture: TransformersArchitecture, precision: PrecisionPolicy, attention_kernel: AttentionKernel
 ) -> TransformersCausalLM:
     decoder = build_decoder(architecture, precision.weight_dtype)
-    layout = read_layout(decoder, architecture)
-    return TransformersCausalLM(decoder, layout, architecture, precision, attention_kernel)
+    return TransformersCausalLM(decoder, find_layout(architecture, decoder), architecture, precision, attention_kernel)

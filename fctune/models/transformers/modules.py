@@ -176,18 +176,22 @@ def build_empty(model_class: Any, config: Any, where: str) -> Any:
         return model_class._from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
 
 
-@functools.lru_cache(maxsize=8)
-def find_layout(architecture: TransformersArchitecture) -> Layout:
-    """Return the names and shapes of a model's modules.
+_layouts: dict[TransformersArchitecture, Layout] = {}  # of the models of this process
+
+
+def find_layout(architecture: TransformersArchitecture, decoder: Any = None) -> Layout:
+    """Return the names and shapes of a model's modules, read from a decoder as it was built if there is one already.
 
     Raises:
         ConfigError: transformers cannot build the model, or it has no list of blocks, embedding or head.
     """
-    return read_layout(build_decoder(architecture, torch.float32), architecture)
+    if architecture not in _layouts:
+        decoder = build_decoder(architecture, torch.float32) if decoder is None else decoder
+        _layouts[architecture] = _read_layout(decoder, architecture)
+    return _layouts[architecture]
 
 
-def read_layout(decoder: Any, architecture: TransformersArchitecture) -> Layout:
-    """Return the names and shapes of a decoder's modules; see ``find_layout``."""
+def _read_layout(decoder: Any, architecture: TransformersArchitecture) -> Layout:
     names = {id(module): name for name, module in decoder.named_modules()}
     stack = next(
         (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,3 +49,13 @@ def recorded_inputs(blocks: Iterable[nn.Module]) -> Iterator[dict[str, str]]:
         for key, index in order.items():
             if runs[key] == 1 and key in inputs:
                 first_readers[key] = seen.setdefault((index, id(inputs[key])), key)
+
+
+def copy_readers_(first_readers: dict[str, str], skipped: Mapping[int, int]) -> None:
+    """Add what holds for blocks that were skipped, by the index of the block of their kind that ran, in place."""
+    ran: dict[int, list[tuple[str, str]]] = {}
+    for key, first in first_readers.items():
+        number, _, name = key.partition(".")
+        ran.setdefault(int(number), []).append((name, first.partition(".")[2]))
+    for index, other in skipped.items():
+        first_readers.update({f"{index}.{name}": f"{index}.{first}" for name, first in ran.get(other, [])})
