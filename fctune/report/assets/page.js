@@ -52,7 +52,9 @@
     if (spec.kind === "lines") { names.type = "linear"; names.ticks.callback = number; names.ticks.color = color("muted"); }
     if (spec.is_log_labels) {
       Object.assign(names, { type: "logarithmic", min: spec.labels[0], max: spec.labels.at(-1) });
-      names.ticks.callback = (value) => /^[125](\.0*)?e/.test(value.toExponential(4)) ? number(value) : null;
+      // Over more than two decades, their beginnings alone: more labels would write over one another.
+      const labelled = spec.labels.at(-1) > 100 * spec.labels[0] ? /^1(\.0*)?e/ : /^[125](\.0*)?e/;
+      names.ticks.callback = (value) => labelled.test(value.toExponential(4)) ? number(value) : null;
     }
     if (spec.is_log_size) {
       names.ticks.stepSize = 2;
@@ -82,6 +84,7 @@
             backgroundColor: shade, order: series.is_faint ? 1 : -i, borderWidth: series.is_faint ? 1 : series.values.length > 300 ? 1.3 : 2,
             borderDash: i < 5 ? [] : i < 10 ? [7, 4] : [2, 3],  // where the colours begin again
             pointRadius: series.is_sparse && series.values.filter((y) => y !== null).length <= 60 ? 2.5 : 0,
+            clip: 5,  // points and ends of lines on the edge of the chart are drawn whole
             spanGaps: series.is_sparse, tension: 0 }
         : { label: series.name, data: series.values, backgroundColor: shade, maxBarThickness: 26,
             borderRadius: 3, categoryPercentage: spec.kind === "histogram" ? 1 : 0.8,
