@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argcomplete.autocomplete(parser)
     try:
         arguments = _parse(parser, argv)
+        arguments.is_own_process = argv is None
         code: int = arguments.run(arguments)
     except (ConfigError, DataError, CheckpointError) as error:
         print(escape_controls(str(error)), file=sys.stderr)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.cli.parser import add_config_arguments
+from fctune.cli.quick_imports import stand_in_for_slow_imports
 from fctune.errors import ConfigProblems
 from fctune.models.run_config import load_run_config
 from fctune.terminal import Terminal
@@ -124,6 +125,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     # What imports create stays to the end, and going through it again and again takes a sixth of the time.
     was_enabled = gc.isenabled()
     gc.disable()
+    if arguments.is_own_process:
+        stand_in_for_slow_imports()
     try:
         from fctune.planner.plan import make_plan  # imports torch, which takes seconds
 
