@@ -45,7 +45,7 @@ class Interval:
             return f"{100 * self.share:g}% of the run"
         if self.seconds is not None:
             return format_duration(self.seconds)
-        return "never" if self.is_never else f"{self.steps:,} steps"
+        return "never" if self.is_never else format_count(self.steps or 0, "step")
 
 
 def parse_interval(value: int | str) -> Interval:
@@ -71,6 +71,11 @@ def parse_interval(value: int | str) -> Interval:
             raise ValueError("expected at most 100%")
         return Interval(share=number / 100)
     return Interval(seconds=number * _UNITS_S[unit])
+
+
+def format_count(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is one: ``1 step``, ``1,000 steps``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def format_duration(seconds: float) -> str:

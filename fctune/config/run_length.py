@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fctune.config.intervals import format_duration, parse_interval
+from fctune.config.intervals import format_count, format_duration, parse_interval
 from fctune.config.schema import RunConfig
 
 _FEW_STEPS = 50  # fewer are too few for a schedule to warm up and decay
@@ -56,7 +56,7 @@ def _check_steps(config: RunConfig, length: RunLength) -> list[str]:
 
 
 def _count(length: RunLength, number: int, noun: str) -> str:
-    return f"{'at most ' if length.is_upper_bound else ''}{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{'at most ' if length.is_upper_bound else ''}{format_count(number, noun)}"
 
 
 def _more_steps(config: RunConfig, length: RunLength) -> str:

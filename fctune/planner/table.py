@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from rich.console import Console
 from rich.table import Table
 
-from fctune.config.intervals import format_duration, parse_interval
+from fctune.config.intervals import format_count, format_duration, parse_interval
 from fctune.parallel.footprint import GIB, LABELS, SAFE_SHARE
 from fctune.planner.plan import Plan, list_remedies
 from fctune.planner.plan_request import FAILURES_PER_GPU_DAY
@@ -30,9 +30,9 @@ def print_plan(console: Console, plan: Plan) -> None:
     _say(console, f"{gpus} ({request.gpu.source}; {request.gpu.machine})")
     _say(console, f"  {_describe_layout(setting.mode, setting.replicate, setting.shard)} ({plan.layout_reason})")
     if plan.num_idle:
-        of, packs = f"{plan.num_idle} of {plan.world_size} GPUs", "pack" if plan.num_packs == 1 else "packs"
+        of, packs = f"{plan.num_idle} of {plan.world_size} GPUs", format_count(plan.num_packs, "pack")
         remedy = "use fewer GPUs, or a larger global_batch_size"
-        _say(console, f"  {of} have no data: a step has {plan.num_packs} {packs}; {remedy}", "yellow")
+        _say(console, f"  {of} have no data: a step has {packs}; {remedy}", "yellow")
     console.print()
     _print_memory(console, plan)
     console.print()
@@ -136,9 +136,9 @@ def _print_time(console: Console, plan: Plan) -> None:
         rows = plan.rows
         _say(
             console,
-            f"data: {rows.packs:,} {'packs' if plan.config.data.packed else 'rows'}, {rows.tokens:,} tokens per "
-            f"epoch, {rows.supervised / rows.tokens:.0%} supervised, {rows.padding_share:.1%} of the positions padding "
-            f"({rows.source})",
+            f"data: {format_count(rows.packs, 'pack' if plan.config.data.packed else 'row')}, {rows.tokens:,} tokens "
+            f"per epoch, {rows.supervised / rows.tokens:.0%} supervised, {rows.padding_share:.1%} of the positions "
+            f"padding ({rows.source})",
         )
     if plan.hours is not None:
         _say(console, _describe_cost(plan, plan.hours), "bold")
@@ -163,7 +163,7 @@ def _print_rollouts(console: Console, rollouts: RolloutPlan) -> None:
     beside = f", beside {_gib(training)} GiB of training" if training else ""
     _say(
         console,
-        f"generation on {rollouts.num_gpus} GPUs: {_gib(rollouts.weights_bytes)} GiB of weights each, "
+        f"generation on {format_count(rollouts.num_gpus, 'GPU')}: {_gib(rollouts.weights_bytes)} GiB of weights each, "
         f"{_gib(rollouts.cache_bytes)} GiB of KV cache for {rollouts.num_concurrent:,} answers in progress{beside}; at "
         f"most {rollouts.tokens_per_s:,.0f} tokens/s, as the memory's bandwidth and the peak rate allow",
     )
@@ -204,9 +204,9 @@ def _describe_schedule(plan: Plan, num_steps: int) -> str:
     validations = parse_interval(config.validation.every).in_steps(num_steps, step_s)
     evaluations = parse_interval(config.eval.every).in_steps(num_steps, step_s)
     saves = (num_steps - 1) // plan.save_steps if plan.save_steps else 0
-    line = f"warm-up {plan.warmup_steps:,} steps; {saves + 1:,} checkpoint{'s' if saves else ''}"
+    line = f"warm-up {format_count(plan.warmup_steps or 0, 'step')}; {format_count(saves + 1, 'checkpoint')}"
     first = plan.save_steps if saves and plan.save_steps else num_steps
-    line += f", the first after {first:,} steps ({format_duration(first * step_s)})"
+    line += f", the first after {format_count(first, 'step')} ({format_duration(first * step_s)})"
     for name, every in (("validated", validations), ("evaluated", evaluations)):
         steps = min(every or 0, num_steps)
         line += f"; {name} {'never' if not steps else 'every step' if steps == 1 else f'every {steps:,} steps'}"
@@ -216,7 +216,7 @@ def _describe_schedule(plan: Plan, num_steps: int) -> str:
 def _describe_cost(plan: Plan, hours: float) -> str:
     ends = plan.hours_range
     gpu_hours, price = hours * plan.num_gpus, plan.request.price
-    line = f"{plan.num_steps:,} steps: {_hours(hours)}"
+    line = f"{format_count(plan.num_steps or 0, 'step')}: {_hours(hours)}"
     if ends is not None:
         low, high = EFFICIENCY_RANGE
         line += f" ({_hours(ends[0])} to {_hours(ends[1])} at {high:.0%} to {low:.0%} of the peak rate)"

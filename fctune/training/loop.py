@@ -11,7 +11,7 @@ import torch
 from fctune import distributed
 from fctune.checkpoint.fault_hooks import fire
 from fctune.checkpoint.state import TrainState
-from fctune.config.intervals import is_never
+from fctune.config.intervals import format_count, is_never
 from fctune.config.schema import RunConfig
 from fctune.data.loader import ROW_MULTIPLE, GlobalLoader
 from fctune.data.prepared_set import PreparedSet, Split
@@ -208,7 +208,7 @@ def _check_nonfinite(config: RunConfig, step: int, result: StepResult, num_in_ro
         return
     remedy = "set on_nonfinite=skip to skip such steps"
     if config.on_nonfinite == "skip":
-        remedy = f"check the data: {num_in_row} steps in a row were not finite (limit: max_nonfinite)"
+        remedy = f"check the data: {format_count(num_in_row, 'step')} in a row not finite (limit: max_nonfinite)"
     raise NonFiniteError(
         f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite, stopped before the update. "
         f"Lower optimizer.lr, or {remedy}."

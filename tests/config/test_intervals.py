@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fctune.config.intervals import parse_interval
+from fctune.config.intervals import format_count, parse_interval
 from fctune.config.loading import load_config
 from fctune.config.run_length import RunLength, find_length_warnings
 from fctune.config.schema import LRSchedulerConfig
@@ -97,3 +97,12 @@ def test_what_does_not_suit_the_length_is_said_with_its_remedy(
 def test_a_short_run_needs_no_checkpoint_and_a_trial_no_steps(tmp_path: Path) -> None:
     assert warn(RunLength(84, 4000, 2.0), "checkpoint.every=500") == []
     assert warn(RunLength(4, 4000), "max_steps=4", "checkpoint.every=0") == []
+
+
+def test_one_step_is_no_steps() -> None:
+    assert (str(parse_interval(1)), str(parse_interval(1000))) == ("1 step", "1,000 steps")
+    assert [format_count(number, "checkpoint") for number in (0, 1, 2)] == [
+        "0 checkpoints",
+        "1 checkpoint",
+        "2 checkpoints",
+    ]
