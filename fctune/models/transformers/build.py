@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -300,6 +300,7 @@ def _inspect(
     """
     checked = _build(architecture, precision, attention_kernel)  # keeps what its forward on the meta device caches
     blocks = list(checked.blocks)
+    skipping: AbstractContextManager[dict[int, int]]
     skipping = nullcontext({}) if is_complete else repeats_skipped(blocks, checked.block_kinds(), 1)
     with skipping as skipped:
         with recorded_inputs(blocks) as first_readers:
