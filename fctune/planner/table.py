@@ -160,11 +160,11 @@ def _print_time(console: Console, plan: Plan) -> None:
 
 def _print_rollouts(console: Console, rollouts: RolloutPlan) -> None:
     training = rollouts.training_bytes
-    beside = f", beside {_gib(training)} GiB of training" if training else ""
+    shared = f", next to {_gib(training)} GiB of training" if training else ""
     _say(
         console,
         f"generation on {format_count(rollouts.num_gpus, 'GPU')}: {_gib(rollouts.weights_bytes)} GiB of weights each, "
-        f"{_gib(rollouts.cache_bytes)} GiB of KV cache for {rollouts.num_concurrent:,} answers in progress{beside}; at "
+        f"{_gib(rollouts.cache_bytes)} GiB of KV cache for {rollouts.num_concurrent:,} answers in progress{shared}; at "
         f"most {rollouts.tokens_per_s:,.0f} tokens/s, as the memory's bandwidth and the peak rate allow",
     )
     if not rollouts.fits:
