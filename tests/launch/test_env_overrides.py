@@ -83,10 +83,10 @@ def test_an_invalid_value_is_reported_with_its_key(tmp_path: Path) -> None:
 def test_shell_assignments_survive_quotes_and_dollar_signs(tmp_path: Path) -> None:
     folder = tmp_path / 'it\'s a $HOME; "disk"'
     launch = resolve_launch(TINY, {"DATASET": "synthetic:train:10:1"}, OVERRIDES[:1], folder)
-    script = launch.to_shell(1) + 'printf \'%s\\0\' "$trains" "$output_dir" "$log" "${arguments[@]}"'
+    script = launch.to_shell(1) + 'printf \'%s\\0\' "$recipe" "$output_dir" "$log" "${arguments[@]}"'
     done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
-    trains, output_dir, log, *arguments = done.stdout.split("\0")[:-1]
-    assert trains == "adapter"
+    recipe, output_dir, log, *arguments = done.stdout.split("\0")[:-1]
+    assert recipe == "lora_fc_distributed"
     assert output_dir == str(folder / "runs" / "tiny_lora")
     assert log == str(folder / "logs" / "tiny_lora" / "node-1.log")
     assert arguments == launch.arguments
