@@ -274,8 +274,9 @@ class RolloutSource:
             for category in sorted({one.category for one in answered}):
                 shares = [one.parts[right] for one in answered if one.category == category]
                 metrics[f"pass_rate/{category}"] = _mean(shares)
-        for category, num_groups in Counter(group[0].category for group in batch.groups).items():
-            metrics[f"groups/{category}"] = num_groups
+        num_groups = Counter(group[0].category for group in batch.groups)
+        for category in sorted({one.category for one in rollouts}):
+            metrics[f"groups/{category}"] = num_groups[category]
         return metrics
 
     def _write_log(self, batch: RolloutBatch, step: int) -> None:
