@@ -1,21 +1,17 @@
 """Rollout engine for a vLLM server: token ids in and out, and each update of the policy as an adapter with a new name.
 
-A version is copied to a directory that the server sees, flushed, renamed and loaded under a name that was never used
-before; only then do requests use it. Names are not reused, because a server keeps cached prefixes by name and path.
-An older version is unloaded once no request uses it.
+A version is loaded under a new name (``server_adapters``); only then do requests use it. An older version is unloaded
+once no request uses it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,19 +20,13 @@ from fctune.checkpoint.fault_hooks import fire
 from fctune.config.server_address import parse_base_url
 from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError
-from fctune.files import flush, staged_directory
 from fctune.generation.http_client import HttpClient, RequestError, RetryPolicy
 from fctune.sampling.rollouts import Generation
+from fctune.sampling.server_adapters import UNAVAILABLE, PublishedAdapter, ServerAdapters
 
 _PROBE = 'Where is "Köln", 12.50 °C?\n\t{"city": [1, true]} <|x|> 北京 🎉'
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-_UNAVAILABLE = (502, 503, 504)
 # Times that one request may fail, each after all of its attempts, on a server that is up.
 _MAX_FAILURES = 3
-_REMEDY = (
-    "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, as fctune serve "
-    "--adapters does"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +42,6 @@ class ServerPatience:
     poll_s: float = 5.0
     max_wait_s: float = 1800.0
     retry: RetryPolicy = field(default_factory=lambda: RetryPolicy(max_attempts=3, timeout_s=600.0))
-
-
-@dataclass(slots=True, eq=False)
-class _Published:
-    """An adapter on the server; before anything was published, ``name`` is the base's."""
-
-    name: str
-    version: int
-    path: Path | None = None
-    num_requests: int = 0
 
 
 class ServerRolloutEngine:
@@ -104,32 +84,27 @@ class ServerRolloutEngine:
         say: Callable[[str], None] = lambda line: None,
     ):
         self.url = parse_base_url(url, "grpo.server.url").removesuffix("/v1")
-        self._publish_dir = publish_dir.absolute()
         self._template = template
         self._temperature = temperature
         self._concurrency = concurrency
         self._patience = patience or ServerPatience()
         self._say = say
-        self._prefix = f"fctune-{hashlib.blake2b(run_id.encode(), digest_size=4).hexdigest()}-"
         self._client = HttpClient(self.url, api_key, self._patience.retry)
         # Loading is not retried blindly: a second attempt would find the name taken.
         self._once = HttpClient(self.url, api_key, RetryPolicy(max_attempts=1, timeout_s=300.0))
+        self._adapters = ServerAdapters(self._once, self.url, publish_dir, run_id)
         self._lock = threading.Lock()  # of the fields below
         self._recovery = threading.Lock()  # one thread looks for a lost server
         self._num_recoveries = 0
         self._closed = threading.Event()
-        self._current = _Published("", 0)
-        self._retired: list[_Published] = []
+        self._current = PublishedAdapter("", 0)
+        self._retired: list[PublishedAdapter] = []
         if is_resumed:
             self._wait_for_server()
         self._base = self._find_base(served_model, min_positions)
-        self._current = _Published(self._base, 0)
+        self._current = PublishedAdapter(self._base, 0)
         self._check_tokenizer()
-        for name in self._list_models():
-            if name.startswith(self._prefix):
-                self._unload(name)
-        for left in self._publish_dir.glob(f"*{self._prefix}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        self._adapters.remove_left(row["id"] for row in self._list_models())
 
     @property
     def version(self) -> int:
@@ -176,14 +151,13 @@ class ServerRolloutEngine:
             ConfigError: The server does not accept adapters, this one's rank is over its limit, it does not see the
                 directory, or it is gone for good.
         """
-        path = self._copy(policy, version)
-        published = _Published(path.name, version, path)
-        fire("load", path.name)
+        published = self._adapters.copy(policy, version)
+        fire("load", published.name)
         try:
-            while (error := self._load(published)) is not None:
+            while (error := self._adapters.load(published)) is not None:
                 self._recover(error, self._num_recoveries)
         except ConfigError:
-            shutil.rmtree(path, ignore_errors=True)
+            published.delete_files()
             raise
         with self._lock:
             previous, self._current = self._current, published
@@ -197,11 +171,9 @@ class ServerRolloutEngine:
         self._client.stop()
         with self._lock:
             published = [*self._retired, self._current]
-            self._retired, self._current = [], _Published(self._base, self._current.version)
+            self._retired, self._current = [], PublishedAdapter(self._base, self._current.version)
         for one in published:
-            if one.path is not None:
-                self._unload(one.name)
-                shutil.rmtree(one.path, ignore_errors=True)
+            self._adapters.remove(one)
 
     def _generate_one(self, index: int, prompt: list[int], seed: int, max_new_tokens: int) -> Generation:
         failures = 0
@@ -253,7 +225,7 @@ class ServerRolloutEngine:
         }
 
     @contextmanager
-    def _using_current(self) -> Iterator[_Published]:
+    def _using_current(self) -> Iterator[PublishedAdapter]:
         """Hold the current version, so that it is not unloaded while a request uses it."""
         with self._lock:
             published = self._current
@@ -270,69 +242,13 @@ class ServerRolloutEngine:
             unused = [one for one in self._retired if not one.num_requests]
             self._retired = [one for one in self._retired if one.num_requests]
         for one in unused:
-            self._unload(one.name)
-            if one.path is not None:
-                shutil.rmtree(one.path, ignore_errors=True)
-
-    def _copy(self, policy: Path, version: int) -> Path:
-        """Copy an adapter to a directory with a new name, atomically."""
-        path = self._publish_dir / f"{self._prefix}v{version}-{secrets.token_hex(3)}"
-        try:
-            self._publish_dir.mkdir(parents=True, exist_ok=True)
-            with staged_directory(path) as staging:
-                for name in _ADAPTER_FILES:
-                    shutil.copyfile(policy / name, staging / name)
-                    flush(staging / name)
-                flush(staging)
-            flush(self._publish_dir)
-        except OSError as error:
-            raise ConfigError(
-                f"{self._publish_dir}: the adapter of version {version} cannot be written ({error.strerror or error}). "
-                "Pass a directory with free space that trainer and server share."
-            ) from None
-        return path
-
-    def _load(self, published: _Published) -> str | None:
-        """Load an adapter; returns the reason if the server is unavailable, else None."""
-        body = {"lora_name": published.name, "lora_path": str(published.path)}
-        try:
-            # The body is plain text, not JSON.
-            self._once.post_text("/v1/load_lora_adapter", body)
-        except RequestError as error:
-            if error.status is None or error.status in _UNAVAILABLE:
-                return str(error)
-            if "already been loaded" in str(error):
-                return None
-            raise ConfigError(f"{self.url}: {self._describe_refusal(published, error)}") from None
-        return None
-
-    def _describe_refusal(self, published: _Published, error: RequestError) -> str:
-        said, path = str(error), published.path
-        assert path is not None
-        if "max_lora_rank" in said or ("greater than" in said and "rank" in said.lower()):
-            rank = _read_rank(path)
-            return (
-                f"the adapter has rank {rank}, over the server's limit ({said}). Start vLLM with --max-lora-rank "
-                f"{rank} or more, or lower adapter.rank."
-            )
-        if "No adapter found" in said or "No such file" in said or str(path) in said:
-            return (
-                f"the server does not see {path} ({said}). Choose a directory that trainer and server share under the "
-                "same path."
-            )
-        if error.status in (404, 405) or ("lora" in said.lower() and "enabl" in said.lower()):
-            return f"does not load adapters at run time ({said}); {_REMEDY}."
-        return f"rejects the adapter {path} ({said}). Check that it serves the model that is trained."
-
-    def _unload(self, name: str) -> None:
-        with suppress(RequestError):  # a server that has died has unloaded it as well
-            self._once.post_text("/v1/unload_lora_adapter", {"lora_name": name})
+            self._adapters.remove(one)
 
     def _wait_for_server(self) -> None:
         try:
             self._once.get("/v1/models")
         except RequestError as error:
-            if error.status is None or error.status in _UNAVAILABLE:
+            if error.status is None or error.status in UNAVAILABLE:
                 self._recover(str(error), self._num_recoveries)
 
     def _recover(self, reason: str, num_recoveries: int) -> None:
@@ -349,7 +265,7 @@ class ServerRolloutEngine:
             started, is_told = time.monotonic(), False
             while True:
                 if self._is_healthy():
-                    error = self._load(self._current) if self._current.path is not None else None
+                    error = self._adapters.load(self._current) if self._current.path is not None else None
                     if error is None:
                         break
                     reason = error
@@ -378,7 +294,8 @@ class ServerRolloutEngine:
             return False
         return True
 
-    def _list_models(self) -> list[str]:
+    def _list_models(self) -> list[dict[str, Any]]:
+        """Return the models that the server lists, the base and its adapters, each with a text as ``id``."""
         try:
             listed = self._once.get("/v1/models")
         except RequestError as error:
@@ -389,27 +306,26 @@ class ServerRolloutEngine:
                 "the address."
             ) from None
         rows = listed.get("data") if isinstance(listed, dict) else None
-        self._models = [row for row in rows or [] if isinstance(row, dict) and "id" in row]
-        return [str(row["id"]) for row in self._models]
+        return [row | {"id": str(row["id"])} for row in rows or [] if isinstance(row, dict) and "id" in row]
 
     def _find_base(self, served_model: str | None, min_positions: int) -> str:
-        names = self._list_models()
-        bases = [str(row["id"]) for row in self._models if row.get("parent") is None]
-        if served_model is not None and served_model not in names:
-            listed = ", ".join(names[:10]) or "no model"
-            raise ConfigError(f"{self.url}: does not serve {served_model}; it lists {listed}. Pass one of them.")
-        if served_model is None and len(bases) != 1:
-            listed = ", ".join(bases[:10]) or "no model"
-            raise ConfigError(f"{self.url}: lists {listed}; name the base with grpo.server.served_model.")
-        base = bases[0] if served_model is None else served_model
-        row = next(row for row in self._models if str(row["id"]) == base)
-        positions = row.get("max_model_len")
+        models = self._list_models()
+        if served_model is None:
+            found = [row for row in models if row.get("parent") is None]
+            if len(found) != 1:
+                raise ConfigError(f"{self.url}: lists {_list(found)}; name the base with grpo.server.served_model.")
+        else:
+            found = [row for row in models if row["id"] == served_model]
+            if not found:
+                listed = _list(models)
+                raise ConfigError(f"{self.url}: does not serve {served_model}; it lists {listed}. Pass one of them.")
+        positions = found[0].get("max_model_len")
         if isinstance(positions, int) and positions < min_positions:
             raise ConfigError(
                 f"{self.url}: has a context of {positions:,} tokens, but {min_positions:,} are needed. Start vLLM with "
                 f"--max-model-len {min_positions}."
             )
-        return base
+        return str(found[0]["id"])
 
     def _check_tokenizer(self) -> None:
         """Check that the server encodes a text as the policy's tokenizer does.
@@ -432,6 +348,10 @@ class ServerRolloutEngine:
             )
 
 
+def _list(models: Sequence[dict[str, Any]]) -> str:
+    return ", ".join(row["id"] for row in models[:10]) or "no model"
+
+
 def _read_completion(body: Any, prompt: list[int]) -> tuple[tuple[int, ...], tuple[float, ...], bool]:
     """Return ids, log-probabilities and whether the answer is cut, or raise ``ValueError``."""
     choices = body.get("choices") if isinstance(body, dict) else None
@@ -448,10 +368,3 @@ def _read_completion(body: Any, prompt: list[int]) -> tuple[tuple[int, ...], tup
     if sent is not None and sent != prompt:
         raise ValueError(f"a prompt of {len(sent):,} token ids instead of the {len(prompt):,} that were sent")
     return tuple(map(int, ids)), tuple(map(float, logprobs)), choice.get("finish_reason") == "length"
-
-
-def _read_rank(adapter_dir: Path) -> int | str:
-    try:
-        return int(json.loads((adapter_dir / "adapter_config.json").read_text(encoding="utf-8"))["r"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "unknown"

@@ -154,7 +154,7 @@ def test_requests_in_flight_finish_with_their_version_while_another_is_published
     assert not any(answer.error for answer in answers)
     assert {answer.version for answer in ask(engine)} == {2}
     assert len(server.adapters) == 1
-    assert len(list(engine._publish_dir.iterdir())) == 1, "files of unloaded versions are deleted"
+    assert len(list(engine._adapters.directory.iterdir())) == 1, "files of unloaded versions are deleted"
 
 
 def test_an_adapter_is_published_complete_and_may_vanish_afterwards(
@@ -168,7 +168,8 @@ def test_an_adapter_is_published_complete_and_may_vanish_afterwards(
     with pytest.raises(ConfigError, match="the adapter of version 2 cannot be written"):
         engine.publish(adapter / "missing", 2)
     assert engine.version == 1
-    assert [path.name for path in engine._publish_dir.iterdir()] == [engine._current.name], "nothing half-written"
+    kept = [path.name for path in engine._adapters.directory.iterdir()]
+    assert kept == [engine._current.name], "nothing half-written"
 
 
 def test_a_server_that_dies_is_waited_for_and_gets_the_adapter_again(
@@ -313,11 +314,12 @@ def test_adapters_of_an_earlier_process_of_the_run_are_unloaded(
     killed.publish(make_adapter(1), 1)
     other.publish(make_adapter(2), 1)
     assert len(server.adapters) == 2
-    assert len(list(killed._publish_dir.iterdir())) == 2
-    (killed._publish_dir / f".{killed._prefix}v2-1a2b3c.partial").mkdir()  # it was killed while it wrote
+    left = killed._adapters
+    assert len(list(left.directory.iterdir())) == 2
+    (left.directory / f".{left.prefix}v2-1a2b3c.partial").mkdir()  # it was killed while it wrote
     connect(server, run_id="runs/a")
     assert list(server.adapters) == [other._current.name]
-    assert [path.name for path in other._publish_dir.iterdir()] == [other._current.name]
+    assert [path.name for path in other._adapters.directory.iterdir()] == [other._current.name]
 
 
 @pytest.mark.parametrize(
@@ -343,7 +345,7 @@ def test_a_refused_adapter_is_one_sentence_with_the_remedy(
     assert reason in str(raised.value)
     assert "\n" not in str(raised.value)
     assert engine.version == 0
-    assert not list(engine._publish_dir.iterdir())
+    assert not list(engine._adapters.directory.iterdir())
 
 
 def test_a_wrong_server_is_refused_at_the_start(
