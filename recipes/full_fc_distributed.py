@@ -20,7 +20,7 @@ from torchtune.recipe_interfaces import FTRecipeInterface
 
 
 class FullFunctionCallingRecipe(FineTuning, FTRecipeInterface):
-    """Trains all weights."""
+    """Trains all weights of a base on supervised rows."""
 
     name = "full_fc_distributed"
 

@@ -120,5 +120,5 @@ class _EnvironmentWorld:
         return score_episode(self._task, state, [result.is_accepted for _, result in self._episode.calls], text)
 
     def close(self) -> None:
-        """Free the episode."""
+        """Free the episode in the environment's process."""
         self._episode.close()
