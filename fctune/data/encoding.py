@@ -7,6 +7,9 @@ import gc
 import itertools
 import multiprocessing
 import os
+import pickle
+import sys
+import tempfile
 import threading
 from array import array
 from collections import deque
@@ -33,10 +36,10 @@ from fctune.errors import DataError
 
 _CHUNK_ROWS = 64  # rows sent to a process at a time
 _MAX_PENDING = 3  # chunks in flight per process, which bounds memory
-# Other processes are ready after about a second. Fewer chunks than the first are encoded by one process in that time;
-# the second is the number that this process encodes meanwhile.
+# Other processes are ready after one to three seconds. Fewer chunks than the first are encoded by one process in that
+# time; the second is the number that this process encodes meanwhile.
 _MIN_PARALLEL, _NUM_WARMUP_CHUNKS = 64, 20
-_MAX_PROCESSES = 16  # each holds the imports of the launching script; more of them outpace the writing process
+_MAX_PROCESSES = 16  # more of them outpace the writing process
 # Modules that encoding a row imports, once for all processes.
 _PRELOADED = ("fctune.data.encoding", "transformers.utils.chat_template_utils")
 
@@ -287,14 +290,27 @@ def _scan_chunks(config: DataConfig) -> Iterator[Chunk]:
 
 def _encode_parallel(encoder: ChunkEncoder, chunks: Iterator[Chunk], num_others: int) -> Iterator[EncodedChunk]:
     """Like ``map(encoder.encode, chunks)`` with other processes; this one encodes chunks while they are all busy."""
+    # The encoder holds the tokenizer, of up to 35 MB, and a pipe takes 64 KiB: if it were an argument of the processes,
+    # each would start only after the one before had read its own. From a file they read it side by side.
+    shared = tempfile.TemporaryDirectory(prefix="fctune-encoder-")
+    file = Path(shared.name) / "encoder.pickle"
+    try:
+        file.write_bytes(pickle.dumps(encoder, pickle.HIGHEST_PROTOCOL))
+    except OSError as error:
+        shared.cleanup()
+        raise DataError(
+            f"{file}: cannot be written ({error.strerror}). Free some space there, or set TMPDIR to another directory."
+        ) from None
     # Not fork, which would copy the locks held by threads of a process group.
-    pool = ProcessPoolExecutor(num_others, multiprocessing.get_context("forkserver"), _init_worker, (encoder,))
+    pool = ProcessPoolExecutor(num_others, multiprocessing.get_context("forkserver"), _init_worker, (file,))
     parts: deque[Future[EncodedChunk] | EncodedChunk] = deque()
     try:
-        yield from map(encoder.encode, itertools.islice(chunks, _NUM_WARMUP_CHUNKS))
+        warmup = list(itertools.islice(chunks, _NUM_WARMUP_CHUNKS))
+        parts.extend(_submit(pool, chunk) for chunk in itertools.islice(chunks, num_others))  # starts all processes
+        yield from map(encoder.encode, warmup)
         for chunk in chunks:
             waiting = sum(isinstance(part, Future) and not part.done() for part in parts)
-            parts.append(pool.submit(_encode, chunk) if waiting < num_others * _MAX_PENDING else encoder.encode(chunk))
+            parts.append(_submit(pool, chunk) if waiting < num_others * _MAX_PENDING else encoder.encode(chunk))
             while parts and (not isinstance(parts[0], Future) or parts[0].done()):
                 yield _get(parts.popleft())
         while parts:
@@ -306,6 +322,21 @@ def _encode_parallel(encoder: ChunkEncoder, chunks: Iterator[Chunk], num_others:
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+        shared.cleanup()
+
+
+def _submit(pool: ProcessPoolExecutor, chunk: Chunk) -> Future[EncodedChunk]:
+    """Submit a chunk; a process that this starts doesn't import the launching script, and with it torch.
+
+    Processes start as they are needed, and each imports the file of the script, if it knows one, before its work.
+    """
+    script = sys.modules["__main__"]
+    hidden = {name: getattr(script, name, None) for name in ("__file__", "__spec__")}
+    try:
+        script.__dict__.update(dict.fromkeys(hidden))
+        return pool.submit(_encode, chunk)
+    finally:
+        script.__dict__.update(hidden)
 
 
 def _get(part: Future[EncodedChunk] | EncodedChunk) -> EncodedChunk:
@@ -315,9 +346,9 @@ def _get(part: Future[EncodedChunk] | EncodedChunk) -> EncodedChunk:
 _worker_encoder: ChunkEncoder  # set in worker processes only
 
 
-def _init_worker(encoder: ChunkEncoder) -> None:
+def _init_worker(file: Path) -> None:
     global _worker_encoder
-    _worker_encoder = encoder
+    _worker_encoder = pickle.loads(file.read_bytes())
     gc.freeze()  # see _exempt_from_collection
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -235,20 +237,40 @@ def test_several_processes_encode_the_same_set_as_one(
     tiny_base: Path, write_rows: Callable[..., Path], tmp_path: Path
 ) -> None:
     bad = {"messages": [{"role": "user", "content": "Hi"}, {"role": "robot", "content": "Hello."}]}
-    rows = [c.to_openai() for c in iter_conversations("train", 700, 2)]
-    path = str(write_rows([*rows[:300], bad, *rows[300:]]))
+    rows = [c.to_openai() for c in iter_conversations("train", 1500, 2)]  # the first 20 chunks of 64 stay here
+    path = str(write_rows([*rows[:1400], bad, *rows[1400:]]))
     config = data_config(path, on_invalid="skip", call_weight=2.0, overlong="drop", seq_len=256)
     made = []
-    for workers in (1, 2):
+    for workers in (1, 3):
         counts = Counts()
         parts = list(encode_sources(config, tiny_base, counts, num_processes=workers))
         names = ("tokens", "weights", "lengths", "digests", "repeats")
         made.append((counts, [np.concatenate([getattr(part, name) for part in parts]).tolist() for name in names]))
     assert made[0] == made[1]
-    assert made[0][0].rows == 701
+    assert made[0][0].rows == 1501
     assert made[0][0].invalid == 1
-    with pytest.raises(DataError, match=r"rows\.jsonl:301"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1401"):
         list(encode_sources(data_config(path, overlong="drop"), tiny_base, Counts(), num_processes=2))
+
+
+def test_processes_that_encode_do_not_import_the_launching_script(tiny_base: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+open({str(tmp_path / "imports")!r}, "a").write("once more\\n")
+
+if __name__ == "__main__":
+    from pathlib import Path
+    from fctune.config.sections.data import DataConfig, SourceConfig
+    from fctune.data import encoding
+
+    config = DataConfig(sources=[SourceConfig(path="synthetic:train:1500:0")], seq_len=512)
+    counts = encoding.Counts()
+    list(encoding.encode_sources(config, Path({str(tiny_base)!r}), counts, num_processes=4))
+    print(counts.rows, len(__file__) > 0)
+""")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["1500", "True"], done.stderr
+    assert (tmp_path / "imports").read_text().count("once") == 1
 
 
 @given(step=st.integers(0, 200), batch=st.integers(1, 40))
