@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.real_requests import UNFIT
 from fctune.data.conversation import Call, Conversation, Message, Tool
 
 
@@ -260,6 +261,27 @@ def describe_quantities(rng: random.Random, num_calls: int = 1) -> Conversation:
     return Conversation((Message("user", f"{question}{clause}{ending}"), answer), (tool,), f"quantities:{tool.name}")
 
 
+def describe_unfit_quantities(rng: random.Random) -> Conversation:
+    """Make a request for a calculation, with tools that calculate something else; the answer is that none can do it."""
+    request = describe_quantities(rng)
+    taken = {_stem_words(request.tools[0])}
+    tools: list[Tool] = []
+    num_tools = rng.choice((1, 1, 1, 2, 3))
+    while len(tools) < num_tools:
+        other = describe_quantities(rng).tools[0]
+        words = _stem_words(other)
+        if not any(words & known for known in taken):
+            taken.add(words)
+            tools.append(other)
+    return Conversation((request.messages[0], Message("assistant", UNFIT)), tuple(tools), "no_call:quantities")
+
+
+def _stem_words(tool: Tool) -> frozenset[str]:
+    """Return the words that say what a tool calculates and of what, each by its first letters."""
+    text = tool.function["description"].partition(" the ")[2].partition(" from ")[0].partition(" with ")[0]
+    return frozenset(word[:5] for word in text.rstrip(".").split() if word not in ("a", "of", "the"))
+
+
 def _draw_fields(rng: random.Random) -> list[_Field]:
     shape = rng.random()
     fields: list[_Field] = []
@@ -391,6 +413,12 @@ def _word(
         return f"{lead} the {measure}{of}{link}{given}"
     sets = [_say({name: said for name, (value, said) in one.items() if value is not None}, style) for one in drawn]
     changes = [{name: one[name][1] for name in first if name in varied} for one in drawn]
+    is_plain = not any(isinstance(value, list) for value, _ in drawn[0].values())
+    if is_plain and len(varied & set(first)) > 1 and rng.random() < 0.4:
+        columns = {
+            name: _join([one[name][1] for one in drawn]) if name in varied else said for name, said in first.items()
+        }
+        return f"{lead} the {measure}{of}{link}{_say(columns, style)}{rng.choice((', respectively', ' respectively'))}"
     if len(varied & set(first)) == 1 and rng.random() < 0.5:
         (name,) = varied & set(first)
         said = {**first, name: _join([change[name] for change in changes])}

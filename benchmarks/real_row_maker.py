@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from benchmarks.real_options import add_options, make_list
-from benchmarks.real_quantities import describe_quantities
+from benchmarks.real_quantities import describe_quantities, describe_unfit_quantities
 from benchmarks.real_requests import (
     ToolPool,
     describe_parallel,
@@ -20,6 +20,7 @@ from benchmarks.real_requests import (
 from fctune.data.conversation import Conversation
 
 _NUM_OTHERS = (0, 0, 0, 1, 1, 2, 3, 4)
+_CALCULATION_SHARE = 0.25  # of the questions that no tool can answer
 
 
 class RowMaker:
@@ -52,6 +53,8 @@ class RowMaker:
 
     def make_no_call(self) -> Conversation:
         """Return a question for which no tool on offer is right."""
+        if self._rng.random() < _CALCULATION_SHARE:
+            return describe_unfit_quantities(self._rng)
         draw = self._rng.random()
         if draw < 0.45:
             source = self._rng.choice(self._single)
