@@ -106,7 +106,9 @@ def _check_validation(config: RunConfig, length: RunLength) -> list[str]:
         return ["validation.every=0: validation loss is never measured; set validation.every=10%"]
     if not length.has_validation or config.data.validation_share == 0:
         share = f"data.validation_share={config.data.validation_share:g}"
-        return [f"{share}: nothing is held out, so validation loss is never measured; set data.validation_share=0.02"]
+        is_of_few = config.data.validation_share > 0
+        remedy = "set it higher, or train on 20 rows or more" if is_of_few else "set data.validation_share=0.02"
+        return [f"{share}: nothing is held out, so validation loss is never measured; {remedy}"]
     first = every.in_steps(length.num_steps, length.step_s)
     if first is None or first <= length.num_steps:
         return []

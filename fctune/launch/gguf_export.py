@@ -113,7 +113,7 @@ def _require_space(folder: Path, model_dir: Path, gguf_type: str) -> None:
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise ConfigError(
-            f"{folder}: {gguf_type} needs about {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free. Free "
+            f"{folder}: {gguf_type} needs about {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free. Free "
             "some, or choose a directory on another disk with --out."
         )
 

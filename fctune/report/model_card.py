@@ -12,7 +12,7 @@ from fctune.calls.server_parsers import read_server_parsers
 from fctune.report.eval_page import format_bounds
 from fctune.report.run_sections import describe_method
 from fctune.report.run_text import format_number, format_seconds
-from fctune.runs.figures import describe_run
+from fctune.runs.figures import FINAL_STEPS, describe_run
 from fctune.runs.record import RunRecord
 from fctune.runs.results import Accuracy
 
@@ -114,7 +114,7 @@ def _describe_training(record: RunRecord) -> list[str]:
         "steps": f"{figures.num_steps:,} of {record.num_steps:,}" if record.num_steps else figures.num_steps or None,
         "sequences a step": config.get("global_batch_size"),
         "tokens": format_number(figures.tokens_total),
-        "final training loss": format_number(figures.final_loss),
+        f"training loss, last {FINAL_STEPS} steps": format_number(figures.final_loss),
         "validation loss": format_number(figures.validation_loss),
         "hardware": f"{size} x {run.get('device')}" if size and run.get("device") else run.get("device"),
         "time": format_seconds(figures.time.elapsed_s),

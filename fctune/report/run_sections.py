@@ -244,7 +244,8 @@ def describe_method(adapter: dict[str, Any] | None) -> str:
     if not adapter:
         return "all weights"
     kinds = [adapter.get("scaling", "standard"), *(["DoRA"] if adapter.get("dora") else [])]
-    base = f", base in {adapter['base']}" if "base" in adapter else ""
+    stored = adapter.get("base", "bf16")  # which keeps the run's precision
+    base = f", base quantised to {stored}" if stored != "bf16" else ""
     return f"LoRA, rank {adapter['rank']}, alpha {adapter['alpha']:g} ({', '.join(kinds)}){base}"
 
 

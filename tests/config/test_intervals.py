@@ -74,8 +74,8 @@ def test_a_run_that_suits_its_data_has_no_warning() -> None:
         (RunLength(300, 6400, 10.0, save_s=900.0), [], "a save takes 15 min, so training would wait"),
         (GOOD_LENGTH, ["validation.every=400"], "validation loss is measured only at its end"),
         (GOOD_LENGTH, ["validation.every=0"], "validation loss is never measured"),
-        (GOOD_LENGTH, ["data.validation_share=0"], "nothing is held out"),
-        (RunLength(300, 6400, 10.0, has_validation=False), [], "nothing is held out"),
+        (GOOD_LENGTH, ["data.validation_share=0"], "never measured; set data.validation_share=0.02"),
+        (RunLength(300, 6400, 10.0, has_validation=False), [], "never measured; set it higher, or train on 20 rows"),
         (RunLength(49, 3136, 10.0), [], "49 steps in all, fewer than 50"),
         (RunLength(60, 310, 60.0), ["epochs=12"], "an epoch is only 5 steps; lower global_batch_size (64 packs)"),
         (

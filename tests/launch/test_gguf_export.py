@@ -91,7 +91,7 @@ def test_a_disk_without_room_and_a_folder_that_cannot_be_written_are_named(
     with pytest.raises(ConfigError, match=r"file/out: cannot be written \(Not a directory\).*--out"):
         gguf_export.export_gguf(str(tiny_base), tmp_path / "file" / "out")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10, 10, 1_000_000))
-    with pytest.raises(ConfigError, match=r"f32 needs about 4 MB, and 1 MB are free. Free some"):
+    with pytest.raises(ConfigError, match=r"f32 needs about 4\.2 MB, and 1\.0 MB are free. Free some"):
         gguf_export.export_gguf(str(tiny_base), tmp_path / "out")
 
 

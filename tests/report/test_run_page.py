@@ -260,7 +260,7 @@ def test_the_setup_shows_model_data_command_and_versions(run: Path, tmp_path: Pa
     text = write_page([run], tmp_path / "a.html")
     rows = dict(row[:2] for row in cells_of(text, "Setup"))
     assert rows["model"] == "models/base"
-    assert rows["trained"] == "LoRA, rank 8, alpha 16 (standard), base in bf16"
+    assert rows["trained"] == "LoRA, rank 8, alpha 16 (standard)"
     assert rows["data"] == "synthetic:train:100:1"
     assert rows["ranks"] == "2"
     kept = json.loads((run / "run.json").read_text())

@@ -26,9 +26,10 @@ def read_judged(results: Path, cases: Path) -> Rows:
     return rows
 
 
-def measure(cases: Path, address: str, name: str, out: Path, *options: str) -> Rows:
-    """Return the results of the served model ``name`` by case id."""
-    words = ["eval", "--model", address, "--served-model", name, "--cases", str(cases), "--out", str(out)]
+def measure(cases: Path, address: str, name: str | None, out: Path, *options: str) -> Rows:
+    """Return the results of the served model ``name``, or of the only one, by case id."""
+    words = ["eval", "--model", address, "--cases", str(cases), "--out", str(out)]
+    words += [] if name is None else ["--served-model", name]
     assert main([*words, *options]) == 0
     return read_rows(out)
 

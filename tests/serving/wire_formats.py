@@ -37,7 +37,12 @@ TOOLS = [
     _tool("ping"),
 ]
 TOOL_OBJECTS = tuple(Tool(tool["function"]) for tool in TOOLS)
-NUM_STEPS = 60
+# All weights, on one pack that holds every conversation: an epoch is a step.
+TRAINING = (
+    *("adapter=null", "parallel.mode=ddp", "epochs=60", "global_batch_size=1", "data.validation_share=0"),
+    *("optimizer.lr=2e-3", "lr_scheduler.warmup=5"),
+    "step_timeout_s=1800",  # a step takes a second, but other processes may leave it no time
+)
 SINGLE, PARALLEL = "Weather in Bergen for 3 days", "Compare Oslo and Rome"
 # What the user says, and what the assistant answers: calls, or a text.
 ANSWERS: dict[str, list[Call] | str] = {
@@ -307,7 +312,7 @@ def _tokenise(base: Path) -> list[list[int]]:
 
 def train(name: str) -> Path:
     """Return the directory of a run whose export answers as ``ANSWERS`` says; trained once and then kept."""
-    own = (Path(__file__).read_text(encoding="utf-8"), read_template(name), NUM_STEPS)
+    own = (read_template(name), WIRE_FORMATS[name].tokens, to_rows(), TRAINING)
     digest = hashlib.sha256(repr(own).encode()).hexdigest()[:12]
     kept = Path(os.environ.get("FCTUNE_TEST_MODELS", Path(tempfile.gettempdir()) / "fctune-test-models"))
     run = kept / f"{name}-{digest}"
@@ -320,12 +325,13 @@ def train(name: str) -> Path:
     rows = work / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in to_rows()), encoding="utf-8")
     words = [f"model.path={work / 'base'}", f"output_dir={work / 'run'}", f"data.sources.0.path={rows}"]
-    words += ["adapter=null", "parallel.mode=ddp", f"max_steps={NUM_STEPS}", "epochs=null"]
-    words += [f"data.seq_len={num_tokens // 64 * 64 + 128}"]
-    words += ["global_batch_size=1", "optimizer.lr=2e-3", "lr_scheduler.warmup=5", "validation=null"]
+    words += [f"data.seq_len={num_tokens // 64 * 64 + 128}", *TRAINING]
     command = [sys.executable, "-m", "fctune.cli", "train", "tiny_lora", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    metrics = map(json.loads, (work / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    losses = [row["loss"] for row in metrics if "loss" in row]
+    assert losses[-1] < 0.05, f"{name} is not memorised: {losses}"
     (work / "run").rename(run)
     shutil.rmtree(work)
     return run
