@@ -40,7 +40,7 @@ TOOL_OBJECTS = tuple(Tool(tool["function"]) for tool in TOOLS)
 # All weights, on one pack that holds every conversation: an epoch is a step.
 TRAINING = (
     *("adapter=null", "parallel.mode=ddp", "epochs=60", "global_batch_size=1", "data.validation_share=0"),
-    *("optimizer.lr=2e-3", "lr_scheduler.warmup=5"),
+    *("optimizer.lr=4e-3", "lr_scheduler.warmup=5"),
     "step_timeout_s=1800",  # a step takes a second, but other processes may leave it no time
 )
 SINGLE, PARALLEL = "Weather in Bergen for 3 days", "Compare Oslo and Rome"
@@ -100,11 +100,14 @@ class WireFormat:
             and the closing.
         tokens: Tokens that the tokenizers of such models have; of a public template its own are added.
         unread: What vLLM 0.32's parser does not read as written: reasons by question and ``whole`` or ``streamed``.
+        forced: Why ``tool_choice`` of ``required`` or of a function does not give the calls that the model learned;
+            None if it does.
     """
 
     template: str | tuple[str, str, str]
     tokens: tuple[str, ...] = ()
     unread: dict[tuple[str, str], str] = field(default_factory=dict)
+    forced: str | None = None
 
 
 def _unread(
@@ -141,6 +144,9 @@ _PLAIN_VALUES = """{%- for key, value in arguments.items() -%}
     {%- else -%}{{- value | tojson -}}{%- endif -%}
 {%- endfor -%}"""
 
+# vLLM constrains these answers to a list in JSON, whatever the model was taught.
+_FORCED_LIST = "it forces a list in JSON, which is not what the model learned"
+_FORCED_CONTENT = "it forces a list in JSON without a mark, and sends it as content"
 _NO_ARGUMENTS = _unread("it streams the empty text for no arguments", ["Are you there"], ["streamed"])
 
 WIRE_FORMATS: dict[str, WireFormat] = {
@@ -148,7 +154,7 @@ WIRE_FORMATS: dict[str, WireFormat] = {
     "qwen3_coder": WireFormat("qwen3_5_nothink"),
     "glm45": WireFormat("glm4moe"),
     "gemma4": WireFormat("gemma4_v5"),
-    "lfm": WireFormat("lfm2_v2"),
+    "lfm": WireFormat("lfm2_v2", forced=_FORCED_LIST),
     "muse": WireFormat("muse_glimmer"),
     "llama3_json": WireFormat("llama3", ("<|python_tag|>",), _NO_ARGUMENTS),
     "llama4_json": WireFormat(
@@ -156,24 +162,28 @@ WIRE_FORMATS: dict[str, WireFormat] = {
         ("<|python_tag|>",),
         _unread("it finds no calls without a separator", [PARALLEL]) | _NO_ARGUMENTS,
     ),
-    "pythonic": WireFormat("pythonic"),
-    "xlam": WireFormat(("'['", _LIST, "']'")),
+    "pythonic": WireFormat("pythonic", forced=_FORCED_LIST),
+    "xlam": WireFormat(("'['", _LIST, "']'"), forced=_FORCED_LIST),
     "functools": WireFormat(
         ("'functools['", _LIST, "']'"),
         (),
         _unread("it streams nothing where tools are on offer", tuple(ANSWERS), ["streamed"])
         | _unread("it ends the list at the first bracket", ["Plan a tour"]),
+        _FORCED_LIST,
     ),
-    "granite3": WireFormat(("'<|tool_call|>['", _LIST, "']'"), ("<|tool_call|>",)),
-    "mistral_v3": WireFormat(("'[TOOL_CALLS]['", _JSON_ID, "']'"), ("[TOOL_CALLS]",)),
-    "mistral_v7": WireFormat(("'[TOOL_CALLS]['", _JSON_ID, "']'"), ("[TOOL_CALLS]",)),
+    "granite3": WireFormat(("'<|tool_call|>['", _LIST, "']'"), ("<|tool_call|>",), forced=_FORCED_LIST),
+    "mistral_v3": WireFormat(("'[TOOL_CALLS]['", _JSON_ID, "']'"), ("[TOOL_CALLS]",), forced=_FORCED_CONTENT),
+    "mistral_v7": WireFormat(("'[TOOL_CALLS]['", _JSON_ID, "']'"), ("[TOOL_CALLS]",), forced=_FORCED_CONTENT),
     "mistral_v11": WireFormat(
         ("''", "{{- '[TOOL_CALLS]' + name + '[CALL_ID]' + call.id + '[ARGS]' + arguments | tojson -}}", "''"),
         ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         _unread("it takes the id for a part of the name", CALLING),
+        _FORCED_CONTENT,
     ),
     "mistral_v13": WireFormat(
-        ("''", "{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments | tojson -}}", "''"), ("[TOOL_CALLS]", "[ARGS]")
+        ("''", "{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments | tojson -}}", "''"),
+        ("[TOOL_CALLS]", "[ARGS]"),
+        forced=_FORCED_CONTENT,
     ),
     "cohere": WireFormat(
         (
@@ -184,6 +194,7 @@ WIRE_FORMATS: dict[str, WireFormat] = {
         ),
         ("<|START_ACTION|>", "<|END_ACTION|>"),
         _unread("it sends the empty text for no arguments", ["Are you there"]),
+        _FORCED_LIST,
     ),
     "kimi_k2": WireFormat(
         (
@@ -202,7 +213,8 @@ WIRE_FORMATS: dict[str, WireFormat] = {
             "{{- ('' if loop.first else ', ') + key + '=' + value | tojson -}}"
             "{%- endfor -%}{{- ')' -}}",
             "'</function_calls>'",
-        )
+        ),
+        forced=_FORCED_LIST,
     ),
     "functiongemma": WireFormat(
         (
@@ -216,6 +228,7 @@ WIRE_FORMATS: dict[str, WireFormat] = {
         _unread("it reads text between marks only: no numbers, no lists", [SINGLE, PARALLEL, "Plan a tour"])
         | _unread("it does not put a comma between arguments", ["Send a word to Anna"], ["streamed"])
         | _unread("it streams no call without arguments", ["Are you there"], ["streamed"]),
+        _FORCED_LIST,
     ),
     "minimax_m2": WireFormat(
         (
