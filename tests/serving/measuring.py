@@ -35,19 +35,21 @@ def measure(cases: Path, address: str, name: str | None, out: Path, *options: st
 
 
 def require_same(judged: Rows, served: Rows) -> None:
-    """Check that each case has the verdict that it has in process, but for one in 100 with a known reason."""
+    """Check that each case has the verdict that it has in process, or the same text and a known reason."""
     assert served.keys() == judged.keys()
     different = [id_ for id_, row in served.items() if row["verdict"] != judged[id_]["verdict"]]
-    print(f"{len(served) - len(different)} of {len(served)} cases are judged as in process")
+    accuracies = [sum(row["verdict"] == "correct" for row in rows.values()) for rows in (judged, served)]
+    print(f"{len(served) - len(different)} of {len(served)} cases are judged as in process, ", end="")
+    print(f"{accuracies[0]} are correct there and {accuracies[1]} as served")
     for id_ in different:
         print(f"{id_}: {judged[id_]['verdict']} -> {served[id_]['verdict']}: {_explain(judged[id_], served[id_])}")
     unexplained = [id_ for id_ in different if _explain(judged[id_], served[id_]) is None]
     assert not unexplained, [(judged[id_]["answer"], served[id_]["calls"]) for id_ in unexplained]
-    assert len(different) <= len(served) // 100
 
 
 def _explain(here: dict[str, Any], served: dict[str, Any]) -> str | None:
     """Return why a case may be judged differently when served; None if there is no known reason."""
-    if here["malformed"] and not served["calls"]:
+    content = served["answer"].strip()  # without the reasoning, which comes first
+    if here["malformed"] and not served["calls"] and content and here["answer"].strip().endswith(content):
         return "vLLM sends text that is not a call as content, which is not called malformed"
     return None

@@ -29,7 +29,7 @@ def test_every_case_is_judged_as_in_process(reasoning_demo: Path, address: str, 
     require_same(judged, served)
     for id_, row in served.items():
         if not row["is_cut"] and row["verdict"] == judged[id_]["verdict"] == "correct":
-            here, there = judged[id_]["reasoning"] or {}, row["reasoning"] or {}
+            here, there = (found.get("reasoning") or {} for found in (judged[id_], row))
             assert there.get("text", "") == here.get("text", ""), id_
 
 
