@@ -282,16 +282,29 @@ def _write(option: str, path: Path, write: Any) -> Any:
 
 
 def _warn_of_unparsed_calls(console: Console, rows: list[Row], summary: dict[str, Any]) -> None:
-    if summary["settings"]["format"] != "served" or any(row["calls"] for row in rows):
+    """Warn of calls that a server left in its text: all of them, without its parser, or broken ones."""
+    if summary["settings"]["format"] != "served":
         return
-    matching = [name for name, f in FORMATS.items() if any(f.parse(row["answer"]).calls for row in rows)]
-    if matching:
-        console.print(
+    texts = [row["answer"] for row in rows if row["answer"] and not row["calls"]]
+    read = {name: [call_format.parse(text) for text in texts] for name, call_format in FORMATS.items()}
+    whole = {name: sum(bool(one.calls) for one in found) for name, found in read.items()}
+    broken = {name: sum(bool(one.malformed) for one in found) for name, found in read.items()}
+    if any(whole.values()) and not any(row["calls"] for row in rows):
+        matching = [name for name, count in whole.items() if count]
+        message = (
             f"The server sent no calls, only text that can be parsed as calls in {', '.join(matching)}: "
-            f"pass --format {matching[0]}, or start the server with its tool-call parser.",
-            style="yellow",
-            soft_wrap=True,
+            f"pass --format {matching[0]}, or start the server with its tool-call parser."
         )
+    elif most := max(broken.values()):
+        matching = [name for name, count in broken.items() if count == most]
+        holds = f"{most:,} answer holds" if most == 1 else f"{most:,} answers hold"
+        message = (
+            f"{holds} text of a broken call in {', '.join(matching)}, which the server sent as content: judged as an "
+            "answer without calls, where the model in process would be judged malformed."
+        )
+    else:
+        return
+    console.print(message, style="yellow", soft_wrap=True)
 
 
 def _judge_run(arguments: argparse.Namespace, console: Console, summary: dict[str, Any]) -> int:

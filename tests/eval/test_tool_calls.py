@@ -211,6 +211,24 @@ def test_calls_that_a_server_leaves_in_the_text_are_pointed_out(
     assert "can be parsed as calls in hermes" in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_broken_calls_that_a_server_sends_as_text_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        if number == 0:
+            handler.say('<tool_call>\n{"name": "get_weather", "arguments": {"ci</tool_call>')
+        else:
+            oracle(handler, number, body, is_native=True)
+
+    with serve(behave) as log:
+        words = ["--model", log.url, "--suite", "smoke", "--out", str(tmp_path / "o.jsonl"), "--concurrency", "1"]
+        assert tool_calls.main(words) == 0
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "1 answer holds text of a broken call in " in said
+    assert "hermes" in said
+    assert "which the server sent as content" in said
+
+
 def test_the_key_comes_from_the_environment_and_is_in_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
