@@ -12,7 +12,7 @@ options.port = int(sys.argv[2])
 options.n_ctx = int(sys.argv[3])
 options.n_parallel = 1
 options.use_jinja = True
-options.cpuparams.n_threads = 2
+options.cpuparams.n_threads = 1  # threads that wait for each other are slow on a loaded machine
 server = xllamacpp.Server(options)
 print(f"ready {server.listening_address}", flush=True)
 sys.stdin.read()

@@ -84,7 +84,7 @@ def test_a_hybrid_answers_as_here_merged_and_with_an_adapter_loaded_at_run_time(
     base, adapter = run.parent / "base", run / "export" / "adapter"
     expected = answer_here(base, adapter)
     assert expected[0] != answer_here(base, None)[0], "training has changed what the model says"
-    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
     with serve_vllm(run, vllm_python, find_port(), **environment) as address:
         require_equal(answer_served(address, "run"), expected)
     with serve_vllm(base, vllm_python, find_port(), "--enable-lora", "--max-lora-rank", "8", **environment) as address:
