@@ -1,4 +1,4 @@
-"""Command line of ``benchmarks.real_model``, and what is checked before any work."""
+"""Command line of ``benchmarks.real_model`` and ``benchmarks.real_round``, and what is checked before any work."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def check_inputs(arguments: argparse.Namespace) -> Path:
     return model_dir
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse and check the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.real_model", description=(__doc__ or "").split("\n")[0])
+def make_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of the options that ``benchmarks.real_model`` and ``benchmarks.real_round`` share."""
+    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=(description or "").split("\n")[0])
     parser.add_argument("--model", required=True, metavar="DIR|hf:NAME")
     parser.add_argument("--seal", metavar="FILE", help="Seal-Tools rows")
     parser.add_argument("--glaive", metavar="FILE", help="Glaive rows")
@@ -83,7 +83,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="default: %(default)s")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config")
-    return parser.parse_args(argv)
+    return parser
 
 
 def parse_mixture(pairs: Sequence[str]) -> Mixture:

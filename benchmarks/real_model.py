@@ -21,9 +21,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from benchmarks.real_arguments import check_inputs, parse_arguments, parse_mixture
+from benchmarks.real_arguments import check_inputs, make_parser, parse_mixture
 from benchmarks.real_rows import (
     BenchmarkFilter,
     Mixture,
@@ -43,6 +43,7 @@ from fctune.calls.formats.base import CallFormat
 from fctune.calls.formats.registry import detect_format
 from fctune.cli.eval_options import find_suite
 from fctune.data.chosen_template import ChosenTemplate, open_chosen_template
+from fctune.data.conversation import Conversation
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.evaluation.bfcl import find_installed_data
 from fctune.evaluation.judging import Row
@@ -85,20 +86,39 @@ def write_data(arguments: argparse.Namespace, mixture: Mixture) -> None:
             )
         print(was["contamination"], flush=True)
         return
+    sources = read_sources(arguments)
+    rows = mix_rows(sources.split.train, sources.glaive, mixture, sources.allowed.allows)
+    write_rows(folder / "train.jsonl", (row.to_openai() for row in rows))
+    _write_cases(folder, sources.split)
+    contamination = check_contamination(folder / "train.jsonl", sources.questions, sources.benchmark.cases)
+    print(contamination.describe(), flush=True)
+    if contamination.num_found_questions or contamination.found_tools:
+        raise DataError(f"{folder / 'train.jsonl'}: contains a part of BFCL, see above. Nothing was trained.")
+    done.write_text(json.dumps({"recipe": recipe, "contamination": contamination.describe(), "rows": len(rows)}))
+
+
+class Sources(NamedTuple):
+    """What rows are made from, and the benchmark that they must not contain."""
+
+    split: Split
+    glaive: list[Conversation]
+    benchmark: Suite
+    questions: list[Path]
+    allowed: BenchmarkFilter
+
+
+def read_sources(arguments: argparse.Namespace) -> Sources:
+    """Read Seal-Tools, Glaive and BFCL.
+
+    Raises:
+        DataError: The rows are missing or too few.
+    """
     seal, glaive = read_rows(arguments.seal), read_rows(arguments.glaive)
     split = split_by_tools(seal, NUM_VALIDATION, NUM_TEST)
     data_dir = Path(arguments.bfcl_data) if arguments.bfcl_data else find_installed_data()
     benchmark = load_suite(find_suite("bfcl"), categories=CATEGORIES, bfcl_data=str(data_dir))
     questions = [data_dir / f"BFCL_v4_{category}.json" for category in CATEGORIES]
-    allowed = BenchmarkFilter(questions, benchmark.cases)
-    rows = mix_rows(split.train, glaive, mixture, allowed.allows)
-    write_rows(folder / "train.jsonl", (row.to_openai() for row in rows))
-    _write_cases(folder, split)
-    contamination = check_contamination(folder / "train.jsonl", questions, benchmark.cases)
-    print(contamination.describe(), flush=True)
-    if contamination.num_found_questions or contamination.found_tools:
-        raise DataError(f"{folder / 'train.jsonl'}: contains a part of BFCL, see above. Nothing was trained.")
-    done.write_text(json.dumps({"recipe": recipe, "contamination": contamination.describe(), "rows": len(rows)}))
+    return Sources(split, glaive, benchmark, questions, BenchmarkFilter(questions, benchmark.cases))
 
 
 def rows_dir(arguments: argparse.Namespace) -> Path:
@@ -123,22 +143,32 @@ def train(arguments: argparse.Namespace, model_dir: Path) -> Path:
     """
     run = arguments.out / "run"
     export = run / "export" / "merged"
-    if not (export / "config.json").is_file() or not _has_ended_well(run):
-        command = [sys.executable, "-m", "fctune.cli", "train", str(arguments.config), "--nproc", "1"]
-        command += [f"model.path={model_dir}", f"data.sources.0.path={rows_dir(arguments) / 'train.jsonl'}"]
-        # Measured below; several runs on one machine would need a port each.
-        command += [f"output_dir={run}", "eval.every=0", "telemetry=null", *arguments.overrides]
-        # After a kill of this process the run saves and ends, so that the next start finds it at rest.
-        code = subprocess.run(command, cwd=_ROOT, preexec_fn=end_with_parent).returncode
-        if code or not (export / "config.json").is_file():
-            raise CheckpointError(
-                f"{run}: training ended with code {code}; its own message is above. "
-                "Fix that and re-run the same command to resume."
-            )
+    if not (export / "config.json").is_file() or not has_ended_well(run):
+        keys = [f"model.path={model_dir}", f"data.sources.0.path={rows_dir(arguments) / 'train.jsonl'}"]
+        run_training(arguments.config, run, [*keys, *arguments.overrides])
     return export
 
 
-def _has_ended_well(run: Path) -> bool:
+def run_training(config: Path, run: Path, keys: Sequence[str]) -> None:
+    """Train by ``fctune train``.
+
+    Raises:
+        CheckpointError: The run failed.
+    """
+    command = [sys.executable, "-m", "fctune.cli", "train", str(config), "--nproc", "1", f"output_dir={run}"]
+    # Measured below; several runs on one machine would need a port each.
+    command += ["eval.every=0", "telemetry=null", *keys]
+    # After a kill of this process the run saves and ends, so that the next start finds it at rest.
+    code = subprocess.run(command, cwd=_ROOT, preexec_fn=end_with_parent).returncode
+    if code or not (run / "export" / "merged" / "config.json").is_file():
+        raise CheckpointError(
+            f"{run}: training ended with code {code}; its own message is above. "
+            "Fix that and re-run the same command to resume."
+        )
+
+
+def has_ended_well(run: Path) -> bool:
+    """Return True if the last start of a run ended with code 0."""
     try:
         return bool(json.loads((run / "exit.json").read_text())["code"] == 0)
     except (OSError, ValueError, KeyError):
@@ -248,7 +278,7 @@ def _ask(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0 done, 2 wrong input."""
-    arguments = parse_arguments(argv)
+    arguments = make_parser("benchmarks.real_model", __doc__).parse_args(argv)
     try:
         mixture = parse_mixture(arguments.mixture)
         model_dir = check_inputs(arguments)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.real_arguments import check_inputs, parse_arguments, parse_mixture
+from benchmarks.real_arguments import check_inputs, make_parser, parse_mixture
 from benchmarks.real_options import add_options, make_list
-from benchmarks.real_quantities import describe_quantities
+from benchmarks.real_quantities import describe_quantities, describe_unfit_quantities
 from benchmarks.real_requests import ToolPool, multiply_question, rename_tools, revalue_question, take_tools_away
 from benchmarks.real_rows import BenchmarkFilter, Mixture, check_contamination, mix_rows, split_by_tools, write_rows
 from benchmarks.real_summary import format_table, summarise
@@ -147,6 +147,18 @@ def test_invented_calculations_have_every_number_of_the_request_and_different_ca
                     assert any(text in question.replace(",", "") for text in texts), (question, number)
 
 
+def test_a_calculation_that_no_tool_does_has_tools_for_other_calculations() -> None:
+    rng = random.Random(3)
+    for _ in range(100):
+        made = describe_unfit_quantities(rng)
+        question = (made.messages[0].content or "").lower()
+        assert made.tools
+        assert not made.messages[-1].calls
+        for tool in made.tools:
+            measure = tool.function["description"].partition(" the ")[2].partition(" of a ")[0]
+            assert measure not in question, (question, measure)
+
+
 def _to_number(said: Any) -> float:
     return float(str(said).replace(",", ""))
 
@@ -218,7 +230,7 @@ def test_the_table_gives_rates_of_both_readings_and_the_paired_difference() -> N
 )
 def test_wrong_input_is_one_sentence(options: list[str], says: str, tmp_path: Path) -> None:
     values = {"tmp": str(tmp_path), "model": "fctune/assets/tiny_base"}
-    arguments = parse_arguments([option.format(**values) for option in options])
+    arguments = make_parser("benchmarks.real_model", None).parse_args([option.format(**values) for option in options])
     with pytest.raises(ConfigError, match=re.escape(says)):
         check_inputs(arguments)
 

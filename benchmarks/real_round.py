@@ -1,0 +1,136 @@
+"""One round of learning from verdicts on a real model: sample, judge, train on the verdicts, and measure again.
+
+    python -m benchmarks.real_round --model DIR --seal FILE --glaive FILE --trained DIR [--method dpo] [--out DIR]
+
+--trained is the --out of benchmarks.real_model; its trained model is where the round starts. It answers fresh questions
+several times, made as its training rows were but with another seed; the verdicts give preference pairs (dpo) or right
+answers (rejection), and the model is trained on them. Both models are measured on the cases of benchmarks.real_model.
+Each step is skipped when its result is there: after a kill, run the same command again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.real_arguments import check_inputs, make_parser
+from benchmarks.real_model import has_ended_well, load_suites, measure, read_sources, run_training
+from benchmarks.real_rows import Mixture, mix_rows, write_rows
+from benchmarks.real_server import end_with_parent
+from benchmarks.real_summary import format_table, summarise
+from fctune.errors import CheckpointError, ConfigError, DataError
+
+_ROOT = Path(__file__).resolve().parents[1]
+# Of 2,000 questions; none is Seal-Tools' own, which the model was trained on.
+_SHARES = {"natural": 350, "no_call": 300, "described": 250, "parallel": 350, "listed": 100, "joined": 150}
+_SHARES |= {"quantities": 500}
+
+
+class Method(NamedTuple):
+    """How a round learns: the config, the file of ``fctune sample`` that it trains on, and keys of the config."""
+
+    config: str
+    rows: str
+    keys: tuple[str, ...] = ()
+
+
+METHODS = {
+    "dpo": Method("gemma3_270m_dpo.yaml", "pairs.jsonl"),
+    "rejection": Method(
+        "gemma3_270m_lora.yaml",
+        "sft.jsonl",
+        ("adapter.rank=32", "adapter.alpha=64", "optimizer.lr=2e-4", "success.trainable_parameters=null"),
+    ),
+}
+
+
+def write_cases(arguments: argparse.Namespace) -> Path:
+    """Write the questions to sample, unless they are there, and return their file."""
+    file: Path = arguments.out / "cases.jsonl"
+    if not file.is_file():
+        sources = read_sources(arguments)
+        counts = {kind: max(1, share * arguments.questions // 2000) for kind, share in _SHARES.items()}
+        mixture = replace(Mixture(seal_copies=0, glaive=0, synthetic=0, seed=77), **counts)
+        rows = mix_rows(sources.split.train, sources.glaive, mixture, sources.allowed.allows)
+        write_rows(arguments.out / "questions.jsonl", (row.to_openai() for row in rows))
+        _run("data", "cases", arguments.out / "questions.jsonl", "--out", file)
+    return file
+
+
+def sample(arguments: argparse.Namespace, model_dir: Path, cases: Path) -> Path:
+    """Sample and judge answers, as far as they are missing, and return the directory of the rows and pairs."""
+    out: Path = arguments.out / "samples"
+    options = ["--num", arguments.num, "--temperature", arguments.temperature, "--batch-size", arguments.batch_size]
+    options += ["--max-new-tokens", arguments.max_new_tokens, "--pairs-per-case", 2]
+    options += ["--max-minutes", arguments.max_minutes] if arguments.max_minutes else []
+    _run("sample", "--model", model_dir, "--cases", cases, "--out", out, *options)
+    return out
+
+
+def learn(arguments: argparse.Namespace, model_dir: Path, samples: Path) -> Path:
+    """Train on the verdicts, unless that has ended well, and return the merged export.
+
+    Raises:
+        DataError: The verdicts gave nothing to train on.
+        CheckpointError: The run failed.
+    """
+    method, run = METHODS[arguments.method], arguments.out / arguments.method
+    rows = samples / method.rows
+    if not rows.is_file() or not rows.read_text().strip():
+        raise DataError(f"{rows}: no rows. The model was right always or never; sample more, or harder questions.")
+    if not has_ended_well(run):
+        keys = [f"model.path={model_dir}", f"data.sources.0.path={rows}", *method.keys, *arguments.overrides]
+        run_training(_ROOT / "configs" / method.config, run, keys)
+    return run / "export" / "merged"
+
+
+def _run(*arguments: object) -> None:
+    command = [sys.executable, "-m", "fctune.cli", *map(str, arguments)]
+    code = subprocess.run(command, cwd=_ROOT, preexec_fn=end_with_parent).returncode
+    if code:
+        raise CheckpointError(f"fctune {arguments[0]}: ended with code {code}; its own message is above.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the round; 0 done, 2 wrong input."""
+    parser = make_parser("benchmarks.real_round", __doc__)
+    parser.add_argument("--trained", type=Path, required=True, metavar="DIR", help="--out of benchmarks.real_model")
+    parser.add_argument("--method", choices=METHODS, default="dpo", help="default: %(default)s")
+    parser.add_argument("--questions", type=int, default=2000, metavar="N", help="default: %(default)s")
+    parser.add_argument("--num", type=int, default=6, metavar="N", help="answers to each; default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="default: %(default)s")
+    parser.add_argument("--max-minutes", type=float, metavar="X", help="of sampling; default: until all are answered")
+    parser.set_defaults(out=Path("runs/real_round"))
+    arguments = parser.parse_intermixed_args(argv)
+    arguments.out = arguments.out.resolve()
+    try:
+        check_inputs(arguments)
+        start = arguments.trained.resolve() / "run" / "export" / "merged"
+        if not (start / "config.json").is_file():
+            raise ConfigError(
+                f"--trained {arguments.trained}: no trained model. Run benchmarks.real_model there first."
+            )
+        tuned = learn(arguments, start, sample(arguments, start, write_cases(arguments)))
+        is_served = arguments.vllm is not None
+        options = (arguments.categories, arguments.limit, arguments.bfcl_data, is_served)
+        suites = load_suites(arguments.rows or arguments.trained / "data", arguments.split, *options)
+        folder = arguments.out / arguments.split
+        before = measure(start, suites, folder / "before", None, arguments)
+        after = measure(tuned, suites, folder / arguments.method, None, arguments)
+    except (ConfigError, DataError, CheckpointError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    summary = summarise(before, after)
+    (folder / f"{arguments.method}.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print(format_table(summary))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
