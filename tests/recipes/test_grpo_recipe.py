@@ -71,6 +71,35 @@ def test_two_processes_share_the_answers_and_the_update(tmp_path: Path) -> None:
     assert metrics["reward_mean"] == pytest.approx(sum(row["reward"] for row in rows) / len(rows))
 
 
+def test_two_processes_keep_the_shares_of_categories_and_resume_exactly(tmp_path: Path) -> None:
+    """Among answers of 4 tokens, many groups have equal rewards, so that cases of both categories are replaced."""
+    shares = ("grpo.category_shares={no_call: 0.25}", "grpo.prompts_per_step=4", "grpo.group_size=4")
+    options = (*shares, "grpo.max_new_tokens=4", "grpo.max_refills=9", "epochs=2", "checkpoint.every=1")
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    for folder, steps in ((whole, 4), (halves, 2), (halves, 4)):
+        done = run_ranks(run_kind_on_rank, 2, arguments(folder, *options, f"max_steps={steps}"), "grpo")
+        assert [one["code"] for one in done] == [0, 0], done
+    metrics, rows = read_lines(whole, "metrics.jsonl"), read_lines(whole, "rollouts.jsonl")
+    assert [(one["groups/call"], one["groups/no_call"]) for one in metrics] == [(3, 1)] * 4
+    assert sum(one["groups_dropped"] for one in metrics) > 0
+    answers = Counter((row["batch"], row["case_id"], row["sample"]) for row in rows)
+    assert set(answers.values()) == {1}, "no rank answers what another one does"
+    for stop in range(1, 5):  # at any time, the cases of a category have been asked equally often, or once more
+        rounds: dict[str, Counter[str]] = {"call": Counter(), "no_call": Counter()}
+        for row in rows:
+            if row["batch"] <= stop and row["sample"] % 4 == 0:
+                rounds[row["category"]][row["case_id"]] += 1
+        for num_cases, counts in zip((9, 3), rounds.values(), strict=True):
+            times = [*counts.values(), *[0] * (num_cases - len(counts))]
+            assert max(times) - min(times) <= 1, rounds
+    adapters = [load_file(f / "run" / "export" / "adapter" / "adapter_model.safetensors") for f in (whole, halves)]
+    assert all(torch.equal(weight, adapters[1][name]) for name, weight in adapters[0].items())
+    again = read_lines(halves, "rollouts.jsonl")
+    for row in (*rows, *again):
+        del row["judging_s"]
+    assert rows == again
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
