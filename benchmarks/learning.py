@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,44 +119,43 @@ def read_single(cases: Path) -> list[str]:
     return [line for line in cases.read_text().splitlines(keepends=True) if len(json.loads(line)["tools"]) == 1]
 
 
-def sample(folder: Path, arguments: argparse.Namespace, keep: str, out: Path) -> Path:
-    """Ask the start each prompt several times, unless that is done; returns the rows of the chosen answers."""
-    if not out.exists():
+def sample(folder: Path, arguments: argparse.Namespace, keep: str, name: str) -> tuple[Path, Path]:
+    """Ask the start each prompt several times, unless that is done; returns the chosen answers as rows and as pairs."""
+    files = folder / f"{name}.jsonl", folder / f"{name}_pairs.jsonl"
+    if not all(file.exists() for file in files):
         samples = folder / "samples"
         command = ["sample", "--model", str(folder / "start" / "export" / "merged"), "--num", str(arguments.num)]
         command += ["--temperature", str(arguments.temperature), "--keep-tokens"]
         command += ["--cases", str(folder / "prompts.jsonl"), "--max-new-tokens", "128", "--batch-size", "256"]
         fctune(*command, "--keep", keep, "--out", str(samples), "--html", f"{samples}.html")
-        out.write_text((samples / "sft.jsonl").read_text())
-    return out
+        for written, file in zip(("sft", "pairs"), files, strict=True):
+            file.write_text((samples / f"{written}.jsonl").read_text())
+    return files
 
 
 def choose_rows(folder: Path, arguments: argparse.Namespace, is_control: bool) -> list[str]:
     """Choose the rows of right answers; for the control as many of answers chosen at random."""
-    right = sample(folder, arguments, "best", folder / "right.jsonl")
+    right, _ = sample(folder, arguments, "best", "right")
     if not is_control:
         return [f"data.sources.0.path={right}"]
-    others = sample(folder, arguments, "random", folder / "random.jsonl")
+    others, _ = sample(folder, arguments, "random", "random")
     lines = others.read_text().splitlines(keepends=True)
     others.write_text("".join(lines[: len(right.read_text().splitlines())]))
     return [f"data.sources.0.path={others}"]
 
 
 def choose_pairs(folder: Path, arguments: argparse.Namespace, is_control: bool) -> list[str]:
-    """Choose the pairs of right and wrong answers; for the control the same ones, each turned round by a coin.
+    """Choose the pairs of right and wrong answers; for the control as many of two answers each, chosen at random.
 
     Pairs where no call is due are few, because the start answers most of these cases right. They are repeated until
     they have the share that such cases have in the test: otherwise almost every pair prefers a call.
     """
-    sample(folder, arguments, "best", folder / "right.jsonl")
-    rng = random.Random(0)
-    lines: dict[str, list[str]] = {"call": [], "no_call": []}
-    for line in (folder / "samples" / "pairs.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        kind = "call" if row["chosen"][-1].get("tool_calls") else "no_call"
-        if is_control and rng.random() < 0.5:
-            row |= {_swap(key): value for key, value in row.items() if _swap(key) != key}
-        lines[kind].append(json.dumps(row) + "\n")
+    prompts = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    kinds = {case["id"]: case["kind"] for case in prompts}
+    lines = split_by_kind(sample(folder, arguments, "best", "right")[1], kinds)
+    if is_control:
+        others = split_by_kind(sample(folder, arguments, "random", "random")[1], kinds)
+        lines = {kind: others[kind][: len(content)] for kind, content in lines.items()}
     num_calls, num_others = NUM_CASES["test"]
     sources = []
     for kind, content in lines.items():
@@ -169,11 +167,12 @@ def choose_pairs(folder: Path, arguments: argparse.Namespace, is_control: bool) 
     return [f"data.sources={json.dumps(sources)}"]
 
 
-def _swap(key: str) -> str:
-    """Return the key of a pair that holds for the other answer what this one holds."""
-    names = {"chosen": "rejected", "rejected": "chosen"}
-    first, separator, rest = key.partition("_")
-    return names.get(first, first) + separator + rest
+def split_by_kind(pairs: Path, kinds: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the lines of a file of pairs by the kind of their case."""
+    lines: dict[str, list[str]] = {"call": [], "no_call": []}
+    for line in pairs.read_text().splitlines(keepends=True):
+        lines[kinds[json.loads(line)["metadata"]["case"]]].append(line)
+    return lines
 
 
 def choose_reward(folder: Path, arguments: argparse.Namespace, is_control: bool) -> list[str]:

@@ -177,11 +177,11 @@ def _write_rows(arguments: argparse.Namespace, suite: Any, rows: Sequence[Any], 
         iter_selected(
             suite.cases,
             groups,
-            lambda case, answers: select_pairs(case, answers, arguments.pairs_per_case, benchmark),
+            lambda case, answers: select_pairs(case, answers, arguments.keep, arguments.pairs_per_case, benchmark),
         )
     )
-    # Over all cases, too, near misses come first.
-    pairs.sort(key=lambda pair: -pair["metadata"]["closeness"])
+    if arguments.keep != "random":  # over all cases, too, near misses come first
+        pairs.sort(key=lambda pair: -pair["metadata"]["closeness"])
     _write_lines(out / "sft.jsonl", chosen)
     _write_lines(out / "pairs.jsonl", pairs)
     return {"rows": len(chosen), "pairs": len(pairs)}

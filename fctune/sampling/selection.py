@@ -46,7 +46,7 @@ def select_rows(
 
 
 def select_pairs(
-    case: Case, answers: Sequence[Row], num_pairs: int = 1, benchmark: str | None = None
+    case: Case, answers: Sequence[Row], keep: Keep = "best", num_pairs: int = 1, benchmark: str | None = None
 ) -> list[dict[str, Any]]:
     """Return preference pairs of a case: right answers against wrong ones, the nearest misses first.
 
@@ -56,9 +56,16 @@ def select_pairs(
     Args:
         case: The case.
         answers: Rows of answers, as ``fctune.sampling.run`` writes them.
-        num_pairs: The largest number of pairs; a wrong answer is in at most one.
+        keep: ``random``: two different answers, whatever their verdicts, in random order, as a control; otherwise the
+            right answers are ranked as for ``best``.
+        num_pairs: The largest number of pairs; a wrong answer is in at most one, with ``random`` every answer.
         benchmark: The benchmark that the case belongs to, which each pair then names.
     """
+    if keep == "random":
+        shuffled = sorted(filter(_is_usable, answers), key=_shuffle)
+        couples = zip(shuffled[::2], shuffled[1::2], strict=False)
+        different = [(one, other) for one, other in couples if to_message(one) != to_message(other)]
+        return [_to_pair(case, one, other, benchmark) for one, other in different[:num_pairs]]
     right = _rank_right(answers)
     wrong = _distinct(answer for answer in answers if _is_usable(answer) and not is_valid(answer))
     wrong.sort(key=lambda answer: (-answer["closeness"], answer["sample"]))

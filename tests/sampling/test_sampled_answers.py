@@ -216,10 +216,25 @@ def test_random_rows_ignore_the_verdicts(tmp_path: Path) -> None:
     assert select_rows(SUITE.cases[1], answers["b"], "best", 9) == []
 
 
+def test_random_pairs_ignore_the_verdicts(tmp_path: Path) -> None:
+    answers = group_by_case(sample(Script(ANSWERS), tmp_path / "answers.jsonl", num=8))
+    chosen_right = []
+    for number in range(40):
+        case = replace(SUITE.cases[0], id=f"a{number}")
+        pairs = select_pairs(case, [{**answer, "case": case.id} for answer in answers["a"]], "random", 9)
+        samples = [pair["metadata"][f"{name}_sample"] for pair in pairs for name in ("chosen", "rejected")]
+        assert len(set(samples)) == len(samples), "an answer is in one pair at most"
+        assert all(pair["chosen"] != pair["rejected"] for pair in pairs)
+        chosen_right += [pair["metadata"]["chosen_sample"] % 4 == 0 for pair in pairs]
+    assert 0.15 < sum(chosen_right) / len(chosen_right) < 0.35, "a quarter of all answers is right"
+    assert select_pairs(SUITE.cases[1], answers["b"], "random", 9) == []  # always the same answer
+    assert len(select_pairs(SUITE.cases[2], answers["c"], "random", 1)) == 1  # always right
+
+
 def test_pairs_are_right_against_wrong_with_near_misses_first(tmp_path: Path) -> None:
     engine = Script(ANSWERS, has_tokens=True)
     answers = group_by_case(sample(engine, tmp_path / "answers.jsonl"))
-    pairs = select_pairs(SUITE.cases[0], answers["a"], 9)
+    pairs = select_pairs(SUITE.cases[0], answers["a"], num_pairs=9)
     assert [pair["metadata"]["kind"] for pair in pairs] == ["wrong_arguments", "wrong_name", "malformed"]
     assert [pair["metadata"]["rejected_sample"] for pair in pairs] == [1, 3, 2]
     for pair in pairs:
@@ -231,8 +246,8 @@ def test_pairs_are_right_against_wrong_with_near_misses_first(tmp_path: Path) ->
         assert read.prompt.messages == SUITE.cases[0].prompt.messages
         assert read.rejected.token_ids == tuple(pair["rejected_token_ids"])
     assert pairs[2]["rejected"] == [{"role": "assistant", "content": "<tool_call>{"}]
-    assert select_pairs(SUITE.cases[1], answers["b"], 9) == []  # never right
-    assert select_pairs(SUITE.cases[2], answers["c"], 9) == []  # always right
+    assert select_pairs(SUITE.cases[1], answers["b"], num_pairs=9) == []  # never right
+    assert select_pairs(SUITE.cases[2], answers["c"], num_pairs=9) == []  # always right
 
 
 def test_parts_of_a_reward(tmp_path: Path) -> None:
