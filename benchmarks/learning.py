@@ -9,8 +9,8 @@ answers other training cases several times. From that start, each method trains 
 - dpo: on pairs of a right and a wrong answer
 - grpo: from the verdicts on fresh answers, in groups
 
---control also trains on as many randomly chosen answers, or on random rewards for a fifth of the steps: a method must
-improve on its start, and its control must not. All are measured on cases whose tools no training row has, and compared
+--control also trains on as many randomly chosen answers or pairs of them, or on random rewards: a method must improve on
+its start, and its control must not. All are measured on cases whose tools no training row has, and compared
 with the start in pairs (McNemar's exact test). --split validation measures other cases of those tools, for choosing
 settings; ``key=value`` then overrides keys of the method's config, and --trial names the result.
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--control", action="store_true", help="also train on answers chosen at random")
+    parser.add_argument("--control", action="store_true", help="also train without verdicts")
     parser.add_argument("--split", choices=NUM_CASES, default="test", help="cases to measure; default: %(default)s")
     parser.add_argument("--trial", default="", metavar="NAME", help="name of a result with other settings")
     parser.add_argument("--start-steps", type=int, default=55, help="steps of the start; default: %(default)s")
@@ -176,10 +176,9 @@ def split_by_kind(pairs: Path, kinds: Mapping[str, str]) -> dict[str, list[str]]
 
 
 def choose_reward(folder: Path, arguments: argparse.Namespace, is_control: bool) -> list[str]:
-    """Choose the strict verdict as the reward of answers to the prompts, or a random one for a shorter control."""
+    """Choose the strict verdict as the reward of answers to the prompts, or a random one for the control."""
     del arguments
-    cases = f"grpo.cases={folder / 'prompts.jsonl'}"
-    return [cases, "grpo.reward={random: 1.0}", "max_steps=16"] if is_control else [cases, "grpo.reward={strict: 1.0}"]
+    return [f"grpo.cases={folder / 'prompts.jsonl'}", f"grpo.reward={{{'random' if is_control else 'strict'}: 1.0}}"]
 
 
 SUPERVISED = ("data.train_on=last_assistant",)
