@@ -42,9 +42,13 @@ class Commands:
                 times |= {"generation_time_s": 6.5, "judging_time_s": 0.5}
             write(folder / "metrics.jsonl", [{"step": 1, **times}, {"step": 2, **times}])
         elif arguments[0] == "sample":
-            out, num_rows = Path(options["--out"]), 9 if options["--keep"] == "best" else 40
-            write(out / "sft.jsonl", [{"row": n} for n in range(num_rows)])
-            write(out / "pairs.jsonl", [make_pair(n, has_call=n % 20 > 0) for n in range(40)])
+            out, keep = Path(options["--out"]), options["--keep"]
+            write(out / "sft.jsonl", [{"row": n} for n in range(9 if keep == "best" else 40)])
+            ids: dict[str, list[str]] = {"call": [], "no_call": []}
+            for case in read(Path(options["--cases"])):
+                ids[case["kind"]].append(case["id"])
+            chosen = [*ids["call"][:38], *ids["no_call"][:2]] if keep == "best" else [*ids["no_call"], *ids["call"]]
+            write(out / "pairs.jsonl", [{"keep": keep, "metadata": {"case": one}} for one in chosen])
         else:
             cases = [json.loads(line) for line in Path(options["--cases"]).read_text().splitlines()]
             is_better = not any(name in options["--model"] for name in ("start", "control"))
@@ -56,32 +60,12 @@ class Commands:
             write(Path(options["--out"]), rows)
 
 
-def make_pair(number: int, has_call: bool) -> dict[str, Any]:
-    answers = [{"role": "assistant", "content": "no"}, {"role": "assistant", "tool_calls": [{"id": "call_1"}]}]
-    return {
-        "prompt": [number],
-        "chosen": [answers[has_call]],
-        "rejected": [answers[not has_call]],
-        "chosen_token_ids": [number, 1],
-        "rejected_token_ids": [number, 0],
-    }
-
-
 def find_value(arguments: tuple[str, ...], key: str) -> str:
     return [word.partition("=")[2] for word in arguments if word.startswith(f"{key}=")][-1]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def turn_round(pair: dict[str, Any]) -> dict[str, Any]:
-    return pair | {
-        "chosen": pair["rejected"],
-        "rejected": pair["chosen"],
-        "chosen_token_ids": pair["rejected_token_ids"],
-        "rejected_token_ids": pair["chosen_token_ids"],
-    }
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -115,15 +99,13 @@ def test_each_method_and_its_control_are_compared_with_the_start(
     folder = tmp_path / "seed1"
     rows = {name: (folder / f"{name}.jsonl").read_text().splitlines() for name in ("right", "random")}
     assert len(rows["right"]) == len(rows["random"]) == 9
-    for name, num_pairs in (("pairs_call", 38), ("pairs_no_call", 2)):
-        right, random = (read(folder / f"{prefix}{name}.jsonl") for prefix in ("", "random_"))
-        assert right == [pair for pair in read(folder / "samples/pairs.jsonl") if pair in right]
-        assert len(right) == num_pairs
-        # The control's pairs are the same, some of them turned round: messages and tokens alike.
-        for pair, other in zip(right, random, strict=True):
-            assert other in (pair, turn_round(pair))
-        if num_pairs > 2:
-            assert 10 < sum(pair == other for pair, other in zip(right, random, strict=True)) < 28
+    # The control's pairs are others, as many of each kind of case.
+    kinds = {case["id"]: case["kind"] for case in read(folder / "prompts.jsonl")}
+    for kind, num_pairs in (("call", 38), ("no_call", 2)):
+        for prefix, keep in (("", "best"), ("random_", "random")):
+            pairs = read(folder / f"{prefix}pairs_{kind}.jsonl")
+            assert [pair["keep"] for pair in pairs] == [keep] * num_pairs
+            assert {kinds[pair["metadata"]["case"]] for pair in pairs} == {kind}
     # Nothing is both trained on by the start and sampled, and no case is in two sets.
     lines = [
         line
