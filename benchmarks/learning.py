@@ -9,10 +9,10 @@ answers other training cases several times. From that start, each method trains 
 - dpo: on pairs of a right and a wrong answer
 - grpo: from the verdicts on fresh answers, in groups
 
---control also trains on as many randomly chosen answers or pairs of them, or on random rewards: a method must improve on
-its start, and its control must not. All are measured on cases whose tools no training row has, and compared
-with the start in pairs (McNemar's exact test). --split validation measures other cases of those tools, for choosing
-settings; ``key=value`` then overrides keys of the method's config, and --trial names the result.
+--control also trains on as many answers chosen at random, on pairs of them, or on random rewards: a method must improve
+on its start, and its control must not. All are measured on cases whose tools no training row has, and compared with the
+start in pairs (McNemar's exact test). --split validation measures other cases of those tools, for choosing settings;
+``key=value`` then overrides keys of the method's config, and --trial names the result.
 
 Every finished part is kept under --out: after an interruption, run the same command again.
 """
