@@ -192,8 +192,9 @@ METHODS = {
     "grpo": Method(
         "tiny_grpo",
         (
-            *("max_steps=80", "optimizer.lr=5e-4", "grpo.prompts_per_step=16", "grpo.category_shares={no_call: 0.3}"),
-            *("grpo.max_new_tokens=72", "grpo.mask_cut=false", "grpo.max_refills=1"),
+            *("max_steps=50", "optimizer.lr=2e-3", "lr_scheduler.name=cosine", "lr_scheduler.warmup=5"),
+            *("grpo.prompts_per_step=16", "grpo.category_shares={no_call: 0.25}", "grpo.temperature=0.7"),
+            *("grpo.max_new_tokens=72", "grpo.mask_cut=false", "grpo.max_refills=1", "grpo.generation_batch_size=256"),
         ),
         choose_reward,
     ),
