@@ -39,7 +39,7 @@ TOOLS = [
 TOOL_OBJECTS = tuple(Tool(tool["function"]) for tool in TOOLS)
 # All weights, on one pack that holds every conversation: an epoch is a step.
 TRAINING = (
-    *("adapter=null", "parallel.mode=ddp", "epochs=60", "global_batch_size=1", "data.validation_share=0"),
+    *("adapter=null", "parallel.mode=ddp", "epochs=90", "global_batch_size=1", "data.validation_share=0"),
     *("optimizer.lr=4e-3", "lr_scheduler.warmup=5"),
     "step_timeout_s=1800",  # a step takes a second, but other processes may leave it no time
 )
@@ -270,6 +270,7 @@ def _public_templates() -> dict[str, str]:
 
 def write_base(name: str, path: Path) -> None:
     """Write the tiny base with a format's chat template, its tokens, and the tokens with which its models stop."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     wire, source = WIRE_FORMATS[name], read_template(name)
@@ -280,6 +281,7 @@ def write_base(name: str, path: Path) -> None:
     tokenizer.add_tokens(sorted(special - tokenizer.get_vocab().keys()), special_tokens=True)
     tokenizer.add_tokens(sorted(set(wire.tokens) - tokenizer.get_vocab().keys()))
     model = AutoModelForCausalLM.from_pretrained(TINY_BASE)
+    torch.manual_seed(0)  # of the new rows: training takes as long each time
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(list(stops))
     model.save_pretrained(path)
