@@ -144,7 +144,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model_dir = Path(config.model.path)
     model = build_base(config, model_dir, world)
     apply_lora_(model, config.adapter)
-    prepared = prepare_data(config, model_dir, world)
+    prepared = prepare_data(config, model_dir, None, world)
     assert prepared.num_packs("train") >= num_steps * arguments.rows, "a step at an epoch's end has fewer rows"
     gradient_sync = shard_and_load_(model, config, model_dir, world)
     init_adapters_(model, config.seed)
