@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.real_arguments import parse_arguments
+from benchmarks.real_arguments import make_parser
 from benchmarks.real_model import measure
 from benchmarks.real_server import link_with_template, serve
 from fctune.data.chosen_template import ChosenTemplate
@@ -105,7 +105,7 @@ def test_the_template_is_served_with_the_model_and_its_own_files_stay_as_they_ar
 
 def test_no_server_is_started_where_every_case_has_its_answer(tmp_path: Path) -> None:
     suite = Suite("smoke", ())
-    arguments = parse_arguments(["--model", "x", "--vllm", "/nowhere/python"])
+    arguments = make_parser("benchmarks.real_model", None).parse_args(["--model", "x", "--vllm", "/nowhere/python"])
 
     class Nothing:
         def describe(self) -> dict[str, str]:
