@@ -98,7 +98,7 @@ def write_data(arguments: argparse.Namespace, mixture: Mixture) -> None:
 
 
 class Sources(NamedTuple):
-    """What rows are made from, and the benchmark that they must not contain."""
+    """Source rows, and the benchmark to keep out of the training rows."""
 
     split: Split
     glaive: list[Conversation]
@@ -136,39 +136,42 @@ def _write_cases(folder: Path, split: Split) -> None:
 
 
 def train(arguments: argparse.Namespace, model_dir: Path) -> Path:
+    """Train on the rows under --out, unless that has ended well, and return the merged export.
+
+    Raises:
+        CheckpointError: The run failed.
+    """
+    keys = [f"model.path={model_dir}", f"data.sources.0.path={rows_dir(arguments) / 'train.jsonl'}"]
+    return train_once(arguments.config, arguments.out / "run", [*keys, *arguments.overrides])
+
+
+def train_once(config: Path, run: Path, keys: Sequence[str]) -> Path:
     """Train by ``fctune train`` and return the merged export; does nothing if the run has ended well.
 
     Raises:
         CheckpointError: The run failed.
     """
-    run = arguments.out / "run"
     export = run / "export" / "merged"
-    if not (export / "config.json").is_file() or not has_ended_well(run):
-        keys = [f"model.path={model_dir}", f"data.sources.0.path={rows_dir(arguments) / 'train.jsonl'}"]
-        run_training(arguments.config, run, [*keys, *arguments.overrides])
+    if not (export / "config.json").is_file() or not _has_ended_well(run):
+        # Measured below; several runs on one machine would need a port each.
+        options = ("--nproc", "1", f"output_dir={run}", "eval.every=0", "telemetry=null")
+        code = run_fctune("train", config, *options, *keys)
+        if code or not (export / "config.json").is_file():
+            raise CheckpointError(
+                f"{run}: training ended with code {code}; its own message is above. "
+                "Fix that and re-run the same command to resume."
+            )
     return export
 
 
-def run_training(config: Path, run: Path, keys: Sequence[str]) -> None:
-    """Train by ``fctune train``.
-
-    Raises:
-        CheckpointError: The run failed.
-    """
-    command = [sys.executable, "-m", "fctune.cli", "train", str(config), "--nproc", "1", f"output_dir={run}"]
-    # Measured below; several runs on one machine would need a port each.
-    command += ["eval.every=0", "telemetry=null", *keys]
-    # After a kill of this process the run saves and ends, so that the next start finds it at rest.
-    code = subprocess.run(command, cwd=_ROOT, preexec_fn=end_with_parent).returncode
-    if code or not (run / "export" / "merged" / "config.json").is_file():
-        raise CheckpointError(
-            f"{run}: training ended with code {code}; its own message is above. "
-            "Fix that and re-run the same command to resume."
-        )
+def run_fctune(*arguments: object) -> int:
+    """Run a command of fctune and return its exit code."""
+    command = [sys.executable, "-m", "fctune.cli", *map(str, arguments)]
+    # After a kill of this process a run saves and ends, so that the next start finds it at rest.
+    return subprocess.run(command, cwd=_ROOT, preexec_fn=end_with_parent).returncode
 
 
-def has_ended_well(run: Path) -> bool:
-    """Return True if the last start of a run ended with code 0."""
+def _has_ended_well(run: Path) -> bool:
     try:
         return bool(json.loads((run / "exit.json").read_text())["code"] == 0)
     except (OSError, ValueError, KeyError):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,16 +19,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.real_arguments import check_inputs, make_parser
-from benchmarks.real_model import has_ended_well, load_suites, measure, read_sources, run_training
+from benchmarks.real_model import load_suites, measure, read_sources, run_fctune, train_once
 from benchmarks.real_rows import Mixture, mix_rows, write_rows
-from benchmarks.real_server import end_with_parent
 from benchmarks.real_summary import format_table, summarise
 from fctune.errors import CheckpointError, ConfigError, DataError
 
 _ROOT = Path(__file__).resolve().parents[1]
 # Of 2,000 questions; none is Seal-Tools' own, which the model was trained on.
-_SHARES = {"natural": 350, "no_call": 300, "described": 250, "parallel": 350, "listed": 100, "joined": 150}
-_SHARES |= {"quantities": 500}
+_SHARES = {
+    "natural": 350,
+    "no_call": 300,
+    "described": 250,
+    "parallel": 350,
+    "listed": 100,
+    "joined": 150,
+    "quantities": 500,
+}
 
 
 class Method(NamedTuple):
@@ -80,20 +85,16 @@ def learn(arguments: argparse.Namespace, model_dir: Path, samples: Path) -> Path
         DataError: The verdicts gave nothing to train on.
         CheckpointError: The run failed.
     """
-    method, run = METHODS[arguments.method], arguments.out / arguments.method
+    method = METHODS[arguments.method]
     rows = samples / method.rows
     if not rows.is_file() or not rows.read_text().strip():
         raise DataError(f"{rows}: no rows. The model was right always or never; sample more, or harder questions.")
-    if not has_ended_well(run):
-        keys = [f"model.path={model_dir}", f"data.sources.0.path={rows}", *method.keys, *arguments.overrides]
-        run_training(_ROOT / "configs" / method.config, run, keys)
-    return run / "export" / "merged"
+    keys = [f"model.path={model_dir}", f"data.sources.0.path={rows}", *method.keys, *arguments.overrides]
+    return train_once(_ROOT / "configs" / method.config, arguments.out / arguments.method, keys)
 
 
 def _run(*arguments: object) -> None:
-    command = [sys.executable, "-m", "fctune.cli", *map(str, arguments)]
-    code = subprocess.run(command, cwd=_ROOT, preexec_fn=end_with_parent).returncode
-    if code:
+    if code := run_fctune(*arguments):
         raise CheckpointError(f"fctune {arguments[0]}: ended with code {code}; its own message is above.")
 
 

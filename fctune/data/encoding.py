@@ -330,13 +330,13 @@ def _submit(pool: ProcessPoolExecutor, chunk: Chunk) -> Future[EncodedChunk]:
 
     Processes start as they are needed, and each imports the file of the script, if it knows one, before its work.
     """
-    script = sys.modules["__main__"]
-    hidden = {name: getattr(script, name, None) for name in ("__file__", "__spec__")}
+    script = vars(sys.modules["__main__"])
+    hidden: dict[str, Any] = {name: script[name] for name in ("__file__", "__spec__") if name in script}
     try:
-        script.__dict__.update(dict.fromkeys(hidden))
+        script.update(dict.fromkeys(hidden))
         return pool.submit(_encode, chunk)
     finally:
-        script.__dict__.update(hidden)
+        script.update(hidden)
 
 
 def _get(part: Future[EncodedChunk] | EncodedChunk) -> EncodedChunk:
