@@ -40,4 +40,6 @@ def test_the_step_after_a_save_reports_its_cost(is_async: bool, tmp_path: Path) 
     assert sum(between.values()) + sum(waits.values()) == pytest.approx(result["stall_s"])
     assert result["num_saves"] == 2
     if not is_async:  # collecting, copying and writing all happen between steps
-        assert min(between[3], between[5]) > 10 * max(waits.values())  # a loaded machine may hold a step
+        # The steps that would wait for a save; a loaded machine may hold one of the others.
+        assert min(between[3], between[5]) > 100 * max(waits[3], waits[5])
+        assert sum(between.values()) > 10 * sum(waits.values())
