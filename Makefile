@@ -141,8 +141,9 @@ bench: setup
 	$(BIN)/python -m benchmarks.training $(if $(ROWS),--rows $(ROWS))
 
 # Fine-tune a real model on Seal-Tools and Glaive, and measure it before and after on BFCL: docs/real-model.md. Resumes.
+# It takes all cores, and may download the model.
 real: setup
-	$(BIN)/python -m benchmarks.real_model --model $(MODEL) --seal $(SEAL) --glaive $(GLAIVE) $(REAL_ARGS)
+	env -u OMP_NUM_THREADS -u HF_HUB_OFFLINE $(BIN)/python -m benchmarks.real_model --model $(MODEL) --seal $(SEAL) --glaive $(GLAIVE) $(REAL_ARGS)
 
 # Run the GPU benchmarks that docs/gpu-results.md lacks, at most 40 minutes a time, and write that page. TOY=1 runs all of
 # them on a toy model, on the CPU where there is no GPU, and writes to runs/.
