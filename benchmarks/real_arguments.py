@@ -92,7 +92,7 @@ def parse_mixture(pairs: Sequence[str]) -> Mixture:
     Raises:
         ConfigError: A name is not a kind of row, or its value not a number.
     """
-    kinds = {field.name: type(field.default) for field in dataclasses.fields(Mixture)}
+    kinds: dict[str, type] = {name: type(default) for name, default in dataclasses.asdict(Mixture()).items()}
     changes: dict[str, Any] = {}
     for pair in pairs:
         name, _, value = pair.partition("=")

@@ -223,7 +223,7 @@ def measure(
     model_dir: Path, suites: Sequence[Suite], out: Path, template: ChosenTemplate | None, arguments: argparse.Namespace
 ) -> list[Row]:
     """Ask a model all cases and return the rows; answers that are there already are kept."""
-    if not _is_measured(suites, out, arguments.max_new_tokens):
+    if not is_measured(suites, out, arguments.max_new_tokens):
         if arguments.server is not None:
             _ask(suites, out, _connect(arguments.server), None, arguments)
         elif arguments.vllm is not None:
@@ -239,7 +239,7 @@ def measure(
     return read_answers(out)
 
 
-def _is_measured(suites: Sequence[Suite], out: Path, max_new_tokens: int) -> bool:
+def is_measured(suites: Sequence[Suite], out: Path, max_new_tokens: int) -> bool:
     """Return True if every case has its answer, so that no model needs to be loaded."""
     for suite in suites:
         try:

@@ -234,11 +234,33 @@ class _Field:
     is_optional: bool = False
 
 
-def describe_quantities(rng: random.Random, num_calls: int = 1) -> Conversation:
-    """Make a request to an invented tool with random numbers; several calls differ in one or in all quantities."""
+@dataclass(frozen=True, slots=True)
+class Calculation:
+    """An invented tool that calculates a measure of a thing from some quantities."""
+
+    measure: str
+    thing: str
+    fields: tuple[_Field, ...]
+    tool: Tool
+
+
+def draw_calculation(rng: random.Random) -> Calculation:
+    """Invent a tool."""
     measure, thing = rng.choice(_MEASURES), rng.choice(_THINGS)
     fields = _draw_fields(rng)
-    tool = _make_tool(measure, thing, fields, rng)
+    return Calculation(measure, thing, tuple(fields), _make_tool(measure, thing, fields, rng))
+
+
+def describe_quantities(rng: random.Random, num_calls: int = 1, calculation: Calculation | None = None) -> Conversation:
+    """Make a request for a calculation with random numbers; several calls differ in one or in all quantities.
+
+    Args:
+        rng: Random generator.
+        num_calls: Number of calls.
+        calculation: What to ask for; None: a new one.
+    """
+    made = calculation or draw_calculation(rng)
+    measure, thing, fields, tool = made.measure, made.thing, made.fields, made.tool
     order = rng.sample(fields, len(fields)) if rng.random() < 0.4 else list(fields)
     first = {field.name: field.draw(rng) for field in order}
     asked = [field.name for field in fields if not field.is_optional]
@@ -319,14 +341,16 @@ def _draw_optional(rng: random.Random) -> list[_Field]:
     unit = {"type": "string", "description": "The unit of the result."}
     constant = {"type": "number", "description": "A correction factor. Default is 1.0."}
     flag = {"type": "boolean", "description": "Whether to standardise the input first. Default is false."}
-    names = (("method", method), ("round_to", digits), ("unit", unit), ("factor", constant), ("standardised", flag))
-    return [
-        _Field(name, schema, lambda _: (None, ""), True) for name, schema in rng.sample(names, rng.choice((1, 1, 2)))
-    ]
+    schemas: tuple[tuple[str, dict[str, Any]], ...] = (
+        *(("method", method), ("round_to", digits), ("unit", unit)),
+        *(("factor", constant), ("standardised", flag)),
+    )
+    drawn = rng.sample(schemas, rng.choice((1, 1, 2)))
+    return [_Field(name, schema, lambda _: (None, ""), True) for name, schema in drawn]
 
 
-def _draw_options(fields: list[_Field], rng: random.Random) -> tuple[dict[str, Any], str]:
-    """Draw which optional parameters a request asks for; removes them from ``fields``."""
+def _draw_options(fields: Sequence[_Field], rng: random.Random) -> tuple[dict[str, Any], str]:
+    """Draw which optional parameters a request asks for, and the words that ask for them."""
     options: dict[str, Any] = {}
     clause = ""
     for field in [field for field in fields if field.is_optional]:

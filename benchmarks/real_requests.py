@@ -29,6 +29,7 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _LEADS = ("", "", "", "Please ", "Can you ", "Could you ", "I need to ", "I want to ", "I would like to ", "Help me ")
 _NUM_CALLS = (2, 2, 2, 3, 3, 4)
 _MAX_DRAWS = 50
+_MAX_ALIKENESS = 0.4
 _JOINERS = (" Also, ", " Then, ", " After that, ", " Additionally, ", " ")
 
 
@@ -77,7 +78,11 @@ class ToolPool:
                 break
             name = rng.choice(near[:40]) if near and rng.random() < 0.7 else rng.choice(self.names)
             near = [other for other in near if other != name]
-            if name in called or name in names or any(_alikeness(self._words[name], words) > 0.4 for words in needed):
+            if (
+                name in called
+                or name in names
+                or any(_alikeness(self._words[name], words) > _MAX_ALIKENESS for words in needed)
+            ):
                 continue
             names.append(name)
         return [self.tools[name] for name in names]
@@ -127,18 +132,24 @@ def take_tools_away(conversation: Conversation, pool: ToolPool, rng: random.Rand
     return Conversation((question, Message("assistant", UNFIT)), tuple(tools), f"no_call:{conversation.source}")
 
 
-def describe_request(pool: ToolPool, rng: random.Random) -> Conversation:
-    """Make a request for one call from the description of a random tool and examples of its arguments."""
+def describe_request(pool: ToolPool, rng: random.Random, names: Sequence[str] = ()) -> Conversation:
+    """Make a request for one call from the description of a random tool, and examples of its arguments.
+
+    ``names`` are the tools to choose from, at least one of which has the examples; empty: all of them.
+    """
     while True:
-        tool = pool.tools[rng.choice(pool.names)]
+        tool = pool.tools[rng.choice(names or pool.names)]
         if (arguments := _draw_arguments(tool, pool, rng)) is not None and tool.function.get("description"):
             return _answer_with(tool, [arguments], _word_request(tool, arguments, rng), "described")
 
 
-def describe_parallel(pool: ToolPool, rng: random.Random) -> Conversation:
-    """Make a request for several calls of one random tool, which differ in one or two arguments."""
+def describe_parallel(pool: ToolPool, rng: random.Random, names: Sequence[str] = ()) -> Conversation:
+    """Make a request for several calls of one random tool, which differ in one or two arguments.
+
+    ``names`` are the tools to choose from, at least one of which has examples enough; empty: all of them.
+    """
     while True:
-        tool = pool.tools[rng.choice(pool.names)]
+        tool = pool.tools[rng.choice(names or pool.names)]
         first = _draw_arguments(tool, pool, rng)
         if not first or not tool.function.get("description"):
             continue
@@ -342,6 +353,11 @@ def _say(name: str) -> str:
 
 def _split_words(text: str) -> list[str]:
     return [word.lower() for word in _WORD.findall(text)]
+
+
+def is_alike(one: Tool, other: Tool) -> bool:
+    """Return True if two tools share so many words that a question for one may be for the other."""
+    return _alikeness(_content_words(one), _content_words(other)) > _MAX_ALIKENESS
 
 
 def _content_words(tool: Tool) -> frozenset[str]:

@@ -4,8 +4,9 @@
 
 --trained is the --out of benchmarks.real_model; its trained model is where the round starts. It answers fresh questions
 several times, made as its training rows were but with another seed; the verdicts give preference pairs (dpo) or right
-answers (rejection), and the model is trained on them. Both models are measured on the cases of benchmarks.real_model.
-Each step is skipped when its result is there: after a kill, run the same command again.
+answers (rejection), and the model is trained on them. Both models are measured on the cases of benchmarks.real_model,
+whose own answers of the first are used where it has them. Each step is skipped when its result is there: after a kill,
+run the same command again.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.real_arguments import check_inputs, make_parser
-from benchmarks.real_model import load_suites, measure, read_sources, run_fctune, train_once
+from benchmarks.real_model import is_measured, load_suites, measure, read_sources, run_fctune, train_once
 from benchmarks.real_rows import Mixture, mix_rows, write_rows
+from benchmarks.real_server import serve
 from benchmarks.real_summary import format_table, summarise
 from fctune.errors import CheckpointError, ConfigError, DataError
 
@@ -61,7 +63,7 @@ def write_cases(arguments: argparse.Namespace) -> Path:
     if not file.is_file():
         sources = read_sources(arguments)
         counts = {kind: max(1, share * arguments.questions // 2000) for kind, share in _SHARES.items()}
-        mixture = replace(Mixture(seal_copies=0, glaive=0, synthetic=0, seed=77), **counts)
+        mixture = replace(Mixture(seal_copies=0, glaive=0, dialogues=0, synthetic=0, seed=77), **counts)
         rows = mix_rows(sources.split.train, sources.glaive, mixture, sources.allowed.allows)
         write_rows(arguments.out / "questions.jsonl", (row.to_openai() for row in rows))
         _run("data", "cases", arguments.out / "questions.jsonl", "--out", file)
@@ -74,8 +76,24 @@ def sample(arguments: argparse.Namespace, model_dir: Path, cases: Path) -> Path:
     options = ["--num", arguments.num, "--temperature", arguments.temperature, "--batch-size", arguments.batch_size]
     options += ["--max-new-tokens", arguments.max_new_tokens, "--pairs-per-case", 2]
     options += ["--max-minutes", arguments.max_minutes] if arguments.max_minutes else []
-    _run("sample", "--model", model_dir, "--cases", cases, "--out", out, *options)
+    if _is_sampled(out, arguments.num):
+        return out
+    if arguments.vllm is None:
+        _run("sample", "--model", model_dir, "--cases", cases, "--out", out, *options)
+    else:
+        log = arguments.out / "start.log"
+        with serve(model_dir, arguments.vllm, arguments.vllm_options, arguments.port, log) as url:
+            _run("sample", "--model", url, "--cases", cases, "--out", out, *options)
     return out
+
+
+def _is_sampled(samples: Path, num_samples: int) -> bool:
+    """Return True if every question has its answers, so that no model needs to be loaded."""
+    try:
+        summary = json.loads((samples / "answers.summary.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(summary["num_samples"] == num_samples and not summary["num_missing"])
 
 
 def learn(arguments: argparse.Namespace, model_dir: Path, samples: Path) -> Path:
@@ -122,7 +140,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = (arguments.categories, arguments.limit, arguments.bfcl_data, is_served)
         suites = load_suites(arguments.rows or arguments.trained / "data", arguments.split, *options)
         folder = arguments.out / arguments.split
-        before = measure(start, suites, folder / "before", None, arguments)
+        done = arguments.trained / arguments.split / "after"
+        is_known = is_measured(suites, done, arguments.max_new_tokens)
+        before = measure(start, suites, done if is_known else folder / "before", None, arguments)
         after = measure(tuned, suites, folder / arguments.method, None, arguments)
     except (ConfigError, DataError, CheckpointError) as error:
         print(error, file=sys.stderr)

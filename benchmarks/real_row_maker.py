@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from benchmarks.real_dialogues import make_dialogue
 from benchmarks.real_options import add_options, make_list
 from benchmarks.real_quantities import describe_quantities, describe_unfit_quantities
 from benchmarks.real_requests import (
@@ -97,6 +98,10 @@ class RowMaker:
         count = self._rng.choice((2, 2, 3))
         parts = [self._draw_one() for _ in range(count)]
         return self._offer(join_questions(parts, self._rng))
+
+    def make_dialogue(self) -> Conversation:
+        """Return several questions about the same tools."""
+        return make_dialogue(self._pool, self._single, self._rng)
 
     def _offer(self, row: Conversation) -> Conversation:
         return offer(row, self._pool, self._rng.choice(_NUM_OTHERS), self._rng)

@@ -50,21 +50,23 @@ class Mixture:
         listed: The same requests where the tool takes a list of values in one call.
         joined: Two or three questions as one.
         quantities: Requests to invented tools for one or more calculations, with numbers and lists of them.
+        dialogues: Several questions about the same tools, three to five a row.
         synthetic: Rows of this project's synthetic set.
         renamed_share: Share of Seal-Tools' tools that are renamed to snake case or with a dot.
         seed: Seed of the random choices.
     """
 
-    natural: int = 2000
+    natural: int = 250
     seal_copies: int = 1
-    glaive: int = 300
-    no_call: int = 1600
-    described: int = 2200
-    parallel: int = 1400
-    listed: int = 700
-    joined: int = 300
-    quantities: int = 2000
-    synthetic: int = 300
+    glaive: int = 60
+    no_call: int = 280
+    described: int = 0
+    parallel: int = 60
+    listed: int = 180
+    joined: int = 60
+    quantities: int = 0
+    dialogues: int = 800
+    synthetic: int = 60
     renamed_share: float = 0.5
     seed: int = 0
 
@@ -143,12 +145,9 @@ def mix_rows(
         (mixture.listed, maker.make_listed),
         (mixture.joined, maker.make_joined),
         (mixture.quantities, maker.make_quantities),
+        (mixture.dialogues, maker.make_dialogue),
     ]
-    rows = [
-        row
-        for count, make in kinds
-        for row in _draw_allowed(count, lambda make=make: rename_tools(make(), mixture.renamed_share, rng), is_allowed)
-    ]
+    rows = [row for count, make in kinds for row in _draw_allowed(count, make, mixture.renamed_share, rng, is_allowed)]
     rows += [row for row in glaive if is_allowed(row)][: mixture.glaive]
     if mixture.synthetic:
         # Three times as many are read, since those with tools of the benchmark are left out.
@@ -159,12 +158,16 @@ def mix_rows(
 
 
 def _draw_allowed(
-    count: int, make: Callable[[], Conversation], is_allowed: Callable[[Conversation], bool]
+    count: int,
+    make: Callable[[], Conversation],
+    renamed_share: float,
+    rng: random.Random,
+    is_allowed: Callable[[Conversation], bool],
 ) -> Iterator[Conversation]:
     for _ in range(count):
         for _ in range(20):  # a rename may hit the name of a tool of the benchmark
             try:
-                row = make()
+                row = rename_tools(make(), renamed_share, rng)
             except IndexError:  # no source row is left
                 return
             if is_allowed(row):

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from benchmarks.real_arguments import check_inputs, make_parser, parse_mixture
+from benchmarks.real_dialogues import make_dialogue
 from benchmarks.real_options import add_options, make_list
 from benchmarks.real_quantities import describe_quantities, describe_unfit_quantities
-from benchmarks.real_requests import ToolPool, multiply_question, rename_tools, revalue_question, take_tools_away
+from benchmarks.real_requests import UNFIT, ToolPool, multiply_question, rename_tools, revalue_question, take_tools_away
 from benchmarks.real_rows import BenchmarkFilter, Mixture, check_contamination, mix_rows, split_by_tools, write_rows
 from benchmarks.real_summary import format_table, summarise
 from fctune.data.conversation import Call, Conversation, Message, Tool
@@ -63,6 +64,7 @@ SMALL = Mixture(
     listed=15,
     joined=5,
     quantities=15,
+    dialogues=15,
     synthetic=0,
 )
 
@@ -157,6 +159,38 @@ def test_a_calculation_that_no_tool_does_has_tools_for_other_calculations() -> N
         for tool in made.tools:
             measure = tool.function["description"].partition(" the ")[2].partition(" of a ")[0]
             assert measure not in question, (question, measure)
+
+
+def test_a_dialogue_asks_again_about_its_tools_and_each_call_has_its_result(rows: list[Conversation]) -> None:
+    pool, rng = ToolPool([tool for row in rows for tool in row.tools], rows), random.Random(4)
+    singles = [row for row in rows if len(row.messages[-1].calls) == 1]
+    num_asked, num_unfit, num_calls = 0, 0, 0
+    for _ in range(100):
+        made = make_dialogue(pool, singles, rng)
+        messages = made.messages
+        tools = ToolSet(made.tools)
+        assert 3 <= sum(message.role == "user" for message in messages) <= 5
+        assert messages[-1].role == "assistant"
+        for at, message in enumerate(messages):
+            if message.role == "user":
+                num_asked += 1
+                num_unfit += messages[at + 1].content == UNFIT
+                assert messages[at + 1].calls or messages[at + 1].content == UNFIT
+            if not message.calls:
+                continue
+            num_calls += 1
+            assert not any(tools.find_errors(call) for call in message.calls)
+            if at + 1 == len(messages):
+                continue
+            end = at + 1 + len(message.calls)
+            results = [json.loads(one.content or "") for one in messages[at + 1 : end]]
+            assert all(one.role == "tool" for one in messages[at + 1 : end])
+            assert messages[end].role == "assistant"
+            for result in results:
+                assert str(result.get("result", "Done.")) in (messages[end].content or "")
+            assert messages[end + 1].role == "user"
+    assert num_unfit + num_calls == num_asked
+    assert 0.05 < num_unfit / num_asked < 0.3
 
 
 def _to_number(said: Any) -> float:

@@ -1,0 +1,105 @@
+"""Training conversations of several questions about the same few tools, with their results.
+
+Most of a row's tokens are the schemas of its tools. A further question about tools that a row already has takes a fifth
+of the tokens of a row of its own, so a short training sees several times as many questions.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.real_quantities import describe_quantities, draw_calculation
+from benchmarks.real_requests import UNFIT, ToolPool, describe_parallel, describe_request, is_alike, revalue_question
+from fctune.data.conversation import Call, Conversation, Message, Tool
+
+_NUM_QUESTIONS = (3, 4, 4, 5)
+_NUM_TOPICS = (1, 1, 2, 2)
+_NUM_OTHERS = (0, 0, 0, 1, 1, 2)
+_NUM_CALLS = (1, 1, 1, 2, 3)
+_UNFIT_SHARE = 0.15
+_CALCULATION_SHARE = 0.45
+_MAX_DRAWS = 50
+
+
+class _Topic(NamedTuple):
+    """A tool, and a source of questions that call it."""
+
+    tool: Tool
+    ask: Callable[[], Conversation]
+
+
+def make_dialogue(pool: ToolPool, singles: Sequence[Conversation], rng: random.Random) -> Conversation:
+    """Return three to five questions about one or two tools, which are on offer among up to two others.
+
+    Args:
+        pool: Tools to ask about and to offer.
+        singles: Seal-Tools rows of one call, to ask with other values.
+        rng: Random generator.
+    """
+    topics = _draw_topics(pool, singles, rng)
+    tools = [topic.tool for topic in topics]
+    about = " ".join(str(tool.function["description"]) for tool in tools)
+    tools += pool.draw_others({tool.name for tool in tools}, about, rng.choice(_NUM_OTHERS), rng)
+    rng.shuffle(tools)
+    messages: list[Message] = []
+    for _ in range(rng.choice(_NUM_QUESTIONS)):
+        if messages and messages[-1].calls:
+            messages += _reply(messages[-1].calls, rng)
+        if rng.random() < _UNFIT_SHARE:
+            messages += (_draw_unfit(tools, pool, rng), Message("assistant", UNFIT))
+        else:
+            messages += rng.choice(topics).ask().messages
+    return Conversation(tuple(messages), tuple(tools), "dialogue")
+
+
+def _draw_topics(pool: ToolPool, singles: Sequence[Conversation], rng: random.Random) -> list[_Topic]:
+    num_topics = rng.choice(_NUM_TOPICS)
+    topics: list[_Topic] = []
+    while len(topics) < num_topics:
+        topic = _calculation(rng) if rng.random() < _CALCULATION_SHARE else _tool_of_pool(pool, singles, rng)
+        if not any(is_alike(one.tool, topic.tool) for one in topics):
+            topics.append(topic)
+    return topics
+
+
+def _calculation(rng: random.Random) -> _Topic:
+    calculation = draw_calculation(rng)
+    return _Topic(calculation.tool, lambda: describe_quantities(rng, rng.choice(_NUM_CALLS), calculation))
+
+
+def _tool_of_pool(pool: ToolPool, singles: Sequence[Conversation], rng: random.Random) -> _Topic:
+    draw = rng.random()
+    if draw < 0.4:
+        name = rng.choice(singles).messages[-1].calls[0].name
+        rows = [row for row in singles if row.messages[-1].calls[0].name == name]
+        return _Topic(pool.tools[name], lambda: revalue_question(rng.choice(rows), pool, rng))
+    if draw < 0.7:
+        (tool,) = describe_request(pool, rng).tools
+        return _Topic(tool, lambda: describe_request(pool, rng, [tool.name]))
+    (tool,) = describe_parallel(pool, rng).tools
+    kinds = (describe_request, describe_parallel)
+    return _Topic(tool, lambda: rng.choice(kinds)(pool, rng, [tool.name]))
+
+
+def _draw_unfit(tools: Sequence[Tool], pool: ToolPool, rng: random.Random) -> Message:
+    """Draw a question that is about none of the tools."""
+    while True:
+        other = describe_quantities(rng) if rng.random() < 0.3 else describe_request(pool, rng)
+        if not any(is_alike(other.tools[0], tool) for tool in tools):
+            return other.messages[0]
+
+
+def _reply(calls: Sequence[Call], rng: random.Random) -> list[Message]:
+    """Return the results of calls, and the sentence that closes the turn."""
+    if rng.random() < 0.5:
+        values = [round(rng.uniform(0, 10 ** rng.randint(1, 4)), rng.choice((1, 2))) for _ in calls]
+        results: list[dict[str, Any]] = [{"result": value} for value in values]
+        said = " and ".join(map(str, values))
+        closing = f"The result is {said}." if len(calls) == 1 else f"The results are {said}."
+    else:
+        results = [{"status": "success"} for _ in calls]
+        closing = "Done."
+    return [*(Message("tool", json.dumps(result)) for result in results), Message("assistant", closing)]
