@@ -59,9 +59,10 @@ def plan(command: str) -> Plan:
 
 def show(command: str, *shown: str) -> str:
     """Return the command and its output; of the lines, only those that start with a word of ``shown``, if any."""
-    console = Terminal(file=io.StringIO(), width=400, soft_wrap=True, highlight=False, markup=False, no_color=True)
+    written = io.StringIO()
+    console = Terminal(file=written, width=400, soft_wrap=True, highlight=False, markup=False, no_color=True)
     print_plan(console, plan(command))
-    lines = [line.rstrip() for line in console.file.getvalue().rstrip().splitlines()]
+    lines = [line.rstrip() for line in written.getvalue().rstrip().splitlines()]
     if shown:
         kept = ["..." if not line.startswith(shown) else line for line in lines]
         lines = [line for i, line in enumerate(kept) if line != "..." or i == 0 or kept[i - 1] != "..."]

@@ -39,7 +39,7 @@ class Counter:
             f"{name}_compiler": functools.partial(self._compile, is_backward=name == "bw") for name in ("fw", "bw")
         }
         from torch._functorch.partitioners import min_cut_rematerialization_partition
-        from torch._inductor.compile_fx import select_decomp_table
+        from torch._inductor.decomposition import select_decomp_table
 
         partition = functools.partial(min_cut_rematerialization_partition, compiler="inductor")
         backend: Callable[..., Any] = aot_autograd(
@@ -123,5 +123,7 @@ def count_compiled_block(config: RunConfig, architecture: Architecture, tokens: 
             numbers.append(len(counter.graphs))
     torch._dynamo.reset()
     total = {key: sum(graph[key] for graph in counter.graphs) for key in counter.graphs[0]}
-    per_token = {key: round(value / tokens) if "bytes" in key else value for key, value in total.items()}
+    per_token: dict[str, Any] = {
+        key: round(value / tokens) if "bytes" in key else value for key, value in total.items()
+    }
     return {"graphs": numbers[0], "graphs after other conversations": numbers[1]} | per_token

@@ -252,7 +252,7 @@ class Bench:
         lines = (done.stdout + done.stderr).strip().splitlines()
         found: dict[str, Any] = {"ok": done.returncode == 0}
         with suppress(ValueError, IndexError):
-            return found | json.loads(done.stdout.strip().splitlines()[-1])
+            return {**found, **json.loads(done.stdout.strip().splitlines()[-1])}
         return found | {"output": lines[-25:]}
 
 

@@ -126,10 +126,7 @@ def load_sharded(folder: Path) -> dict[str, float]:
         materialize_(model, world.device)
         load_base_(model, folder, CountingFile)
         seconds = time.perf_counter() - started
-    held = sum(
-        (p.to_local() if hasattr(p, "to_local") else p).numel() * p.element_size()  # type: ignore[operator]
-        for p in model.parameters()
-    )
+    held = sum((p.to_local() if hasattr(p, "to_local") else p).numel() * p.element_size() for p in model.parameters())
     shutdown_distributed()
     return _result(seconds, held, memory, num_read)
 

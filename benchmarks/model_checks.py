@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -120,10 +120,8 @@ class Bench:
         reference = load_reference(self.model_dir)
         loader = self.loader(config)
         (batch,) = loader.micro_batches(loader.step_at(1), 0, 1, 8)
-        arguments = {"positions": batch.positions, "bounds": None}
-        if batch.lengths is not None:
-            arguments["bounds"] = model.make_bounds(batch.lengths)
-        logits = model(batch.tokens, **arguments)
+        bounds = None if batch.lengths is None else model.make_bounds(batch.lengths)
+        logits = model(batch.tokens, positions=batch.positions, bounds=bounds)
         worst = 0.0
         for row, start, stop in iter_conversations(batch):
             alone = reference(input_ids=batch.tokens[row : row + 1, start:stop], use_cache=False).logits[0]
@@ -148,7 +146,7 @@ class Bench:
             theirs = sum(p.numel() for p in reference.parameters() if p.requires_grad)
             check(ours == theirs, f"{ours:,} trained parameters, PEFT has {theirs:,}")
         expected = train_reference(reference, config, loader, NUM_STEPS)
-        kind = "sharded" if name == "lora" else "elastic"
+        kind: Literal["sharded", "elastic"] = "sharded" if name == "lora" else "elastic"
         train(config, state, loader, _SAVED_STEP, self.world, SinkGroup(recorder), [callback])
         callback.save(kind, _SAVED_STEP)
         callback.saver.finish()

@@ -57,7 +57,7 @@ def prove(entry: Entry, folder: Path, sets: Path) -> dict[str, Any]:
     losses = found.pop("losses", {})
     if losses.keys() == {"lora", "full"}:
         found["outcomes"]["ranks"] = _compare_ranks(entry, losses, found["is_packed"], folder, sets)
-    return row | found | {"seconds": round(time.perf_counter() - started, 1)}
+    return {**row, **found, "seconds": round(time.perf_counter() - started, 1)}
 
 
 def _compare_ranks(

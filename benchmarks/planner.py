@@ -119,7 +119,7 @@ def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) 
         hardware = Hardware("cpu", setting.world_size, setting.shard, DEVICE)
         # The tracker follows modules, and fails where one is differentiated within the forward pass, as the loss does.
         head: Any = model.head
-        model.project = lambda hidden, _=None: getattr(head, "forward", head)(hidden)  # type: ignore[method-assign]
+        model.project = lambda hidden, _=None: getattr(head, "forward", head)(hidden)  # type: ignore[method-assign, assignment]
         gradient_sync = shard_(model, layout, config.parallel, hardware)
         data = _make_step(config, model, setting)
         with mode:

@@ -169,8 +169,8 @@ class Training:
     def kill(self) -> None:
         """Kill the launcher and all ranks, without a chance to clean up."""
         if self.process.poll() is None:
-            ranks = psutil.Process(self.process.pid).children(recursive=True)
-            for process in (self.process, *ranks):
+            launcher = psutil.Process(self.process.pid)
+            for process in (launcher, *launcher.children(recursive=True)):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
         self.process.wait()
@@ -187,8 +187,10 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rows = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
     answers = Counter((row["batch"], row["case_id"], row["sample"]) for row in rows)
-    names = ("step", "reward_mean", "pass_rate", "staleness", "ratio_mean", "ratio_max", "ratio_capped_share")
-    names += ("engine_gap", "answers", "answers_failed", "groups_dropped", "answer_tokens_mean", "entropy", *TIMES)
+    names = (
+        *("step", "reward_mean", "pass_rate", "staleness", "ratio_mean", "ratio_max", "ratio_capped_share"),
+        *("engine_gap", "answers", "answers_failed", "groups_dropped", "answer_tokens_mean", "entropy", *TIMES),
+    )
     steps = [{name: one[name] for name in names if name in one} for one in metrics]
     tokens = sum(sum(row["is_generated"]) for row in rows)
     return {

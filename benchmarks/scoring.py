@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import os
@@ -94,15 +95,15 @@ def measure_files(repeats: int) -> dict[str, float]:
         rows[f"text, {name}"] = [
             {"id": case.id, "text": call_format.render(gold_calls(case), case.tools), "format": name} for case in cases
         ]
-    rates = {}
+    rates: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, given in rows.items():
             path = Path(folder) / "rows.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in given) * COPIES, encoding="utf-8")
             suite = BfclSuite(data_dir(), PYTHON_CATEGORIES)
             out = Path(folder) / "out.jsonl"
-            work = {name: lambda suite=suite, path=path, out=out: score_file(suite, path, out)}
-            rates |= measure(work, len(given) * COPIES, repeats)
+            score = functools.partial(score_file, suite, path, out)
+            rates |= measure({name: score}, len(given) * COPIES, repeats)
     return rates
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fctune.config.schema import AdapterConfig
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.lora import apply_lora_, copy_full_, init_adapters_
 from fctune.models.precision import PrecisionPolicy

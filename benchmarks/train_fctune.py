@@ -133,16 +133,21 @@ def _draw_weights_of_fctune() -> None:
             drawn = torch.ones(shape, device=device) if is_norm else torch.randn(shape, device=device) * 0.02
             copy_rows_(model, name, drawn)
 
-    setup.load_base_ = draw_base_
-    recipe.check_weights = lambda *_: None
-    recipe.digest_model = lambda *_: "random"
+    for module, name, replacement in (
+        (setup, "load_base_", draw_base_),
+        (recipe, "check_weights", lambda *_: None),
+        (recipe, "digest_model", lambda *_: "random"),
+    ):
+        getattr(module, name)  # a name that is gone must not be set
+        setattr(module, name, replacement)
 
 
 class _Profiler:
     """Profiles the last step of a run, if the job requests it."""
 
     def __init__(self, job: Job):
-        self._job, self._profiler = job, None
+        self._job = job
+        self._profiler: Any = None
 
     def after(self, step: int) -> None:
         """Start or stop the profiler after a step."""

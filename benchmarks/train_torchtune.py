@@ -58,10 +58,12 @@ def train(job: Job, recorder: Recorder) -> None:
     recipe._lr_scheduler.step = end_step
     if not is_distributed or torch.distributed.get_rank() == 0:
         log = recipe._metric_logger.log_dict
-        recipe._metric_logger.log_dict = lambda payload, step: (
-            recorder.losses.append(float(payload["loss"])),
-            log(payload, step),
-        )
+
+        def record(payload: dict[str, Any], step: int) -> None:
+            recorder.losses.append(float(payload["loss"]))
+            log(payload, step)
+
+        recipe._metric_logger.log_dict = record
     recorder.begin()
     recipe.train()
     if is_distributed:

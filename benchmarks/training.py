@@ -108,16 +108,16 @@ def _join(parts: list[dict[str, Any]], supervised_share: float) -> dict[str, Any
 
 def start_jobs(common: dict[str, Any], conversations: int, packs: int) -> dict[str, list[Job]]:
     """Return the first jobs of each contestant: its micro-batch sizes, in float32 and not compiled."""
-    packed = {"rows_a_step": packs, "packed": True}
-    unpacked = {"rows_a_step": conversations, "packed": False}
+    packed: dict[str, Any] = common | {"rows_a_step": packs, "packed": True}
+    unpacked: dict[str, Any] = common | {"rows_a_step": conversations, "packed": False}
     sizes = [size for size in (1, 2, 4) if packs % size == 0]
     wide = [size for size in (4, 8, 16) if conversations % size == 0]
     return {
-        "fctune": [Job(tool="fctune", **packed, **common, micro_batch_size=size) for size in sizes],
-        "torchtune": [Job(tool="torchtune", **unpacked, **common, micro_batch_size=size) for size in wide],
-        "torchtune packed": [Job(tool="torchtune", **packed, **common, micro_batch_size=size) for size in sizes],
-        "trl": [Job(tool="trl", **packed, **common, micro_batch_size=size) for size in sizes]
-        + [Job(tool="trl", **unpacked, **common, micro_batch_size=wide[len(wide) // 2])],
+        "fctune": [Job(tool="fctune", **packed, micro_batch_size=size) for size in sizes],
+        "torchtune": [Job(tool="torchtune", **unpacked, micro_batch_size=size) for size in wide],
+        "torchtune packed": [Job(tool="torchtune", **packed, micro_batch_size=size) for size in sizes],
+        "trl": [Job(tool="trl", **packed, micro_batch_size=size) for size in sizes]
+        + [Job(tool="trl", **unpacked, micro_batch_size=wide[len(wide) // 2])],
     }
 
 
@@ -299,8 +299,8 @@ def benchmark(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str,
     yield report
     if arguments.rows is not None:
         seq_len = 2_048
-        conversations = [row for row in read_source(str(arguments.rows)) if isinstance(row, Conversation)]
-        real = write_rows(folder / "real", folder / "model", conversations, seq_len)
+        rows = [row for row in read_source(str(arguments.rows)) if isinstance(row, Conversation)]
+        real = write_rows(folder / "real", folder / "model", rows, seq_len)
         print(f"\nreal rows: {real}", flush=True)
         jobs = {name: fit_to_rows(job, folder / "real", seq_len, real.tokens / real.rows) for name, job in best.items()}
         found = compare({name: job.replace(steps=steps) for name, job in jobs.items()}, repeats)

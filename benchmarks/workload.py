@@ -162,7 +162,7 @@ def _write_tokenizer(folder: Path, vocab: int, num_texts: int) -> int:
     texts = (
         json.dumps(conversation.to_openai(), ensure_ascii=False) + "\n\n"
         for kind in ("pretrain", "train")
-        for conversation in iter_conversations(kind, num_texts // 2, 0)  # type: ignore[arg-type]
+        for conversation in iter_conversations(kind, num_texts // 2, 0)
     )
     tokenizer = train_tokenizer(texts, _SPLIT, vocab - len(SPECIAL), ignore_merges=True)
     ranks = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
