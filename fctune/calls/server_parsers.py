@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,11 +72,16 @@ def write_server_parsers(
         parsers = find_server_parsers(template, template_args, has_reasoning)
     except DataError:
         return
-    (folder / FILE_NAME).write_text(json.dumps(parsers, indent=2) + "\n", encoding="utf-8")
+    recorded = {_TEMPLATE: _digest(template), **parsers}
+    (folder / FILE_NAME).write_text(json.dumps(recorded, indent=2) + "\n", encoding="utf-8")
 
 
-def read_server_parsers(folder: Path) -> Parsers | None:
-    """Return the recorded parsers of a model directory; None if it records none.
+def read_server_parsers(folder: Path, template: ChatTemplate | None = None) -> Parsers | None:
+    """Return the recorded parsers of a model directory; None if it records none, or those of another template.
+
+    Args:
+        folder: The model directory.
+        template: Its chat template, which may have been changed since; None: not compared.
 
     Raises:
         ConfigError: The file is damaged.
@@ -85,11 +91,18 @@ def read_server_parsers(folder: Path) -> Parsers | None:
         return None
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
+        if template is not None and recorded.get(_TEMPLATE, _digest(template)) != _digest(template):
+            return None
         return {server: {key: recorded[server][key] for key in _KEYS} for server in SERVERS}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path}: damaged ({type(error).__name__}: {error}); without the file, the template selects parsers."
         ) from None
 
 
+def _digest(template: ChatTemplate) -> str:
+    return hashlib.sha256(template.source.encode()).hexdigest()
+
+
 _KEYS = ("tool_call_parser", "reasoning_parser")
+_TEMPLATE = "chat_template_sha256"

@@ -74,7 +74,7 @@ def _serve(
 ) -> tuple[list[Served], list[str]]:
     call_format = get_format(arguments.format) if arguments.format else detect_format(template.source)
     reasoning_format = detect_reasoning(template.source)
-    recorded = read_server_parsers(model_dir)
+    recorded = read_server_parsers(model_dir, template)
     is_open = None
     if reasoning_format is not None:
         is_open = reasoning_format.is_opened_by(template.render(_GREETING, add_generation_prompt=True))

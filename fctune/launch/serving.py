@@ -47,7 +47,7 @@ def server_options(
     template = ChatTemplate(files.tokenizer_dir, template_args=template_args)
     template.require_tokens()
     call_format = detect_format(template.source)
-    parsers = (read_server_parsers(files.tokenizer_dir) or find_server_parsers(template))["vllm"]
+    parsers = (read_server_parsers(files.tokenizer_dir, template) or find_server_parsers(template))["vllm"]
     parser, reasoning_parser = parsers["tool_call_parser"], parsers["reasoning_parser"]
     served = name or Path(model).resolve().name
     if adapter_rank is not None:

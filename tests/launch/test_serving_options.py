@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.templates import SPECIAL, find_templates
 from fctune.calls.formats.registry import detect_format
-from fctune.calls.server_parsers import find_server_parsers
+from fctune.calls.server_parsers import find_server_parsers, write_server_parsers
 from fctune.cli import main
 from fctune.config.chat_templates import read_chat_template
 from fctune.data.chat_template import ChatTemplate
@@ -83,6 +83,20 @@ def test_a_damaged_record_of_parsers_is_named(tiny_base: Path, tmp_path: Path) -
     (tmp_path / "model" / "server_parsers.json").write_text('{"vllm": []}')
     with pytest.raises(ConfigError, match=r"server_parsers.json: damaged"):
         server_options(str(tmp_path / "model"))
+
+
+def test_recorded_parsers_do_not_outlive_the_template_that_they_are_for(tiny_base: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(tiny_base, path)
+    write_server_parsers(path, ChatTemplate(path), {}, has_reasoning=False)
+
+    def served() -> str:
+        options = server_options(str(path))
+        return options[options.index("--tool-call-parser") + 1]
+
+    before = served()
+    (path / "chat_template.jinja").write_text(read_chat_template("pythonic"), encoding="utf-8")
+    assert (before, served()) == ("hermes", "pythonic")
 
 
 def test_a_run_is_served_from_its_merged_export_under_its_own_name(tiny_base: Path, tmp_path: Path) -> None:
