@@ -22,7 +22,7 @@ from typing import NamedTuple
 from benchmarks.real_arguments import check_inputs, make_parser
 from benchmarks.real_model import is_measured, load_suites, measure, read_sources, run_fctune, train_once
 from benchmarks.real_rows import Mixture, mix_rows, write_rows
-from benchmarks.real_server import serve
+from benchmarks.real_server import WHOLE_PROMPTS, serve
 from benchmarks.real_summary import format_table, summarise
 from fctune.errors import CheckpointError, ConfigError, DataError
 
@@ -81,8 +81,8 @@ def sample(arguments: argparse.Namespace, model_dir: Path, cases: Path) -> Path:
     if arguments.vllm is None:
         _run("sample", "--model", model_dir, "--cases", cases, "--out", out, *options)
     else:
-        log = arguments.out / "start.log"
-        with serve(model_dir, arguments.vllm, arguments.vllm_options, arguments.port, log) as url:
+        vllm_options = f"{arguments.vllm_options} {WHOLE_PROMPTS}"
+        with serve(model_dir, arguments.vllm, vllm_options, arguments.port, arguments.out / "start.log") as url:
             _run("sample", "--model", url, "--cases", cases, "--out", out, *options)
     return out
 

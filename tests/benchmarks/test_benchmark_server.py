@@ -85,7 +85,7 @@ def test_a_server_that_ends_is_one_sentence_with_its_last_words(tmp_path: Path) 
     python = make_python(tmp_path, "echo no room for the model; exit 3")
     with (
         pytest.raises(ConfigError, match=r"log: the server ended: .*ended with code 3"),
-        serve(TINY_BASE, python, "", find_port(), tmp_path / "log"),
+        serve(TINY_BASE, python, "", find_port(), tmp_path / "new" / "log"),
     ):
         pass
 
