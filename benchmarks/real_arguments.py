@@ -70,7 +70,8 @@ def make_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, default=_ROOT / "configs" / "gemma3_270m_lora.yaml", metavar="FILE")
     parser.add_argument("--chat-template", default="hermes", metavar="NAME", help="default: %(default)s")
     parser.add_argument("--split", choices=("validation", "test"), default="test", help="default: %(default)s")
-    parser.add_argument("--limit", type=int, metavar="N", help="at most N cases of each category; default: all")
+    limit = "at most N cases of each category; 0: all; default: %(default)s"
+    parser.add_argument("--limit", type=int, default=100, metavar="N", help=limit)
     parser.add_argument("--only", choices=("before", "after"), help="measure only the base, or only the result")
     parser.add_argument("--categories", nargs="+", default=[], metavar="NAME", help="what to measure; default: all")
     parser.add_argument("--server", metavar="URL", help="ask this server, not a model in process; needs --only")
@@ -81,7 +82,7 @@ def make_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--mixture", nargs="*", default=[], metavar="KIND=N", help="rows by kind; see Mixture")
     parser.add_argument("--bfcl-data", metavar="DIR", help="default: that of the installed bfcl-eval")
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="default: %(default)s")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=int, default=160, metavar="N", help="default: %(default)s")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config")
     return parser
 

@@ -289,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_trained = arguments.only != "before"
         tuned = train(arguments, model_dir) if is_trained and arguments.server is None else None
         is_served = arguments.server is not None or arguments.vllm is not None
-        options = (arguments.categories, arguments.limit, arguments.bfcl_data, is_served)
+        options = (arguments.categories, arguments.limit or None, arguments.bfcl_data, is_served)
         suites = load_suites(rows_dir(arguments), arguments.split, *options)
         folder = arguments.out / arguments.split
         before = after = None

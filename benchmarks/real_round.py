@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         tuned = learn(arguments, start, sample(arguments, start, write_cases(arguments)))
         is_served = arguments.vllm is not None
-        options = (arguments.categories, arguments.limit, arguments.bfcl_data, is_served)
+        options = (arguments.categories, arguments.limit or None, arguments.bfcl_data, is_served)
         suites = load_suites(arguments.rows or arguments.trained / "data", arguments.split, *options)
         folder = arguments.out / arguments.split
         done = arguments.trained / arguments.split / "after"
