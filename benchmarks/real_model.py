@@ -236,7 +236,7 @@ def measure(
 
             engine = InProcessEngine(model_dir, batch_size=arguments.batch_size, chat_template=template)
             _ask(suites, out, engine, detect_format(engine.template.source), arguments)
-    return read_answers(out)
+    return read_answers(out, [suite.name for suite in suites])
 
 
 def is_measured(suites: Sequence[Suite], out: Path, max_new_tokens: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ from fctune.evaluation.paired import compare_rows
 from fctune.evaluation.results import read_rows as read_results
 
 
-def read_answers(folder: Path) -> list[Row]:
-    """Read the answers of all suites that ``measure`` wrote; the smoke suite is one category."""
+def read_answers(folder: Path, names: Collection[str] | None = None) -> list[Row]:
+    """Read the answers that ``measure`` wrote, of the named suites or of all; the smoke suite is one category."""
     rows: list[Row] = []
     for path in sorted(folder.glob("*.jsonl")):
+        if names is not None and path.stem not in names:
+            continue
         found = read_results(path)
         rows += [{**row, "category": "smoke"} for row in found] if path.stem == "smoke" else found
     return rows

@@ -16,7 +16,7 @@ from benchmarks.real_options import add_options, make_list
 from benchmarks.real_quantities import describe_quantities, describe_unfit_quantities
 from benchmarks.real_requests import UNFIT, ToolPool, multiply_question, rename_tools, revalue_question, take_tools_away
 from benchmarks.real_rows import BenchmarkFilter, Mixture, check_contamination, mix_rows, split_by_tools, write_rows
-from benchmarks.real_summary import format_table, summarise
+from benchmarks.real_summary import format_table, read_answers, summarise
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.tool_schema import ToolSet
 from fctune.errors import ConfigError
@@ -249,6 +249,15 @@ def test_the_table_gives_rates_of_both_readings_and_the_paired_difference() -> N
     assert summary["c"]["difference"][0] == pytest.approx(0.8)
     assert summary["c"]["p"] == pytest.approx(2 / 2**8)
     assert "| c | 10 | 0.0% (0.0% - 27.8%) | 80.0% (49.0% - 94.3%) | 100.0% |" in table
+
+
+def test_only_the_answers_of_the_suites_asked_for_are_compared(tmp_path: Path) -> None:
+    for name in ("smoke", "parallel"):
+        row = {"id": f"{name}-1", "category": "single", "verdict": "correct"}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    categories = {row["id"]: row["category"] for row in read_answers(tmp_path)}
+    assert categories == {"smoke-1": "smoke", "parallel-1": "single"}
+    assert [row["id"] for row in read_answers(tmp_path, ["parallel"])] == ["parallel-1"]
 
 
 @pytest.mark.parametrize(
