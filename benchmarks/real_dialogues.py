@@ -1,7 +1,7 @@
 """Training conversations of several questions about the same few tools, with their results.
 
-Most of a row's tokens are the schemas of its tools. A further question about tools that a row already has takes a fifth
-of the tokens of a row of its own, so a short training sees several times as many questions.
+Most of a row's tokens are the schemas of its tools. A question in a dialogue takes half of the tokens of a row of its
+own, so a short training sees more questions.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ class Calculation:
 
 
 def draw_calculation(rng: random.Random) -> Calculation:
-    """Invent a tool."""
+    """Return an invented tool, which other requests may call, too."""
     measure, thing = rng.choice(_MEASURES), rng.choice(_THINGS)
     fields = _draw_fields(rng)
     return Calculation(measure, thing, tuple(fields), _make_tool(measure, thing, fields, rng))
