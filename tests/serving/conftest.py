@@ -12,6 +12,20 @@ from tests.conftest import ROOT
 from tests.serving.measuring import Rows, read_judged
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Run the tests of a file, which share a server, in one process, unless they say which of them do."""
+    if item.get_closest_marker("xdist_group") is None:
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what the tests counted, which differences have a reason among it."""
+    for report in terminalreporter.stats.get("passed", []):
+        for key, text in report.user_properties:
+            if key == "served":
+                terminalreporter.write_line(f"{report.nodeid.partition('::')[2]}: {text}")
+
+
 @pytest.fixture(scope="session")
 def demo() -> Path:
     """Directory that ``make demo`` wrote, or FCTUNE_DEMO names."""

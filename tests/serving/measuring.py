@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from fctune.evaluation.cases import read_cases
 from fctune.generation.endpoint import to_messages
 
 Rows = dict[str, dict[str, Any]]
+Record = Callable[[str, object], None]
 
 
 def read_rows(path: Path) -> Rows:
@@ -34,15 +36,19 @@ def measure(cases: Path, address: str, name: str | None, out: Path, *options: st
     return read_rows(out)
 
 
-def require_same(judged: Rows, served: Rows, num_in_100: int = 1) -> None:
-    """Check that each case has the verdict that it has in process, but for ``num_in_100`` with a known reason."""
+def require_same(judged: Rows, served: Rows, record: Record, num_in_100: int = 1) -> None:
+    """Check that each case has the verdict that it has in process, but for ``num_in_100`` with a known reason.
+
+    ``record`` is pytest's ``record_property``: what was counted is printed at the end of the tests.
+    """
     assert served.keys() == judged.keys()
     different = [id_ for id_, row in served.items() if row["verdict"] != judged[id_]["verdict"]]
     accuracies = [sum(row["verdict"] == "correct" for row in rows.values()) for rows in (judged, served)]
-    print(f"{len(served) - len(different)} of {len(served)} cases are judged as in process, ", end="")
-    print(f"{accuracies[0]} are correct there and {accuracies[1]} as served")
+    counted = f"{len(served) - len(different)} of {len(served)} cases are judged as in process"
+    record("served", f"{counted}; {accuracies[0]} are correct there and {accuracies[1]} as served")
     for id_ in different:
-        print(f"{id_}: {judged[id_]['verdict']} -> {served[id_]['verdict']}: {_explain(judged[id_], served[id_])}")
+        change = f"{judged[id_]['verdict']} -> {served[id_]['verdict']}"
+        record("served", f"  {id_}: {change}: {_explain(judged[id_], served[id_])}")
     assert len(different) <= num_in_100 * len(served) // 100
     unexplained = [id_ for id_ in different if _explain(judged[id_], served[id_]) is None]
     assert not unexplained, [(judged[id_]["answer"], served[id_]["calls"]) for id_ in unexplained]

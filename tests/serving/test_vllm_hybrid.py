@@ -28,7 +28,7 @@ PROMPT = [5, 17, 33, 101, 250, 7, 9, 44, 12, 61]
 NUM_TOKENS = 12
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in HYBRIDS])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> Path:
     """Directory of a run of three steps on a hybrid model, with ``base`` next to it."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import find_port
-from tests.serving.measuring import measure, read_judged, require_same
+from tests.serving.measuring import Record, measure, read_judged, require_same
 from tests.serving.servers import complete, read_calls, serve_vllm, stream
 
 pytestmark = pytest.mark.serving
@@ -21,12 +21,14 @@ def address(reasoning_demo: Path, vllm_python: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("thinking", ["true", "false"])
-def test_every_case_is_judged_as_in_process(reasoning_demo: Path, address: str, tmp_path: Path, thinking: str) -> None:
+def test_every_case_is_judged_as_in_process(
+    reasoning_demo: Path, address: str, tmp_path: Path, thinking: str, record_property: Record
+) -> None:
     cases = reasoning_demo / "cases.jsonl"
     judged = read_judged(reasoning_demo / f"thinking_{thinking}.jsonl", cases)
     switch = ("--template-args", f"enable_thinking={thinking}")
     served = measure(cases, address, "run", tmp_path / "served.jsonl", *switch)
-    require_same(judged, served, num_in_100=2)  # it breaks off more calls than the demo
+    require_same(judged, served, record_property, num_in_100=2)  # it breaks off more calls than the demo
     for id_, row in served.items():
         if not row["is_cut"] and row["verdict"] == judged[id_]["verdict"] == "correct":
             here, there = (found.get("reasoning") or {} for found in (judged[id_], row))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from fctune.cli import main
 from fctune.data.chat_template import ChatTemplate
 from tests.ranks import find_port
-from tests.serving.measuring import measure, require_same
+from tests.serving.measuring import Record, Rows, measure, require_same
 from tests.serving.servers import complete, read_calls, serve_vllm, stream
 
 pytestmark = pytest.mark.serving
@@ -26,12 +25,12 @@ def address(demo: Path, vllm_python: str) -> Iterator[str]:
 
 
 def test_every_case_is_judged_as_in_process(
-    demo: Path, judged: dict[str, dict[str, Any]], address: str, tmp_path: Path
+    demo: Path, judged: Rows, address: str, tmp_path: Path, record_property: Record
 ) -> None:
-    require_same(judged, measure(demo / "cases.jsonl", address, "run", tmp_path / "served.jsonl"))
+    require_same(judged, measure(demo / "cases.jsonl", address, "run", tmp_path / "served.jsonl"), record_property)
 
 
-def test_streamed_and_parallel_calls_are_those_in_process(judged: dict[str, dict[str, Any]], address: str) -> None:
+def test_streamed_and_parallel_calls_are_those_in_process(judged: Rows, address: str) -> None:
     correct = [row for row in judged.values() if row["verdict"] == "correct"]
     cases = [row for row in correct if len(row["calls"]) > 1][:5] + [row for row in correct if not row["calls"]][:3]
     for row in cases:
@@ -42,7 +41,7 @@ def test_streamed_and_parallel_calls_are_those_in_process(judged: dict[str, dict
             assert bool((message["content"] or "").strip()) == (not expected)
 
 
-def test_tool_choice_is_respected(judged: dict[str, dict[str, Any]], address: str) -> None:
+def test_tool_choice_is_respected(judged: Rows, address: str) -> None:
     row = next(row for row in judged.values() if row["verdict"] == "correct" and len(row["calls"]) == 1)
     name = row["calls"][0]["name"]
     assert not read_calls(complete(address, row["messages"], row["tools"], tool_choice="none"))
@@ -52,7 +51,7 @@ def test_tool_choice_is_respected(judged: dict[str, dict[str, Any]], address: st
     assert [call[0] for call in read_calls(named)] == [name]
 
 
-def test_the_prompt_is_tokenised_as_in_training(demo: Path, judged: dict[str, dict[str, Any]], address: str) -> None:
+def test_the_prompt_is_tokenised_as_in_training(demo: Path, judged: Rows, address: str) -> None:
     template = ChatTemplate(demo / "run" / "export" / "merged")
     for row in list(judged.values())[:20]:
         text = template.render(row["prompt"], add_generation_prompt=True)
@@ -62,7 +61,12 @@ def test_the_prompt_is_tokenised_as_in_training(demo: Path, judged: dict[str, di
 
 
 def test_an_adapter_loaded_at_run_time_is_judged_as_in_process(
-    demo: Path, judged: dict[str, dict[str, Any]], vllm_python: str, tiny_base: Path, tmp_path: Path
+    demo: Path,
+    judged: Rows,
+    vllm_python: str,
+    tiny_base: Path,
+    tmp_path: Path,
+    record_property: Record,
 ) -> None:
     adapter = demo / "run" / "export" / "adapter"
     options = ("--enable-lora", "--max-lora-rank", "64")
@@ -71,15 +75,24 @@ def test_an_adapter_loaded_at_run_time_is_judged_as_in_process(
         body = {"lora_name": "tuned", "lora_path": str(adapter.resolve())}
         answer = httpx.post(f"{address}/v1/load_lora_adapter", json=body, timeout=120)
         assert answer.status_code == 200, answer.text
-        require_same(judged, measure(demo / "cases.jsonl", address, "tuned", tmp_path / "served.jsonl"))
+        require_same(
+            judged, measure(demo / "cases.jsonl", address, "tuned", tmp_path / "served.jsonl"), record_property
+        )
 
 
 def test_an_adapter_is_served_by_its_own_name(
-    demo: Path, judged: dict[str, dict[str, Any]], vllm_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    demo: Path,
+    judged: Rows,
+    vllm_python: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Record,
 ) -> None:
     monkeypatch.chdir(demo.resolve().parents[1])  # the adapter names its base relative to where the run was started
     with serve_vllm(demo.resolve() / "run" / "export" / "adapter", vllm_python, find_port()) as address:
-        require_same(judged, measure(demo / "cases.jsonl", address, "adapter", tmp_path / "served.jsonl"))
+        require_same(
+            judged, measure(demo / "cases.jsonl", address, "adapter", tmp_path / "served.jsonl"), record_property
+        )
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_the_remedy(

@@ -16,6 +16,7 @@ import torch
 
 from fctune.calls.formats.registry import FORMATS
 from tests.ranks import find_port
+from tests.serving.measuring import Record
 from tests.serving.servers import complete, read_calls, serve_vllm, stream
 from tests.serving.wire_formats import ANSWERS, TOOL_OBJECTS, TOOLS, WIRE_FORMATS, train
 
@@ -27,7 +28,7 @@ NAMED = os.environ.get("FCTUNE_WIRE_FORMATS", ",".join(FAMILIES))
 CHOSEN = tuple(WIRE_FORMATS) if NAMED == "all" else tuple(NAMED.split(","))
 
 
-@pytest.fixture(scope="module", params=CHOSEN)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in CHOSEN])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -68,7 +69,9 @@ def ask(asked: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": asked}]
 
 
-def test_the_calls_that_were_taught_come_back_as_calls(name: str, run: Path, address: str) -> None:
+def test_the_calls_that_were_taught_come_back_as_calls(
+    name: str, run: Path, address: str, record_property: Record
+) -> None:
     written = write_here(run)
     unread = WIRE_FORMATS[name].unread
     for asked, answer in ANSWERS.items():
@@ -78,14 +81,14 @@ def test_the_calls_that_were_taught_come_back_as_calls(name: str, run: Path, add
         for get in (complete, stream):
             message = get(address, ask(asked), TOOLS)
             if reason := unread.get((asked, "streamed" if get is stream else "whole")):
-                print(f"{name}, {get.__name__}: {asked}: {reason}: {message.get('tool_calls')}")
+                record_property("served", f"{get.__name__}, {asked!r}: {reason}")
                 continue
             assert read_calls(message) == to_pairs(answer), (get.__name__, written[asked], message)
             content = (message["content"] or "").strip()
             assert content == (answer if isinstance(answer, str) else ""), get.__name__
 
 
-def test_tool_choice_is_respected(name: str, address: str) -> None:
+def test_tool_choice_is_respected(name: str, address: str, record_property: Record) -> None:
     single = next(asked for asked in ANSWERS if asked.startswith("Send"))
     named = {"type": "function", "function": {"name": "send"}}
     forced = WIRE_FORMATS[name].forced
@@ -96,5 +99,5 @@ def test_tool_choice_is_respected(name: str, address: str) -> None:
             if forced is None:
                 assert read_calls(message) == to_pairs(ANSWERS[single]), (get.__name__, choice, message)
             else:
-                print(f"{name}, {get.__name__}, {choice}: {forced}: {message.get('tool_calls')}")
+                record_property("served", f"{get.__name__}, {choice if choice == 'required' else 'named'}: {forced}")
                 assert {call["function"]["name"] for call in message.get("tool_calls") or []} <= names
