@@ -29,6 +29,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.real_server import CPU_SETTINGS
 from fctune.evaluation.paired import compare_rows
 from fctune.evaluation.results import read_rows
 
@@ -61,8 +62,10 @@ class Server:
         command.append(f"--vllm={SERVER_WORDS} {self.options}")
         began, size = time.monotonic(), self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-        while b"\nready after" not in self.log.read_bytes()[size:]:
+            self.process = subprocess.Popen(
+                command, env=CPU_SETTINGS | os.environ, stdout=out, stderr=subprocess.STDOUT
+            )
+        while b"ready after" not in self.log.read_bytes()[size:]:
             if self.process.poll() is not None or time.monotonic() - began > limit_s:
                 raise SystemExit(f"the server did not start: {self.log}")
             time.sleep(POLL_S)

@@ -30,7 +30,7 @@ DEFAULT_OPTIONS = (
 # vLLM 0.32 on a CPU dies of a part of a prompt whose request has a seed ("does not use offset"), as samples have.
 WHOLE_PROMPTS = "--no-enable-chunked-prefill --max-num-batched-tokens 6144"
 # On a CPU, vLLM takes 92 % of the memory for its cache, and does not start where less is free. GPUs ignore this.
-_CPU_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "2"}
+CPU_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "2"}
 _START_LIMIT_S = 1800.0
 _STOP_LIMIT_S = 60.0
 
@@ -55,7 +55,7 @@ def serve(model_dir: Path, python: str, options: str, port: int, log: Path) -> I
     with log.open("wb") as file:
         process = subprocess.Popen(
             [*command, "--python", python, f"--vllm={options}"],
-            env=_CPU_SETTINGS | os.environ,
+            env=CPU_SETTINGS | os.environ,
             stdout=file,
             stderr=subprocess.STDOUT,
             # After a kill of this process, the next start must not find another server in memory.

@@ -14,5 +14,4 @@ options.n_parallel = 1
 options.use_jinja = True
 options.cpuparams.n_threads = 1  # threads that wait for each other are slow on a loaded machine
 server = xllamacpp.Server(options)
-print(f"ready {server.listening_address}", flush=True)
 sys.stdin.read()

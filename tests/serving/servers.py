@@ -8,12 +8,13 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
@@ -51,15 +52,15 @@ def serve_vllm(
 def serve_llama_cpp(model: Path, port: int, context: int = 2048) -> Iterator[str]:
     """Serve a GGUF file with llama.cpp's server until the block ends; yields the address."""
     command = [sys.executable, str(Path(__file__).with_name("llama_server.py")), str(model), str(port), str(context)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        _wait_for(process, "ready ")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait(ENDS_S)
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            address = f"http://127.0.0.1:{port}"
+            _wait_until_healthy(process, address, log)
+            yield address
+        finally:
+            process.kill()
+            process.wait(ENDS_S)
 
 
 def complete(address: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -104,8 +105,19 @@ def _body(address: str, messages: Any, tools: Any, more: dict[str, Any]) -> dict
     return {**body, "tools": tools} if tools else body
 
 
-def _wait_for(process: subprocess.Popen[str], start: str) -> None:
-    """Return once the process prints a line that starts so; fail with its output if it ends or takes too long."""
+def _wait_until_healthy(process: subprocess.Popen[bytes], address: str, log: IO[bytes]) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"{address}/health", timeout=2).status_code == 200:
+                return
+        time.sleep(0.1)
+    log.seek(0)
+    raise AssertionError(f"the server did not start:\n{log.read()[-3000:].decode(errors='replace')}")
+
+
+def _wait_for(process: subprocess.Popen[str], text: str) -> None:
+    """Return once the process prints a line with this text; fail with its output if it ends or takes too long."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
@@ -124,7 +136,7 @@ def _wait_for(process: subprocess.Popen[str], start: str) -> None:
             continue
         if line is None:
             break
-        if line.startswith(start):
+        if text in line:  # another process may have written to the same line
             return
         seen.append(line)
     raise AssertionError("the server did not start:\n" + "".join(seen[-40:]))

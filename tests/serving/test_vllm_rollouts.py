@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError
 from fctune.sampling.rollouts import Generation
+from fctune.sampling.server_adapters import PublishedAdapter
 from fctune.sampling.server_engine import ServerPatience, ServerRolloutEngine
 from tests.conftest import TINY_BASE
 from tests.ranks import find_port
@@ -130,14 +131,20 @@ def test_versions_published_while_requests_run_are_kept_apart(
 
 
 def test_a_rank_over_the_limit_is_one_sentence(
-    address: str, template: ChatTemplate, make_adapter: Callable[..., Path], prompts: list[list[int]], tmp_path: Path
+    address: str,
+    template: ChatTemplate,
+    make_adapter: Callable[..., Path],
+    prompts: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = ServerRolloutEngine(address, tmp_path, template)
     with pytest.raises(ConfigError, match=r"the adapter has rank 16, over the server's limit .*--max-lora-rank 16"):
         engine.publish(make_adapter(1, 16), 1)
     assert {answer.version for answer in ask(engine, prompts[:2])} == {0}
     missing = ServerRolloutEngine(address, tmp_path, template)
-    missing._copy = lambda policy, version: Path("/no/such/fctune-adapter")  # type: ignore[method-assign]
+    unseen = PublishedAdapter("unseen", 1, Path("/no/such/fctune-adapter"))
+    monkeypatch.setattr(missing._adapters, "copy", lambda policy, version: unseen)
     with pytest.raises(ConfigError, match=r"the server does not see /no/such/fctune-adapter"):
         missing.publish(make_adapter(1), 1)
 
