@@ -100,14 +100,16 @@ def _list_accuracies(accuracies: Sequence[Accuracy]) -> list[str]:
 
 def _describe_training(record: RunRecord) -> list[str]:
     figures, config, run = describe_run(record), record.config, record.run
-    data = config.get("data", {})
+    data, model = config.get("data", {}), config.get("model", {})
     sources = [
-        f"`{name_on_hub(source['path']) or Path(source['path']).name}`"
+        _name(source["path"])
         + (f" (weight {source['weight']:g})" if source.get("weight", 1.0) != 1.0 else "")
         for source in data.get("sources", ())
     ]
     size = run.get("world_size")
     facts = {
+        "base model": _name(model["path"]) if model.get("path") else None,
+        "chat template": _name(model["chat_template"]) if model.get("chat_template") else "the base model's",
         "data": ", ".join(sources),
         "benchmark questions": _describe_benchmark(run),
         "sequence length": data.get("seq_len"),
@@ -125,6 +127,11 @@ def _describe_training(record: RunRecord) -> list[str]:
     lines = [_row(["", ""]), _row(["---", "---"])]
     lines += [_row([name, str(value)]) for name, value in facts.items() if value not in (None, "")]
     return ["## Training", "\n".join(lines)]
+
+
+def _name(path: str) -> str:
+    """Return the name on the hub, or the last part of a local path, which is nobody else's business."""
+    return f"`{name_on_hub(path) or Path(path).name}`"
 
 
 def _describe_benchmark(run: dict[str, Any]) -> str | None:

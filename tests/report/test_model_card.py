@@ -70,6 +70,8 @@ def test_no_local_path_is_published_and_nothing_is_claimed_that_was_not_measured
     card = card_of(run)
     assert "/private" not in card
     assert "mine.jsonl" in card
+    assert "| base model | `big/base` |" in card
+    assert "| chat template | the base model's |" in card
     assert str(tmp_path) not in card
     bare = make_model_card(run / "export" / "merged", "me/tuned")
     assert "Accuracy" not in bare
