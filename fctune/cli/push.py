@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ def _push(arguments: argparse.Namespace) -> int:
     from fctune.report.model_card import FILE_NAME, WRITTEN_BY, make_model_card
     from fctune.runs.results import find_accuracies
 
+    _require_repository_name(arguments.name)
     export = find_export(Path(arguments.model))
     record = _find_run(export)
     card = make_model_card(export, arguments.name, record, find_accuracies(record) if record else ())
@@ -49,6 +51,16 @@ def _push(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{path}: the model card cannot be read or written ({error}). {remedy}") from None
     print(push(arguments.model, arguments.name, not arguments.public, arguments.revision, read_environment()))
     return 0
+
+
+def _require_repository_name(name: str) -> None:
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    with suppress(HFValidationError):
+        validate_repo_id(name)
+        if "/" in name:
+            return
+    raise ConfigError(f"{name}: not a repository's name. Expected OWNER/NAME in letters, digits, '-', '_' and '.'.")
 
 
 def _find_run(export: Path) -> RunRecord | None:

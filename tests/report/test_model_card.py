@@ -121,3 +121,13 @@ def test_an_edited_card_is_kept(run: Path, capsys: pytest.CaptureFixture[str], m
     assert "# other" in uploaded[1]
     assert "Mine." in uploaded[2]
     assert "# other" in uploaded[2]
+
+
+@pytest.mark.parametrize("name", ["mine", "a/b/c", "me/x y", "https://huggingface.co/me/x"])
+def test_a_wrong_repository_name_is_refused_before_anything_is_read(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(tmp_path / "no-run"), name, "--print-card"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{name}: not a repository's name. Expected OWNER/NAME")
+    assert said.count("\n") == 1
