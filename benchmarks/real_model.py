@@ -64,7 +64,7 @@ VALIDATION_SHARE = 0.2
 NUM_VALIDATION, NUM_TEST = 60, 120
 SplitName = Literal["validation", "test"]
 _ROOT = Path(__file__).resolve().parents[1]
-_CONCURRENCY = 32
+_CONCURRENCY = 16
 _ANSWER_LIMIT_S = 1800.0  # a server that shares two cores is slow; an answer that comes late counts
 
 
