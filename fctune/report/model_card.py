@@ -102,8 +102,7 @@ def _describe_training(record: RunRecord) -> list[str]:
     figures, config, run = describe_run(record), record.config, record.run
     data, model = config.get("data", {}), config.get("model", {})
     sources = [
-        _name(source["path"])
-        + (f" (weight {source['weight']:g})" if source.get("weight", 1.0) != 1.0 else "")
+        _name(source["path"]) + (f" (weight {source['weight']:g})" if source.get("weight", 1.0) != 1.0 else "")
         for source in data.get("sources", ())
     ]
     size = run.get("world_size")
