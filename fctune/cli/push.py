@@ -54,7 +54,7 @@ def _push(arguments: argparse.Namespace) -> int:
 
 
 def _require_repository_name(name: str) -> None:
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
+    from huggingface_hub.utils import HFValidationError, validate_repo_id  # type: ignore[attr-defined]
 
     with suppress(HFValidationError):
         validate_repo_id(name)
