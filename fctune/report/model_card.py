@@ -129,7 +129,7 @@ def _describe_training(record: RunRecord) -> list[str]:
 
 
 def _name(path: str) -> str:
-    """Return the name on the hub, or the last part of a local path, which is nobody else's business."""
+    """Return the name on the hub, or the last part of a local path; the rest of it is not published."""
     return f"`{name_on_hub(path) or Path(path).name}`"
 
 

@@ -36,16 +36,26 @@ def measure(cases: Path, address: str, name: str | None, out: Path, *options: st
     return read_rows(out)
 
 
-def require_same(judged: Rows, served: Rows, record: Record, num_in_100: int = 1) -> None:
-    """Check that each case has the verdict that it has in process, but for ``num_in_100`` with a known reason.
+def count_same(judged: Rows, served: Rows, record: Record) -> list[str]:
+    """Return the ids of the cases whose verdict is another than in process.
 
     ``record`` is pytest's ``record_property``: what was counted is printed at the end of the tests.
     """
     assert served.keys() == judged.keys()
     different = [id_ for id_, row in served.items() if row["verdict"] != judged[id_]["verdict"]]
-    accuracies = [sum(row["verdict"] == "correct" for row in rows.values()) for rows in (judged, served)]
     counted = f"{len(served) - len(different)} of {len(served)} cases are judged as in process"
-    record("served", f"{counted}; {accuracies[0]} are correct there and {accuracies[1]} as served")
+    record("served", f"{counted}; {count_correct(judged)} are correct there and {count_correct(served)} as served")
+    return different
+
+
+def count_correct(rows: Rows) -> int:
+    """Return the number of correct cases."""
+    return sum(row["verdict"] == "correct" for row in rows.values())
+
+
+def require_same(judged: Rows, served: Rows, record: Record, num_in_100: int = 1) -> None:
+    """Check that each case has the verdict that it has in process, but for ``num_in_100`` with a known reason."""
+    different = count_same(judged, served, record)
     for id_ in different:
         change = f"{judged[id_]['verdict']} -> {served[id_]['verdict']}"
         record("served", f"  {id_}: {change}: {_explain(judged[id_], served[id_])}")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -36,15 +34,14 @@ def serve_vllm(
     # Threads that wait for each other on fixed cores are slow on a loaded machine, and tiny models need but one.
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     own |= {"HF_HUB_OFFLINE": "1", **environment}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        _wait_for(process, "ready after")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        code = process.wait(ENDS_S)
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **own}, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            _wait(process, log, lambda: b"ready after" in _read(log))
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(ENDS_S)
     assert code == 0, "fctune serve ends with 0 when it is asked to"
 
 
@@ -56,7 +53,7 @@ def serve_llama_cpp(model: Path, port: int, context: int = 2048) -> Iterator[str
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT)
         try:
             address = f"http://127.0.0.1:{port}"
-            _wait_until_healthy(process, address, log)
+            _wait(process, log, lambda: _is_healthy(address))
             yield address
         finally:
             process.kill()
@@ -105,38 +102,22 @@ def _body(address: str, messages: Any, tools: Any, more: dict[str, Any]) -> dict
     return {**body, "tools": tools} if tools else body
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], address: str, log: IO[bytes]) -> None:
+def _wait(process: subprocess.Popen[bytes], log: IO[bytes], is_ready: Callable[[], bool]) -> None:
+    """Return once a server is ready; fail with the end of its output if it ends or takes too long."""
     deadline = time.monotonic() + START_LIMIT_S
     while process.poll() is None and time.monotonic() < deadline:
-        with suppress(httpx.HTTPError):
-            if httpx.get(f"{address}/health", timeout=2).status_code == 200:
-                return
-        time.sleep(0.1)
-    log.seek(0)
-    raise AssertionError(f"the server did not start:\n{log.read()[-3000:].decode(errors='replace')}")
-
-
-def _wait_for(process: subprocess.Popen[str], text: str) -> None:
-    """Return once the process prints a line with this text; fail with its output if it ends or takes too long."""
-    lines: queue.Queue[str | None] = queue.Queue()
-
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    seen: list[str] = []
-    deadline = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < deadline:
-        try:
-            line = lines.get(timeout=1.0)
-        except queue.Empty:
-            continue
-        if line is None:
-            break
-        if text in line:  # another process may have written to the same line
+        if is_ready():
             return
-        seen.append(line)
-    raise AssertionError("the server did not start:\n" + "".join(seen[-40:]))
+        time.sleep(0.2)
+    raise AssertionError(f"the server did not start:\n{_read(log)[-4000:].decode(errors='replace')}")
+
+
+def _read(log: IO[bytes]) -> bytes:
+    """Return what a process has written, without moving the place where it writes."""
+    return os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)
+
+
+def _is_healthy(address: str) -> bool:
+    with suppress(httpx.HTTPError):
+        return httpx.get(f"{address}/health", timeout=2).status_code == 200
+    return False

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from fctune.cli import main
 from fctune.launch.gguf_export import GgufExport, export_gguf
 from tests.ranks import find_port
-from tests.serving.measuring import Record, Rows, measure
+from tests.serving.measuring import Record, Rows, count_correct, count_same, measure
 from tests.serving.servers import complete, read_calls, serve_llama_cpp, stream
 
 pytestmark = [pytest.mark.serving, pytest.mark.usefixtures("llama_cpp")]
@@ -51,14 +51,10 @@ def test_the_accuracy_is_close_to_that_in_process(
 ) -> None:
     with serve_llama_cpp(exports[name].path, find_port()) as address:
         served = measure(demo / "cases.jsonl", address, None, tmp_path / "served.jsonl", "--concurrency", "1")
-    assert served.keys() == judged.keys()
-    accuracies = [sum(r["verdict"] == "correct" for r in rows.values()) / len(rows) for rows in (judged, served)]
-    num_same = sum(row["verdict"] == judged[id_]["verdict"] for id_, row in served.items())
-    counted = f"{num_same} of {len(served)} cases are judged as in process"
-    record_property("served", f"{counted}; {accuracies[0]:.1%} are correct there and {accuracies[1]:.1%} as served")
-    for id_, row in served.items():
-        if row["verdict"] != judged[id_]["verdict"]:
-            print(f"{id_}: {judged[id_]['verdict']} -> {row['verdict']}: {judged[id_]['answer']!r} -> {row['calls']}")
+    for id_ in count_same(judged, served, record_property):
+        here, there = judged[id_], served[id_]
+        print(f"{id_}: {here['verdict']} -> {there['verdict']}: {here['answer']!r} -> {there['calls']}")
+    accuracies = [count_correct(rows) / len(rows) for rows in (judged, served)]
     assert abs(accuracies[0] - accuracies[1]) <= ACCURACY_LIMITS[name]
 
 
