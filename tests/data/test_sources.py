@@ -160,6 +160,86 @@ def test_all_row_formats_of_one_conversation_read_the_same() -> None:
         assert parsed.conversation == expected, name
 
 
+def hermes_row(*replies: str, result: str = "<tool_response>\nsunny\n</tool_response>") -> dict[str, Any]:
+    prompt = f"You are a function calling AI model. <tools> {[WEATHER]} </tools>"
+    turns = [{"from": "system", "value": prompt}, {"from": "human", "value": "?"}]
+    for reply in replies:
+        turns += [{"from": "gpt", "value": reply}, *([{"from": "tool", "value": result}] * reply.count("<tool_call>"))]
+    return {"id": "1", "conversations": [*turns, {"from": "gpt", "value": "Sunny."}], "tools": json.dumps([WEATHER])}
+
+
+TYPED_ARGUMENTS: dict[str, Any] = {
+    "city": "L'Aquila",
+    "quote": 'say "it\'s"',
+    "is_metric": True,
+    "is_daily": False,
+    "units": [None],
+    "days": [1, -2, 3.5, 1e-07],
+    "nested": {"text": "two\nlines\ttab \\ slash \xa0\u200b é", "empty": {}, "list": [[]]},
+}
+
+
+def test_hermes_calls_are_read_as_json_and_as_python_literals_alike() -> None:
+    call = {"arguments": TYPED_ARGUMENTS, "name": "get_weather"}
+    spellings = [json.dumps(call), json.dumps(call, ensure_ascii=False, indent=2), repr(call), ascii(call)]
+    read_calls = []
+    for spelling in spellings:
+        parsed = read_row(hermes_row(f"<tool_call>\n{spelling}\n</tool_call>"), "auto", ReadContext())
+        assert parsed.row_format == "hermes"
+        assert parsed.notes["python_literal"] == (spelling[1] == "'")
+        read_calls.append(parsed.conversation.messages[1].calls)
+    expected = [[("get_weather", TYPED_ARGUMENTS)]] * len(spellings)
+    assert [[(call.name, call.arguments) for call in calls] for calls in read_calls] == expected
+
+    both = f"<tool_call>\n{spellings[0]}\n</tool_call>\n<tool_call>\n{spellings[2]}\n</tool_call>"
+    parsed = read_row(hermes_row(both, f"<tool_call>{spellings[3]}</tool_call>"), "auto", ReadContext())
+    assert [len(message.calls) for message in parsed.conversation.messages if message.calls] == [2, 1]
+    assert parsed.notes["python_literal"] == 2
+
+
+def test_hermes_results_and_tools_are_read_from_python_literals() -> None:
+    call = "<tool_call>\n{'name': 'get_weather', 'arguments': {'city': 'Paris'}}\n</tool_call>"
+    for content, expected in (("it's sunny", "it's sunny"), ({"sky": "sunny", "wet": False}, None)):
+        wrapped = {"name": "get_weather", "content": content}
+        result = f"<tool_response>\n{wrapped}\n</tool_response>"
+        row = hermes_row(call, result=result) | {"tools": "null"}
+        parsed = read_row(row, "auto", ReadContext())
+        message = parsed.conversation.messages[2]
+        assert (message.role, message.name) == ("tool", "get_weather")
+        assert message.content == (expected or json.dumps(content))
+        assert [tool.function for tool in parsed.conversation.tools] == [WEATHER]
+        assert parsed.notes["tools_from_prompt"] == 1
+        assert parsed.notes["python_literal"] == 3
+    kept = read(hermes_row(call, result="<tool_response>\n{'sky': True}\n</tool_response>"))
+    assert kept.messages[2].content == "{'sky': True}"
+
+
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [
+        ("{'name': 'f', 'arguments': {'a': __import__('os').getcwd()}}", "call_not_json"),
+        ("{'name': 'f', 'arguments': {'a': 1 + 1}}", "call_not_json"),
+        ("{'name': 'f', 'arguments': {'a': ('b' 'c')}}", "call_not_json"),
+        ("{'name': 'f', 'arguments': ['a' 'b']}", "call_not_json"),
+        ("{'name': 'f', 'arguments': {1: 2}}", "call_not_json"),
+        ("{'name': 'f', 'arguments': {'a': 1}", "call_not_json"),
+        ("{'name': 'f', 'arguments': {'a': 1, 'a': 2}}", "duplicate_key"),
+        ("{'name': 'f', 'arguments': {'a': 1e999}}", "not_finite"),
+        ("{'name': 'f', 'arguments': {'a': nan}}", "call_not_json"),
+        ("{'name': 'f', 'arguments': {'a': " + "[" * 200 + "]" * 200 + "}}", "too_deep"),
+        ("{'name': 'f', 'arguments': {'a': '\\U0000d83d'}}", "invalid_utf8"),
+        ("{'f', 'arguments'}", "call_not_json"),
+        ("dict(name='f', arguments={})", "call_not_json"),
+    ],
+)
+def test_calls_that_are_neither_json_nor_plain_literals_are_defects(written: str, kind: str, tmp_path: Path) -> None:
+    row = hermes_row(f"<tool_call>\n{written}\n</tool_call>")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (defect,) = parse_source(str(tmp_path / "rows.jsonl"))
+    assert isinstance(defect, Defect)
+    assert defect.kind == kind
+
+
 def test_xlam_types_are_converted_to_json_schema() -> None:
     parameters = {
         "city": {"description": "City", "type": "str"},

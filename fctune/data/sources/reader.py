@@ -32,7 +32,7 @@ _REASONING_PARTS = rf'"(?:{_REASONING_WORDS})|(?:think|thinking|thought)(?:[\]>]
 _REASONING = re.compile(_REASONING_PARTS.encode(), re.IGNORECASE)
 # A null other than the content of a turn that only calls.
 _NULL = re.compile(rb'null(?<!"content": null)(?<!"content":null)')
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile(rb"\\(?:u|U0000)[dD][89a-fA-F]")  # the longer one is Python's
 
 
 def read_source(path: str, row_format: str = "auto", max_samples: int | None = None) -> Iterator[Conversation | Defect]:

@@ -12,7 +12,7 @@ from fctune.data.conversation import Call, Conversation, Message, Role, Tool
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.filling import ArgumentFilling, ArrowStruct, holds_null
 from fctune.data.sources.read_context import ReadContext
-from fctune.data.sources.row_json import check_depth
+from fctune.data.sources.row_json import check_depth, read_python_literal
 from fctune.data.sources.row_reasoning import take_reasoning
 
 
@@ -62,6 +62,7 @@ NOTE_KINDS: dict[str, str] = {
     "missing_end_marker": "Glaive assistant turns without <|endoftext|>",
     "null_key_dropped": "null keys of tools and calls, removed",
     "number_respelled": "numbers whose value is kept but not their spelling (1e5, 1.50)",
+    "python_literal": "calls, results and tools of a prompt written as Python literals, read as JSON values",
     "quoted_arguments": "Glaive arguments in single quotes, read as the JSON between the quotes",
     "reasoning_from_content": "reasoning read from tags at the start of a turn's text",
     "system_prompt_replaced": "system prompts that only declared tools, which the chat template declares instead",
@@ -232,6 +233,23 @@ class RowBuilder:
         before = self.context.json.num_respelled
         value, end = self.context.json.decode_prefix(text, start, pointer, kind)
         self.notes["number_respelled"] += self.context.json.num_respelled - before
+        return value, end
+
+    def decode_literal_prefix(self, text: str, start: int, pointer: str, kind: str = "not_json") -> tuple[Any, int]:
+        """Decode JSON at ``start`` of a longer text, or else a Python literal; returns what ``decode_prefix`` does."""
+        try:
+            return self.decode_prefix(text, start, pointer, kind)
+        except RowError as error:
+            if error.kind != kind:
+                raise
+            try:
+                value, end = read_python_literal(text, start, pointer, kind)
+            except RowError as python_error:
+                if python_error.kind != kind:
+                    raise
+                raise RowError(pointer, kind, f"{error.reason}; {python_error.reason}") from None
+        self.notes["python_literal"] += 1
+        self.context.may_have_null = True  # None is not searched for
         return value, end
 
     def set_tools(self, value: Any, pointer: str = "tools") -> None:

@@ -1,10 +1,11 @@
-"""The strict JSON reader, with its errors as defects of a row."""
+"""The strict readers of JSON and of Python literals, with their errors as defects of a row."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fctune.data.sources.defects import RowError
+from fctune.parsing.declared_calls import DeclaredCallReader
 from fctune.parsing.json_reader import MAX_DEPTH, JsonReader, ParseError, is_deeper_than, skip_space
 
 # A call puts an object and a list around its arguments when it is written as JSON.
@@ -37,6 +38,22 @@ class RowJsonReader(JsonReader):
                 reason = f"not JSON ({error.reason} at {describe_position(text, error.position)})"
                 raise RowError(pointer, kind, reason) from None
             raise RowError(pointer, error.kind, error.reason) from None
+
+
+def read_python_literal(text: str, start: int, pointer: str, kind: str) -> tuple[Any, int]:
+    """Return the Python literal that begins at ``start``, and the index after it; it is scanned, never evaluated.
+
+    Only values that Python and JSON read alike are literals here: no arithmetic, no tuples, no adjacent strings.
+
+    Raises:
+        RowError: Of the given kind for what is no literal; ``duplicate_key``, ``not_finite`` or ``too_deep`` for one
+            that is refused.
+    """
+    try:
+        return DeclaredCallReader(text, ()).read_value(skip_space(text, start))
+    except ParseError as error:
+        reason = f"not a Python literal ({error.reason} at {describe_position(text, error.position)})"
+        raise RowError(pointer, kind if error.kind == "syntax" else error.kind, reason) from None
 
 
 def check_depth(value: Any, pointer: str) -> None:

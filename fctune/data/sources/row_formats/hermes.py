@@ -1,7 +1,8 @@
 """Rows of NousResearch/hermes-function-calling-v1: ShareGPT turns with calls and results in XML tags.
 
-https://github.com/NousResearch/Hermes-Function-Calling. Calls are ``<tool_call>`` blocks of JSON, results
-``<tool_response>`` blocks; tools are in a column and again in the system prompt.
+https://github.com/NousResearch/Hermes-Function-Calling. Calls are ``<tool_call>`` blocks of JSON or, in
+many rows, of Python literals; results are ``<tool_response>`` blocks; tools are in a column and again in the system
+prompt.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _add_system(value: str, pointer: str, row: dict[str, Any], builder: RowBuild
     if not builder.tools:
         if row.get("tools") not in (None, "", "null") and not _NO_TOOLS.match(value, match.end()):
             raise RowError("tools", "tools_disagree", "the column has no tools, but the system prompt does")
-        declared, _ = builder.decode_prefix(value, match.end(), pointer)
+        declared, _ = builder.decode_literal_prefix(value, match.end(), pointer)
         builder.set_tools(declared if isinstance(declared, list) else [declared], pointer)
         builder.notes["tools_from_prompt"] += 1
     start = value.find(_OPENING)
@@ -94,7 +95,8 @@ def _read_calls(value: str, pointer: str, builder: RowBuilder) -> tuple[str | No
     content = value[:at].rstrip(_SPACE) or None
     calls = []
     while value.startswith("<tool_call>", at):
-        call, at = builder.decode_prefix(value, at + len("<tool_call>"), pointer, "call_not_json")
+        at = _skip_space(value, at + len("<tool_call>"))
+        call, at = builder.decode_literal_prefix(value, at, pointer, "call_not_json")
         at = _skip_space(value, at)
         if not value.startswith("</tool_call>", at):
             raise RowError(pointer, "call_not_json", f"expected </tool_call> at character {at}")
@@ -116,7 +118,10 @@ def _read_results(value: str, pointer: str, builder: RowBuilder) -> list[tuple[s
         end = value.find("</tool_response>", at)
         if end < 0:
             raise RowError(pointer, "message_shape", "<tool_response> without </tool_response>")
-        results.append(_read_result(value[at:end].strip(_SPACE), builder))
+        body = value[at:end]
+        if body.startswith("\\n"):
+            body = body.removeprefix("\\n").removesuffix("\\n")
+        results.append(_read_result(body.strip(_SPACE), builder))
         at = _skip_space(value, end + len("</tool_response>"))
     if at < len(value):
         raise RowError(pointer, "message_shape", f"text after the results: {value[at : at + 40]!r}")
@@ -125,19 +130,23 @@ def _read_results(value: str, pointer: str, builder: RowBuilder) -> list[tuple[s
 
 def _read_result(text: str, builder: RowBuilder) -> tuple[str, str | None]:
     """Return a result's content and name, unwrapped if it is exactly ``{"name", "content"}``."""
+    before = builder.notes.copy()
     try:
-        value = builder.context.json.decode(text)
+        value, end = builder.decode_literal_prefix(text, 0, "")
     except RowError:
         return text, None
-    if isinstance(value, dict) and value.keys() == {"name", "content"} and isinstance(value["name"], str):
+    is_wrapped = isinstance(value, dict) and value.keys() == {"name", "content"} and end == len(text)
+    if is_wrapped and isinstance(value["name"], str):
         content = value["content"]
         return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False), value["name"]
+    builder.notes = before  # nothing of it was taken
     return text, None
 
 
 def _skip_space(text: str, at: int) -> int:
-    while at < len(text) and text[at] in _SPACE:
-        at += 1
+    """Return the index of the next character other than whitespace, which some rows escape once too often."""
+    while at < len(text) and (text[at] in _SPACE or text.startswith("\\n", at)):
+        at += 2 if text[at] == "\\" else 1
     return at
 
 
