@@ -73,9 +73,30 @@ def parse_interval(value: int | str) -> Interval:
     return Interval(seconds=number * _UNITS_S[unit])
 
 
+def parse_share(value: float | str) -> float:
+    """Parse a share, ``10%`` or ``0.1``.
+
+    Raises:
+        ValueError: The value is neither, or not between 0 and 100%.
+    """
+    text = str(value).strip()
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise ValueError("expected a share, such as 10% or 0.1, of at most 100%")
+    return share
+
+
 def format_count(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural unless it is one: ``1 step``, ``1,000 steps``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def format_share(share: float) -> str:
+    """Format a share in percent, such as ``10%``; a small one is not rounded to 0%."""
+    return f"{100 * share:.3g}%"
 
 
 def format_duration(seconds: float) -> str:
@@ -105,6 +126,23 @@ class IsInterval:
     def describe(self) -> str:
         """Describe the values of such a field."""
         return "steps, time or share" if self.has_times else "steps or share"
+
+
+@dataclass(frozen=True, slots=True)
+class IsShare:
+    """Constraint of a field that ``parse_share`` reads."""
+
+    def find_problems(self, key: str, value: Any, null: str) -> list[str]:
+        """Check that the value is a share."""
+        try:
+            parse_share(value)
+        except ValueError as error:
+            return [f"{key}={value}: {error}{null}"]
+        return []
+
+    def describe(self) -> str:
+        """Describe the values of such a field."""
+        return "share"
 
 
 def is_never(value: int | str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fctune.config.composition import EXTENDS
 from fctune.config.fields import NotEmpty, Null, Range, join_key, read_field_docs
-from fctune.config.intervals import IsInterval
+from fctune.config.intervals import IsInterval, IsShare
 from fctune.config.parsing import split_annotation
 from fctune.config.schema import RunConfig
 
@@ -101,7 +101,7 @@ def _summarise(cls: type[Any]) -> str:
 
 def _describe_type(hint: Any, constraints: tuple[Any, ...]) -> str:
     origin, args = get_origin(hint), get_args(hint)
-    if interval := next((c for c in constraints if isinstance(c, IsInterval)), None):
+    if interval := next((c for c in constraints if isinstance(c, IsInterval | IsShare)), None):
         return interval.describe()
     if origin in (Union, types.UnionType):
         return " or ".join("null" if a is type(None) else _describe_type(a, constraints) for a in args)

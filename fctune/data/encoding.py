@@ -30,7 +30,15 @@ from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation
 from fctune.data.conversation_encoder import ConversationEncoder, Encoded, get_defect_kind
 from fctune.data.pairs import PAIRS_FORMAT, Pair, PairError, PairReader, encode_pair
-from fctune.data.sources import Defect, RowReader, UnreadRow, describe_defects, has_reasoning_rows, scan_source
+from fctune.data.sources import (
+    OVERLONG,
+    Defect,
+    RowReader,
+    UnreadRow,
+    describe_defects,
+    has_reasoning_rows,
+    scan_source,
+)
 from fctune.data.supervision import SupervisionConfig
 from fctune.errors import DataError
 
@@ -66,11 +74,57 @@ class Counts:
             setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
 
 
+class _OverlongError(DataError):
+    """A conversation is longer than ``seq_len``, and ``overlong`` is fail."""
+
+
 class Chunk(NamedTuple):
     """Consecutive rows of one source; ``source`` is its index in the config's sources."""
 
     source: int
     rows: list[UnreadRow]
+
+
+@dataclass(slots=True)
+class SourceRows:
+    """Rows of a source, and those that were skipped as invalid: the number of each kind, with the first as an example.
+
+    A source's weight may leave readable rows out, which are not encoded; ``sampled`` are the others.
+    """
+
+    path: str
+    rows: int = 0
+    sampled: int = 0
+    unreadable: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def invalid(self) -> int:
+        """Number of invalid rows."""
+        return sum(self.kinds.values())
+
+    @property
+    def invalid_share(self) -> float:
+        """Share of invalid rows; that of rows that cannot be encoded is of the sampled rows."""
+        usable = 1.0
+        for failed, tried in ((self.unreadable, self.rows), (self.invalid - self.unreadable, self.sampled)):
+            usable *= 1 - failed / max(1, tried)
+        return 1 - usable
+
+    def add(self, chunk: EncodedChunk) -> None:
+        """Add the rows of a chunk in place."""
+        self.rows += chunk.counts.rows
+        self.sampled += chunk.num_sampled
+        self.unreadable += chunk.num_unreadable
+        for defect in chunk.defects:
+            self.kinds[defect.kind] = self.kinds.get(defect.kind, 0) + 1
+            self.examples.setdefault(defect.kind, str(defect))
+
+    def describe_kinds(self) -> list[str]:
+        """Return a line for each kind of invalid row, the most frequent first, with its example."""
+        ordered = sorted(self.kinds.items(), key=lambda item: -item[1])
+        return [f"{count:,} {kind}, such as {self.examples[kind]}" for kind, count in ordered]
 
 
 @dataclass(slots=True)
@@ -89,6 +143,9 @@ class EncodedChunk:
     repeats: NDArray[np.int64]
     counts: Counts
     defects: list[Defect]
+    source: int = 0  # index in the config's sources
+    num_sampled: int = 0  # readable rows that the source's weight does not leave out
+    num_unreadable: int = 0
 
 
 @dataclass(slots=True)
@@ -118,23 +175,27 @@ class ChunkEncoder:
         """Encode the rows of a chunk."""
         reader, source_weight = self._readers[chunk.source], self.config.sources[chunk.source].weight
         buffers, counts, defects = _Buffers(), Counts(rows=len(chunk.rows)), []
+        num_sampled = num_unreadable = 0
         for row in chunk.rows:
             parsed = reader.read(row)
             if isinstance(parsed, Defect):
                 defects.append(parsed)
+                num_unreadable += 1
                 continue
             item = parsed if isinstance(parsed, Pair) else parsed.conversation
             digest = item.digest()
             repeats = count_repeats(digest, source_weight)
             if not repeats:
                 continue
+            num_sampled += 1
             try:
                 samples = self._encode_within(item, counts)
             except PairError as error:
                 defects.append(Defect(row.file, row.line, "", error.kind, str(error)))
                 continue
             except DataError as error:
-                defects.append(Defect(row.file, row.line, "messages", get_defect_kind(error), str(error)))
+                kind = OVERLONG if isinstance(error, _OverlongError) else get_defect_kind(error)
+                defects.append(Defect(row.file, row.line, "messages", kind, str(error)))
                 continue
             if samples is None:
                 continue
@@ -162,6 +223,9 @@ class ChunkEncoder:
             np.frombuffer(buffers.repeats, np.int64),
             counts,
             defects,
+            chunk.source,
+            num_sampled,
+            num_unreadable,
         )
 
     def _encode_within(self, item: Conversation | Pair, counts: Counts) -> list[Encoded] | None:
@@ -173,7 +237,7 @@ class ChunkEncoder:
         if longest <= self.config.seq_len:
             return samples
         if self.config.overlong == "fail":
-            raise DataError(
+            raise _OverlongError(
                 f"{longest:,} tokens{' of both answers' if is_pair else ''}, over data.seq_len={self.config.seq_len}; "
                 f"raise it, or set data.overlong to drop{'' if is_pair else ' or cut'}"
             )
@@ -220,7 +284,8 @@ def encode_sources(
         chat_template: Template in place of the model's own, if any.
 
     Raises:
-        DataError: Rows are invalid and ``on_invalid`` is fail, or no row is left. Raised at the end, with all defects.
+        DataError: Rows are invalid and ``on_invalid`` is fail, conversations are too long and ``overlong`` is fail, or
+            no row is left. Raised at the end, with all defects.
     """
     with _exempt_from_collection():
         yield from _encode_sources(config, model_dir, counts, num_processes, template_args, chat_template)
@@ -253,8 +318,11 @@ def _encode_sources(
         counts.add(part.counts)
         defects += part.defects
         yield part
-    if defects and (config.on_invalid == "fail" or not counts.conversations):
-        raise DataError(describe_defects(defects, counts.rows))
+    skips = config.on_invalid == "skip"
+    if skips and counts.conversations:
+        defects = [defect for defect in defects if defect.kind == OVERLONG]
+    if defects:
+        raise DataError(describe_defects(defects, counts.rows, "" if skips else "set data.on_invalid=skip"))
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from fctune.files import write_atomically
 _VERSION = 4
 
 # Data keys that do not affect the prepared set. Every other key is part of its fingerprint, new ones included.
-IGNORED_KEYS = frozenset({"pad_to", "prepared_dir"})
+IGNORED_KEYS = frozenset({"max_invalid_share", "pad_to", "prepared_dir"})
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", TEMPLATE_ARGS_FILE)
 

@@ -7,10 +7,11 @@ the end, so a directory of that name is always complete; any change of an input 
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +19,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fctune.config.intervals import format_count, format_share, parse_share
 from fctune.config.schema import RunConfig
 from fctune.config.sections.data import DataConfig
 from fctune.data.chosen_template import ChosenTemplate
-from fctune.data.encoding import Counts, encode_sources
+from fctune.data.encoding import Counts, SourceRows, encode_sources
 from fctune.data.fingerprint import FileDigests, fingerprint_inputs
 from fctune.data.packing import pack_best_fit
 from fctune.errors import DataError
@@ -59,11 +61,17 @@ class PreparedSet:
     offsets: NDArray[np.int64]
     digests: NDArray[np.uint64]
     packs: dict[Split, tuple[NDArray[np.int64], NDArray[np.int64]]] = field(repr=False)
+    sources: tuple[SourceRows, ...] = ()
 
     def describe(self) -> dict[str, Any]:
-        """Return the set's path, fingerprint and inputs for a run's record, and its rows of benchmarks, if any."""
-        described = {"path": str(self.path), "fingerprint": self.fingerprint, "inputs": self.inputs}
-        return described | ({"benchmark_rows": self.counts.benchmark} if self.counts.benchmark else {})
+        """Return the set's path, fingerprint and inputs for a run's record, and its rows of benchmarks, if any.
+
+        ``skipped`` lists the sources with rows that were skipped as invalid.
+        """
+        described: dict[str, Any] = {"path": str(self.path), "fingerprint": self.fingerprint, "inputs": self.inputs}
+        described |= {"benchmark_rows": self.counts.benchmark} if self.counts.benchmark else {}
+        skipped = [asdict(source) | {"invalid": source.invalid} for source in self.sources if source.kinds]
+        return described | ({"skipped": skipped} if skipped else {})
 
     def num_packs(self, split: Split) -> int:
         """Return the number of packs of a split; unpacked, a pack is one conversation."""
@@ -106,7 +114,8 @@ def prepare(
     """Open the set for these inputs under ``root``; write it first if it does not exist.
 
     Raises:
-        DataError: Invalid rows (with ``on_invalid: fail``), nothing left to train on, or the set cannot be written.
+        DataError: Invalid rows (with ``on_invalid: fail``, or more than ``max_invalid_share`` of a source), nothing
+            left to train on, or the set cannot be written.
     """
     digests = FileDigests(root / "file_digests.json")
     name, inputs = fingerprint_inputs(config, model_dir, digests, template_args, chat_template)
@@ -122,7 +131,33 @@ def prepare(
             ) from None
     digests.save()
     os.utime(path)  # last use, for `fctune clean`
-    return open_prepared(path)
+    prepared = open_prepared(path)
+    _check_invalid_share(prepared.sources, config.max_invalid_share)
+    return prepared
+
+
+def _check_invalid_share(sources: Sequence[SourceRows], limit: float | str) -> None:
+    """Check that no source lost more than a share of its rows, so that none vanishes unnoticed from a mixture."""
+    lossy = [source for source in sources if source.invalid_share > parse_share(limit)]
+    if not lossy:
+        return
+    lines = []
+    for source in lossy:
+        lines.append(f"{describe_skipped(source)}, over data.max_invalid_share={format_share(parse_share(limit))}:")
+        lines += [f"  {line}" for line in source.describe_kinds()]
+    enough = format_share(math.ceil(max(source.invalid_share for source in lossy) * 100 - 1e-9) / 100)
+    lines.append(
+        "`fctune data check` lists all of them. Fix the rows or remove the source; to train on the rest anyway, set "
+        f"data.max_invalid_share={enough}."
+    )
+    raise DataError("\n".join(lines))
+
+
+def describe_skipped(source: SourceRows) -> str:
+    """Return the number and share of a source's rows that were skipped as invalid."""
+    tried = source.sampled + source.unreadable
+    rows = format_count(tried, "row") + (" that its weight selects" if tried < source.rows else "")
+    return f"{source.path}: {source.invalid:,} of {rows} ({format_share(source.invalid_share)}) skipped as invalid"
 
 
 def open_prepared(path: Path) -> PreparedSet:
@@ -155,6 +190,7 @@ def open_prepared(path: Path) -> PreparedSet:
         counts=Counts(**meta["counts"]),
         weights=np.asarray(meta["weights"], dtype=np.float32),
         packs=packs,  # type: ignore[arg-type]
+        sources=tuple(SourceRows(**source) for source in meta.get("sources", ())),
         **arrays,
     )
 
@@ -210,14 +246,16 @@ def describe_counts(prepared: PreparedSet) -> list[str]:
         none = f"no conversation held out for validation ({share} of so few); validation loss is not measured"
         lines.append(f"{num_held_out:,} held out for validation ({share})" if num_held_out else none)
     for count, what in (
-        (counts.invalid, "rows skipped as invalid"),
-        (counts.overlong, f"conversations dropped, longer than {prepared.seq_len:,} tokens"),
-        (counts.cut, f"conversations cut to {prepared.seq_len:,} tokens"),
-        (counts.unsupervised, "conversations dropped, without supervised tokens under data.train_on and their weights"),
-        (counts.benchmark, "conversations are marked as a benchmark's: the model must not be measured with it"),
+        (counts.overlong, f"dropped, longer than {prepared.seq_len:,} tokens"),
+        (counts.cut, f"cut to {prepared.seq_len:,} tokens"),
+        (counts.unsupervised, "dropped, without supervised tokens under data.train_on and weights"),
+        (counts.benchmark, "marked as a benchmark's: the model must not be measured with it"),
     ):
         if count:
-            lines.append(f"{count:,} {what}")
+            lines.append(f"{format_count(count, 'conversation')} {what}")
+    for source in prepared.sources:
+        if source.kinds:
+            lines += [f"{describe_skipped(source)}:", *(f"  {line}" for line in source.describe_kinds())]
     return lines
 
 
@@ -237,12 +275,14 @@ def _write(
     chat_template: ChosenTemplate | None,
 ) -> None:
     counts = Counts()
+    sources = [SourceRows(source.path) for source in config.sources]
     weights = np.zeros(1, dtype=np.float32)  # the distinct loss weights; the first is 0.0
     lengths, digests = array("q"), array("Q")
     members: dict[Split, array[int]] = {"train": array("q"), "validation": array("q")}
     with open(path / "tokens.bin", "wb") as tokens_file, open(path / "codes.bin", "wb") as codes_file:
         switches = inputs["template_args"]
         for part in encode_sources(config, model_dir, counts, template_args=switches, chat_template=chat_template):
+            sources[part.source].add(part)
             tokens_file.write(part.tokens.data)  # numpy's tofile does not report the cause of a failure
             weights, codes = _code(part.weights, weights)
             codes_file.write(codes.data)
@@ -278,6 +318,7 @@ def _write(
         "fingerprint": name,
         "inputs": inputs,
         "counts": asdict(counts),
+        "sources": [asdict(source) for source in sources],
         "weights": [float(weight) for weight in weights],
         "sizes": sizes,
     }

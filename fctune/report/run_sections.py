@@ -215,6 +215,10 @@ def add_data(page: Page, record: RunRecord, suffix: str = "") -> None:
     counts = _read_json(Path(str(prepared.get("path"))) / "meta.json").get("counts", {})
     counts |= {"benchmark": prepared.get("benchmark_rows", 0)}  # also if the prepared set is gone
     rows += [[_COUNTS.get(name, name), count] for name, count in counts.items() if count]
+    for source in prepared.get("skipped", ()):
+        rows.append(["skipped as invalid", f"{source['invalid']:,} of {source['rows']:,} rows of {source['path']}"])
+        kinds = sorted(source["kinds"].items(), key=lambda item: -item[1])
+        rows += [[f"skipped: {kind}", f"{count:,}, such as {source['examples'][kind]}"] for kind, count in kinds]
     if report := _read_json(record.path / DATA_REPORT):
         rows += [[f"{DATA_REPORT}: {name.replace('_', ' ')}", report[name]] for name in _REPORTED if name in report]
     page.add_section(f"Data{suffix}", _make_facts(rows))

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fctune.config.intervals import format_count, parse_interval
+from fctune.config.intervals import format_count, parse_interval, parse_share
 from fctune.config.loading import load_config
 from fctune.config.run_length import RunLength, find_length_warnings
 from fctune.config.schema import LRSchedulerConfig
+from fctune.errors import ConfigError
 from fctune.training.schedule import lr_factor
 from tests.conftest import ROOT
 
@@ -42,6 +43,17 @@ def test_an_interval_in_steps(value: int | str, num_steps: int, step_s: float | 
 def test_what_is_no_interval_is_refused(value: int | str) -> None:
     with pytest.raises(ValueError, match="expected"):
         parse_interval(value)
+
+
+@pytest.mark.parametrize(("value", "share"), [("10%", 0.1), (0.1, 0.1), ("0.1", 0.1), (0, 0.0), ("100%", 1.0)])
+def test_a_share_may_be_written_in_percent(value: float | str, share: float) -> None:
+    assert parse_share(value) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("value", [10, "101%", -0.1, "ten", "nan", True])
+def test_values_that_are_no_share_are_rejected_by_key(value: float | str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.max_invalid_share=.*: expected"):
+        load_config(CONFIG, [f"data.max_invalid_share={value}"])
 
 
 def test_a_share_of_the_run_warms_up_whatever_its_length() -> None:

@@ -20,7 +20,7 @@ def test_a_run_on_marked_rows_says_so(tiny_base: Path, tmp_path: Path, write_row
     data = DataConfig(sources=[SourceConfig(path=str(write_rows(rows)))], seq_len=256, validation_share=0.0)
     prepared = prepare(data, tiny_base, tmp_path / "prepared")
     assert prepared.counts.benchmark == 1
-    assert any("1 conversations are marked as a benchmark's" in line for line in describe_counts(prepared))
+    assert any("1 conversation marked as a benchmark's" in line for line in describe_counts(prepared))
     path = tmp_path / "run"
     make_run(path)
     record = read_run(path)

@@ -88,6 +88,7 @@ CHANGES: dict[str, Any] = {
     "train_reasoning": "last",
     "call_weight": 2.0,
     "on_invalid": "skip",
+    "max_invalid_share": "50%",
     "overlong": "drop",
     "parallel_calls": "split",
     "content_with_calls": "drop",

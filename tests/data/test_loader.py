@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +206,43 @@ def test_invalid_rows_are_all_reported_or_skipped_by_choice(
     assert f"{rows}:2" in str(caught.value)
     assert f"{rows}:4" in str(caught.value)
     assert not list(tmp_path.glob(".*"))
-    kept = prepare(data_config(str(rows), validation_share=0.0, on_invalid="skip"), tiny_base, tmp_path)
+    skipping = data_config(str(rows), validation_share=0.0, on_invalid="skip", max_invalid_share=0.5)
+    kept = prepare(skipping, tiny_base, tmp_path)
     assert (kept.counts.conversations, kept.counts.invalid) == (2, 2)
+    (source,) = kept.describe()["skipped"]
+    assert (source["rows"], source["kinds"]) == (4, {"unknown_role": 1, "message_shape": 1})
+    shown = "\n".join(describe_counts(kept))
+    assert "2 of 4 rows (50%) skipped as invalid" in shown
+    assert f"1 unknown_role, such as {rows}:2: " in shown
+    assert f"1 message_shape, such as {rows}:4: " in shown
+    with pytest.raises(DataError, match=r"2 of 4 rows \(50%\) .*data\.max_invalid_share=49%[^!]*=50%") as over:
+        prepare(replace(skipping, max_invalid_share="49%"), tiny_base, tmp_path)  # the same set, which is kept
+    assert f"1 unknown_role, such as {rows}:2: " in str(over.value)
+
+
+def test_a_source_that_vanishes_stops_the_run_however_large_the_others_and_small_its_weight(
+    tiny_base: Path, write_rows: Callable[..., Path], tmp_path: Path
+) -> None:
+    answer = {"role": "assistant", "content": "Hello."}
+    # Control tokens are found when a row is encoded, which the weight leaves out for four rows of five.
+    rows = [{"messages": [{"role": "user", "content": f"<|eot_id|> {i}"}, answer]} for i in range(50)]
+    sources = [SourceConfig(path="synthetic:train:600:3"), SourceConfig(path=str(write_rows(rows)), weight=0.2)]
+    config = data_config(sources=sources, on_invalid="skip")
+    with pytest.raises(DataError, match=r"rows\.jsonl: (\d+) of \1 rows that .* \(100%\) skipped as") as caught:
+        prepare(config, tiny_base, tmp_path)
+    assert "synthetic" not in str(caught.value)
+
+
+def test_conversations_that_are_too_long_stop_a_run_that_skips_invalid_rows_unless_it_drops_them(
+    tiny_base: Path, tmp_path: Path
+) -> None:
+    config = data_config("synthetic:train:60:3", seq_len=256, on_invalid="skip", max_invalid_share="100%")
+    with pytest.raises(DataError, match=r"overlong.*\n.*over data\.seq_len=256"):
+        prepare(config, tiny_base, tmp_path)
+    kept = prepare(replace(config, overlong="drop", max_invalid_share=0), tiny_base, tmp_path)
+    assert kept.counts.overlong
+    assert not kept.counts.invalid
+    assert any(" dropped, longer than 256 tokens" in line for line in describe_counts(kept))
 
 
 def test_rows_without_supervised_tokens_are_counted_and_dropped(

@@ -431,6 +431,19 @@ def test_a_saved_data_check_is_on_the_page(tmp_path: Path) -> None:
     assert ["data_report.json: near duplicates", "9"] in rows
 
 
+def test_rows_skipped_as_invalid_are_on_the_page_by_kind_with_an_example(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 5)
+    skipped = {"path": "a.jsonl", "rows": 1200, "invalid": 3, "kinds": {"not_json": 1, "unknown_role": 2}}
+    skipped["examples"] = {"not_json": "a.jsonl:9: not JSON", "unknown_role": "a.jsonl:2: messages[1].role: 'robot'"}
+    change_run(directory, data={"path": str(tmp_path / "set"), "fingerprint": "abc", "skipped": [skipped]})
+    rows = cells_of(write_page([tmp_path / "run"], tmp_path / "a.html"), "Data")
+    assert ["skipped as invalid", "3 of 1,200 rows of a.jsonl"] in rows
+    assert rows[-2:] == [
+        ["skipped: unknown_role", "2, such as a.jsonl:2: messages[1].role: 'robot'"],
+        ["skipped: not_json", "1, such as a.jsonl:9: not JSON"],
+    ]
+
+
 @needs_chromium
 @pytest.mark.parametrize("width", [1100, 390])
 @pytest.mark.parametrize("dark", [False, True])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from fctune.config.fields import AT_LEAST_1, Null, Range, join_key
+from fctune.config.intervals import IsShare
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,7 +61,10 @@ class DataConfig:
     call_weight: Annotated[float, Range(gt=0)] = 1.0
     """Loss weight of a token in a turn that calls a function, relative to 1.0 for other supervised tokens."""
     on_invalid: Literal["fail", "skip"] = "fail"
-    """Unusable rows: stop with a report, or skip and count them."""
+    """Unusable rows: stop with a report, or skip and count them, up to `max_invalid_share`."""
+    max_invalid_share: Annotated[float | str, IsShare()] = "10%"
+    """With `on_invalid: skip`: stop if more of any source's rows than this are unusable. Conversations that `overlong`
+    drops do not count."""
     overlong: Literal["fail", "drop", "cut"] = "fail"
     """Conversations longer than `seq_len`: stop, drop them, or cut them at the end of a turn."""
     parallel_calls: Literal["error", "split"] = "error"

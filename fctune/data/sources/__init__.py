@@ -1,6 +1,6 @@
 """Readers of public row formats: every row becomes a conversation or a reported defect."""
 
-from fctune.data.sources.defects import DEFECT_KINDS, Defect
+from fctune.data.sources.defects import DEFECT_KINDS, OVERLONG, Defect
 from fctune.data.sources.reader import (
     RowReader,
     UnreadRow,
@@ -16,6 +16,7 @@ from fctune.data.sources.row_formats.registry import ROW_FORMATS
 __all__ = [
     "DEFECT_KINDS",
     "NOTE_KINDS",
+    "OVERLONG",
     "ROW_FORMATS",
     "Defect",
     "ParsedRow",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+OVERLONG = "overlong"
+
 DEFECT_KINDS: dict[str, str] = {
     "arguments_not_json": "a call's arguments are a string that is not JSON",
     "arguments_not_object": "a call's arguments are neither an object nor a string holding one",
@@ -24,6 +26,7 @@ DEFECT_KINDS: dict[str, str] = {
     "not_json": "a row, or a column that should contain JSON, is not JSON",
     "not_renderable": "the chat template or tokenizer rejects the conversation, or loses a part of it",
     "not_text_only": "a row with images, video or sound",
+    OVERLONG: "a conversation longer than data.seq_len, with data.overlong=fail",
     "pair_equal": "the two answers of a preference pair are the same",
     "pair_prompts": "the two answers of a preference pair follow different prompts",
     "pair_shape": "a preference pair lacks its prompt or an answer, or has one of the wrong form",

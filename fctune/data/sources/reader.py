@@ -134,14 +134,20 @@ class RowReader:
             return Defect(file, line, error.pointer, error.kind, error.reason)
 
 
-def describe_defects(defects: list[Defect], num_rows: int) -> str:
-    """Describe the first defects, one per line, the number of each kind, and the remedy."""
+def describe_defects(defects: list[Defect], num_rows: int, alternative: str = "") -> str:
+    """Describe the first defects, one per line, the number of each kind, and the remedy.
+
+    Args:
+        defects: All defects.
+        num_rows: Rows read.
+        alternative: What to do instead of fixing the rows, if anything.
+    """
     shown = "\n".join(f"  {defect}" for defect in defects[:_NUM_SHOWN])
     more = f"\n  ... and {len(defects) - _NUM_SHOWN:,} more" if len(defects) > _NUM_SHOWN else ""
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in Counter(d.kind for d in defects).most_common())
     return (
         f"{len(defects):,} of {num_rows:,} rows cannot be trained on ({kinds})\n{shown}{more}\n"
-        "Fix the rows, or pass --on-invalid skip (data.on_invalid: skip) to skip them."
+        f"Fix the rows{f', or {alternative} to train without them' if alternative else ''}."
     )
 
 
