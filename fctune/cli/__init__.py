@@ -92,7 +92,7 @@ def make_parser() -> Parser:
 def _parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     if hasattr(arguments, "overrides"):
-        resolve_config_arguments(arguments, rest)
+        resolve_config_arguments(arguments, rest, sys.argv[1:] if argv is None else argv)
     elif rest:
         getattr(arguments, "command_parser", parser).report_unknown(rest)
     return eval_options.apply_options_file(parser, arguments, argv)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,9 @@ def _copy(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigError(f"{copy}: cannot be written ({error.strerror}).") from None
         Terminal().print(str(copy), soft_wrap=True, highlight=False)
+    has_rows = source.suffix == ".yaml" and "sources" in (compose_config(target, RunConfig).values.get("data") or {})
+    if has_rows:
+        print(f"to train on your rows: fctune train {shlex.quote(str(target))} --data FILE", file=sys.stderr)
     return 0
 
 

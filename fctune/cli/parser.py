@@ -6,12 +6,17 @@ import argparse
 import signal
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-from fctune.config.parsing import apply_override, parse_yaml, suggest
+from fctune.config.key_hints import find_key
+from fctune.config.loading import find_local_copy
+from fctune.config.parsing import apply_override, dump_yaml, parse_yaml, suggest
 from fctune.config.sections.model import find_template_args_problems
+from fctune.config.shipped import find_shipped_config, list_shipped_configs
+from fctune.data.sources.reader import DATA_SUFFIXES
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -27,9 +32,13 @@ class Parser(argparse.ArgumentParser):
 
     def report_unknown(self, words: Iterable[str]) -> NoReturn:
         """Exit with code 2, naming arguments that no option or positional takes."""
-        options = [name for name in self._option_string_actions if name.startswith("--")]
-        shown = [f"{word}{suggest(word.partition('=')[0], options)}" for word in words]
+        shown = [f"{word}{suggest(word.partition('=')[0], self.option_names)}" for word in words]
         self.error(f"unrecognized arguments: {' '.join(shown)}")
+
+    @property
+    def option_names(self) -> list[str]:
+        """Names of the options that start with two dashes."""
+        return [name for name in self._option_string_actions if name.startswith("--")]
 
 
 def report_interrupt(interrupt: KeyboardInterrupt) -> int:
@@ -49,6 +58,14 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     option.completer = _complete_configs  # type: ignore[attr-defined]
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="config overrides; ~key drops one (fctune config schema)"
+    )
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="train on these rows instead of the config's data.sources: files, directories or hf:NAME, as there",
     )
     parser.set_defaults(command_parser=parser)
 
@@ -81,31 +98,70 @@ def _to_template_args(text: str) -> dict[str, Any]:
     return dict(switches)
 
 
-def resolve_config_arguments(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
+def resolve_config_arguments(arguments: argparse.Namespace, rest: Sequence[str], typed: Sequence[str]) -> None:
     """Sort the words of a command with a config into ``config`` and ``overrides``, in any order on the command line.
+
+    The files of ``--data`` become the first override; a shipped config's name becomes the file of this directory that
+    ``fctune config cp`` made of it, if there is one, which is said.
 
     Args:
         arguments: Parsed arguments, changed in place.
         rest: Words that argparse left over, such as overrides after an option.
+        typed: All words of the command line.
     """
+    files = [word for word in arguments.data if not _is_override(word)]
     words = [*([arguments.config] if arguments.config is not None else []), *arguments.overrides, *rest]
-    overrides = [word for word in words if _is_override(word)]
+    overrides = [word for word in (*arguments.data, *words) if _is_override(word)]
     others = [word for word in words if not _is_override(word)]
     arguments.config = arguments.config_option
-    if arguments.config is None and others and not others[0].startswith("-"):
+    if arguments.config is None and others and not others[0].startswith("-") and not _is_rows(others[0]):
         arguments.config = others.pop(0)
+    if arguments.config is None and not others:  # CONFIG after the files of --data
+        named = [word for word in files if word.endswith((".yaml", ".yml")) or find_shipped_config(word)]
+        arguments.config = next((word for word in named if not Path(word).is_dir()), None)
+        files = [word for word in files if word != arguments.config]
     if others:
-        arguments.command_parser.report_unknown([word for word in others if word.startswith("-")] or others)
+        _report_words(arguments.command_parser, others, typed)
     if arguments.config is None:
         arguments.command_parser.error("the following arguments are required: CONFIG")
-    arguments.overrides = overrides
+    if arguments.data and not files:
+        arguments.command_parser.error("argument --data: expected at least one FILE")
+    sources = [f"data.sources={dump_yaml([{'path': path} for path in files], is_inline=True)}"] if files else []
+    arguments.overrides = [*sources, *overrides]
+    if (local := find_local_copy(arguments.config)) is not None:
+        print(f"{arguments.config}: using {local} in this directory, not the shipped config", file=sys.stderr)
+        arguments.config = str(local)
+
+
+def _report_words(parser: Parser, words: Sequence[str], typed: Sequence[str]) -> NoReturn:
+    """Exit with code 2, with the config key or option that words without a meaning are probably meant for."""
+    options = [word for word in words if word.startswith("-")]
+    remedies = []
+    for option in options:
+        name, equals, value = option.lstrip("-").partition("=")
+        key = find_key(name)
+        if key is None:
+            remedies.append(f"unrecognized arguments: {option}{suggest(f'--{name}', parser.option_names)}")
+            continue
+        following = typed[typed.index(option) + 1 :] if option in typed and not equals else []
+        value = value or next((word for word in following[:1] if not word.startswith("-")), "VALUE")
+        remedies.append(f"{option}: config keys take no dashes; write {key if ' ' in key else f'{key}={value}'}")
+    rows = [word for word in words if _is_rows(word)]
+    if rows:
+        remedies.append(f"to train on {' and '.join(rows)}, write CONFIG --data {' '.join(rows)}")
+    if remedies:
+        parser.error("; ".join(remedies))
+    parser.report_unknown(words)
+
+
+def _is_rows(word: str) -> bool:
+    """Return True for a word that names rows rather than a config."""
+    return word.startswith(("hf:", "synthetic:")) or word.endswith(DATA_SUFFIXES)
 
 
 def _is_override(word: str) -> bool:
-    return word.startswith("~") or ("=" in word and not word.startswith("-"))
+    return word.startswith("~") or ("=" in word and not word.startswith("-") and not Path(word).exists())
 
 
 def _complete_configs(**_: Any) -> list[str]:
-    from fctune.config.shipped import list_shipped_configs
-
     return [path.stem for path in list_shipped_configs()]

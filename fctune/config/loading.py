@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from fctune.config.composition import EXTENDS, Composition
+from fctune.config.key_hints import find_key
 from fctune.config.parsing import parse_dataclass, parse_yaml
 from fctune.config.schema import RunConfig
 from fctune.config.shipped import find_shipped_config, list_shipped_configs, resolve_shipped_path
@@ -74,7 +75,7 @@ def _add_file(composition: Composition, path: Path, chain: list[Path]) -> None:
         if not isinstance(name, str) or not name:
             raise ConfigError(f"{path}: {EXTENDS}={name!r}: expected a file, or a list of files.")
         try:
-            base = find_config(path.parent / name)
+            base = _find_file(path.parent / name)
         except ConfigError as error:
             base = find_shipped_config(name) or Path()
             if not base.is_file():
@@ -94,7 +95,7 @@ def parse_config(raw: dict[str, Any], problems: list[str]) -> RunConfig | None:
     model = raw.get("model")
     if isinstance(model, dict) and isinstance(model.get("path"), str):
         raw = raw | {"model": model | {"path": resolve_shipped_path(model["path"])}}
-    config: RunConfig | None = parse_dataclass(RunConfig, raw, "", problems)
+    config: RunConfig | None = parse_dataclass(RunConfig, raw, "", problems, find_key)
     return config
 
 
@@ -133,11 +134,24 @@ def set_default_environment(variables: Mapping[str, str]) -> None:
 
 
 def find_config(path: str | Path) -> Path:
-    """Find a config by its path, or by its name if it is a shipped one.
+    """Find a config by its path, or by its name if it is a shipped one; a copy in this directory has precedence.
 
     Raises:
         ConfigError: There is none; the message suggests near names.
     """
+    local = find_local_copy(path)
+    return _find_file(path) if local is None else local
+
+
+def find_local_copy(name: str | Path) -> Path | None:
+    """Return the file of this directory that a shipped config's name stands for, such as ``config cp`` writes."""
+    shipped = find_shipped_config(str(name)) if Path(name).parent == Path() else None
+    is_copy = shipped is not None and not Path(name).is_file() and Path(shipped.name).is_file()
+    return Path(shipped.name) if is_copy and shipped is not None else None
+
+
+def _find_file(path: str | Path) -> Path:
+    """Find a config by its path, or by its name if it is a shipped one."""
     found = Path(path)
     if found.is_file():
         return found

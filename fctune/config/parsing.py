@@ -9,7 +9,8 @@ import dataclasses
 import difflib
 import re
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
@@ -90,32 +91,56 @@ def apply_override(raw: dict[str, Any], override: str, problems: list[str]) -> N
         problems.append(f"{override}: {last} is neither a key of a mapping nor an index of a list")
 
 
-def parse_dataclass(cls: type[Any], raw: Any, where: str, problems: list[str]) -> Any:
+@dataclass(slots=True)
+class _Context:
+    """The parts of a parse that all sections share.
+
+    Attributes:
+        find_key: Finds the key that an unknown one is meant for, anywhere in the schema.
+        out_of_range: Problems of values of the right type.
+    """
+
+    find_key: Callable[[str], str | None]
+    out_of_range: list[str] = field(default_factory=list)
+
+
+def parse_dataclass(
+    cls: type[Any],
+    raw: Any,
+    where: str,
+    problems: list[str],
+    find_key: Callable[[str], str | None] = lambda key: None,
+) -> Any:
     """Build an instance of ``cls`` from nested plain values, and check it.
 
     Values of the right type are checked against the constraints in the annotations of their fields, and sections by
     their ``check(where, problems)`` method, if they have one; what it says about a wrong or misspelt key is left out.
-    Null selects a field's default. A mapping is merged over the field's default mapping.
+    Null selects a field's default. A mapping is merged over the field's default mapping. For an unknown key,
+    ``find_key`` may name the one that is meant; otherwise the nearest key of the section is suggested.
 
     Returns:
         The instance, or None if it cannot be built; then ``problems`` has a line for each reason.
     """
-    out_of_range: list[str] = []
-    built = _build(cls, raw, where, problems, out_of_range)
-    problems += out_of_range
+    context = _Context(find_key)
+    built = _build(cls, raw, where, problems, context)
+    problems += context.out_of_range
     return built
 
 
-def _build(cls: type[Any], raw: Any, where: str, problems: list[str], out_of_range: list[str]) -> Any:
+def _build(cls: type[Any], raw: Any, where: str, problems: list[str], context: _Context) -> Any:
     names = [spec.name for spec in dataclasses.fields(cls)]
     if not isinstance(raw, dict):
-        problems.append(f"{where}: expected a mapping with the keys {', '.join(names)}, got {raw!r}")
+        meant = context.find_key(where)
+        close = f"; did you mean {meant}?" if meant and meant != where else ""
+        problems.append(f"{where}: expected a mapping with the keys {', '.join(names)}, got {raw!r}{close}")
         return None
     hints = get_type_hints(cls, include_extras=True)
     uncertain: set[str] = set()  # fields without a right value, and those that an unknown key may be meant for
     for key in raw:
         if key not in names:
-            problems.append(f"{join_key(where, key)}: unknown key{suggest(str(key), names, join_key(where, ''))}")
+            meant = context.find_key(join_key(where, str(key)))
+            close = f"; did you mean {meant}?" if meant else suggest(str(key), names, join_key(where, ""))
+            problems.append(f"{join_key(where, key)}: unknown key{close}")
             uncertain |= set(_find_near(str(key), names))
     values: dict[str, Any] = {}
     for spec in dataclasses.fields(cls):
@@ -132,12 +157,12 @@ def _build(cls: type[Any], raw: Any, where: str, problems: list[str], out_of_ran
         if isinstance(value, float) and any(isinstance(constraint, IsInterval) for constraint in constraints):
             problems.append(f"{key}={value:g}: not a number of steps; for a share of the run write {100 * value:g}%")
         else:
-            value = _parse_value(hint, value, key, problems, out_of_range)
+            value = _parse_value(hint, value, key, problems, context)
         if isinstance(value, dict) and spec.default_factory is not dataclasses.MISSING:
             value = spec.default_factory() | value
         values[spec.name] = value
         if value is not None and len(problems) == num_so_far:
-            out_of_range += find_value_problems(key, value, constraints)
+            context.out_of_range += find_value_problems(key, value, constraints)
         elif value is None or not dataclasses.is_dataclass(value):
             uncertain |= {spec.name} if len(problems) > num_so_far else set()
     try:
@@ -146,7 +171,7 @@ def _build(cls: type[Any], raw: Any, where: str, problems: list[str], out_of_ran
         return None  # a required key is missing, which has been reported
     if hasattr(built, "check"):
         right = {name: value for name, value in values.items() if name not in uncertain}
-        out_of_range += _check_section(cls, right, where, uncertain)
+        context.out_of_range += _check_section(cls, right, where, uncertain)
     return built
 
 
@@ -169,7 +194,7 @@ def split_annotation(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     return hint, ()
 
 
-def _parse_value(hint: Any, value: Any, where: str, problems: list[str], out_of_range: list[str]) -> Any:
+def _parse_value(hint: Any, value: Any, where: str, problems: list[str], context: _Context) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None:
@@ -180,7 +205,7 @@ def _parse_value(hint: Any, value: Any, where: str, problems: list[str], out_of_
         if type(value) in matching:
             matching = [type(value)]
         num_so_far = len(problems)
-        parsed = _parse_value((matching or arms)[0], value, where, problems, out_of_range)
+        parsed = _parse_value((matching or arms)[0], value, where, problems, context)
         if lists and matching and len(problems) > num_so_far and not isinstance(value, list):
             problems[-1] += ", or a list"
         return parsed
@@ -195,9 +220,9 @@ def _parse_value(hint: Any, value: Any, where: str, problems: list[str], out_of_
         if not isinstance(value, list):
             problems.append(f"{where}={value!r}: expected a list")
             return None
-        return [_parse_value(args[0], item, f"{where}.{i}", problems, out_of_range) for i, item in enumerate(value)]
+        return [_parse_value(args[0], item, f"{where}.{i}", problems, context) for i, item in enumerate(value)]
     if dataclasses.is_dataclass(hint):
-        return _build(hint, value, where, problems, out_of_range)  # type: ignore[arg-type]
+        return _build(hint, value, where, problems, context)  # type: ignore[arg-type]
     if origin is dict:
         if not isinstance(value, dict):
             problems.append(f"{where}={value!r}: expected a mapping")

@@ -23,7 +23,7 @@ def render_config_reference() -> str:
         "# Config keys",
         "",
         "Every key of a run's config. `key=value` on the command line overrides a key (`optimizer.lr=1e-4`,",
-        "`data.sources.0.path=rows.jsonl`), and `~key` drops one. `fctune config check CONFIG` checks a config, and",
+        "`data.sources=[{path: rows.jsonl}]`), and `~key` drops one. `fctune config check CONFIG` checks a config, and",
         "`fctune config schema` prints its JSON Schema. `extends: FILE`, or a list of files, merges a config over",
         "others; `fctune config show CONFIG` prints the result ([Train](../train.md#configs-that-extend-others)).",
         "",

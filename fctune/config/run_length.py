@@ -69,11 +69,12 @@ def _more_steps(config: RunConfig, length: RunLength) -> str:
 
 def _check_warmup(config: RunConfig, length: RunLength) -> list[str]:
     warmup = parse_interval(config.lr_scheduler.warmup).in_steps(length.num_steps) or 0
-    if warmup < length.num_steps or not warmup:
+    if warmup <= length.num_steps / 2:
         return []
+    reach = "never reaches optimizer.lr" if warmup >= length.num_steps else "is below optimizer.lr for most of them"
     return [
         f"lr_scheduler.warmup={config.lr_scheduler.warmup}: the run has {_count(length, length.num_steps, 'step')}, so "
-        "the learning rate never reaches optimizer.lr; set lr_scheduler.warmup=3%"
+        f"the learning rate {reach}; set lr_scheduler.warmup=3%"
     ]
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fctune.cli import main
 from tests.cli.processes import wait_until
@@ -85,6 +86,19 @@ def test_a_run_that_cannot_start_returns_its_own_code_and_message_only(tmp_path:
         (["tiny_lora", "--nproc", "0"], "--nproc 0: expected 1 or more"),
         (["tiny_lora", "--nprok", "2"], "did you mean --nproc?"),
         (["tiny_lora", "tiny_full"], "unrecognized arguments: tiny_full"),
+        (["rows.jsonl"], "write CONFIG --data rows.jsonl"),
+        (["tiny_lora", "rows.jsonl", "epochs=1"], "write CONFIG --data rows.jsonl"),
+        (["tiny_lora", "--data"], "argument --data: expected at least one"),
+        (["tiny_lora", "--data", "epochs=1"], "argument --data: expected at least one"),
+        (["tiny_lora", "--rank", "8"], "--rank: config keys take no dashes; write adapter.rank=8"),
+        (["--rank", "8", "tiny_lora"], "write adapter.rank=8"),
+        (["tiny_lora", "--lr=3e-4", "epochs=1"], "write optimizer.lr=3e-4"),
+        (["tiny_lora", "--on-invalid", "skip"], "write data.on_invalid=skip"),
+        (
+            ["tiny_lora", "--num_train_epochs", "3", "--nprok", "2"],
+            "write epochs=3; unrecognized arguments: --nprok; did",
+        ),
+        (["tiny_lora", "--dataset", "rows.jsonl"], "write --data FILE, or data.sources=[{path: FILE}]"),
     ],
 )
 def test_wrong_usage_is_answered_with_the_remedy(
@@ -103,3 +117,44 @@ def test_a_wrong_key_is_found_before_any_process_starts(
     report = capsys.readouterr().err
     assert "optimizer.lrr: AdamW takes no such argument; did you mean optimizer.lr?" in report
     assert "epochs=0: expected 1 or more" in report
+
+
+def test_data_replaces_the_sources_of_the_config_wherever_it_stands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "date=1").mkdir()
+    for name in ("a, b.jsonl", "date=1/c.jsonl"):
+        (tmp_path / name).touch()
+    expected = ["a, b.jsonl", "date=1/c.jsonl", "hf:me/rows"]
+    config = "qwen3_8b_lora"  # with two public sources
+    for words in (
+        [config, "--data", *expected, "epochs=2", "data.sources.1.weight=3"],
+        ["--data", *expected, "--config", config, "epochs=2", "data.sources.1.weight=3"],
+        ["epochs=2", "--data", *expected, config, "data.sources.1.weight=3"],
+        [config, "--data", *expected[:2], "epochs=2", "--data", expected[2], "data.sources.1.weight=3"],
+    ):
+        assert main(["config", "show", *words]) == 0, words
+        shown = yaml.safe_load(capsys.readouterr().out)
+        assert [source["path"] for source in shown["data"]["sources"]] == expected
+        assert shown["data"]["sources"][1]["weight"] == 3
+        assert shown["epochs"] == 2
+
+
+def test_the_copy_of_a_shipped_config_in_this_directory_is_used_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", "cp", "tiny_lora"]) == 0
+    captured = capsys.readouterr()
+    assert "fctune train tiny_lora.yaml --data FILE" in captured.err
+    copy = tmp_path / "tiny_lora.yaml"
+    copy.write_text(copy.read_text().replace("epochs: 1", "epochs: 7"))
+    for name in ("tiny_lora", "lora_tiny", "tiny_lora.yaml"):
+        assert main(["config", "show", name]) == 0
+        captured = capsys.readouterr()
+        assert yaml.safe_load(captured.out)["epochs"] == 7
+        assert ("using tiny_lora.yaml in this directory" in captured.err) == (name != "tiny_lora.yaml")
+    copy.write_text("extends: tiny_lora\nepochs: 9\n")  # the shipped one
+    assert main(["config", "show", "tiny_lora"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["epochs"] == 9

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from fctune.config import key_hints
 from fctune.config.components import find_argument_problems, resolve_component
 from fctune.config.loading import compose_config, load_config, parse_config
 from fctune.config.schema import RunConfig
@@ -299,3 +303,65 @@ def test_off_is_a_choice_although_yaml_reads_a_boolean() -> None:
         assert adapter.train_tokens == expected
     with pytest.raises(ConfigError, match=r"adapter\.train_tokens=True: expected one of auto, off"):
         load_config(path, ["adapter.train_tokens=on"])
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("lr=3", "did you mean optimizer.lr?"),
+        ("num_train_epochs=3", "did you mean epochs?"),
+        ("learning_rate=3e-4", "did you mean optimizer.lr?"),
+        ("batch_size=3", "did you mean global_batch_size?"),
+        ("adapter.r=8", "did you mean adapter.rank?"),
+        ("rank=8", "did you mean adapter.rank?"),
+        ("seedd=8", "did you mean seed?"),
+        ("data.seq_length=8", "did you mean data.seq_len?"),
+        ("data.path=rows.jsonl", "did you mean --data FILE, or data.sources=[{path: FILE}]?"),
+        ("data=rows.jsonl", "did you mean --data FILE, or data.sources=[{path: FILE}]?"),
+        ("model=hf:me/model", "did you mean model.path?"),
+    ],
+)
+def test_keys_of_other_trainers_and_other_sections_are_answered_with_the_right_key(override: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("tiny_lora", [override])
+    assert remedy in str(caught.value)
+
+
+def test_every_key_that_stands_for_another_trainers_name_exists() -> None:
+    for key, names in key_hints._OTHER_NAMES.items():
+        assert key == key_hints.DATA_REMEDY or key in key_hints.list_keys() or key.startswith("optimizer."), key
+        assert not set(names) & set(key_hints.list_keys()) - {"model", "data"}, names
+
+
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z_-]+[a-z]")
+_KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+(?==)|(?<=\bset )[a-z_]+(?:\.[a-z_]+)+")
+_OF_OTHERS = {
+    "--help",
+    "--heat",
+    "--max-model-len",
+    "--no-deps",
+    "--rdzv_id",
+    "--shm-size",
+}  # vLLM, pip, torchrun, docker
+
+
+def test_messages_name_options_and_keys_that_exist() -> None:
+    options = set(_OPTION.findall((ROOT / "docs" / "reference" / "commands.md").read_text())) | _OF_OTHERS
+    sections = {key.partition(".")[0] for key in key_hints.list_keys() if "." in key} - {"optimizer"}
+    unknown = []
+    for file in sorted((ROOT / "fctune").rglob("*.py")):
+        for text in _iter_raised(file):
+            unknown += [f"{file}: {name} in {text!r}" for name in _OPTION.findall(text) if name not in options]
+            keys = [key for key in _KEY.findall(text) if key.partition(".")[0] in sections]
+            unknown += [f"{file}: {key} in {text!r}" for key in keys if key not in key_hints.list_keys()]
+    assert not unknown, "\n".join(unknown)
+
+
+def _iter_raised(file: Path) -> Iterator[str]:
+    """Yield the texts in exceptions, lists of problems, errors of commands, and warnings."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        is_call = isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".append", ".error", ".warning"))
+        if is_call or isinstance(node, ast.Raise):
+            for part in ast.walk(node):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield part.value

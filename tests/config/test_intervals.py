@@ -80,6 +80,7 @@ def test_a_run_that_suits_its_data_has_no_warning() -> None:
     ("length", "overrides", "words"),
     [
         (RunLength(84, 4000, 13.0), ["lr_scheduler.warmup=100"], "the learning rate never reaches optimizer.lr"),
+        (RunLength(84, 4000, 13.0), ["lr_scheduler.warmup=50"], "is below optimizer.lr for most of them"),
         (RunLength(84, 4000, 13.0), ["checkpoint.every=500"], "nothing is saved before its end"),
         (RunLength(84, 4000), ["checkpoint.every=500"], "nothing is saved before its end"),
         (GOOD_LENGTH, ["checkpoint.every=0", "checkpoint.elastic_every=0"], "nothing is saved before its end"),

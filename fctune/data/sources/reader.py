@@ -22,7 +22,7 @@ from fctune.errors import DataError
 if TYPE_CHECKING:
     from fctune.data.sources.arrow import IsWanted
 
-_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".ndjson", ".parquet", ".csv")
+DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".ndjson", ".parquet", ".csv")
 _SYNTHETIC_SPLITS = ("pretrain", "train", "varied", "reasoned", "shuffled", "pairs")
 _NUM_SHOWN = 10
 # Every spelling of a row's reasoning has a key or a text that starts with one of these words, or a part of these in a
@@ -169,9 +169,9 @@ def list_files(path: str) -> list[str]:
         files = _read_saved_json(path, "state.json")["_data_files"]
         return [os.path.join(path, file["filename"]) for file in files]
     if os.path.isdir(path):
-        names = sorted(name for name in os.listdir(path) if name.endswith(_SUFFIXES))
+        names = sorted(name for name in os.listdir(path) if name.endswith(DATA_SUFFIXES))
         if not names:
-            raise DataError(f"{path}: no data files in this directory. Expected {', '.join(_SUFFIXES)}.")
+            raise DataError(f"{path}: no data files in this directory. Expected {', '.join(DATA_SUFFIXES)}.")
         return [os.path.join(path, name) for name in names]
     if not os.path.exists(path):
         raise DataError(
