@@ -45,7 +45,7 @@ DISK_TIB = 4  # shared filesystem of infra/nebius
 def plan(command: str) -> Plan:
     """Return the plan that ``fctune plan`` makes of these arguments."""
     arguments, rest = make_parser().parse_known_args(["plan", *shlex.split(command)])
-    resolve_config_arguments(arguments, rest)
+    resolve_config_arguments(arguments, rest, ())
     request = PlanRequest(
         gpu=find_gpu(arguments.gpu, {}),
         nodes=arguments.nodes,
