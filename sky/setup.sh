@@ -34,4 +34,4 @@ if ! "$python" -c "$is_fit" 2> /dev/null; then
   "$uv" python install --quiet 3.11
   python=$("$uv" python find 3.11)
 fi
-make setup TORCH="${TORCH:-cuda}" PYTHON="$python"
+make setup PYTHON="$python"
