@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import secrets
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +22,7 @@ from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError, DataError
 from fctune.launch.hub import check_hub, is_downloaded, list_hub_repositories
 from fctune.launch.problems import Problem
+from fctune.launcher_watch import stop_with_parent
 from fctune.network import find_interface
 from fctune.planner.data_size import find_run_length
 from fctune.planner.memory import MemoryModel
@@ -33,10 +37,25 @@ _GIB = 2**30
 _IDLE_BYTES = 2 * _GIB
 _IDLE_SHARE = 0.05
 
+# First driver for each major version of CUDA (https://docs.nvidia.com/deploy/cuda-compatibility/).
+_MIN_DRIVERS = {12: 525, 13: 580}
+
 _CACHE_BYTES = 5 * _GIB  # kernels compiled by Triton and Inductor during a run
 _SHM_BYTES = 1 * _GIB  # minimum shared memory for NCCL and data workers
 
 _INFINIBAND = Path("/sys/class/infiniband")
+
+_PROBE_S = 45.0  # limit for kernels on all GPUs; other nodes wait a minute for this one
+# Runs kernels of torch and of cuBLAS on one GPU after the other; prints "ok", or what failed, for each.
+_PROBE = """
+import sys, torch
+for index in range(int(sys.argv[1])):
+    try:
+        x = torch.ones(64, 64, dtype=torch.bfloat16, device=f"cuda:{index}")
+        print("ok" if (x @ x).sum().item() == 64**3 else "wrong result of a matrix product", flush=True)
+    except Exception as error:
+        print((str(error) or repr(error)).splitlines()[0], flush=True)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,19 +143,22 @@ def check_space(config: RunConfig, mounts: Mounts) -> list[Problem]:
 
 
 def check_devices(num_gpus: int) -> list[Problem]:
-    """Check that all GPUs are visible, idle and free of memory errors; nothing is checked for 0 GPUs."""
+    """Check that all GPUs are visible, compute, are idle and free of memory errors; nothing is checked for 0 GPUs."""
     if num_gpus == 0:
         return []
+    problems = _check_driver()
+    if problems:
+        return problems
     visible = torch.cuda.device_count()
     if visible < num_gpus:
         remedy = "Run nvidia-smi on this node: check the driver, lost GPUs and CUDA_VISIBLE_DEVICES"
         return [Problem(f"only {visible} of {num_gpus} GPUs are visible", remedy)]
-    problems: list[Problem] = []
     for index in range(num_gpus):
         reading = read_device(index)
         if reading is None:
             message = f"GPU {index}: cannot check that it is idle without NVML"
-            return [*problems, Problem(message, "Install nvidia-ml-py to enable this check", "note")]
+            problems.append(Problem(message, "Install nvidia-ml-py to enable this check", "note"))
+            break
         used, share = reading.memory_used_bytes or 0, reading.utilization or 0.0
         if used > _IDLE_BYTES or share > _IDLE_SHARE:
             message = f"GPU {index}: already in use ({used / _GIB:.1f} GiB of memory, {share:.0%} utilization)"
@@ -148,7 +170,51 @@ def check_devices(num_gpus: int) -> list[Problem]:
     if shm.total < _SHM_BYTES:
         message = f"/dev/shm: {shm.total / 2**20:.0f} MiB, but NCCL needs {_SHM_BYTES / _GIB:.0f} GiB"
         problems.append(Problem(message, "Mount a memory-backed emptyDir there, or use docker run --shm-size=16g"))
-    return problems
+    return [*problems, *_check_kernels(num_gpus)]  # last: its kernels would make the GPUs look busy
+
+
+def _check_driver() -> list[Problem]:
+    """Check that torch is built for CUDA, and that the driver is new enough for the CUDA that it is built for."""
+    build = torch.version.cuda
+    if build is None:
+        remedy = "Install the CUDA build of the same version, which the usual package index serves"
+        return [Problem(f"torch {torch.__version__} is built for CPUs only, so it cannot use GPUs", remedy)]
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        remedy = "Install the NVIDIA driver on the host; a container needs its runtime too (docker run --gpus all)"
+        return [Problem(f"the NVIDIA driver's library cannot be loaded ({error})", remedy)]
+    version = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    supported, needed = version.value // 1000, int(build.split(".")[0])
+    if supported >= needed:  # within a major version, older drivers run newer builds
+        return []
+    message = f"the NVIDIA driver is too old: it supports CUDA {supported}.{version.value % 1000 // 10}"
+    minimum = _MIN_DRIVERS.get(needed)
+    wanted = f"driver {minimum} or newer" if minimum else "a newer driver"
+    return [Problem(f"{message}, but torch {torch.__version__} is built for CUDA {build}", f"Install {wanted}")]
+
+
+def _check_kernels(num_gpus: int) -> list[Problem]:
+    """Run kernels on each GPU, in a process of its own, which is abandoned if a GPU hangs."""
+    command = [sys.executable, "-c", _PROBE, str(num_gpus)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=stop_with_parent()
+    )
+    try:
+        output, ending = process.communicate(timeout=_PROBE_S)[0], f"its process ended with code {process.returncode}"
+    except subprocess.TimeoutExpired as error:
+        process.kill()  # without waiting for it: the driver may hold it
+        output, ending = error.output or b"", f"no result after {_PROBE_S:g} s"
+    results = output.decode(errors="replace").splitlines()
+    results = results if len(results) == num_gpus else [*results, ending]
+    return [
+        Problem(
+            f"GPU {index}: a kernel failed ({result})", f"Run nvidia-smi -q -i {index} and dmesg, or drain the node"
+        )
+        for index, result in enumerate(results)
+        if result != "ok"
+    ]
 
 
 def check_network(num_nodes: int, num_gpus: int, environment: Mapping[str, str]) -> list[Problem]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from fctune.config.loading import load_config
+from fctune.launch import checks
 from fctune.launch.checks import check_devices, check_network, estimate_disk_usage
 from fctune.launch.rendezvous import Node, Rendezvous, RendezvousError
 from tests.conftest import ROOT
@@ -79,7 +82,8 @@ def test_each_fault_is_one_line_with_its_remedy_and_stops_all_nodes(tmp_path: Pa
     assert all(line.startswith("node 1 (") for line in faults)
     assert len(faults) == 3, faults
     assert "missing: does not exist. Mount" in faults[0]
-    assert "only 0 of 2 GPUs are visible. Run nvidia-smi" in faults[1]
+    reason = "is built for CPUs only" if torch.version.cuda is None else "NVIDIA driver's library cannot be loaded"
+    assert reason in faults[1]
     assert "the clock is 90 s ahead of the head's. Start time synchronization" in faults[2]
 
 
@@ -178,6 +182,71 @@ def test_the_command_prints_the_fault_and_exits_with_its_code(tmp_path: Path) ->
     assert done.returncode == 1
     assert "none: does not exist" in done.stdout
     assert not (tmp_path / "l").exists()
+
+
+def check_devices_with_driver(folder: Path, cuda: int) -> str:
+    """Check one GPU in a process whose NVIDIA driver supports a version of CUDA, such as 12040 for 12.4."""
+    source = f"int cuDriverGetVersion(int *version) {{ *version = {cuda}; return 0; }}"
+    library = folder / "libcuda.so.1"
+    build = ["gcc", "-shared", "-fPIC", "-x", "c", "-o", library, "-"]
+    subprocess.run(list(map(str, build)), input=source, text=True, check=True)
+    code = """
+import torch
+torch.version.cuda = "13.0"  # the tests' own torch may be the CPU build
+from fctune.launch.checks import check_devices
+print(*check_devices(1), sep="\\n")
+"""
+    environment = os.environ | {"LD_LIBRARY_PATH": str(folder)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is real here")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
+def test_a_driver_that_is_too_old_for_torch_is_reported_with_the_one_needed(tmp_path: Path) -> None:
+    found = check_devices_with_driver(tmp_path, 12040)
+    assert "the NVIDIA driver is too old: it supports CUDA 12.4, but torch" in found
+    assert "is built for CUDA 13.0. Install driver 580 or newer" in found
+    assert "too old" not in check_devices_with_driver(tmp_path, 13000)
+
+
+GPUS_OF_WHICH_TWO_FAIL = """
+import time
+bfloat16 = None
+
+class Product:
+    def __matmul__(self, other): return self
+    def sum(self): return self
+    def item(self): return 64**3
+
+def ones(*size, dtype, device):
+    if device == "cuda:1":
+        raise RuntimeError("CUDA error: no kernel image is available\\nCompile with TORCH_USE_CUDA_DSA")
+    if device == "cuda:2":
+        time.sleep(60)
+    return Product()
+"""
+
+
+def test_a_gpu_on_which_no_kernel_runs_and_one_that_hangs_are_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text(GPUS_OF_WHICH_TWO_FAIL)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(checks, "_PROBE_S", 5.0)
+    start = time.monotonic()
+    failed, hung = checks._check_kernels(4)
+    assert failed.message == "GPU 1: a kernel failed (CUDA error: no kernel image is available)"
+    assert hung.message == "GPU 2: a kernel failed (no result after 5 s)"
+    assert time.monotonic() - start < 30
+    assert checks._check_kernels(1) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run here")
+def test_kernels_fail_where_there_is_no_gpu() -> None:
+    (problem,) = checks._check_kernels(1)
+    assert problem.message.startswith("GPU 0: a kernel failed (")
 
 
 @pytest.mark.gpu
