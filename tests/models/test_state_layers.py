@@ -302,6 +302,21 @@ def test_installed_kernels_get_the_bounds_of_all_rows_in_one(
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+def test_kernels_of_a_version_that_skips_conversations_are_refused(
+    bases: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
+) -> None:
+    install_kernels_(monkeypatch, modeling_qwen3_5, [])
+    rule = inspect.getclosurevars(modeling_qwen3_5.torch_chunk_gated_delta_rule).nonlocals["implementation"]
+    rule.__module__ = "fla.ops.gated_delta_rule.chunk"
+    package: Any = types.ModuleType("fla")
+    monkeypatch.setitem(sys.modules, "fla", package)
+    package.__version__ = "0.5.0"
+    with pytest.raises(ConfigError, match=r"flash-linear-attention 0\.5\.0: .* skip conversations .* 0\.5\.1 or later"):
+        load(bases / "qwen3_5_text")
+    package.__version__ = "0.5.1"
+    assert "by kernels" in load(bases / "qwen3_5_text").state_layers
+
+
 def test_without_a_gpu_installed_kernels_are_not_called(
     bases: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
 ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,8 +18,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
+from fctune.errors import ConfigError
 from fctune.models.attention import DocumentBounds
 from fctune.models.document_attention import CPU_TILE, keeps_kernels
 from fctune.models.dropout import TokenKeys
@@ -31,6 +34,7 @@ _CACHE_ARGUMENTS = frozenset({"past_key_values", "past_key_value", "cache_params
 _MAX_PADDING = 0.2
 _BY_KERNELS = "by kernels for packed rows on CUDA"
 _STACKED = "each conversation apart, those of similar length together"
+_OLDEST_FLA = Version("0.5.1")
 
 
 def find_state_layers(block: nn.Module) -> Iterator[nn.Module]:
@@ -68,11 +72,16 @@ def separate_conversations_(blocks: Iterable[nn.Module], token_keys: TokenKeys, 
 
     Returns:
         Number of such layers by class, and how they do it; empty if there are none.
+
+    Raises:
+        ConfigError: Kernels of a version that skips conversations are installed.
     """
     layers = [layer for block in blocks for layer in find_state_layers(block)]
     for layer in layers:
         layer.forward = functools.partial(_run_apart, layer, layer.forward, token_keys, multiple)
     counts: Any = Counter(map(type, layers))
+    for kind in counts:
+        _check_versions(kind)
     return "; ".join(
         f"{count} {kind.__name__}, {_BY_KERNELS if find_kernels(kind).take_bounds else _STACKED}"
         for kind, count in counts.items()
@@ -107,6 +116,21 @@ def find_kernels(kind: Any) -> _Kernels:
     is_passed = not needs_lengths or "cu_seq_lens_q" in code.co_consts
     takes_bounds = bool(over_sequences) and all({"cu_seqlens", "seq_idx"} & found for found in over_sequences)
     return _Kernels(tuple(name for name, found in parameters.items() if found), takes_bounds and is_passed)
+
+
+def _check_versions(kind: Any) -> None:
+    """Refuse kernels of flash-linear-attention before 0.5.1: conversations after an empty one were never computed."""
+    code, scope = _forward(kind).__code__, _forward(kind).__globals__
+    for name in code.co_names:
+        if inspect.isfunction(scope.get(name)) and _kernel_parameters(scope[name]):
+            kernel = inspect.getclosurevars(scope[name]).nonlocals["implementation"]
+            package = sys.modules[kernel.__module__.partition(".")[0]]
+            if package.__name__ == "fla" and Version(package.__version__) < _OLDEST_FLA:
+                raise ConfigError(
+                    f"flash-linear-attention {package.__version__}: its kernels for {kind.__name__} skip conversations "
+                    f"of packed rows; install {_OLDEST_FLA} or later "
+                    f"(pip install 'flash-linear-attention>={_OLDEST_FLA}')."
+                )
 
 
 def _is_over_sequences(function: Callable[..., Any]) -> bool:
