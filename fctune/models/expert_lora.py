@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.architecture import ROUTER_ADAPTER
 from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout, mix_keys
+from fctune.models.forward_override import override_forward_
 from fctune.models.grouped_products import multiply_groups
 
 
@@ -124,15 +126,15 @@ def adapt_router_(router: nn.Module, config: AdapterConfig, dtype: torch.dtype, 
     """Add an adapter to a router, in place; its ``forward`` then reads the merged weight."""
     adapter = RouterLoRA(router.get_parameter("weight"), config, dtype, scaling)
     router.add_module(ROUTER_ADAPTER, adapter)
-    forward = router.forward
+    override_forward_(router, _route_by_merged)
 
-    def forward_merged(*inputs: Any) -> Any:
-        weight: Any = router._parameters["weight"]
-        merged = adapter.merge(weight, adapter.lora_a, adapter.lora_b).to(weight.dtype)
-        router._parameters["weight"] = merged  # type: ignore[assignment]
-        try:
-            return forward(*inputs)
-        finally:
-            router._parameters["weight"] = weight
 
-    router.forward = forward_merged
+def _route_by_merged(router: nn.Module, own: Callable[..., Any], *inputs: Any) -> Any:
+    adapter: Any = router.get_submodule(ROUTER_ADAPTER)
+    weight: Any = router._parameters["weight"]
+    merged = adapter.merge(weight, adapter.lora_a, adapter.lora_b).to(weight.dtype)
+    router._parameters["weight"] = merged
+    try:
+        return own(*inputs)
+    finally:
+        router._parameters["weight"] = weight

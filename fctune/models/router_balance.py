@@ -12,12 +12,14 @@ then a sum over them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fctune import distributed
+from fctune.models.forward_override import override_forward_
 
 
 class RouterBalance:
@@ -39,26 +41,22 @@ class RouterBalance:
         self.coefficient, self.num_experts, self.top_k = coefficient, num_experts, top_k
         self.value: Tensor | None = None
         self._mask: Tensor | None = None  # tokens other than padding in the last forward; None: not observed
-        self._observed: list[tuple[Tensor, Tensor]] = []  # by router: counts, and sums of probabilities
+        self._routers: list[Any] = []
         self._is_recording = False
         self._counted: Tensor | None = None  # c and n of this rank
         self._totals: Tensor | None = None  # c and n of the global batch
 
-    def observe_(self, router: nn.Module, index: int) -> None:
+    def observe_(self, router: Any, index: int) -> None:
         """Observe a router, whose output has its logits at ``index``, in place."""
-
-        def observe(module: nn.Module, inputs: Any, outputs: Any) -> None:
-            if self._mask is not None:
-                # Recomputation must save the tensors that forward saved, so it computes this again for nobody.
-                part = _count_choices(outputs[index].flatten(0, -2), self._mask, self.top_k)
-                if self._is_recording:
-                    self._observed.append(part)
-
-        router.register_forward_hook(observe)
+        router._balance, router._logits_index, router._observed = self, index, None
+        self._routers.append(router)
+        override_forward_(router, _route_and_observe)
 
     def start_forward(self, tokens: Tensor, row_lengths: Tensor | None, is_observed: bool) -> None:
         """Start a forward pass of tokens ``[b, s]``, whose rows end in padding after ``row_lengths [b]`` tokens."""
-        self._observed, self._is_recording, self._mask = [], is_observed, None
+        self._is_recording, self._mask = is_observed, None
+        for router in self._routers:
+            router._observed = None
         if is_observed:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
             is_token = positions >= 0 if row_lengths is None else positions < row_lengths[:, None]
@@ -97,8 +95,24 @@ class RouterBalance:
     def _last_counts(self) -> Tensor:
         """Return c and n of the last forward pass, ``[experts + 1]``."""
         assert self._mask is not None
-        num_pairs = self._mask.sum() * len(self._observed)
-        return torch.cat([torch.stack([counts for counts, _ in self._observed]).sum(0), num_pairs[None]])
+        observed = self._observed
+        num_pairs = self._mask.sum() * len(observed)
+        return torch.cat([torch.stack([counts for counts, _ in observed]).sum(0), num_pairs[None]])
+
+    @property
+    def _observed(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the counts and the sums of probabilities of each router that ran."""
+        return [router._observed for router in self._routers if router._observed is not None]
+
+
+def _route_and_observe(router: Any, own: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    outputs, balance = own(*inputs, **options), router._balance
+    if balance._mask is not None:
+        # Recomputation must save the tensors that forward saved, so it computes this again for nobody.
+        observed = _count_choices(outputs[router._logits_index].flatten(0, -2), balance._mask, balance.top_k)
+        if balance._is_recording:
+            router._observed = observed
+    return outputs
 
 
 def _count_choices(logits: Tensor, mask: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from fctune.config.sections.parallel import ActivationCheckpointingConfig
 from fctune.errors import ConfigError
 from fctune.models.attention import attention_operators
 from fctune.models.causal_lm import CausalLM
+from fctune.models.forward_override import override_forward_
 from fctune.models.frozen_linear import is_linear
 from fctune.models.grouped_products import product_operators
 
@@ -50,16 +50,24 @@ def apply_activation_checkpointing_(
         )
     fraction = (config.fraction or 0.0) if fraction is None else fraction
     offloading = _Offloading() if config.offload else None
-    contexts: dict[str, Any] = {"context_fn": _save_costly_context} if config.policy == "op" else {}
+    recompute = _recompute_cheap if config.policy == "op" else _recompute_all
     for index, block in enumerate(model.blocks):
         if is_checkpointed(index, fraction):
-            # Dropout is a function of step, row and position, so recomputation needs no random state.
-            block.forward = functools.partial(
-                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **contexts
-            )
+            override_forward_(block, recompute)
             if offloading is not None:
                 block.register_forward_pre_hook(offloading.enter)
                 block.register_forward_hook(offloading.exit, always_call=True)
+
+
+def _recompute_all(block: nn.Module, own: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    # Dropout is a function of step, row and position, so recomputation needs no random state.
+    return checkpoint(own, *arguments, use_reentrant=False, preserve_rng_state=False, **options)
+
+
+def _recompute_cheap(block: nn.Module, own: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    return checkpoint(
+        own, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=_save_costly_context, **options
+    )
 
 
 class _Offloading:

@@ -99,15 +99,21 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def make_config(model_type: str, **changes: Any) -> Any:
+    """Return the config of a tiny model; ``changes`` are values of it."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(model_type, **(_SIZES | HYBRIDS[model_type][1] | changes))
+
+
 def save_hybrid(model_type: str, path: Path, with_tokenizer: bool = False, **changes: Any) -> Path:
     """Save a random model with transformers, and the demo's tokenizer; ``changes`` are values of its config."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     if with_tokenizer:
         changes["vocab_size"] = copy_tokenizer(path)["vocab_size"]
-    config = AutoConfig.for_model(model_type, **(_SIZES | HYBRIDS[model_type][1] | changes))
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(make_config(model_type, **changes))
     with torch.no_grad():
         # Biases and norms, too, which start as zeros and ones; but not buffers, which hold the decay of some layers.
         for parameter in model.parameters():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,24 @@ import torch
 from torch._dynamo.utils import counters
 
 from fctune.config.schema import RunConfig
+from fctune.config.sections.adapter import AdapterConfig
+from fctune.config.sections.model import ModelSource
+from fctune.config.sections.parallel import ActivationCheckpointingConfig
 from fctune.data.prepared_set import open_prepared, prepare
 from fctune.distributed import World
-from fctune.parallel.activations import compile_blocks_
+from fctune.models.causal_lm import CausalLM, materialize_
+from fctune.models.lora import adapters_off, apply_lora_, init_adapters_
+from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import parse_architecture
+from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.loop import build_loader, count_steps, train
 from fctune.training.setup import start_state
+from tests.models import expert_samples, hybrid_samples
+from tests.models.dense_samples import FAMILIES, read_raw
+from tests.models.expert_samples import MODEL_TYPES
+from tests.models.hybrid_samples import HYBRIDS
 from tests.models.model_samples import load_model
 from tests.ranks import run_ranks
 from tests.training.training_runs import build_trainable, make_config
@@ -125,3 +136,101 @@ def test_a_block_that_is_compiled_too_often_fails_the_run(
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             run_many_shapes()
     torch._dynamo.reset()
+
+
+# Families whose blocks differ in kind; the others are compiled in slow tests.
+_QUICK = ("qwen3", "gemma3_text", "smollm3", "qwen3_moe", "qwen3_5_text", "granitemoehybrid", "nemotron_h")
+_FAMILIES = dict.fromkeys([*FAMILIES, *MODEL_TYPES, *HYBRIDS, "ministral3"])
+_DEPTH = 20
+
+
+def make_deep_config(model_type: str) -> dict[str, Any]:
+    """Return config.json of a tiny model with many blocks, of which each kind comes again and again."""
+    raw: dict[str, Any]
+    if model_type in HYBRIDS:
+        raw = hybrid_samples.make_config(model_type).to_dict()
+    elif model_type in MODEL_TYPES:
+        raw = expert_samples.make_config(model_type).to_dict()
+    else:
+        raw = read_raw(model_type, head_dim=16) if model_type == "llama" else read_raw(model_type)  # for torchtune
+    depth = raw.get("num_hidden_layers") or len(raw["layers_block_type"])
+    for name, value in raw.items():
+        if isinstance(value, list) and len(value) == depth and isinstance(value[0], str | int):
+            raw[name] = (value * _DEPTH)[:_DEPTH]
+    return raw | {"num_hidden_layers": _DEPTH}
+
+
+def build_deep(model_type: str, source: ModelSource, adapter: AdapterConfig | None, fraction: float) -> CausalLM:
+    """Build a deep model with compiled blocks and random weights, of which a fraction recomputes its activations."""
+    architecture = parse_architecture("config.json", make_deep_config(model_type), source)
+    model = architecture.build_model(64, PrecisionPolicy.uniform(torch.float32))
+    if adapter is not None:
+        apply_lora_(model, adapter)
+    if model_type == "qwen3_moe":
+        model.balance_routers_(0.1)
+    apply_activation_checkpointing_(model, ActivationCheckpointingConfig(fraction=fraction), "cpu")
+    compile_blocks_(model)
+    materialize_(model, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.05, generator=generator)
+    init_adapters_(model, 0)
+    return model
+
+
+def count_graphs_of_phases(model: CausalLM, counter: GraphCounter) -> list[int]:
+    """Return the number of graphs after a step, another layout, validation and reference, and all of it again."""
+    layouts = [[[30, 20, 14, 0], [50, 10, 4, 0]], [[15, 15, 15, 19], [64, 0, 0, 0]]]
+    tokens = torch.randint(3, 90, (2, 64), generator=torch.Generator().manual_seed(1))
+
+    def run(lengths: list[list[int]], is_training: bool) -> None:
+        positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+        model.train(is_training)
+        with torch.set_grad_enabled(is_training):
+            loss = model(tokens, positions, model.make_bounds(lengths), tokens, row_keys=torch.tensor([1, 2]))
+        if is_training:
+            if model.router_balance is not None:
+                loss = loss + model.router_balance.loss()
+                model.router_balance.start_step()
+            loss.backward()
+            model.zero_grad()
+        counter.counts.append(counter.num_graphs)
+
+    for _ in range(2):
+        for lengths in layouts:
+            run(lengths, is_training=True)
+        run(layouts[0], is_training=False)
+        with adapters_off(model):
+            run(layouts[1], is_training=False)
+    return counter.counts
+
+
+def list_deep_models() -> Iterator[Any]:
+    lora = AdapterConfig(rank=4, alpha=8.0, dropout=0.1, modules="all-linear")
+    for model_type in _FAMILIES:
+        for source in ("transformers", "torchtune") if model_type == "llama" else ("transformers",):
+            for adapter, fraction in ((lora, 0.5), (None, 0.0), (lora, 0.0), (None, 0.5)):
+                name = f"{model_type}-{source}-{'full' if adapter is None else 'lora'}-{fraction:g}"
+                is_quick = (model_type in _QUICK or source == "torchtune") and adapter is not None and fraction
+                marks = [] if is_quick else [pytest.mark.slow]
+                yield pytest.param(model_type, source, adapter, fraction, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("model_type", "source", "adapter", "fraction"), list_deep_models())
+def test_deep_models_of_each_family_share_the_graphs_of_their_blocks(
+    model_type: str,
+    source: ModelSource,
+    adapter: AdapterConfig | None,
+    fraction: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counter = GraphCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False, optimize_ddp=True):
+        model = build_deep(model_type, source, adapter, fraction)
+        first, second, _, all_phases, *later = count_graphs_of_phases(model, counter)
+    torch._dynamo.reset()
+    assert first == second <= _DEPTH // 2
+    assert later == [all_phases] * len(later)

@@ -54,7 +54,9 @@ class _Running:
 _RUNNING = _Running()
 
 
-def run_block(forward: Callable[..., Any], *arguments: Any, bounds: DocumentBounds | None, **options: Any) -> Any:
+def run_block(
+    block: nn.Module, forward: Callable[..., Any], *arguments: Any, bounds: DocumentBounds | None, **options: Any
+) -> Any:
     """Call a block's own forward with the bounds of its batch."""
     before = _RUNNING.bounds
     _RUNNING.bounds = bounds

@@ -16,6 +16,7 @@ from fctune.data.loader import ROW_MULTIPLE
 from fctune.models.attention import AttentionKernel, DocumentBounds
 from fctune.models.block_kinds import describe_block, repeats_skipped
 from fctune.models.causal_lm import CausalLM, ExpertWeight, Linear, Router
+from fctune.models.forward_override import override_forward_
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.token_rows import TokenEmbedding
 from fctune.models.transformers.architecture import TransformersArchitecture
@@ -130,7 +131,7 @@ class TransformersCausalLM(CausalLM):
         multiple = ROW_MULTIPLE if precision.has_float8_matmuls else 1
         self.state_layers = separate_conversations_(self.blocks, self.token_keys, multiple)
         for block in self.blocks:
-            block.forward = functools.partial(run_block, block.forward)
+            override_forward_(block, run_block)
             block.register_forward_pre_hook(self._pass_bounds, with_kwargs=True)
 
     def _pass_bounds(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from fctune.models.forward_override import override_forward_
 
 
 class KeepFloat64(TorchFunctionMode):
@@ -36,13 +37,9 @@ def keep_float64_(base: nn.Module) -> None:
     for child in base.children():
         for module in child if isinstance(child, nn.ModuleList) else [child]:
             if next(module.parameters(), None) is not None:
-                module.forward = _in_float64(module.forward)
+                override_forward_(module, _run_in_float64)
 
 
-def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def keeping(*arguments: Any, **options: Any) -> Any:
-        with KeepFloat64():
-            return forward(*arguments, **options)
-
-    return keeping
+def _run_in_float64(module: nn.Module, own: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    with KeepFloat64():
+        return own(*arguments, **options)

@@ -6,7 +6,6 @@ in what a norm does with its weight, so each class is tried on numbers instead o
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm as torch_rms_norm
 
+from fctune.models.forward_override import override_forward_
 from fctune.models.norms import is_rowwise, rms_norm, rowwise_rms_norm
 
 _NUM_ROWS = 3
@@ -36,21 +36,17 @@ def fuse_norms_(decoder: nn.Module) -> None:
         if kind not in offsets:
             offsets[kind] = _find_offset(module, eps)
         offset = offsets[kind]
-        if offset == 0.0:
-            module.forward = functools.partial(_normalise, module, eps)
-        elif offset is not None:
-            module.forward = functools.partial(_normalise_with_offset, module, eps, offset, module.forward)
+        if offset is not None:
+            norm: Any = module
+            norm._eps, norm._offset = eps, offset
+            override_forward_(module, _normalise)
 
 
-def _normalise(module: Any, eps: float, hidden_states: Tensor) -> Tensor:
-    return rms_norm(hidden_states, module.weight, eps)
-
-
-def _normalise_with_offset(
-    module: Any, eps: float, offset: float, own: Callable[[Tensor], Tensor], hidden_states: Tensor
-) -> Tensor:
+def _normalise(norm: Any, own: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
+    if norm._offset == 0.0:
+        return rms_norm(hidden_states, norm.weight, norm._eps)
     if is_rowwise(hidden_states):
-        return rowwise_rms_norm(hidden_states, module.weight, eps, offset)
+        return rowwise_rms_norm(hidden_states, norm.weight, norm._eps, norm._offset)
     return own(hidden_states)
 
 

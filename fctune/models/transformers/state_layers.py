@@ -25,6 +25,7 @@ from fctune.errors import ConfigError
 from fctune.models.attention import DocumentBounds
 from fctune.models.document_attention import CPU_TILE, keeps_kernels
 from fctune.models.dropout import TokenKeys
+from fctune.models.forward_override import override_forward_
 from fctune.models.frozen_linear import FrozenLinear
 from fctune.models.transformers.attention import running_bounds
 
@@ -78,7 +79,9 @@ def separate_conversations_(blocks: Iterable[nn.Module], token_keys: TokenKeys, 
     """
     layers = [layer for block in blocks for layer in find_state_layers(block)]
     for layer in layers:
-        layer.forward = functools.partial(_run_apart, layer, layer.forward, token_keys, multiple)
+        stateful: Any = layer
+        stateful._token_keys, stateful._length_multiple = token_keys, multiple
+        override_forward_(layer, _run_apart)
     counts: Any = Counter(map(type, layers))
     for kind in counts:
         _check_versions(kind)
@@ -159,16 +162,10 @@ def _without_kernels(kind: Any) -> Iterator[None]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # its shapes are those of each batch's conversations
-def _run_apart(
-    layer: nn.Module,
-    forward: Callable[..., Any],
-    token_keys: TokenKeys,
-    multiple: int,
-    *arguments: Any,
-    **options: Any,
-) -> Any:
+def _run_apart(layer: Any, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Call a layer's own forward so that it keeps the conversations of the running batch apart."""
     bounds = running_bounds()
+    token_keys: TokenKeys = layer._token_keys
     keys, was_training = token_keys.value, layer.training
     # A fused kernel for training multiplies with the weights of the projections and leaves out their adapters.
     layer.training = was_training and not any(isinstance(child, FrozenLinear) for child in layer.children())
@@ -180,7 +177,7 @@ def _run_apart(
                 return forward(*arguments, **options)
             if has_kernels and find_kernels(kind).take_bounds:
                 return _run_by_kernels(forward, bounds, token_keys, arguments, options)
-            return _run_in_stacks(forward, bounds, token_keys, multiple, arguments, options)
+            return _run_in_stacks(forward, bounds, token_keys, layer._length_multiple, arguments, options)
     finally:
         token_keys.value, layer.training = keys, was_training
 
