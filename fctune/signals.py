@@ -1,4 +1,4 @@
-"""Receiving signals in a thread while the main thread is in C code, such as a collective."""
+"""Naming signals, and receiving them in a thread while the main thread is in C code, such as a collective."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import signal
 import threading
 from collections.abc import Iterable
 from typing import Any
+
+
+def name_signal(number: int) -> str:
+    """Return a signal's name as a user knows it: Ctrl-C for SIGINT."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 class SignalPipe:

@@ -94,7 +94,7 @@ def _add_supervision_arguments(command: argparse.ArgumentParser) -> None:
         ("train_reasoning", ("all", "last", "none"), "supervised reasoning"),
         ("parallel_calls", ("error", "split"), "turns with more calls than the chat template prints"),
         ("content_with_calls", ("error", "drop"), "text next to a call that the chat template does not print"),
-        ("special_tokens_in_content", ("fail", "escape", "keep"), "control tokens that a row spells"),
+        ("special_tokens_in_content", ("fail", "escape", "keep"), "text of special tokens in a row"),
         ("reasoning", ("keep", "keep_printed", "in_content", "drop"), "reasoning of rows"),
         ("thinking", ("auto", "rows", "config"), "what sets the chat template's thinking switch"),
     ):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.cli.files import write_file
+from fctune.config.intervals import format_count
 from fctune.data.sources.reader import list_files
 from fctune.data.sources.row_formats.registry import ROW_FORMATS
 from fctune.errors import ConfigError, Interrupted
@@ -167,11 +168,10 @@ def _make_cases(arguments: argparse.Namespace) -> int:
         more = f" and {len(tools) - _NUM_TOOLS:,} more" if len(tools) > _NUM_TOOLS else ""
         console.print(f"tools of the test: {', '.join(tools[:_NUM_TOOLS])}{more}", soft_wrap=True, markup=False)
         if split.num_dropped:
-            console.print(
-                f"{split.num_dropped:,} cases dropped, which mix both sides' tools or questions", soft_wrap=True
-            )
+            dropped = format_count(split.num_dropped, "case that mixes", "cases that mix")
+            console.print(f"dropped {dropped} training and test tools or questions", soft_wrap=True)
     for reason, count in made.left_out.most_common():
-        console.print(f"left out: {count:,} {reason}", soft_wrap=True)
+        console.print(f"skipped {count:,} {reason}", soft_wrap=True)
     return 0
 
 

@@ -89,9 +89,14 @@ def parse_share(value: float | str) -> float:
     return share
 
 
-def format_count(number: int, noun: str) -> str:
+def format_count(number: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun, in the plural unless it is one: ``1 step``, ``1,000 steps``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {choose_noun(number, noun, plural)}"
+
+
+def choose_noun(number: int, noun: str, plural: str = "") -> str:
+    """Return a noun, or any words, as they agree with a number; the plural ends in s unless it is given."""
+    return noun if number == 1 else plural or f"{noun}s"
 
 
 def format_share(share: float) -> str:

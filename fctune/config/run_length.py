@@ -42,14 +42,12 @@ def find_length_warnings(config: RunConfig, length: RunLength) -> list[str]:
 
 
 def _check_steps(config: RunConfig, length: RunLength) -> list[str]:
-    steps = _count(length, length.num_steps, "step")
+    only, steps = "" if length.is_upper_bound else "only ", _count(length, length.num_steps, "optimizer step")
     if config.max_steps is not None and config.max_steps <= length.num_steps:
         return []  # a trial
     if length.num_steps < _FEW_STEPS:
         cause = "" if config.data.max_samples is None else f"data.max_samples={config.data.max_samples} leaves "
-        return [
-            f"{cause}{steps} in all, fewer than {_FEW_STEPS}: the model hardly changes; {_more_steps(config, length)}"
-        ]
+        return [f"{cause}{only}{steps}; expect little change; {_more_steps(config, length)}"]
     if length.packs is not None and (of_epoch := math.ceil(length.packs / config.global_batch_size)) < _SMALL_EPOCH:
         return [f"an epoch is only {_count(length, of_epoch, 'step')}; {_more_steps(config, length)}"]
     return []

@@ -58,8 +58,8 @@ class ControlTokens:
             return conversation
         if _HIDDEN.search(conversation.to_json()) is not None:
             raise DataError(
-                "spells a control token and holds characters of Unicode's private-use plane 15, so the token cannot be "
-                "encoded as plain text; remove either from the row"
+                "contains the text of a special token and characters of Unicode's private-use plane 15, so the token "
+                "cannot be encoded as plain text; remove either from the row"
             )
         return map_strings(conversation, lambda text: self._in_text.sub(lambda match: _shift(match[0]), text))
 

@@ -18,7 +18,7 @@ from fctune.errors import DataError
 
 
 class SpecialTokenError(DataError):
-    """A row spells a special token of the tokenizer."""
+    """A row contains the text of a special token."""
 
 
 def get_defect_kind(error: DataError) -> str:
@@ -90,7 +90,8 @@ class ConversationEncoder:
         Raises:
             DataError: The template rejects the conversation, does not print a part of it, or prints a call that cannot
                 be read; or a turn does not continue its generation prompt.
-            SpecialTokenError: The conversation spells a special token, and ``special_tokens_in_content`` is fail.
+            SpecialTokenError: The conversation contains the text of a special token, and
+                ``special_tokens_in_content`` is fail.
         """
         conversation = self.reasoning.fit(conversation, self.supervision.reasoning, self.supervision.thinking)
         if self.supervision.parallel_calls == "split":

@@ -112,8 +112,8 @@ class OffsetTokenizer:
             pieces = list(map(self._pieces.__getitem__, part_ids))
             if b"".join(pieces) != plain.encode() or not self._is_splitting:
                 raise DataError(
-                    "spells a control token that this tokenizer cannot encode as plain text (it is not byte-level, or "
-                    "strips whitespace next to special tokens); remove it from the row"
+                    "contains the text of a special token, which this tokenizer cannot encode as plain text (it is not "
+                    "byte-level, or strips whitespace next to special tokens); remove it from the row"
                 )
             ids.extend(part_ids)
             sizes += map(len, pieces)

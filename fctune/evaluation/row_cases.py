@@ -70,7 +70,7 @@ def make_row_cases(
     """Make cases of rows: of each conversation's last turn of the assistant, or of each of its turns.
 
     Conversations without tools give none, nor do turns with weight 0, turns that call a tool that is not on offer, and
-    questions that were asked before.
+    repeated questions.
 
     Args:
         paths: Sources of rows, as ``fctune.data.sources.read_source`` takes them.
@@ -95,7 +95,7 @@ def make_row_cases(
                 continue
             for case in _iter_cases(parsed.conversation, turns, made.left_out):
                 if case.row["id"] in seen:
-                    made.left_out["questions asked before"] += 1
+                    made.left_out["duplicate questions"] += 1
                 else:
                     seen.add(case.row["id"])
                     made.cases.append(case)

@@ -20,6 +20,8 @@ from types import FrameType
 from typing import Any
 
 from fctune.config.loading import set_default_environment
+from fctune.files import write_atomically
+from fctune.signals import name_signal
 from fctune.training.callbacks.stop import STOPPED
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -68,7 +70,7 @@ def launch_recipe(
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
-            signals_to_handle="SIGHUP,SIGQUIT",  # the others are requests to stop, which are handled here
+            signals_to_handle=",".join(_list_fatal_signals()),  # the others are requests to stop, handled here
         )
         requests.has_workers = True
         try:
@@ -79,6 +81,11 @@ def launch_recipe(
             show(f"ended by {signal.Signals(error.sigval).name}; re-run the same command to resume")
             return 1
     return 0
+
+
+def _list_fatal_signals() -> list[str]:
+    """Return the signals that end a run at once; under nohup, a hang-up is not one of them."""
+    return ["SIGQUIT"] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else ["SIGQUIT", "SIGHUP"]
 
 
 class _StopRequests:
@@ -108,9 +115,17 @@ class _StopRequests:
         # run in training is stopped through its stop file, which is safe to see more than once.
         if self.num_received == 1 and self._is_training():
             self._show("stopping after this step, then saving; send the signal again to end at once")
-            (self._output_dir / "stop").touch()
+            self._request_stop(name_signal(number))
         else:
             self._signal_workers()
+
+    def _request_stop(self, reason: str) -> None:
+        """Create the run's stop file with the reason; an empty one where the disk is full."""
+        stop_file = self._output_dir / "stop"
+        try:
+            write_atomically(stop_file, reason)
+        except OSError:
+            stop_file.touch()
 
     def _is_training(self) -> bool:
         try:

@@ -75,9 +75,7 @@ def choose_tokens(
         return TokenChoice(())
     described = describe_untrained(untrained, model_dir)
     if has_head_adapter:
-        return TokenChoice(
-            (), f"{described}. The LoRA adapter on {architecture.head} covers them, so none of their rows trains alone"
-        )
+        return TokenChoice((), f"{described}; the {architecture.head} adapter trains them")
     if config.train_tokens == "off":
         return TokenChoice(
             (),
@@ -156,7 +154,7 @@ def describe_untrained(untrained: Sequence[UntrainedToken], model_dir: Path) -> 
         why = f"the {first.matrix} row of {_name(tokenizer, first.id)} has {first.factor:.2g} times the median norm"
     names = ", ".join(_name(tokenizer, token.id) for token in ordered[:_NUM_SHOWN])
     more = f" and {len(ordered) - _NUM_SHOWN} more" if len(ordered) > _NUM_SHOWN else ""
-    return f"tokens that the base never learned: {names}{more} ({why})"
+    return f"these tokens look untrained in the base: {names}{more} ({why})"
 
 
 def _added_tokens(model_dir: Path) -> frozenset[int]:

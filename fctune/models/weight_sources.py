@@ -123,7 +123,7 @@ class Stack(Source):
             yield from self.parts[offsets[self.dim] + i].split(part.select(self.dim, i), rest)
 
     def leaves(self) -> Iterator[Leaf]:
-        """Iterate over those of the parts."""
+        """Yield the leaves of every part."""
         for part in self.parts:
             yield from part.leaves()
 
@@ -152,7 +152,7 @@ class Concatenation(Source):
             yield from source.split(region, inner)
 
     def leaves(self) -> Iterator[Leaf]:
-        """Iterate over those of the parts."""
+        """Yield the leaves of every part."""
         for part in self.parts:
             yield from part.leaves()
 

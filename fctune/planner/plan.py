@@ -38,7 +38,7 @@ class Plan:
     shape_source: str  # where the model's sizes come from
     num_parameters: int
     num_trained: int
-    tokens_note: str  # on tokens that the base never learned; may be empty
+    tokens_note: str  # on tokens that look untrained in the base; may be empty
     setting: Setting
     layout_reason: str
     peak: Peak

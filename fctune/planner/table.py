@@ -288,7 +288,7 @@ def _print_search(console: Console, plan: Plan) -> None:
         why = "more were not tried"
     else:
         why = f"twice as many would be less than {WORTHWHILE_SPEEDUP:g} times as fast"
-    _say(console, f"most nodes that pay off: {most}; {why}")
+    _say(console, f"largest useful cluster: {format_count(most, 'node')}; {why}")
 
 
 def _describe_briefly(variant: Variant) -> str:

@@ -132,7 +132,7 @@ def add_time(page: Page, figures: Figures, suffix: str) -> None:
         if time.gpu_hours is not None:
             lead += f", {format_number(time.gpu_hours)} GPU-hours"
             lead += " (one per rank)" if figures.cost is None else _describe_cost(figures, figures.cost)
-        lead += ". Goodput is the share of the time spent computing steps that count."
+        lead += ". Goodput is the share of the time spent on training steps that were kept."
     title = "Time" if figures.cost is None else "Time and cost"
     page.add_section(f"{title}{suffix}", page.make_chart(chart), table, lead=lead)
 

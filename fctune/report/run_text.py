@@ -23,7 +23,9 @@ def describe_outcome(record: RunRecord) -> tuple[str, Tone]:
         return f"Completed after step {step:,}{of}.", "good"
     if code == 75:
         return f"{reason[:1].upper()}{reason[1:]}.", "warn"
-    return f"Ended with code {code} after step {step:,}{of}: {reason}", "bad"
+    if code == 2:  # before any step, so what earlier segments reached is not where it failed
+        return f"Failed: invalid config or data: {reason}", "bad"
+    return f"Failed with code {code} after step {step:,}{of}: {reason}", "bad"
 
 
 def exit_reason(record: RunRecord) -> list[str]:

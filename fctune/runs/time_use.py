@@ -11,7 +11,7 @@ from fctune.runs.record import RunRecord, RunSegment
 _STALL = 3.0  # a step stalled if it took more than this many times the median
 
 PART_DESCRIPTIONS = {
-    "training": "steps that count: forward, backward, update",
+    "training": "training steps kept: forward, backward, update",
     "data": "waiting for data",
     "stalls": f"time beyond the median, of steps that took over {_STALL:.0f} times the median",
     "first steps": "time beyond the median, of the first step after each start: compilation and memory allocation",
@@ -35,7 +35,7 @@ class TimeUse:
 
     @property
     def goodput(self) -> float | None:
-        """Share of ``elapsed_s`` spent computing steps that count, as MegaScale and others define it.
+        """Share of ``elapsed_s`` spent computing training steps that were kept, as MegaScale and others define it.
 
         None if the elapsed time is unknown, or smaller than its parts because clocks disagree.
         """

@@ -43,8 +43,7 @@ class HostMemoryCallback(Callback):
     Without it, gaps between tensors of different lengths would add up over a run.
 
     Args:
-        interval_s: Least seconds from one time to the next. To take back the memory of a step costs about a second for
-            3 GiB.
+        interval_s: Minimum seconds between trims. Faulting a step's memory in again costs about a second for 3 GiB.
     """
 
     def __init__(self, interval_s: float = 20.0):

@@ -36,7 +36,7 @@ class NonFiniteError(RuntimeError):
 def build_loader(config: RunConfig, prepared: PreparedSet, split: Split = "train") -> GlobalLoader:
     """Build the loader of the training split, or of the validation split, all of which is one step.
 
-    If kernels are compiled for a shape, or the device keeps memory for it, all batches have the same one.
+    Use one batch shape if kernels are compiled or memory is cached for each shape.
     """
     return GlobalLoader(
         prepared,

@@ -18,6 +18,7 @@ from fctune import distributed
 from fctune.checkpoint.state import TrainState
 from fctune.config.cache import prepared_root
 from fctune.config.components import resolve_component
+from fctune.config.intervals import format_count
 from fctune.config.loading import read_environment
 from fctune.config.run_length import RunLength, find_length_warnings
 from fctune.config.schema import RunConfig
@@ -223,11 +224,14 @@ def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> Parall
         compile_blocks_(model)
     logger.info("layout: %s", layout)
     num_blocks, num_checkpointed = len(memory.blocks), memory.count_checkpointed(layout.fraction)
-    how = "the least that fits" if config.activation_checkpointing.fraction is None else "as configured"
-    logger.info("activation checkpointing: %d of %d blocks (%s)", num_checkpointed, num_blocks, how)
-    logger.info(
-        "loss: logits of %s positions at once", f"{chunk_rows(model.architecture.vocab_size, layout.max_logits):,}"
-    )
+    is_chosen = config.activation_checkpointing.fraction is None
+    if num_checkpointed:
+        why = "chosen to fit the memory" if is_chosen else "as configured"
+        logger.info("activation checkpointing: %d of %d blocks (%s)", num_checkpointed, num_blocks, why)
+    else:
+        logger.info("activation checkpointing: off (%s)", "memory suffices" if is_chosen else "as configured")
+    chunk = chunk_rows(model.architecture.vocab_size, layout.max_logits)
+    logger.info("loss computed in chunks of %s", format_count(chunk, "token"))
     logger.info("estimated memory per rank: %s", memory.required(world.world_size, layout.shard, layout.max_logits))
     if warning is not None and world.is_main:
         logger.warning("memory: %s", warning)

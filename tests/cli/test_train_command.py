@@ -27,9 +27,9 @@ SMALL = [
 ]
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str, prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*TRAIN, *SMALL, "output_dir=run", *arguments],
+        [*prefix, *TRAIN, *SMALL, "output_dir=run", *arguments],
         cwd=folder,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
@@ -39,15 +39,17 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = start(tmp_path, "max_steps=20", "checkpoint.every=0")
+    process = start(tmp_path, "max_steps=20", "checkpoint.every=0", prefix=("nohup",))
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process, 240)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGHUP)  # its terminal closes, which nohup makes it ignore
+    process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 75, errors
     assert "Traceback" not in errors
     ended = json.loads((tmp_path / "run" / "exit.json").read_text())
     assert ended["code"] == 75
+    assert ended["reason"].startswith(f"stopped by Ctrl-C after step {ended['step']}; checkpoint saved")
     assert (tmp_path / ended["checkpoint"]).is_dir()
 
     process = start(tmp_path, "max_steps=20", "checkpoint.every=0")

@@ -89,12 +89,12 @@ def test_a_run_that_suits_its_data_has_no_warning() -> None:
         (GOOD_LENGTH, ["validation.every=0"], "validation loss is never measured"),
         (GOOD_LENGTH, ["data.validation_share=0"], "never measured; set data.validation_share=0.02"),
         (RunLength(300, 6400, 10.0, has_validation=False), [], "never measured; set it higher, or train on 20 rows"),
-        (RunLength(49, 3136, 10.0), [], "49 steps in all, fewer than 50"),
+        (RunLength(49, 3136, 10.0), [], "only 49 optimizer steps; expect little change"),
         (RunLength(60, 310, 60.0), ["epochs=12"], "an epoch is only 5 steps; lower global_batch_size (64 packs)"),
         (
             RunLength(6, 380, is_upper_bound=True),
             ["data.max_samples=380"],
-            "data.max_samples=380 leaves at most 6 steps in all",
+            "data.max_samples=380 leaves at most 6 optimizer steps",
         ),
     ],
 )

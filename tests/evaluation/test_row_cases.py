@@ -68,7 +68,7 @@ def test_what_gives_no_case_is_counted(write_rows: Write) -> None:
     made = make_row_cases([str(write_rows(rows))])
     assert (made.num_rows, len(made.cases)) == (5, 1)
     assert dict(made.left_out) == {
-        "questions asked before": 1,
+        "duplicate questions": 1,
         "rows without tools": 1,
         "turns with weight 0": 1,
         "rows that cannot be read": 1,

@@ -57,12 +57,17 @@ http.server.HTTPServer((host, int(port)), Handler).serve_forever()
 """
 
 
+def _obey_hangups() -> None:
+    """Undo what a test run under nohup passes on to its children."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @contextmanager
 def run_until_ready(tmp_path: Path, prefix: tuple[str, ...] = ()) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Run the server until it is announced; yields the process and the id of the server's stubborn child."""
     child = tmp_path / "child"
     command = [*prefix, sys.executable, "-c", RUN, str(find_port()), str(child), SERVER]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, preexec_fn=_obey_hangups)
     assert process.stdout is not None
     try:
         assert process.stdout.readline().startswith("ready")

@@ -107,7 +107,7 @@ def test_output_and_exit_code_say_if_the_run_fits(capsys: pytest.CaptureFixture[
         "fastest that fits: ",
         "GPU-hours",
         "space on the shared disk",
-        "most nodes that pay off: ",
+        "largest useful cluster: ",
     ):
         assert words in out
     code, out, _ = run(capsys, "--gpu", "l4", "parallel.mode=ddp")
@@ -124,7 +124,7 @@ def test_options_are_listed_if_nothing_fits(capsys: pytest.CaptureFixture[str]) 
     assert "nothing fits" in rows["1"]
     assert rows["1"].split()[-1] == "no"
     assert rows["8"].split()[-1] == "yes"
-    assert "most nodes that pay off: 16; global_batch_size=128 packs cannot be split over twice as many GPUs" in out
+    assert "largest useful cluster: 16 nodes; global_batch_size=128 packs cannot be split over twice as many" in out
 
 
 def test_options_that_are_already_set_are_not_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Markers that the base never learned: adapters on the linears alone fail, trained rows cure it.
+"""Markers that look untrained in the base: adapters on the linears alone fail, trained rows cure it.
 
 python -m pytest -m slow tests/recipes/test_marker_rows.py
 """

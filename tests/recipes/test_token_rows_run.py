@@ -37,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 def test_auto_names_the_tokens_and_exports_their_rows(whole: tuple[Path, dict[str, Any]], tiny_base: Path) -> None:
     folder, result = whole
-    assert "tokens that the base never learned: <tool_call>, </tool_call>" in " ".join(result["out"].split())
+    assert "these tokens look untrained in the base: <tool_call>, </tool_call>" in " ".join(result["out"].split())
     assert "serve the merged model" in " ".join(result["out"].split())
     config = json.loads((folder / "export" / "adapter" / "adapter_config.json").read_text())
     indices = config["trainable_token_indices"]

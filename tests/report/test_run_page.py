@@ -382,7 +382,7 @@ def test_runs_of_the_same_name_are_distinguished_by_path(tmp_path: Path) -> None
     ("code", "due"),
     [
         (None, "At step 5 of 5: still running, or killed."),
-        (1, "Ended with code 1 after step 5 of 5: rank 0: ValueError: no"),
+        (1, "Failed with code 1 after step 5 of 5: rank 0: ValueError: no"),
         (0, "Completed after step 5 of 5."),
     ],
 )
@@ -403,7 +403,7 @@ def test_a_multi_line_reason_is_summarized_and_shown_in_full(tmp_path: Path) -> 
     directory = make_run(tmp_path / "run", 5, code=None)
     directory.finish(2, "66 of 400 rows cannot be trained on\n  a.jsonl:3: <292> tokens\nFix the rows.", 5)
     text = write_page([tmp_path / "run"], tmp_path / "a.html")
-    assert ">Ended with code 2 after step 5 of 5: 66 of 400 rows cannot be trained on</p>" in text
+    assert ">Failed: invalid config or data: 66 of 400 rows cannot be trained on</p>" in text
     assert "<pre>66 of 400 rows cannot be trained on\n  a.jsonl:3: &lt;292&gt; tokens\nFix the rows.</pre>" in text
 
 

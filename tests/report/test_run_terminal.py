@@ -78,7 +78,7 @@ def test_a_multi_line_reason_is_shown_in_full(tmp_path: Path) -> None:
     directory.finish(2, "2 rows cannot be trained on\n  a.jsonl:3: too long\nFix the rows.", 5)
     lines = [line.rstrip() for line in show(read_run(tmp_path / "run"), width=200).splitlines()]
     assert lines[1:3] == ["  a.jsonl:3: too long", "Fix the rows."]
-    assert lines[0].endswith("Ended with code 2 after step 5 of 5: 2 rows cannot be trained on")
+    assert lines[0].endswith("Failed: invalid config or data: 2 rows cannot be trained on")
 
 
 def test_a_running_run_shows_the_time_left_and_a_silent_one_that_it_may_have_died(tmp_path: Path) -> None:

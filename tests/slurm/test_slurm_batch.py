@@ -83,7 +83,7 @@ def test_a_job_that_slurm_asks_to_stop_saves_is_requeued_and_resumes_at_the_next
     cluster.ssh(f"scancel --signal=USR1 --batch {job.id}")  # as --signal=B:USR1@300 does
     ended = wait_until(job.run.ended, "the run ends", 60)
     assert ended["code"] == 75, ended
-    assert "by SIGUSR1, saved" in ended["reason"]
+    assert "stopped by SIGUSR1 after" in ended["reason"]
     assert 10 <= ended["step"] < 80
     facts = job.wait_for_state("COMPLETED")
     assert facts["Restarts"] == "1"

@@ -30,8 +30,8 @@ class AdapterConfig:
     dora: bool = False
     """Train each row's magnitude separately from its direction (DoRA, https://arxiv.org/abs/2402.09353)."""
     train_tokens: Literal["auto", "off"] | list[str] = "auto"
-    """Tokens whose embedding and output rows train along with the adapters. `auto`: those supervised tokens and markers
-    in the data that the base never learned, unless the output head has an adapter; `off`: none; or a list of tokens."""
+    """Tokens whose embedding and output rows train along with the adapters. `auto`: supervised tokens and markers
+    that look untrained in the base, unless the output head has an adapter; `off`: none; or a list of tokens."""
     base: BaseDtype = "bf16"
     """Storage of the frozen linears: `bf16` keeps the run's precision, `nf4` quantises to 4 bits (QLoRA), `float8` to 8
     bits, and multiplies in 8 bits."""

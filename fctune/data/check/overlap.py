@@ -89,7 +89,7 @@ class OverlapIndex:
             overlap.num_found = int(self._found.sum())
 
     def _hash(self, texts: list[str]) -> Any:
-        """Return the distinct runs of all turns."""
+        """Return hashes of all n-grams, each once."""
         turns = (self.hasher.hash_words(text) for text in texts)
         runs = [self.hasher.hash_runs(words, RUN_WORDS) for words in turns if len(words) >= MIN_WORDS]
         return np.unique(np.concatenate(runs)) if runs else np.zeros(0, np.uint64)

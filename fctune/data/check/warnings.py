@@ -28,7 +28,7 @@ WARNING_KINDS: dict[str, str] = {
     "schema_invalid": "a tool's parameters are not valid JSON Schema",
     "schema_unusable": "a tool's parameters refer to themselves endlessly, or to another document",
     "schema_violation": "arguments that violate another rule of the tool's schema",
-    "spelled_control_token": "a message, tool or argument spells a control token, which a tokenizer may encode as one",
+    "spelled_control_token": "text of a special token in a row, which a tokenizer may encode as that token",
     "think_tag_in_content": "an assistant's text with a think tag after its start, which stays in the text",
     "tools_in_prompt": "the system prompt lists tools in its own wording",
     "turn_order": "turns in an order that chat templates may reject",

@@ -158,7 +158,7 @@ class TransformersCausalLM(CausalLM):
     def block_kinds(self) -> Sequence[Hashable]:
         """Return the kind of each block: what ``describe_block`` finds, and what its config says of that layer."""
         blocks = list(self.blocks)
-        # A list that is as long by chance makes more kinds than there are, which costs time alone.
+        # An unrelated list of equal length makes more kinds than there are, which only slows this down.
         by_layer = [
             value
             for value in self.decoder.config.to_dict().values()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fctune import distributed
-from fctune.signals import SignalPipe
+from fctune.signals import SignalPipe, name_signal
 from fctune.training.callbacks.base import Callback
 from fctune.training.callbacks.checkpoint import CheckpointCallback
 
@@ -20,6 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOPPED = 75
 
 _STOP_FILE_EVERY_S = 2.0
+_MAX_REASON = 80
 
 
 class Stopped(Exception):
@@ -63,8 +64,7 @@ class StopRequest:
             now = time.monotonic()
             if now - self._checked_at > _STOP_FILE_EVERY_S:
                 self._checked_at = now
-                if self._stop_file.exists():
-                    self._reason = f"{self._stop_file.name} file"
+                self._reason = _read_stop_file(self._stop_file)
         return self._reason
 
     def close(self) -> None:
@@ -78,12 +78,22 @@ class StopRequest:
         while number := os.read(self._pipe.read_end, 1)[0]:
             if number not in SIGNALS:
                 continue
-            name = signal.Signals(number).name
+            name = name_signal(number)
             if not self._is_training or self._reason is not None:
                 why = "again" if self._reason is not None else "before the first step; nothing to save"
                 self._on_exit(f"{name} {why}")
                 os._exit(STOPPED)
             self._reason = name
+
+
+def _read_stop_file(path: Path) -> str | None:
+    """Return who requests a stop by a file: its text, such as Ctrl-C, or the file itself if it is empty."""
+    try:
+        return path.read_bytes()[:_MAX_REASON].decode("utf-8", "replace").strip() or f"{path.name} file"
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return f"{path.name} file"
 
 
 class StopCallback(Callback):
@@ -111,9 +121,9 @@ class StopCallback(Callback):
         if step == 0:  # the optimizer has no state yet
             raise Stopped(f"stopped by {reasons[0]} before the first step; nothing to save")
         is_saved, checkpoint = self._checkpoint.save_before_stop(step)
-        outcome = "saved" if is_saved else "NOT saved"
+        outcome = "checkpoint saved" if is_saved else "checkpoint NOT saved"
         raise Stopped(
-            f"stopped after step {step} by {reasons[0]}, {outcome}; re-run the same command to resume", checkpoint
+            f"stopped by {reasons[0]} after step {step}; {outcome}; re-run the same command to resume", checkpoint
         )
 
     def close(self) -> None:
