@@ -48,6 +48,7 @@ from benchmarks.real_rows import (
 )
 from benchmarks.real_summary import format_table, summarise
 from fctune.cli.eval_options import find_suite
+from fctune.config.intervals import format_count
 from fctune.config.loading import load_config
 from fctune.data.chosen_template import open_chosen_template
 from fctune.data.conversation import Conversation
@@ -169,7 +170,7 @@ def _check_config(run: Path, config: dict[str, Any]) -> None:
     now = flatten_config(json.loads(json.dumps(config)))
     if changed := [key for key in now if key in trained and _place(key, trained[key]) != _place(key, now[key])]:
         key = changed[0]
-        more = f" and {len(changed) - 1} more keys" if len(changed) > 1 else ""
+        more = f" and {format_count(len(changed) - 1, 'more key')}" if len(changed) > 1 else ""
         raise ConfigError(
             f"{run}: was trained with another config: {key}={trained[key]}, not {now[key]}{more}. Pass another --out."
         )

@@ -14,6 +14,7 @@ from fctune.acceptance.metrics import (
     isolate_slow_pairs,
     summarize_times,
 )
+from fctune.config.intervals import format_count
 
 Ranks = Mapping[int, Any]
 
@@ -135,7 +136,7 @@ def judge_data(judge: Judge, samples: Samples) -> None:
     for cut in {s["cut_short"] for by_rank in measured.values() for s in by_rank.values() if "cut_short" in s}:
         check.mark_partial(f"cut short: {cut}")
     if wrong:
-        check.worsen("FAIL", f"{wrong} wrong elements")
+        check.worsen("FAIL", f"{format_count(wrong, 'wrong element')}")
         _blame_data(judge, check, edges, receivers)
 
 
@@ -149,7 +150,7 @@ def _blame_data(judge: Judge, check: Check, edges: set[tuple[int, int]], receive
         counts = {rank: sum(rank in edge for edge in edges) for rank in sorted({r for edge in edges for r in edge})}
         rank = max(counts, key=lambda r: counts[r])
         if counts[rank] > 1:
-            reason = f"sender or receiver of {counts[rank]} messages with wrong data"
+            reason = f"sender or receiver of {format_count(counts[rank], 'message with', 'messages with')} wrong data"
             judge.add_culprit(check, "rank", [rank], reason)
             edges = {edge for edge in edges if rank not in edge}
         else:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fctune.config.intervals import format_count
 from fctune.terminal import print_full_width
 
 _COLORS = {"PASS": "green", "WARN": "yellow", "FAIL": "bold red", "SKIPPED": "dim", "INCOMPLETE": "yellow"}
@@ -57,7 +58,7 @@ def print_result(console: Console, result: Mapping[str, Any]) -> None:
 
 def make_table(result: Mapping[str, Any]) -> Table:
     """Build the table of checks, with their figures and thresholds."""
-    title = f"{result['profile']} profile, {result['world_size']} ranks, {result['seconds']:.0f} s"
+    title = f"{result['profile']} profile, {format_count(result['world_size'], 'rank')}, {result['seconds']:.0f} s"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in ("check", "", "figure", "value", "expected"):
         table.add_column(name, justify="right" if name == "value" else "left")

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from fctune.cli.files import write_file
+from fctune.config.intervals import format_count
 from fctune.terminal import Terminal, print_full_width
 
 
@@ -63,5 +64,7 @@ def _compare(arguments: argparse.Namespace) -> int:
             table.add_row(change.name, old, new, f"{change.worse:.1%}")
         print_full_width(console, table)
     else:
-        console.print(f"none of {len(comparison.changes)} figures is worse by more than {arguments.tolerance:.1%}")
+        console.print(
+            f"none of {format_count(len(comparison.changes), 'figure')} is worse by more than {arguments.tolerance:.1%}"
+        )
     return 1 if comparison.slower or comparison.checks else 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fctune.cli.parser import add_template_args_argument
+from fctune.config.intervals import format_count
 from fctune.config.loading import read_environment
 from fctune.config.shipped import resolve_shipped_path
 from fctune.errors import ConfigError, DataError
@@ -161,7 +162,7 @@ class _ChatTerminal:
     def run(self, chat: Chat) -> bool:
         """Talk until the user leaves; returns True if an answer failed."""
         num_tools = len(chat.tools)
-        self._print(f"{num_tools} tool{'s' * (num_tools != 1)}. /help lists what can be typed here.", "dim")
+        self._print(f"{format_count(num_tools, 'tool')}. /help lists what can be typed here.", "dim")
         while (line := self._read("> ")) is not None:
             line = line.strip()
             if line in ("/quit", "/exit"):
@@ -206,7 +207,7 @@ class _ChatTerminal:
     def _show(self, step: ChatStep) -> None:
         self._last = step
         if step.reasoning:
-            self._print(f"[reasoning, {len(step.reasoning.split()):,} words; /reasoning shows it]", "dim")
+            self._print(f"[reasoning, {format_count(len(step.reasoning.split()), 'word')}; /reasoning shows it]", "dim")
         if step.content:
             self._print(step.content)
         for call in step.calls:

@@ -138,7 +138,7 @@ def _check_out(arguments: argparse.Namespace) -> None:
 
 
 def _make_cases(arguments: argparse.Namespace) -> int:
-    from fctune.evaluation.row_cases import RowCase, check_benchmark, make_row_cases, split_by_tool
+    from fctune.evaluation.row_cases import RowCase, check_benchmark, describe_left_out, make_row_cases, split_by_tool
 
     if not 0 < arguments.test_share < 1:
         raise ConfigError(f"--test-share {arguments.test_share:g}: expected more than 0 and less than 1.")
@@ -155,7 +155,7 @@ def _make_cases(arguments: argparse.Namespace) -> int:
     def write(option: str, path: Path, cases: list[RowCase]) -> None:
         lines = "".join(json.dumps({**case.row, **mark}, ensure_ascii=True) + "\n" for case in cases)
         write_file(path, option, lambda: lines)
-        console.print(f"{len(cases):,} cases in {path}", soft_wrap=True)
+        console.print(f"{format_count(len(cases), 'case')} in {path}", soft_wrap=True)
 
     console = Terminal(highlight=False)
     if arguments.test is None:
@@ -170,8 +170,8 @@ def _make_cases(arguments: argparse.Namespace) -> int:
         if split.num_dropped:
             dropped = format_count(split.num_dropped, "case that mixes", "cases that mix")
             console.print(f"dropped {dropped} training and test tools or questions", soft_wrap=True)
-    for reason, count in made.left_out.most_common():
-        console.print(f"skipped {count:,} {reason}", soft_wrap=True)
+    for counted in describe_left_out(made.left_out):
+        console.print(f"skipped {counted}", soft_wrap=True)
     return 0
 
 
@@ -185,5 +185,5 @@ def _write_synthetic(arguments: argparse.Namespace) -> int:
     else:
         rows = (c.to_openai() for c in iter_conversations(arguments.split, arguments.rows, arguments.seed))
     write_file(arguments.out, "--out", lambda: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    Terminal().print(f"{arguments.rows:,} rows in {arguments.out}", soft_wrap=True)
+    Terminal().print(f"{format_count(arguments.rows, 'row')} in {arguments.out}", soft_wrap=True)
     return 0

@@ -36,6 +36,7 @@ from fctune.cli.tables import (
     print_leaderboard,
     print_not_run,
 )
+from fctune.config.intervals import format_count
 from fctune.config.loading import read_environment
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.evaluation.leaks import find_leaks
@@ -135,7 +136,7 @@ def _report_leaks(arguments: argparse.Namespace, suite: Suite) -> bool:
     if num_leaked := len(leaks.case_ids):
         more = ", ..." if num_leaked > _NUM_SHOWN else ""
         lines.append(
-            f"{num_leaked:,} of {len(suite.all_cases):,} cases are in the training data of {leaks.run}: "
+            f"{num_leaked:,} of {format_count(len(suite.all_cases), 'case')} are in the training data of {leaks.run}: "
             f"{', '.join(leaks.case_ids[:_NUM_SHOWN])}{more}. Their accuracy says nothing about new questions."
         )
     console = make_console()
@@ -166,7 +167,7 @@ def ask(
     console = make_console()
     show = console.is_terminal and rank == 0
     with Progress(console=console, transient=True) if show else nullcontext() as progress:
-        task = progress.add_task(f"{len(suite.all_cases):,} cases") if progress else TaskID(0)
+        task = progress.add_task(f"{format_count(len(suite.all_cases), 'case')}") if progress else TaskID(0)
         rows = run_suite(
             suite,
             engine,
@@ -270,7 +271,7 @@ def _write_exports(
         console.print(f"page: {arguments.html}", soft_wrap=True)
     if arguments.propose is not None:
         count = _write("--propose", arguments.propose, lambda path: write_proposals(suite, rows, path))
-        console.print(f"{count:,} draft rows to review: {arguments.propose}", soft_wrap=True)
+        console.print(f"{format_count(count, 'draft row')} to review: {arguments.propose}", soft_wrap=True)
 
 
 def _write(option: str, path: Path, write: Any) -> Any:
@@ -297,7 +298,7 @@ def _warn_of_unparsed_calls(console: Console, rows: list[Row], summary: dict[str
         )
     elif most := max(broken.values()):
         matching = [name for name, count in broken.items() if count == most]
-        holds = f"{most:,} answer holds" if most == 1 else f"{most:,} answers hold"
+        holds = format_count(most, "answer holds", "answers hold")
         message = (
             f"{holds} text of a broken call in {', '.join(matching)}, which the server sent as content: judged as an "
             "answer without calls, where the model in process would be judged malformed."

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.cli.files import write_file
+from fctune.config.intervals import format_count
 from fctune.errors import ConfigError
 from fctune.terminal import Terminal
 
@@ -91,5 +92,7 @@ def _report(arguments: argparse.Namespace) -> int:
         for line, criterion in zip(format_criteria(judged), judged, strict=True):
             console.print(f"{record.path}: {line}", style=_STYLES.get(criterion.status))
     num_steps = sum(len(record.metrics.steps) for record in records)
-    console.print(f"{arguments.out}: {len(records)} {'run' if len(records) == 1 else 'runs'}, {num_steps:,} steps")
+    console.print(
+        f"{arguments.out}: {len(records)} {'run' if len(records) == 1 else 'runs'}, {format_count(num_steps, 'step')}"
+    )
     return 0 if all(is_success(judged, arguments.strict) for judged in criteria) else 1

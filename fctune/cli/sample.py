@@ -11,6 +11,7 @@ from typing import Any
 
 from fctune.cli.eval_options import add_case_and_engine_options, find_suite
 from fctune.cli.files import write_file
+from fctune.config.intervals import format_count
 from fctune.config.parsing import apply_override
 from fctune.errors import ConfigError
 
@@ -130,7 +131,8 @@ def _sample(arguments: argparse.Namespace, suite: Any, world: Any) -> None:
     max_seconds = None if arguments.max_minutes is None else 60 * arguments.max_minutes
     console = make_console()
     with Progress(console=console, transient=True) if console.is_terminal and rank == 0 else nullcontext() as progress:
-        task = progress.add_task(f"{arguments.num * len(suite.cases):,} answers") if progress else TaskID(0)
+        answers = format_count(arguments.num * len(suite.cases), "answer")
+        task = progress.add_task(answers) if progress else TaskID(0)
         rows, settings, timings = sample_suite(
             suite,
             engine,
@@ -196,7 +198,8 @@ def _print_summary(console: Any, summary: dict[str, Any], out: Path) -> None:
     from fctune.report.eval_page import format_bounds
 
     ks = [estimate["k"] for estimate in next(iter(summary["pass_rates"].values()), [])]
-    title = f"{summary['num_answers']:,} answers of {summary['model']} to {summary['num_cases']:,} cases"
+    answers, cases = format_count(summary["num_answers"], "answer"), format_count(summary["num_cases"], "case")
+    title = f"{answers} of {summary['model']} to {cases}"
     table = make_table(title, "category", "cases", *(f"pass@{k}" for k in ks), "always", "sometimes", "never")
     for name, estimates in summary["pass_rates"].items():
         shares = summary["shares"][name]
@@ -215,7 +218,5 @@ def _print_summary(console: Any, summary: dict[str, Any], out: Path) -> None:
     if "timings" in summary:
         console.print("judging took {judging_share:.2%} of {total_s:,.1f} s".format(**summary["timings"]))
     selected = summary["selected"]
-    console.print(
-        f"{selected['rows']:,} rows: {out / 'sft.jsonl'}   {selected['pairs']:,} pairs: {out / 'pairs.jsonl'}",
-        soft_wrap=True,
-    )
+    rows, pairs = format_count(selected["rows"], "row"), format_count(selected["pairs"], "pair")
+    console.print(f"{rows}: {out / 'sft.jsonl'}   {pairs}: {out / 'pairs.jsonl'}", soft_wrap=True)

@@ -7,6 +7,8 @@ import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fctune.config.intervals import format_count
+
 if TYPE_CHECKING:
     from fctune.evaluation.suites import Suite
 
@@ -80,22 +82,19 @@ def _show(summary: dict[str, Any], out: Path) -> None:
     missing, unknown, repeated = summary["missing_ids"], summary["unknown_ids"], summary["num_repeated_ids"]
     lines = []
     if missing:
-        lines.append(f"{_count(len(missing), 'case')} without a prediction, counted as wrong: {_shorten(missing)}")
+        cases = format_count(len(missing), "case")
+        lines.append(f"{cases} without a prediction, counted as wrong: {_shorten(missing)}")
     if unknown:
-        num_rows = _count(sum(unknown.values()), "prediction")
+        num_rows = format_count(sum(unknown.values()), "prediction")
         lines.append(f"{num_rows} with an unknown id, wrong and in no category: {_shorten(list(unknown))}")
     if not_judged := summary["not_judged"]:
         named = "; ".join(f"{i}: {reason}" for i, reason in list(not_judged.items())[:_NUM_SHOWN])
-        lines.append(f"{_count(len(not_judged), 'prediction')} could not be judged, counted as wrong: {named}")
+        lines.append(f"{format_count(len(not_judged), 'prediction')} could not be judged, counted as wrong: {named}")
     if repeated:
-        lines.append(f"{_count(repeated, 'id')} more than once; each prediction counts")
+        lines.append(f"{format_count(repeated, 'id')} more than once; each prediction counts")
     lines.append(f"verdicts: {out}   all rates: {out.with_suffix('.summary.json')}")
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _shorten(ids: list[str]) -> str:

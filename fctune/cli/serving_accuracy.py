@@ -25,6 +25,7 @@ from fctune.calls.server_parsers import read_server_parsers
 from fctune.cli import evaluate
 from fctune.cli.files import write_file
 from fctune.cli.tables import format_rate, make_console, make_table
+from fctune.config.intervals import format_count
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import open_chosen_template
 from fctune.data.conversation import Conversation, Message
@@ -63,8 +64,8 @@ def _answers(arguments: argparse.Namespace) -> tuple[Suite, list[Row]]:
     found = {row["id"]: row for row in read_rows(arguments.results)}
     if missing := [case.id for case in suite.cases if case.id not in found]:
         raise DataError(
-            f"{arguments.results}: lacks {len(missing):,} of the suite's {len(suite.cases):,} cases, such as "
-            f"{missing[0]!r}. Pass the --suite, and its options, that the results were made with."
+            f"{arguments.results}: lacks {len(missing):,} of the suite's {format_count(len(suite.cases), 'case')}, "
+            f"such as {missing[0]!r}. Pass the --suite, and its options, that the results were made with."
         )
     return suite, [found[case.id] for case in suite.cases]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from fctune.config.intervals import format_count
 from fctune.errors import Interrupted
 from fctune.terminal import Terminal, print_full_width
 
@@ -81,7 +82,7 @@ def _print_plan(study: Study) -> None:
 
     spec = study.sweep.spec
     num_runs = spec.num_runs or len(study.runs)
-    print(f"{num_runs} runs of {study.sweep.config}, {spec.at_once} at once, in {study.path}")
+    print(f"{format_count(num_runs, 'run')} of {study.sweep.config}, {spec.at_once} at once, in {study.path}")
     for run in study.runs:
         print(f"  {run.name}  {describe_settings(run.settings)}")
     if spec.sampler == "optuna":

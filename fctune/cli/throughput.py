@@ -20,6 +20,7 @@ from fctune.cli import evaluate
 from fctune.cli.eval_options import parse_eval_arguments
 from fctune.cli.files import write_file
 from fctune.cli.tables import make_console, make_table
+from fctune.config.intervals import format_count
 from fctune.config.loading import read_environment
 from fctune.data.conversation import Conversation
 from fctune.errors import ConfigError
@@ -76,10 +77,10 @@ def _bind(measure: Callable[..., Speed], *values: object) -> Callable[[], Speed]
 def _make_table(named: list[tuple[str, int]], speeds: list[Speed], num_new_tokens: int) -> object:
     import torch
 
-    threads = f"{torch.get_num_threads()} thread{'' if torch.get_num_threads() == 1 else 's'}"
+    threads = format_count(torch.get_num_threads(), "thread")
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {threads}"
     columns = ("model", "at a time", "first token", "p95", "tokens/s", "decoding, per prompt", "memory")
-    table = make_table(f"throughput, {num_new_tokens} new tokens ({where})", *columns)
+    table = make_table(f"throughput, {format_count(num_new_tokens, 'new token')} ({where})", *columns)
     for (model, width), speed in zip(named, speeds, strict=True):
         memory = "-" if speed.memory_bytes is None else f"{speed.memory_bytes / 2**30:.2f} GiB"
         table.add_row(

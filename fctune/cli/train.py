@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.cli.parser import add_config_arguments
+from fctune.config.intervals import format_count
 from fctune.config.shipped import shipped_dir
 from fctune.models.run_config import load_run_config
 
@@ -39,8 +40,8 @@ def _train(arguments: argparse.Namespace) -> int:
     if num_processes is None:
         num_gpus = count_gpus()
         num_processes = num_gpus or 1
-        found = f"{num_gpus} GPU{'' if num_gpus == 1 else 's'}" if num_gpus else "no GPU found"
-        _show(f"{num_processes} process{'' if num_processes == 1 else 'es'} ({found}); choose with --nproc")
+        found = format_count(num_gpus, "GPU") if num_gpus else "no GPU found"
+        _show(f"{format_count(num_processes, 'process', 'processes')} ({found}); choose with --nproc")
     command_line = ["--config", str(arguments.config), *arguments.overrides]
     return launch_recipe(
         shipped_dir("recipes") / f"{config.recipe}.py", command_line, num_processes, Path(config.output_dir), _show

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from fctune.config.composition import EXTENDS, Composition
+from fctune.config.intervals import format_count
 from fctune.config.key_hints import find_key
 from fctune.config.parsing import parse_dataclass, parse_yaml
 from fctune.config.schema import RunConfig
@@ -118,7 +119,7 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
 
 def format_problems(where: str, problems: Sequence[str]) -> str:
     """Format a report: the file and the number of problems, then a line for each."""
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    count = format_count(len(problems), "problem")
     return f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems)
 
 

@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fctune.config.intervals import format_count
 from fctune.data.call_ids import find_answered
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.sources import NOTE_KINDS, Defect, ParsedRow, RowReader, UnreadRow, scan_source
@@ -71,7 +72,7 @@ class ConversionReport:
 
     def describe(self, source: str, out: str | None) -> list[str]:
         """Return lines on what was read, changed and skipped; ``out`` is the file written, None if there is none."""
-        head = f"{source}: {self.rows:,} rows, {self.converted:,} converted"
+        head = f"{source}: {format_count(self.rows, 'row')}, {self.converted:,} converted"
         if self.converted:
             head += f" ({', '.join(f'{count:,} {name}' for name, count in self.row_formats.most_common())})"
         lines = [f"{head}, {self.unchanged:,} of them unchanged, {self.num_skipped:,} skipped"]
@@ -86,7 +87,7 @@ class ConversionReport:
             lines += ["Skipped", *(f"  {defect}" for defect in self.skipped[:_NUM_SHOWN])]
             if self.num_skipped > _NUM_SHOWN:
                 lines.append(f"  ... and {self.num_skipped - _NUM_SHOWN:,} more; --json FILE lists them")
-        lines.append("Nothing was written." if out is None else f"{self.converted:,} rows in {out}")
+        lines.append("Nothing was written." if out is None else f"{format_count(self.converted, 'row')} in {out}")
         return lines
 
     def to_json(self) -> dict[str, Any]:
@@ -143,7 +144,9 @@ class RowsSkippedError(DataError):
     """Rows that cannot be converted kept a conversion from being written; ``report`` has them."""
 
     def __init__(self, report: ConversionReport) -> None:
-        super().__init__(f"{report.num_skipped:,} of {report.rows:,} rows cannot be converted; nothing was written")
+        super().__init__(
+            f"{report.num_skipped:,} of {format_count(report.rows, 'row')} cannot be converted; nothing was written"
+        )
         self.report = report
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fctune.config.intervals import format_count
 from fctune.config.sections.data import DataConfig
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
@@ -238,8 +239,9 @@ class ChunkEncoder:
             return samples
         if self.config.overlong == "fail":
             raise _OverlongError(
-                f"{longest:,} tokens{' of both answers' if is_pair else ''}, over data.seq_len={self.config.seq_len}; "
-                f"raise it, or set data.overlong to drop{'' if is_pair else ' or cut'}"
+                f"{format_count(longest, 'token')}{' of both answers' if is_pair else ''}, over "
+                f"data.seq_len={self.config.seq_len}; raise it, or set data.overlong to "
+                f"{'drop' if is_pair else 'drop or cut'}"
             )
         is_cut = self.config.overlong == "cut" and not isinstance(item, Pair)
         shorter = self._cut(item) if is_cut else None  # type: ignore[arg-type]

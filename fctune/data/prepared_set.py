@@ -225,13 +225,12 @@ def list_tokens(prepared: PreparedSet) -> tuple[set[int], set[int]]:
 def describe_counts(prepared: PreparedSet) -> list[str]:
     """Summarise the rows that were kept, skipped and dropped, one line per nonzero count."""
     counts = prepared.counts
+    kept = format_count(counts.conversations, "preference pair" if prepared.is_paired else "conversation")
     lines = [
-        f"{counts.conversations:,} conversations from {counts.rows:,} rows, {counts.tokens:,} tokens, "
+        f"{kept} from {format_count(counts.rows, 'row')}, {format_count(counts.tokens, 'token')}, "
         f"{counts.supervised / counts.tokens:.0%} of them supervised ({prepared.path})"
     ]
-    if prepared.is_paired:
-        lines = [lines[0].replace(" conversations from ", " preference pairs from ", 1)]
-    elif counts.samples > counts.conversations:
+    if not prepared.is_paired and counts.samples > counts.conversations:
         lines.append(
             f"{counts.samples:,} samples: the chat template rewrites earlier turns, so turns are trained each with the "
             "history that the model will see"
@@ -239,7 +238,7 @@ def describe_counts(prepared: PreparedSet) -> list[str]:
     if prepared.is_packed:
         num_packs = prepared.num_packs("train")
         filled = prepared.num_tokens("train") / (num_packs * prepared.seq_len)
-        lines.append(f"{num_packs:,} packs of {prepared.seq_len:,} tokens, {filled:.1%} filled")
+        lines.append(f"{format_count(num_packs, 'pack')} of {prepared.seq_len:,} tokens, {filled:.1%} filled")
     num_held_out = len(prepared.packs["validation"][0])
     if prepared.inputs["validation_share"]:
         share = f"data.validation_share={prepared.inputs['validation_share']}"

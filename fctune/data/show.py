@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
+from fctune.config.intervals import format_count
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation
@@ -73,7 +74,7 @@ def _read_row(path: str, row: int, row_format: str) -> Conversation:
         raise DataError(f"--row {row}: rows are numbered from 1.")
     item = next(itertools.islice(read_source(path, row_format, row), row - 1, row), None)
     if item is None:
-        raise DataError(f"{path}: fewer than {row:,} rows. Pass a smaller --row.")
+        raise DataError(f"{path}: fewer than {format_count(row, 'row')}. Pass a smaller --row.")
     if isinstance(item, Defect):
         raise DataError(str(item))
     return item
@@ -86,7 +87,8 @@ def _render(conversation: Conversation, template: ChatTemplate, has_colour: bool
         raise DataError(f"{conversation.source}: {error}") from None
     for number, sample in enumerate(samples, 1):
         num_tokens, num_supervised = len(sample.tokens), sample.num_supervised
-        counts = f"{num_tokens:,} tokens, {num_supervised:,} of them supervised ({num_supervised / num_tokens:.0%})"
+        counts = f"{format_count(num_tokens, 'token')}, {num_supervised:,} of them supervised"
+        counts += f" ({num_supervised / num_tokens:.0%})"
         counts += "" if has_colour else f", between {_OPEN} and {_CLOSE}"
         of = f"sample {number} of {len(samples)}, " if len(samples) > 1 else ""
         yield Text(f"{conversation.source}: {of}{counts}", style="bold")

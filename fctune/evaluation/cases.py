@@ -12,6 +12,7 @@ from typing import Any
 
 from fctune.calls.formats.base import Parsed
 from fctune.calls.judge import Judgement, judge, judge_failure
+from fctune.config.intervals import format_count
 from fctune.data.conversation import Call, Conversation
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.read_context import ReadContext
@@ -111,7 +112,7 @@ def check_rows(path: str | Path, noun: str, num_rows: int, problems: Sequence[st
     """
     if problems:
         shown = "\n".join(f"  {problem}" for problem in problems[:_NUM_SHOWN])
-        count = f"1 invalid {noun}" if len(problems) == 1 else f"{len(problems):,} invalid {noun}s"
+        count = format_count(len(problems), f"invalid {noun}")
         raise DataError(f"{path}: {count}\n{shown}\nFix these rows or remove them.")
     if not num_rows:
         raise DataError(f"{path}: contains no {noun}s.")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from fctune.config.intervals import format_count
 from fctune.errors import DataError
 from fctune.evaluation.judging import Row, is_valid
 
@@ -54,8 +55,8 @@ def compare_rows(
     first, second = {row["id"]: row for row in before}, {row["id"]: row for row in after}
     if unpaired := first.keys() ^ second.keys():
         raise DataError(
-            f"{len(unpaired):,} cases are in only one of the two results, such as {min(unpaired)!r}. "
-            "Evaluate both models on the same cases."
+            f"{format_count(len(unpaired), 'case is', 'cases are')} in only one of the two results, such as "
+            f"{min(unpaired)!r}. Evaluate both models on the same cases."
         )
     for i, row in first.items():
         if row.get("expected_calls") != second[i].get("expected_calls"):

@@ -123,7 +123,7 @@ def _read_tau2(file: Path) -> Published:
     for ending, count in left_out.items():
         notes.append(f"left out: {format_count(count, 'simulation')} that {_NOT_RATED[ending]}")
     if len(runs) < num_expected:
-        notes.append(f"incomplete: {len(runs):,} of {num_expected:,} simulations")
+        notes.append(f"incomplete: {len(runs):,} of {format_count(num_expected, 'simulation')}")
     num_rated = sum(map(len, attempts.values()))
     passed = Score(fmean(fmean(solved) for solved in attempts.values()), num_rated)
     return Published("tau2-bench", str(agent.get("llm") or ""), {f"{domain}, pass^1": passed}, tuple(notes))

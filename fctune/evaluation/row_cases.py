@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
 
+from fctune.config.intervals import format_count
 from fctune.data.conversation import Conversation
 from fctune.data.conversion import to_openai_row
 from fctune.data.sources.defects import Defect
@@ -18,6 +19,15 @@ from fctune.evaluation.leaks import read_questions
 from fctune.evaluation.suites import find_benchmark
 
 Turns = Literal["last", "each"]
+
+# What gives no case: the kinds in ``RowCases.left_out``, and their singulars.
+_SINGULAR = {
+    "rows that cannot be read": "row that cannot be read",
+    "rows without tools": "row without tools",
+    "duplicate questions": "duplicate question",
+    "turns with weight 0": "turn with weight 0",
+    "turns that call a tool that is not on offer": "turn that calls a tool that is not on offer",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +110,14 @@ def make_row_cases(
                     seen.add(case.row["id"])
                     made.cases.append(case)
     if not made.cases:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in made.left_out.most_common())
+        reasons = ", ".join(describe_left_out(made.left_out))
         raise DataError(f"{', '.join(paths)}: no row yields a case ({reasons or 'no answers of an assistant'}).")
     return made
+
+
+def describe_left_out(left_out: Counter[str]) -> list[str]:
+    """Return the number of each kind of what gave no case, such as ``3 rows without tools``, most frequent first."""
+    return [format_count(count, _SINGULAR[reason], reason) for reason, count in left_out.most_common()]
 
 
 def check_benchmark(benchmark: str | None, where: str, is_forced: bool) -> None:
@@ -156,7 +171,8 @@ def split_by_tool(cases: Sequence[RowCase], test_share: float = 0.2, seed: int =
     if not train or not test:
         side = "training" if not train else "test"
         raise DataError(
-            f"the split by tool leaves no {side} case: {len(order):,} tools are offered by {len(cases):,} cases. "
+            f"the split by tool leaves no {side} case: {format_count(len(order), 'tool is', 'tools are')} offered by "
+            f"{format_count(len(cases), 'case')}. "
             "Add rows with other tools, or change --test-share or --seed."
         )
     return ToolSplit(train, test, len(cases) - len(train) - len(test), frozenset(test_tools))

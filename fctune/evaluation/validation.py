@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fctune.calls.formats.base import CallFormat
 from fctune.calls.formats.registry import detect_format, get_format
+from fctune.config.intervals import format_count
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
 from fctune.errors import CheckpointError, ConfigError, DataError
@@ -101,7 +102,7 @@ class Validator:
             raise _CheckFailedError(f"missing: {', '.join(missing)}")
         for name in needed:
             _read_json(self.model_dir / name)
-        return f"{len(needed)} files and {_count(len(weights), 'weight file')}"
+        return f"{len(needed)} files and {format_count(len(weights), 'weight file')}"
 
     def _check_weights(self) -> str:
         """Compare the tensors in the files with their index, and with the names and shapes of the config's model."""
@@ -120,7 +121,7 @@ class Validator:
         wrong += [f"{name} is not part of a model of this config" for name in shapes if name not in expected]
         _raise_if_any(wrong)
         count = sum(math.prod(shape) for shape in shapes.values())
-        return f"{_count(len(shapes), 'tensor')}, {count:,} values, with the shapes of the config"
+        return f"{format_count(len(shapes), 'tensor')}, {count:,} values, with the shapes of the config"
 
     def _read_shapes(self) -> dict[str, tuple[int, ...]]:
         files = {file.name: file for file in self.model_dir.glob("*.safetensors")}
@@ -154,7 +155,7 @@ class Validator:
                 f"{key} in {file} is not in the index" for key, file in files_by_key.items() if key not in weight_map
             ]
         elif list(files) != ["model.safetensors"]:
-            wrong.append(f"{_count(len(files), 'weight file')} and no {_INDEX}")
+            wrong.append(f"{format_count(len(files), 'weight file')} and no {_INDEX}")
         _raise_if_any(wrong)
         return shapes
 
@@ -171,7 +172,7 @@ class Validator:
                 elif tensor.ndim > 1 and not tensor.any():
                     wrong.append(f"{name} is all zeros")
         _raise_if_any(wrong)
-        return f"{_count(count, 'tensor')} finite, {' and '.join(sorted(dtypes))}"
+        return f"{format_count(count, 'tensor')} finite, {' and '.join(sorted(dtypes))}"
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for file in sorted(self.model_dir.glob("*.safetensors")):
@@ -312,7 +313,3 @@ def _raise_if_any(wrong: Sequence[str]) -> None:
     if wrong:
         rest = f"; and {len(wrong) - _NUM_SHOWN:,} more" if len(wrong) > _NUM_SHOWN else ""
         raise _CheckFailedError("; ".join(wrong[:_NUM_SHOWN]) + rest)
-
-
-def _count(n: int, noun: str) -> str:
-    return f"1 {noun}" if n == 1 else f"{n:,} {noun}s"

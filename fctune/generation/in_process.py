@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fctune.config.intervals import format_count
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation
@@ -95,7 +96,9 @@ class InProcessEngine:
         encoded, refused = self._encode(prompts, max_new_tokens)
         if refused and not encoded:
             shown = "\n".join(f"  {prompts[i].source}: {reason}" for i, reason in list(refused.items())[:_NUM_SHOWN])
-            raise DataError(f"{self.model_dir}: none of {len(refused):,} prompts can be answered\n{shown}")
+            raise DataError(
+                f"{self.model_dir}: none of {format_count(len(refused), 'prompt')} can be answered\n{shown}"
+            )
         for index, reason in refused.items():
             yield Answer(index, error=reason)
         seeds = {i: self._seed(prompts[i], samples[i] if samples else 0) for i in encoded}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fctune.config.intervals import format_count
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.launch import checks
 from fctune.launch.checks import Mounts
@@ -156,7 +157,7 @@ def _report(
     unfit = [rank for rank, of_node in enumerate(severities) if set(of_node) - {"note"}]
     if not unfit:
         if node.is_head:
-            show(f"preflight: {len(hosts)} {'node is' if len(hosts) == 1 else 'nodes are'} fit ({', '.join(hosts)})")
+            show(f"preflight: {format_count(len(hosts), 'node is', 'nodes are')} fit ({', '.join(hosts)})")
         return 0
     if node.rank not in unfit:
         show(f"{own}: stopped: node {', '.join(map(str, unfit))} reported a fault")

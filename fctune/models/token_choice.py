@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fctune.config.intervals import format_count
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.data.prepared_set import PreparedSet, list_tokens
 from fctune.errors import ConfigError
@@ -58,7 +59,7 @@ def choose_tokens(
         rest = choose_tokens(config, model_dir, architecture, candidates)
         own = find_token_ids(add_tokens, model_dir, architecture)
         note = f"{rest.note}; " if rest.note else ""
-        note += f"model.add_tokens: training the rows of {_count(own)}"
+        note += f"model.add_tokens: training the rows of {format_count(len(own), 'token')}"
         return TokenChoice(tuple(sorted({*own, *rest.ids})), note, rest.is_warning)
     if isinstance(config.train_tokens, list):
         if has_head_adapter and config.train_tokens:
@@ -67,7 +68,8 @@ def choose_tokens(
                 f"Leave {architecture.head} out of adapter.modules, or set adapter.train_tokens=off."
             )
         ids = find_token_ids(config.train_tokens, model_dir, architecture)
-        return TokenChoice(ids, f"adapter.train_tokens: training the rows of {_count(ids)}" if ids else "")
+        note = f"adapter.train_tokens: training the rows of {format_count(len(ids), 'token')}"
+        return TokenChoice(ids, note if ids else "")
     if not has_weights(model_dir):
         return TokenChoice(())
     untrained = find_untrained(model_dir, architecture, candidates, _added_tokens(model_dir))
@@ -165,10 +167,6 @@ def _name(tokenizer: Any, token: int) -> str:
     text = tokenizer.decode([token], skip_special_tokens=False)
     # Bytes that are not a complete character have only their name in the vocabulary.
     return str(tokenizer.id_to_token(token) or f"token {token}") if not text or "\ufffd" in text else text
-
-
-def _count(ids: Sequence[int]) -> str:
-    return f"{len(ids)} token{'s' if len(ids) > 1 else ''}"
 
 
 def _load_tokenizer(model_dir: Path) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fctune.config.cache import prepared_root
+from fctune.config.intervals import format_count
 from fctune.config.run_length import RunLength
 from fctune.config.schema import RunConfig
 from fctune.data.chosen_template import read_chosen_template
@@ -184,7 +185,9 @@ def _estimate(config: RunConfig, rows: int, mean_tokens: float) -> DataSize:
     tokens = int(kept * mean_tokens)
     packs = math.ceil(tokens / (data.seq_len * _PACKED_SHARE)) if data.packed else kept
     slots = packs * data.seq_len if data.packed or data.pad_to == "seq_len" else tokens
-    described = f"given: {rows:,} rows of {mean_tokens:g} tokens, {_SUPERVISED_SHARE:.0%} supervised (assumed)"
+    described = (
+        f"given: {format_count(rows, 'row')} of {mean_tokens:g} tokens, {_SUPERVISED_SHARE:.0%} supervised (assumed)"
+    )
     described += f", packs {_PACKED_SHARE:.0%} full (assumed)" if data.packed else ""
     described += "" if slots > tokens else ", padding unknown"
     pairs = int(tokens * (mean_tokens + 1) / 2)

@@ -176,8 +176,8 @@ def _print_rollouts(console: Console, rollouts: RolloutPlan) -> None:
     joined = "while the last batch is trained" if rollouts.is_overlapped else "then trained"
     _say(
         console,
-        f"a batch of {rollouts.num_answers:,} answers: at least {_seconds(rollouts.generation_s)} to generate, "
-        f"{joined} in at most {_seconds(rollouts.training_s)}; {_seconds(rollouts.batch_s)} in all",
+        f"a batch of {format_count(rollouts.num_answers, 'answer')}: at least {_seconds(rollouts.generation_s)} to "
+        f"generate, {joined} in at most {_seconds(rollouts.training_s)}; {_seconds(rollouts.batch_s)} in all",
     )
 
 

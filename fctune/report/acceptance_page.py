@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fctune.acceptance.table import format_threshold
-from fctune.report.page import Cell, Chart, Page, Series, Tone, escape, make_table
+from fctune.report.page import Cell, Chart, Page, Series, Tone, escape, make_count_tile, make_table
 
 _TONES: dict[str, Tone] = {"PASS": "good", "WARN": "warn", "FAIL": "bad", "SKIPPED": "", "INCOMPLETE": "warn"}
 _POINT_TO_POINT = "point_to_point"
@@ -46,12 +46,12 @@ def _add_tiles(page: Page, document: Document) -> None:
     missing = sum(check["required"] and check["status"] == "SKIPPED" for check in document["checks"])
     page.add_tiles(
         [
-            (f"{document['world_size']:,}", "ranks", ""),
-            (f"{document['world_size'] // document['ranks_per_node']:,}", "nodes", ""),
-            (f"{counts['PASS']:,}", "checks passed", "good" if counts["PASS"] else ""),
-            (f"{counts['FAIL']:,}", "checks failed", "bad" if counts["FAIL"] else ""),
-            (f"{counts['WARN']:,}", "checks with a warning", "warn" if counts["WARN"] else ""),
-            (f"{missing:,}", "required checks not run", "warn" if missing else ""),
+            make_count_tile(document["world_size"], "rank"),
+            make_count_tile(document["world_size"] // document["ranks_per_node"], "node"),
+            make_count_tile(counts["PASS"], "check", "good", " passed"),
+            make_count_tile(counts["FAIL"], "check", "bad" if counts["FAIL"] else "", " failed"),
+            make_count_tile(counts["WARN"], "check", "warn" if counts["WARN"] else "", " with a warning"),
+            make_count_tile(missing, "required check", "warn" if missing else "", " not run"),
         ]
     )
 

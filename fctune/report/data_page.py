@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 
+from fctune.config.intervals import choose_noun, format_count
 from fctune.data.check import CLASSES, Report
 from fctune.data.check.report import Finding, Lengths, Repeat
 from fctune.data.sources import NOTE_KINDS
-from fctune.report.page import Chart, Page, Series, Tone, escape, make_table
+from fctune.report.page import Chart, Page, Series, Tone, escape, make_count_tile, make_table
 
 _NUM_TOOLS = 15
 
 
 def write_data_html(report: Report, path: str | os.PathLike[str]) -> None:
     """Write the page of a data check."""
-    make_data_page(report).write(path, footer=f"fctune data check: {report.rows:,} rows in {report.seconds:.1f} s")
+    footer = f"fctune data check: {format_count(report.rows, 'row')} in {report.seconds:.1f} s"
+    make_data_page(report).write(path, footer)
 
 
 def make_data_page(report: Report) -> Page:
@@ -38,10 +40,12 @@ def make_data_page(report: Report) -> Page:
         _add_duplicates(page, report)
     for overlap in report.overlaps:
         name = "validation split" if overlap.purpose == "validation" else "eval suite"
-        lead = f"{overlap.num_found:,} of {overlap.num_items:,} items of {overlap.against} occur in "
+        items, occur = format_count(overlap.num_items, "item"), choose_noun(overlap.num_found, "occurs", "occur")
+        in_rows = f"{occur} in {format_count(overlap.num_rows, 'row')}"
+        lead = f"{overlap.num_found:,} of {items} of {overlap.against} {in_rows}."
         rows: list[list[object]] = [[e.item, e.row, f"{e.share:.0%}"] for e in overlap.examples]
         table = make_table([("Item", False), ("First row that contains it", False), ("Share", True)], rows)
-        page.add_section(f"Overlap with the {name}", table if rows else "", lead=f"{lead}{overlap.num_rows:,} rows.")
+        page.add_section(f"Overlap with the {name}", table if rows else "", lead=lead)
     if report.notes:
         rows = [[count, NOTE_KINDS[kind]] for kind, count in report.notes.items()]
         page.add_section("Conversions while reading", make_table([("Count", True), ("Conversion", False)], rows))
@@ -53,33 +57,33 @@ def make_data_page(report: Report) -> Page:
 
 def _headline(report: Report) -> tuple[str, Tone]:
     if report.errors:
-        return f"{len(report.errors):,} of {len(report.sources):,} sources could not be read completely.", "bad"
+        sources = format_count(len(report.sources), "source")
+        return f"{len(report.errors):,} of {sources} could not be read completely.", "bad"
     if report.defects:
-        return f"{report.defects:,} of {report.rows:,} rows cannot be used for training.", "bad"
+        return f"{report.defects:,} of {format_count(report.rows, 'row')} cannot be used for training.", "bad"
     if any(overlap.num_found for overlap in report.overlaps):
         return "Every row can be used for training, but held-out items occur in the training rows.", "warn"
     if report.reasoning.warning is not None:
         return "Every row can be used for training, but the model would forget when to think.", "warn"
     if report.warnings:
-        noun = "warning" if report.warnings == 1 else "warnings"
-        return f"Every row can be used for training. {report.warnings:,} {noun}.", "warn"
+        return f"Every row can be used for training. {format_count(report.warnings, 'warning')}.", "warn"
     return "Every row can be used for training.", "good"
 
 
 def _add_tiles(page: Page, report: Report) -> None:
     tiles: list[tuple[str, str, Tone]] = [
-        (f"{report.rows:,}", "rows", ""),
-        (f"{report.conversations:,}", "conversations", ""),
-        (f"{report.calls:,}", "calls", ""),
-        (f"{report.tools:,}", "tools", ""),
-        (f"{report.duplicates:,}", "duplicates", "warn" if report.duplicates else ""),
-        (f"{report.near_duplicates:,}", "near duplicates", "warn" if report.near_duplicates else ""),
-        (f"{report.defects:,}", "defects", "bad" if report.defects else "good"),
-        (f"{report.warnings:,}", "warnings", "warn" if report.warnings else "good"),
+        make_count_tile(report.rows, "row"),
+        make_count_tile(report.conversations, "conversation"),
+        make_count_tile(report.calls, "call"),
+        make_count_tile(report.tools, "tool"),
+        make_count_tile(report.duplicates, "duplicate", "warn" if report.duplicates else ""),
+        make_count_tile(report.near_duplicates, "near duplicate", "warn" if report.near_duplicates else ""),
+        make_count_tile(report.defects, "defect", "bad" if report.defects else ""),
+        make_count_tile(report.warnings, "warning", "warn" if report.warnings else ""),
     ]
     if report.tokens is not None:
         tokens = report.tokens
-        tiles.append((f"{tokens.total:,}", "tokens", ""))
+        tiles.append(make_count_tile(tokens.total, "token"))
         tiles.append((f"{tokens.supervised_share:.1%}", "supervised tokens", "" if tokens.supervised else "bad"))
         if tokens.seq_len is not None:
             over = tokens.num_over_seq_len
@@ -142,10 +146,10 @@ def _add_duplicates(page: Page, report: Report) -> None:
     parts = []
     if report.duplicates:
         same = make_table(columns, rows(report.duplicate_examples))
-        parts.append(f"<h3>{report.duplicates:,} duplicates</h3>{same}")
+        parts.append(f"<h3>{format_count(report.duplicates, 'duplicate')}</h3>{same}")
     if report.near_duplicates:
         near = make_table(columns, rows(report.near_duplicate_examples))
-        parts.append(f"<h3>{report.near_duplicates:,} near duplicates</h3>{near}")
+        parts.append(f"<h3>{format_count(report.near_duplicates, 'near duplicate')}</h3>{near}")
     lead = "Rows that repeat an earlier row. Similarity is estimated over sequences of three words."
     page.add_section("Duplicates", *parts, lead=lead)
 

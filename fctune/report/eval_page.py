@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fctune.calls.judge import ERROR_KINDS
+from fctune.config.intervals import format_count
 from fctune.evaluation.judging import is_valid
-from fctune.report.page import Cell, Page, Tone, draw_interval, escape, make_table
+from fctune.report.page import Cell, Page, Tone, draw_interval, escape, make_count_tile, make_table
 
 _MAX_CASES = 1_000
 _MAX_CHARACTERS = 4_000
@@ -34,7 +35,7 @@ Row = Mapping[str, Any]
 
 def write_eval_html(summary: Mapping[str, Any], rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
     """Write the page of an evaluation from its summary and rows, as ``fctune.evaluation`` returns them."""
-    footer = f"fctune {summary['settings'].get('fctune', '')}, results of {summary['num_cases']:,} cases"
+    footer = f"fctune {summary['settings'].get('fctune', '')}, results of {format_count(summary['num_cases'], 'case')}"
     make_eval_page(summary, rows).write(path, footer)
 
 
@@ -64,19 +65,19 @@ def make_eval_page(summary: Mapping[str, Any], rows: Sequence[Row]) -> Page:
 
 def _headline(summary: Mapping[str, Any], num_failures: int) -> str:
     if "all" not in summary["scores"]:
-        return f"{num_failures:,} of {summary['num_cases']:,} cases failed; rates are given by category."
+        return f"{num_failures:,} of {format_count(summary['num_cases'], 'case')} failed; rates are given by category."
     rate = summary["scores"]["all"]["rates"]["accuracy"]
-    return f"{_percent(rate)} of {rate['n']:,} cases correct (95 % interval {format_bounds(rate)})."
+    return f"{_percent(rate)} of {format_count(rate['n'], 'case')} correct (95 % interval {format_bounds(rate)})."
 
 
 def _add_tiles(page: Page, summary: Mapping[str, Any], rows: Sequence[Row], num_failures: int) -> None:
-    num_lenient = sum(is_valid(row["lenient"]) for row in rows)
+    num_right, num_lenient = len(rows) - num_failures, sum(is_valid(row["lenient"]) for row in rows)
     num_lost, num_cut = summary["num_no_answer"], summary["num_cut"]
     tiles: list[tuple[str, str, Tone]] = [
-        (f"{summary['num_cases']:,}", "cases", ""),
-        (f"{len(rows) - num_failures:,}", "correct, strict reading", "good"),
+        make_count_tile(summary["num_cases"], "case"),
+        (f"{num_right:,}", "correct, strict reading", "good" if num_right else ""),
         (f"{num_lenient:,}", "correct, lenient reading", ""),
-        (f"{num_failures:,}", "failed", "bad" if num_failures else "good"),
+        (f"{num_failures:,}", "failed", "bad" if num_failures else ""),
         (f"{num_lost:,}", "without an answer", "bad" if num_lost else ""),
         (f"{num_cut:,}", "cut off at the token limit", "warn" if num_cut else ""),
     ]
@@ -160,7 +161,7 @@ def _add_confusions(page: Page, rows: Sequence[Row]) -> None:
         most = [[count, expected, made[:80]] for (expected, made), count in tools.most_common(_NUM_CONFUSIONS)]
         table = make_table([("Calls", True), ("Expected", False), ("Called instead", False)], most)
         rest = len(tools) - len(most)
-        more = f'<p class="muted">and {rest:,} more pairs</p>' if rest > 0 else ""
+        more = f'<p class="muted">and {format_count(rest, "more pair")}</p>' if rest > 0 else ""
         parts.append(f"<h3>Confused tools</h3>{table}{more}")
     page.add_section("Confusions", *parts)
 
@@ -224,7 +225,7 @@ def _reasoning_parts(row: Row) -> list[dict[str, str]]:
     if not any(reasoning["text"] for reasoning in found):
         return []
     counts = [reasoning["num_tokens"] for reasoning in found]
-    notes = [] if None in counts else [f"{sum(counts):,} tokens"]
+    notes = [] if None in counts else [f"{format_count(sum(counts), 'token')}"]
     notes += [] if all(reasoning["is_closed"] for reasoning in found) else ["never closed"]
     heading = f"Reasoning ({', '.join(notes)})" if notes else "Reasoning"
     return [_part(heading, "\n\n".join(reasoning["text"] for reasoning in found), "folded")]

@@ -15,6 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from fctune.config.intervals import choose_noun
 from fctune.files import write_atomically
 
 _ASSETS = files("fctune.report") / "assets"
@@ -177,6 +178,11 @@ def make_table(columns: Sequence[tuple[str, bool]], rows: Iterable[Sequence[obje
         f'<div class="scroll"><table{_attributes("stacked" * is_stacked, "")}><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
+
+
+def make_count_tile(number: int, noun: str, tone: Tone = "", more: str = "") -> tuple[str, str, Tone]:
+    """Return a tile of ``Page.add_tiles`` with a count, its noun and more words; no good tone for zero."""
+    return f"{number:,}", choose_noun(number, noun) + more, tone if number or tone != "good" else ""
 
 
 def draw_interval(rate: Mapping[str, Any], other: float | None, label: str, width_px: int = 200) -> str:

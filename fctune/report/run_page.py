@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from fctune.config.intervals import format_count
 from fctune.evaluation.published import Published
-from fctune.report.page import Page, Tone, escape, make_table
+from fctune.report.page import Page, Tone, escape, make_count_tile, make_table
 from fctune.report.rollout_sections import add_rollouts
 from fctune.report.run_charts import add_run_charts
 from fctune.report.run_sections import (
@@ -67,7 +68,9 @@ def write_run_html(
         published: Results of other packages' benchmarks.
     """
     num_steps = sum(len(record.metrics.steps) for record in records)
-    make_run_page(records, accuracies, criteria, pricing, published).write(path, f"fctune report: {num_steps:,} steps")
+    make_run_page(records, accuracies, criteria, pricing, published).write(
+        path, f"fctune report: {format_count(num_steps, 'step')}"
+    )
 
 
 def make_run_page(
@@ -110,7 +113,7 @@ def make_run_page(
     if len(records) == 1 and records[0].config:
         rows = [[key, format_value(value)] for key, value in flatten_config(records[0].config).items()]
         table = make_table([("Key", False), ("Value", False)], rows)
-        page.add_section("Config", f"<details><summary>{len(rows)} keys</summary>{table}</details>")
+        page.add_section("Config", f"<details><summary>{format_count(len(rows), 'key')}</summary>{table}</details>")
     return page
 
 
@@ -126,9 +129,10 @@ def _add_tiles(page: Page, figures: Figures, accuracies: Sequence[Accuracy]) -> 
     for accuracy in accuracies:
         if (total := accuracy.total()) is not None:
             compared = next((f"{row.num_right_before / row.n:.1%} \u2192 " for row in accuracy.compare()[-1:]), "")
-            note = f"correct of {total['n']:,} cases, {accuracy.suite}{', before and after training' * bool(compared)}"
+            note = f"correct of {format_count(total['n'], 'case')}, {accuracy.suite}"
+            note += ", before and after training" * bool(compared)
             tiles.append((f"{compared}{total['rate']:.1%}", note, ""))
-    tiles.append((f"{figures.num_steps:,}", "steps", ""))
+    tiles.append(make_count_tile(figures.num_steps, "step"))
     tiles += [(text, name, "") for name, text in _format_figures(figures).items() if text and name in _TILES]
     page.add_tiles(tiles)
 
@@ -191,5 +195,7 @@ def _add_comparison(
         only = make_table(
             columns, [[key, *map(format_value, differences[key])] for key in differences if key in partial]
         )
-        parts.append(f"<details><summary>{len(partial)} keys that some configs lack</summary>{only}</details>")
+        parts.append(
+            f"<details><summary>{format_count(len(partial), 'key')} that some configs lack</summary>{only}</details>"
+        )
     page.add_section("Config differences", f'<div class="side">{"".join(parts)}</div>')

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.calls.metrics import rate
+from fctune.config.intervals import format_count
 from fctune.config.recipes import find_recipe
 from fctune.evaluation.judging import is_valid
 from fctune.evaluation.published import Published
@@ -108,7 +109,7 @@ def add_events(page: Page, record: RunRecord, suffix: str) -> None:
     table = f'<div class="events">{table}</div>'
     if len(events) > _MAX_OPEN_EVENTS:
         rest = "" if kept is events else f", {len(rows):,} shown"
-        table = f"<details><summary>{len(events):,} events{rest}</summary>{table}</details>"
+        table = f"<details><summary>{format_count(len(events), 'event')}{rest}</summary>{table}</details>"
     page.add_section(f"Restarts, checkpoints and alerts{suffix}", table)
 
 

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fctune.config.intervals import format_count
 from fctune.report.run_text import describe_outcome, exit_reason, format_figure, format_number, format_seconds
 from fctune.runs.figures import FINAL_STEPS, Figures, describe_run
 from fctune.runs.metrics_file import Column
@@ -45,7 +46,7 @@ def render_run(record: RunRecord, criteria: Sequence[Criterion] = (), now: datet
     for alert in record.alerts[-_NUM_ALERTS:]:
         parts.append(Text(f"alert at step {alert['step']:,}: {alert['name']}: {alert.get('message', '')}", "yellow"))
     if len(record.alerts) > _NUM_ALERTS:
-        parts.append(Text(f"and {len(record.alerts) - _NUM_ALERTS:,} earlier alerts", "dim"))
+        parts.append(Text(f"and {format_count(len(record.alerts) - _NUM_ALERTS, 'earlier alert')}", "dim"))
     parts += [Text(note, "yellow") for note in record.notes()]
     lines = zip(format_criteria(criteria), criteria, strict=True)
     parts += [Text(line, _STYLES.get(one.status, "dim")) for line, one in lines]

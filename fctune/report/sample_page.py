@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fctune.config.intervals import format_count
 from fctune.evaluation.cases import Case
 from fctune.evaluation.judging import is_valid, to_plain_calls
 from fctune.evaluation.suites import Suite
 from fctune.report.eval_page import FACETS, format_bounds, make_case
-from fctune.report.page import Cell, Page, Tone, draw_interval, make_table
+from fctune.report.page import Cell, Page, Tone, draw_interval, make_count_tile, make_table
 from fctune.sampling.rewards import REWARD_PARTS
 from fctune.sampling.run import count_right, name_share
 from fctune.sampling.selection import group_by_case
@@ -27,7 +28,7 @@ def write_sample_html(
     summary: Mapping[str, Any], suite: Suite, rows: Sequence[Row], path: str | os.PathLike[str]
 ) -> None:
     """Write the page of a sampling run from its summary and rows, as ``fctune.sampling.run`` returns them."""
-    footer = f"fctune {summary['settings'].get('fctune', '')}, {summary['num_answers']:,} answers"
+    footer = f"fctune {summary['settings'].get('fctune', '')}, {format_count(summary['num_answers'], 'answer')}"
     make_sample_page(summary, suite, rows).write(path, footer)
 
 
@@ -56,7 +57,8 @@ def make_sample_page(summary: Mapping[str, Any], suite: Suite, rows: Sequence[Ro
 def _headline(summary: Mapping[str, Any]) -> str:
     rates = summary["pass_rates"].get("all")
     if not rates or rates[0]["rate"] is None:
-        return f"{summary['num_answers']:,} answers to {summary['num_cases']:,} cases; rates are given by category."
+        answers, cases = format_count(summary["num_answers"], "answer"), format_count(summary["num_cases"], "case")
+        return f"{answers} to {cases}; rates are given by category."
     first = rates[0]
     # Where a budget ended the run, the cases with most answers are not all cases.
     last = next(rate for rate in reversed(rates) if rate["n"] == first["n"])
@@ -73,12 +75,12 @@ def _add_tiles(page: Page, summary: Mapping[str, Any]) -> None:
             counts.update(shares)
     mean = summary["mean_tokens"]
     tiles: list[tuple[str, str, Tone]] = [
-        (f"{summary['num_cases']:,}", "cases", ""),
-        (f"{summary['num_answers']:,}", "answers", ""),
-        (f"{counts['always']:,}", "cases always right", "good"),
-        (f"{counts['sometimes']:,}", "cases sometimes right", ""),
-        (f"{counts['never']:,}", "cases never right", "bad" if counts["never"] else "good"),
-        (f"{summary['num_missing']:,}", "answers missing", "warn" if summary["num_missing"] else ""),
+        make_count_tile(summary["num_cases"], "case"),
+        make_count_tile(summary["num_answers"], "answer"),
+        make_count_tile(counts["always"], "case", "good", " always right"),
+        make_count_tile(counts["sometimes"], "case", "", " sometimes right"),
+        make_count_tile(counts["never"], "case", "bad" if counts["never"] else "", " never right"),
+        make_count_tile(summary["num_missing"], "answer", "warn" if summary["num_missing"] else "", " missing"),
         ("unknown" if mean is None else f"{mean:,.1f}", "tokens per answer", ""),
     ]
     page.add_tiles(tiles)

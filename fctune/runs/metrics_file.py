@@ -9,6 +9,7 @@ import os
 import statistics
 from pathlib import Path
 
+from fctune.config.intervals import format_count
 from fctune.errors import DataError
 
 Column = list[float | None]
@@ -63,7 +64,7 @@ class MetricsFile:
             self._offset += len(tail)
         if self.num_unreadable and not self.steps:
             raise DataError(
-                f"{self.path}: none of its {self.num_unreadable:,} lines is a training step. "
+                f"{self.path}: none of its {format_count(self.num_unreadable, 'line')} is a training step. "
                 "Pass the output_dir of a run of this project."
             )
         return (self._inode, self._offset) != before

@@ -17,6 +17,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
+from fctune.config.intervals import format_count
 from fctune.errors import DataError
 from fctune.runs.metrics_file import MetricsFile
 
@@ -205,13 +206,14 @@ class RunRecord:
                 "is writing it now."
             )
         if metrics.num_unreadable:
-            lines = "1 line that is" if metrics.num_unreadable == 1 else f"{metrics.num_unreadable:,} lines that are"
+            lines = format_count(metrics.num_unreadable, "line that is", "lines that are")
             notes.append(f"metrics.jsonl: ignored {lines} not a training step.")
         if metrics.num_repeated:
-            notes.append(f"metrics.jsonl: {metrics.num_repeated:,} steps appear twice; the later lines are used.")
+            repeated = format_count(metrics.num_repeated, "step appears", "steps appear")
+            notes.append(f"metrics.jsonl: {repeated} twice; the later lines are used.")
         if gaps := metrics.gaps():
             shown = ", ".join(str(a) if a == b else f"{a:,}-{b:,}" for a, b in gaps[:_NUM_NAMED])
-            rest = f" and {len(gaps) - _NUM_NAMED:,} more gaps" if len(gaps) > _NUM_NAMED else ""
+            rest = f" and {format_count(len(gaps) - _NUM_NAMED, 'more gap')}" if len(gaps) > _NUM_NAMED else ""
             is_one = len(gaps) == 1 and gaps[0][0] == gaps[0][1]
             notes.append(f"metrics.jsonl: {f'step {shown} is' if is_one else f'steps {shown}{rest} are'} missing.")
         return notes

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fctune.calls.formats.base import CallFormat
 from fctune.checkpoint.fault_hooks import fire
+from fctune.config.intervals import choose_noun, format_count
 from fctune.errors import ConfigError, DataError
 from fctune.evaluation.cases import make_cases
 from fctune.evaluation.judging import judge_answer
@@ -60,8 +61,9 @@ class CaseTasks:
         if (num_tokens := len(self._prompts[longest])) + max_new_tokens > max_tokens:
             num_long = sum(len(ids) + max_new_tokens > max_tokens for ids in self._prompts.values())
             raise ConfigError(
-                f"{where}.cases: {num_long:,} of {len(self._prompts):,} cases leave no room for an answer, such as "
-                f"{longest} with {num_tokens:,} tokens and {where}.max_new_tokens={max_new_tokens:,} in "
+                f"{where}.cases: {num_long:,} of {format_count(len(self._prompts), 'case')} "
+                f"{choose_noun(num_long, 'leaves', 'leave')} no room for an answer, such as {longest} "
+                f"with {num_tokens:,} tokens and {where}.max_new_tokens={max_new_tokens:,} in "
                 f"data.seq_len={max_tokens:,}. Raise data.seq_len, lower {where}.max_new_tokens, or remove these cases."
             )
         self._decoder, self._call_format = decoder, call_format

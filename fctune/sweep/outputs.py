@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fctune.config.intervals import format_count
 from fctune.files import write_atomically
 from fctune.report.page import Cell, Chart, Page, Series, Tone, escape, make_table
 from fctune.report.run_charts import add_run_charts
@@ -77,7 +78,9 @@ def write_outputs(study: Study) -> list[Row]:
     write_atomically(study.path / "results.csv", render_csv(study, rows))
     if (best := find_best(rows)) is not None:
         write_atomically(study.path / "best.yaml", render_best(study, best, len(rows)))
-    make_sweep_page(study, rows).write(study.path / "comparison.html", f"fctune sweep: {len(rows)} runs")
+    make_sweep_page(study, rows).write(
+        study.path / "comparison.html", f"fctune sweep: {format_count(len(rows), 'run')}"
+    )
     return rows
 
 
@@ -103,7 +106,8 @@ def render_best(study: Study, best: Row, num_runs: int) -> str:
     file = study.path / "best.yaml"
     extreme = "highest" if spec.is_maximized else "lowest"
     lines = [
-        f"# The best of {num_runs} runs: run {best.run.name}, with the {extreme} {spec.metric}, {best.value:.6g}.",
+        f"# The best of {format_count(num_runs, 'run')}: run {best.run.name}, "
+        f"with the {extreme} {spec.metric}, {best.value:.6g}.",
         f"# {describe_settings(best.run.settings)}",
         "#",
         f"#   fctune train {file}",
@@ -123,7 +127,7 @@ def make_sweep_page(study: Study, rows: list[Row]) -> Page:
     num_over = sum(row.status in ("completed", "stopped early", "failed") for row in rows)
     num_failed = sum(row.status == "failed" for row in rows)
     is_done = num_over == len(rows)
-    verdict = f"{num_over} of {len(rows)} runs have ended."
+    verdict = f"{num_over} of {format_count(len(rows), 'run has', 'runs have')} ended."
     if best is not None and is_done:
         verdict = f"Best: {describe_settings(best.run.settings) or 'run ' + best.run.name}"
     page = Page(f"Sweep: {study.path.name}", verdict, "bad" if num_failed else "good" if best and is_done else "warn")
@@ -142,7 +146,9 @@ def make_sweep_page(study: Study, rows: list[Row]) -> Page:
     if drawn:
         num_measured = sum(row.record is not None and bool(row.record.metrics.steps) for row in rows)
         if num_measured > len(drawn):
-            page.add_section("Curves", f"<p>The charts below show the best {len(drawn)} of {num_measured} runs.</p>")
+            page.add_section(
+                "Curves", f"<p>The charts below show the best {len(drawn)} of {format_count(num_measured, 'run')}.</p>"
+            )
         add_run_charts(page, [row.run.title for row in drawn], [row.record for row in drawn if row.record is not None])
     return page
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -169,7 +170,7 @@ def test_score_bfcl_applies_the_leaderboards_rules(
     out = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["id"], row["category"], row["valid"], row["reason"]) for row in out] == [
         (case.id, "live_parallel", True, ""),
-        (case.id, "live_parallel", False, f"1 calls instead of {len(calls)}"),
+        (case.id, "live_parallel", False, f"1 call instead of {len(calls)}"),
         ("irrelevance_0", "irrelevance", True, ""),
     ]
     shown = " ".join(capsys.readouterr().out.split())
@@ -236,6 +237,28 @@ def test_a_row_is_shown_as_a_conversation_without_a_tokenizer(capsys: pytest.Cap
     assert "tools: " in output
     assert "user: " in output
     assert "assistant:" in output
+
+
+def test_one_of_anything_is_written_in_the_singular(
+    write_rows: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    conversation = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
+    rows, page, out = str(write_rows([{"tools": [tool], "messages": conversation}])), tmp_path / "page.html", tmp_path
+    assert main(["data", "check", rows, "--html", str(page)]) == 0
+    assert main(["data", "convert", rows, str(out / "clean.jsonl"), "--to", "openai"]) == 0
+    assert main(["data", "cases", rows, "--out", str(out / "cases.jsonl")]) == 0
+    predictions = out / "predictions.jsonl"
+    predictions.write_text(json.dumps({"id": "unknown", "answer": "x"}) + "\n")
+    cases = str(out / "cases.jsonl")
+    score = ["score", "calls", "--cases", cases, "--predictions", str(predictions), "--out", str(out / "scored.jsonl")]
+    assert main(score) == 0
+    said = capsys.readouterr().out
+    assert " ".join(said.split()).count("1 row") == 3, said
+    tiles = re.findall(r'<div class="tile"><b[^>]*>([^<]*)</b><span>([^<]*)</span>', page.read_text("utf-8"))
+    for text in (said, *(f"{number} {label}" for number, label in tiles)):
+        assert not re.search(r"(?<![\w.,])1 +(near )?[a-z]+s\b", text), text
 
 
 def test_help_lists_the_row_formats(capsys: pytest.CaptureFixture[str]) -> None:

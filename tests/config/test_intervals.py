@@ -119,3 +119,5 @@ def test_one_step_is_no_steps() -> None:
         "1 checkpoint",
         "2 checkpoints",
     ]
+    assert format_count(1, "node is", "nodes are") == "1 node is"
+    assert format_count(1_200, "node is", "nodes are") == "1,200 nodes are"

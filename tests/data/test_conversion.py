@@ -321,7 +321,7 @@ def test_the_command_replaces_nothing_without_force_and_never_its_source(
     source, out = tmp_path / "rows.jsonl", tmp_path / "new" / "out.jsonl"
     source.write_text(json.dumps(write_openai([("a", [], "b")])) + "\n")
     assert run(source, out, "--to", "openai") == 0
-    assert "1 rows, 1 converted" in capsys.readouterr().out
+    assert "1 row, 1 converted" in capsys.readouterr().out
     written = out.read_bytes()
     assert run(source, out) == 2
     assert "pass --force" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fctune.calls.bfcl.cases import MULTI_TURN
+from fctune.config.intervals import format_count
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation
 from fctune.errors import ConfigError, DataError
@@ -123,7 +124,7 @@ def test_calls_without_end_are_stopped_and_the_reason_is_kept(tmp_path: Path) ->
         # The benchmark judges a conversation that it stops in the last turn like any other.
         assert row["bfcl"]["valid"] == (len(case.turns) == 1)
         if len(case.turns) > 1:
-            assert row["bfcl"]["reason"] == f"1 turns instead of {len(case.turns)}"
+            assert row["bfcl"]["reason"] == f"1 turn instead of {len(case.turns)}"
 
 
 def test_a_malformed_call_ends_its_turn_and_is_never_right(tmp_path: Path) -> None:
@@ -247,7 +248,7 @@ def test_one_that_outgrows_it_after_its_last_call_has_no_answer_either(tmp_path:
         assert row["stopped"].startswith(f"turn {num_turns + 1}, step ")
         assert "outgrew the model's context (HTTP 400: This" in row["stopped"]
         assert row["verdict"] == row["lenient"]["verdict"] == "no_answer"
-        assert row["bfcl"]["reason"] == f"{num_turns} turns instead of {num_turns + 1}"
+        assert row["bfcl"]["reason"] == f"{format_count(num_turns, 'turn')} instead of {num_turns + 1}"
         assert row["calls"] == row["expected_calls"]
 
 

@@ -194,7 +194,7 @@ def test_the_page_shows_reasoning_folded_and_its_rates(smoke: Suite, tmp_path: P
     start = page.index("data-cases>") + len("data-cases>")
     cases = json.loads(page[start : page.index("</script>", start)])
     folded = [part for case in cases for part in case["parts"] if part["kind"] == "folded"]
-    assert [part["heading"] for part in folded] == ["Reasoning (3 tokens)", "Reasoning (1 tokens, never closed)"]
+    assert [part["heading"] for part in folded] == ["Reasoning (3 tokens)", "Reasoning (1 token, never closed)"]
     assert folded[0]["text"] == "It is <b>&"
     assert "<h2>Reasoning</h2>" in page
     without = [row_of(case, "No.") for case in smoke.cases]

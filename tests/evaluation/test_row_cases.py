@@ -73,7 +73,7 @@ def test_what_gives_no_case_is_counted(write_rows: Write) -> None:
         "turns with weight 0": 1,
         "rows that cannot be read": 1,
     }
-    with pytest.raises(DataError, match=r"no row yields a case \(1 rows without tools\)"):
+    with pytest.raises(DataError, match=r"no row yields a case \(1 row without tools\)"):
         make_row_cases([str(write_rows(rows[2:3]))])
 
 
@@ -109,7 +109,7 @@ def test_no_question_of_a_test_case_is_asked_in_training(write_rows: Write) -> N
 
 def test_a_split_needs_several_tools(write_rows: Write) -> None:
     made = make_row_cases([str(write_rows([row(f"{n}?", ["one"], calls("one")) for n in range(9)]))])
-    with pytest.raises(DataError, match=r"the split by tool leaves no (training|test) case: 1 tools"):
+    with pytest.raises(DataError, match=r"the split by tool leaves no (training|test) case: 1 tool is"):
         split_by_tool(made.cases)
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from fctune.calls.bfcl.source_values import JAVA_TYPES, JAVASCRIPT_TYPES, read_java, read_javascript
 from fctune.calls.matching import shorten
+from fctune.config.intervals import format_count
 from fctune.data.conversation import Call
 
 PYTHON_TYPES: dict[str, type] = {
@@ -91,7 +92,7 @@ class CallChecker:
         if self._is_call_due is not None:
             return _check_relevance(self._is_call_due, calls)
         if len(calls) != self._num_due:
-            return BfclVerdict(False, f"{len(calls)} calls instead of {self._num_due}")
+            return BfclVerdict(False, f"{format_count(len(calls), 'call')} instead of {self._num_due}")
         require = self._comparison.require
         try:
             if not self._is_parallel:

@@ -35,6 +35,7 @@ from typing import Any
 
 from fctune.calls.bfcl.cases import SIMULATORS, BfclCase
 from fctune.calls.bfcl.checker import BfclVerdict
+from fctune.config.intervals import format_count
 from fctune.data.conversation import Call
 from fctune.errors import ConfigError
 from fctune.parsing.json_reader import ParseError
@@ -86,7 +87,7 @@ def check_multi_turn(
         max_time_s: CPU seconds that the calls may take.
     """
     if len(turns) != len(case.answers):
-        return BfclVerdict(False, f"{len(turns)} turns instead of {len(case.answers)}")
+        return BfclVerdict(False, f"{format_count(len(turns), 'turn')} instead of {len(case.answers)}")
     try:
         with _precision_restored(), _time_limit(max_time_s):
             return _check_turns(case, turns, classes)

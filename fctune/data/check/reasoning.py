@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
+from fctune.config.intervals import format_count
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
 
@@ -25,8 +26,9 @@ class ReasoningUse:
 
     def describe(self) -> str:
         """Return the shares as a phrase that follows the number of rows with reasoning."""
-        tokens = "" if self.tokens is None else f", {self.tokens:,} tokens"
-        return f"with reasoning ({self.rows_share:.0%}), in {self.turns:,} turns ({self.turns_share:.0%}){tokens}"
+        tokens = "" if self.tokens is None else f", {format_count(self.tokens, 'token')}"
+        turns = format_count(self.turns, "turn")
+        return f"with reasoning ({self.rows_share:.0%}), in {turns} ({self.turns_share:.0%}){tokens}"
 
 
 class ReasoningCount:

@@ -5,6 +5,7 @@ Adding a key keeps the version; removing a key or changing its meaning raises it
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -16,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from fctune.config.intervals import choose_noun, format_count
 from fctune.data.check.reasoning import ReasoningUse
 from fctune.data.check.warnings import CLASSES, WARNING_KINDS
 from fctune.data.sources import DEFECT_KINDS, NOTE_KINDS
@@ -211,12 +213,13 @@ class Report:
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         table.add_column(justify="right", style="bold")
         table.add_column()
-        table.add_row(f"{self.rows:,}", f"rows in {self.seconds:.1f} s")
-        table.add_row(f"{self.conversations:,}", "conversations")
-        table.add_row(f"{self.calls:,}", f"calls, {self.tools:,} tools")
-        table.add_row(f"{self.duplicates:,}", f"duplicates, and {self.near_duplicates:,} near duplicates")
-        table.add_row(f"{self.defects:,}", "defects", style="red" if self.defects else None)
-        table.add_row(f"{self.warnings:,}", "warnings", style="yellow" if self.warnings else None)
+        add = functools.partial(_add_count, table)
+        add(self.rows, "row", f" in {self.seconds:.1f} s")
+        add(self.conversations, "conversation")
+        add(self.calls, "call", f", {format_count(self.tools, 'tool')}")
+        add(self.duplicates, "duplicate", f", and {format_count(self.near_duplicates, 'near duplicate')}")
+        add(self.defects, "defect", style="red" if self.defects else None)
+        add(self.warnings, "warning", style="yellow" if self.warnings else None)
         for name, count in self.classes.items():
             share = count / self.conversations if self.conversations else 0.0
             table.add_row(f"{count:,}", f"with {CLASSES[name]} ({share:.0%})", style="dim")
@@ -225,9 +228,9 @@ class Report:
         table.add_row(f"{lengths.p50:,}", text, style="dim")
         if self.tokens is not None:
             tokens = self.tokens
-            table.add_row(f"{tokens.total:,}", f"tokens, {tokens.supervised_share:.1%} of them supervised")
+            add(tokens.total, "token", f", {tokens.supervised_share:.1%} of them supervised")
             if tokens.seq_len is not None:
-                table.add_row(f"{tokens.num_over_seq_len:,}", f"conversations over seq_len {tokens.seq_len:,}")
+                add(tokens.num_over_seq_len, "conversation", f" over seq_len {tokens.seq_len:,}")
             if tokens.num_unsupervised:
                 table.add_row(f"{tokens.num_unsupervised:,}", "without supervised tokens", style="yellow")
         if self.reasoning.rows:
@@ -243,6 +246,10 @@ def make_findings(counts: Counter[str], rows: Counter[str], examples: dict[str, 
     return [Finding(kind, meanings[kind], n, rows[kind], examples[kind]) for kind, n in counts.most_common()]
 
 
+def _add_count(table: Table, number: int, noun: str, more: str = "", style: str | None = None) -> None:
+    table.add_row(f"{number:,}", choose_noun(number, noun) + more, style=style)
+
+
 def _render_findings(title: str, style: str, findings: list[Finding]) -> Group:
     parts: list[RenderableType] = [Text(f"\n{title}", style=f"bold {style}")]
     for finding in findings:
@@ -254,7 +261,9 @@ def _render_findings(title: str, style: str, findings: list[Finding]) -> Group:
 
 def _render_overlap(overlap: OverlapFinding) -> Text:
     kind = "validation split" if overlap.purpose == "validation" else "eval suite"
-    found = f"{overlap.num_found:,} of {overlap.num_items:,} items occur in {overlap.num_rows:,} rows"
+    occur = choose_noun(overlap.num_found, "occurs", "occur")
+    items, rows = format_count(overlap.num_items, "item"), format_count(overlap.num_rows, "row")
+    found = f"{overlap.num_found:,} of {items} {occur} in {rows}"
     lines = [f"\n  {e.row} contains {e.share:.0%} of {e.item}" for e in overlap.examples[:3]]
     text = f"\nOverlap with the {kind} {overlap.against}: {found}" + "".join(lines)
     return Text(text, style="bold yellow" if overlap.num_found else "")
