@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fctune.cli.data_rows import add_format_argument, add_row_commands
+from fctune.cli.data_rows import add_format_argument, add_row_commands, read_columns
 from fctune.cli.files import write_file
 from fctune.cli.parser import add_config_arguments, add_template_args_argument
 from fctune.config.chat_templates import list_shipped_templates
@@ -117,6 +117,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
     if arguments.seq_len is not None and arguments.tokenizer is None:
         raise ConfigError("--seq-len: needs --tokenizer, which tokens are counted with.")
     chosen = _read_template(arguments)
+    columns = read_columns(arguments)
     encode: Encode | None = None
     supervised: set[int] = set()
     template: ChatTemplate | None = None
@@ -127,7 +128,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
         model_dir = resolve_model_dir(arguments.tokenizer)
         template = ChatTemplate(model_dir, _read_supervision(arguments), arguments.template_args, chosen)
         sources = [(path, arguments.format) for path in arguments.paths]
-        template.resolve_thinking(lambda: has_reasoning_rows(sources, arguments.max_samples))
+        template.resolve_thinking(lambda: has_reasoning_rows(sources, arguments.max_samples, columns))
 
         def count(conversation: Any) -> tuple[int, int]:
             samples = template.encode(conversation)
@@ -148,6 +149,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
             eval_suites=arguments.eval_suite,
             on_progress=lambda rows: status.update(f"{rows:,} rows read"),
             template=template,
+            columns=columns,
         )
     console.print(report.render_text())
     if template is not None:
@@ -168,11 +170,12 @@ def _show_row(arguments: argparse.Namespace) -> int:
     if not arguments.path.startswith(("hf:", "synthetic:")):
         list_files(arguments.path)  # before the imports and the tokenizer, which take seconds
     chosen = _read_template(arguments)
+    columns = read_columns(arguments)
     from fctune.data.show import show_conversation, show_row
 
     console = Terminal(soft_wrap=True, highlight=False)
     if arguments.tokenizer is None:
-        renderables = show_conversation(arguments.path, arguments.row, arguments.format)
+        renderables = show_conversation(arguments.path, arguments.row, arguments.format, columns)
     else:
         from fctune.models.hub import resolve_model_dir
 
@@ -185,6 +188,7 @@ def _show_row(arguments: argparse.Namespace) -> int:
             template_args=arguments.template_args,
             chat_template=chosen,
             has_colour=console.color_system is not None and not console.no_color,
+            columns=columns,
         )
     for renderable in renderables:
         console.print(renderable)

@@ -18,7 +18,7 @@ _NUM_TOOLS = 20  # that are shown
 
 
 def add_format_argument(command: argparse.ArgumentParser) -> None:
-    """Add ``--format`` to a command that reads rows."""
+    """Add ``--format`` and ``--columns`` to a command that reads rows."""
     formats = ", ".join(ROW_FORMATS)
     command.add_argument(
         "--format",
@@ -26,6 +26,36 @@ def add_format_argument(command: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"row format: auto, {formats}; default: auto, which detects it",
     )
+    command.add_argument(
+        "--columns",
+        type=_to_columns,
+        action="append",
+        default=[],
+        metavar="OWN=NAME,...",
+        help="the format's name for columns of other names, such as question=query; OWN=ignore leaves one out",
+    )
+
+
+def _to_columns(text: str) -> list[tuple[str, str]]:
+    """Parse ``OWN=NAME,...``."""
+    pairs = [(own.strip(), name.strip()) for own, _, name in (word.rpartition("=") for word in text.split(","))]
+    if not all(own and name for own, name in pairs):
+        raise argparse.ArgumentTypeError(f"expected OWN=NAME, such as question=query, got {text!r}")
+    return pairs
+
+
+def read_columns(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the mapping of ``--columns``, which may be given several times.
+
+    Raises:
+        ConfigError: A column is mapped twice.
+    """
+    pairs = [pair for given in arguments.columns for pair in given]
+    columns = dict(pairs)
+    if len(columns) < len(pairs):
+        own = next(own for own, _ in pairs if [name for name, _ in pairs].count(own) > 1)
+        raise ConfigError(f"--columns: {own} is mapped twice; map it once.")
+    return columns
 
 
 def add_row_commands(data: Any) -> None:
@@ -94,7 +124,7 @@ def _convert_data(arguments: argparse.Namespace) -> int:
     from fctune.data.sources.tool_file import read_tool_files
 
     _check_out(arguments)
-    tools = read_tool_files(arguments.tools)
+    tools, columns = read_tool_files(arguments.tools), read_columns(arguments)
     console = Terminal()
     try:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -107,6 +137,7 @@ def _convert_data(arguments: argparse.Namespace) -> int:
                 arguments.strict,
                 lambda counts: status.update(f"{counts.rows:,} rows read, {counts.num_skipped:,} skipped"),
                 tools,
+                columns,
             )
         is_written = True
     except RowsSkippedError as error:
@@ -148,7 +179,8 @@ def _make_cases(arguments: argparse.Namespace) -> int:
                 for option, out in (("--out", arguments.out), ("--test", arguments.test)):
                     if out is not None and out.exists() and out.samefile(file):
                         raise ConfigError(f"{option} {out}: is the source itself; choose another file.")
-    made = make_row_cases(arguments.paths, arguments.turns, arguments.format, arguments.max_samples)
+    columns = read_columns(arguments)
+    made = make_row_cases(arguments.paths, arguments.turns, arguments.format, arguments.max_samples, columns)
     check_benchmark(made.benchmark, ", ".join(arguments.paths), arguments.force_benchmark)
     mark = {} if made.benchmark is None else {"metadata": {"benchmark": made.benchmark}}
 

@@ -11,12 +11,19 @@ import re
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from fctune.config.fields import find_value_problems, join_key
 from fctune.config.intervals import IsInterval
+
+# OWNER/NAME of the hub, also with :CONFIG:SPLIT or @REVISION, but no name of a data file.
+_HUB_NAME = re.compile(
+    r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.gz)(?<!\.csv)(?<!\.parquet)(?<!\.ndjson)"
+    r"(?::[\w.-]*){0,2}(?:@[\w./-]+)?"
+)
 
 
 class _Loader(yaml.SafeLoader):
@@ -250,6 +257,18 @@ def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Return ``; did you mean ...?`` if a known name is close, else an empty string."""
     near = _find_near(word, known)
     return f"; did you mean {prefix}{near[0]}?" if near else ""
+
+
+def suggest_hub_name(path: str, otherwise: str = "") -> str:
+    """Return ``; did you mean hf:OWNER/NAME?`` if a path that does not exist has the form of a name on the hub.
+
+    Args:
+        path: A path, or a name without ``hf:``, with ``:CONFIG`` or ``@REVISION``.
+        otherwise: Returned for any other path.
+    """
+    owner = path.partition("/")[0]
+    is_name = _HUB_NAME.fullmatch(path) is not None and not Path(owner).exists()
+    return f"; did you mean hf:{path}?" if is_name else otherwise
 
 
 def _find_near(word: str, known: Iterable[str]) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.config.chat_templates import list_shipped_templates
+from fctune.config.parsing import suggest_hub_name
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.completeness import CompletenessCheck
 from fctune.data.control_tokens import ControlTokens
@@ -260,8 +261,8 @@ def load_tokenizer(model_dir: Path, chat_template: ChosenTemplate | None = None)
         MissingTemplateError: It has no chat template.
     """
     if not model_dir.is_dir():
-        hint = f", or hf:{model_dir} for the model of the hub" if len(model_dir.parts) == 2 else ""
-        raise ConfigError(f"{model_dir}: no such directory; expected a Hugging Face model directory{hint}.")
+        hint = suggest_hub_name(str(model_dir), ".")
+        raise ConfigError(f"{model_dir}: no such directory{hint} Expected a Hugging Face model directory.")
     files = ("tokenizer.json", "tokenizer_config.json")
     missing = [name for name in files if not (model_dir / name).is_file()]
     if missing:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from fctune.config.intervals import format_count
 from fctune.data.call_ids import find_answered
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.sources import NOTE_KINDS, Defect, ParsedRow, RowReader, UnreadRow, scan_source
-from fctune.data.sources.row_reasoning import REASONING_KEYS
+from fctune.data.sources.columns import Columns
+from fctune.data.sources.row_formats.registry import list_columns
 from fctune.errors import DataError
 from fctune.files import open_atomically
 from fctune.parsing.json_reader import MAX_DEPTH, is_deeper_than
@@ -39,9 +40,6 @@ CHANGE_KINDS: dict[str, str] = {
 MAX_SKIPPED = 10_000
 _PROGRESS_ROWS = 500
 _NUM_SHOWN = 10
-# The columns that the row formats read.
-_COLUMNS = frozenset({"messages", "tools", "chat_template_kwargs", "parallel_tool_calls", "functions", "conversations"})
-_COLUMNS |= {"system", "chat", "query", "answers", "reviewed"}
 
 
 @dataclass(slots=True)
@@ -109,6 +107,7 @@ def convert_source(
     is_strict: bool = False,
     on_progress: Callable[[ConversionReport], None] | None = None,
     tools: tuple[Tool, ...] = (),
+    columns: Columns | None = None,
 ) -> ConversionReport:
     """Write the rows of a source as JSON lines in OpenAI's format, in order; ``out`` is replaced when all are written.
 
@@ -120,15 +119,16 @@ def convert_source(
         is_strict: Write nothing if a row cannot be converted.
         on_progress: Called every 500 rows with the counts so far.
         tools: Tools of the rows that have none.
+        columns: The format's name for each column of another name, or ``ignore``.
 
     Raises:
         DataError: The source cannot be read, or not to its end.
         RowsSkippedError: No row can be converted, or with ``is_strict`` one cannot.
     """
-    reader = RowReader(row_format)
+    reader = RowReader(row_format, columns, tools)
     report = ConversionReport()
     with open_atomically(out) as file:
-        for row in islice(scan_source(path, row_format), max_samples):
+        for row in islice(scan_source(path, row_format, columns), max_samples):
             report.rows += 1
             line = _convert(row, reader, report, tools)
             if line is not None:
@@ -154,9 +154,8 @@ def _convert(row: UnreadRow, reader: RowReader, report: ConversionReport, tools:
     """Return the line of a converted row, with its end, or None if it is skipped; adds to the report in place."""
     parsed = reader.read(row)
     if isinstance(parsed, ParsedRow):
-        gets_tools = bool(tools) and not parsed.conversation.tools
-        conversation = replace(parsed.conversation, tools=tools) if gets_tools else parsed.conversation
-        converted = to_openai_row(conversation)
+        gets_tools = bool(tools) and parsed.conversation.tools is tools
+        converted = to_openai_row(parsed.conversation)
         if isinstance(parsed.raw.get("parallel_tool_calls"), bool):
             converted["parallel_tool_calls"] = parsed.raw["parallel_tool_calls"]
         if is_deeper_than(converted, MAX_DEPTH):
@@ -210,9 +209,8 @@ def to_openai_row(conversation: Conversation) -> dict[str, Any]:
 
 def _find_dropped_columns(parsed: ParsedRow) -> list[str]:
     """Return the columns of a row whose values are not in its conversation."""
-    read = _COLUMNS | parsed.conversation.template_args.keys()
-    if parsed.row_format == "xlam":
-        read |= set(REASONING_KEYS)
+    read = {*list_columns("openai" if parsed.row_format == "synthetic" else parsed.row_format)}
+    read |= parsed.conversation.template_args.keys()
     return [name for name in parsed.raw if name not in read]
 
 

@@ -165,7 +165,8 @@ class ChunkEncoder:
         self.config = config
         self.encoder = encoder
         self._readers: list[RowReader | PairReader] = [
-            PairReader() if config.pairs else RowReader(source.format) for source in config.sources
+            PairReader(source.columns) if config.pairs else RowReader(source.format, source.columns)
+            for source in config.sources
         ]
         self._keeps_reasoning = encoder.supervision.reasoning != "drop"
 
@@ -344,16 +345,19 @@ def make_supervision(config: DataConfig) -> SupervisionConfig:
 
 def _has_reasoning(config: DataConfig) -> bool:
     if not config.pairs:
-        return has_reasoning_rows([(source.path, source.format) for source in config.sources], config.max_samples)
-    reader = PairReader()
-    pairs = (reader.read(row) for chunk in _scan_chunks(config) for row in chunk.rows)
+        return any(
+            has_reasoning_rows([(source.path, source.format)], config.max_samples, source.columns)
+            for source in config.sources
+        )
+    readers = [PairReader(source.columns) for source in config.sources]
+    pairs = (readers[chunk.source].read(row) for chunk in _scan_chunks(config) for row in chunk.rows)
     return any(isinstance(pair, Pair) and pair.has_reasoning for pair in pairs)
 
 
 def _scan_chunks(config: DataConfig) -> Iterator[Chunk]:
     for index, source in enumerate(config.sources):
         row_format = PAIRS_FORMAT if config.pairs else source.format
-        rows = itertools.islice(scan_source(source.path, row_format), config.max_samples)
+        rows = itertools.islice(scan_source(source.path, row_format, source.columns), config.max_samples)
         while chunk := list(itertools.islice(rows, _CHUNK_ROWS)):
             yield Chunk(index, chunk)
 

@@ -18,7 +18,7 @@ from fctune.data.template_args import TEMPLATE_ARGS_FILE
 from fctune.files import write_atomically
 
 # Part of every fingerprint: raise it when the meaning of the files or the encoding of rows changes.
-_VERSION = 4
+_VERSION = 5
 
 # Data keys that do not affect the prepared set. Every other key is part of its fingerprint, new ones included.
 IGNORED_KEYS = frozenset({"max_invalid_share", "pad_to", "prepared_dir"})

@@ -17,6 +17,7 @@ from typing import Any
 from fctune.data.conversation import Conversation, Message
 from fctune.data.conversation_encoder import ConversationEncoder, Encoded
 from fctune.data.sources import Defect, UnreadRow
+from fctune.data.sources.columns import Columns, map_columns
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.reader import decode_row
@@ -77,9 +78,14 @@ class Pair:
 
 
 class PairReader:
-    """Reads the pairs of a source."""
+    """Reads the pairs of a source.
 
-    def __init__(self) -> None:
+    Args:
+        columns: The name of a pair's column for each column of another name, or ``ignore``.
+    """
+
+    def __init__(self, columns: Columns | None = None) -> None:
+        self._columns = columns or {}
         self._context = ReadContext()
 
     def read(self, row: UnreadRow) -> Pair | Defect:
@@ -96,6 +102,7 @@ class PairReader:
     def _read(self, row: Any, source: str) -> Pair:
         if not isinstance(row, dict):
             raise RowError("", "pair_shape", f"expected an object, got {describe_value(row)}")
+        row = map_columns(row, self._columns)
         row = _split_prompt(row) if "prompt" not in row else row
         messages = row["prompt"]
         if not isinstance(messages, list) or not messages:

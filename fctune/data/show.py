@@ -14,6 +14,7 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation
 from fctune.data.sources import Defect, has_reasoning_rows, read_source
+from fctune.data.sources.columns import Columns
 from fctune.data.supervision import SupervisionConfig
 from fctune.errors import DataError
 
@@ -29,6 +30,7 @@ def show_row(
     template_args: dict[str, Any] | None = None,
     chat_template: ChosenTemplate | None = None,
     has_colour: bool = True,
+    columns: Columns | None = None,
 ) -> Iterator[Text]:
     """Yield the row's source and token counts, then its text with supervised tokens in green or in brackets.
 
@@ -41,19 +43,20 @@ def show_row(
         template_args: Switches of the chat template.
         chat_template: Template in place of the model's own, if any.
         has_colour: The output shows colours; without, brackets surround each run of supervised tokens.
+        columns: The format's name for each column of another name, or ``ignore``.
 
     Raises:
         DataError: The row does not exist, has a defect, or is rejected by the template.
     """
-    conversation = _read_row(path, row, row_format)
+    conversation = _read_row(path, row, row_format, columns)
     template = ChatTemplate(model_dir, supervision, template_args, chat_template)
-    template.resolve_thinking(lambda: has_reasoning_rows([(path, row_format)]))
+    template.resolve_thinking(lambda: has_reasoning_rows([(path, row_format)], columns=columns))
     yield from _render(conversation, template, has_colour)
 
 
-def show_conversation(path: str, row: int, row_format: str = "auto") -> Iterator[Text]:
+def show_conversation(path: str, row: int, row_format: str = "auto", columns: Columns | None = None) -> Iterator[Text]:
     """Yield the row's source, its tools and its messages; arguments as for ``show_row``."""
-    conversation = _read_row(path, row, row_format)
+    conversation = _read_row(path, row, row_format, columns)
     yield Text(conversation.source, style="bold")
     if conversation.tools:
         yield Text(f"tools: {', '.join(tool.name for tool in conversation.tools)}")
@@ -69,10 +72,10 @@ def show_conversation(path: str, row: int, row_format: str = "auto") -> Iterator
         yield text
 
 
-def _read_row(path: str, row: int, row_format: str) -> Conversation:
+def _read_row(path: str, row: int, row_format: str, columns: Columns | None) -> Conversation:
     if row < 1:
         raise DataError(f"--row {row}: rows are numbered from 1.")
-    item = next(itertools.islice(read_source(path, row_format, row), row - 1, row), None)
+    item = next(itertools.islice(read_source(path, row_format, row, columns), row - 1, row), None)
     if item is None:
         raise DataError(f"{path}: fewer than {format_count(row, 'row')}. Pass a smaller --row.")
     if isinstance(item, Defect):

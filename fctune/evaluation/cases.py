@@ -148,7 +148,8 @@ def _read_case(row: Any, where: str, number: int, context: ReadContext) -> Case:
         or row["messages"][-1].get("role") != "assistant"
     ):
         raise RowError("", "unknown_row_format", no_answer)
-    conversation = read_row(row, "openai", context, where).conversation
+    columns = {name: value for name, value in row.items() if name != "expected_calls"}
+    conversation = read_row(columns, "openai", context, where).conversation
     *prompt, last = conversation.messages
     if last.role != "assistant" or not prompt:
         raise RowError("messages", "no_assistant", no_answer)

@@ -41,7 +41,7 @@ def find_held_out_cases(config: DataConfig, prepared: PreparedSet, max_cases: in
 
 def _iter_cases(source: SourceConfig, max_rows: int | None, held_out: set[int]) -> Iterator[Case]:
     """Yield the cases of a source; conversations are taken out of ``held_out``, so that repeated ones count once."""
-    for row in islice(parse_source(source.path, source.format), max_rows):
+    for row in islice(parse_source(source.path, source.format, source.columns), max_rows):
         if isinstance(row, Defect):
             continue
         digest = row.conversation.digest()

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from fctune.config.sections.rollouts import ENVIRONMENT, RECORDED
 from fctune.data.conversation import Conversation, Message
 from fctune.data.sources import read_source, scan_source
+from fctune.data.sources.columns import Columns
 from fctune.errors import ConfigError, DataError
 from fctune.evaluation.cases import Case
 from fctune.evaluation.suites import AnyCase, load_suite
@@ -70,6 +71,7 @@ class _Source(NamedTuple):
     path: str
     kind: Literal["rows", "pairs", "cases"] = "rows"
     row_format: str = "auto"
+    columns: Columns | None = None
 
 
 def _read_sources(run: Path) -> list[_Source]:
@@ -78,7 +80,10 @@ def _read_sources(run: Path) -> list[_Source]:
         data, grpo = config["data"], config.get("grpo")
         kind: Literal["rows", "pairs"] = "pairs" if data.get("pairs") else "rows"
         named = [source for source in data["sources"] if source["path"]]
-        sources = [_Source(str(source["path"]), kind, str(source.get("format", "auto"))) for source in named]
+        sources = [
+            _Source(str(source["path"]), kind, str(source.get("format", "auto")), source.get("columns"))
+            for source in named
+        ]
         cases = "" if grpo is None else str(grpo["cases"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
@@ -99,12 +104,12 @@ def _iter_messages(source: _Source) -> Iterator[Iterable[Message]]:
     elif source.kind == "pairs":
         from fctune.data.pairs import PAIRS_FORMAT, Pair, PairReader
 
-        reader = PairReader()
-        for row in scan_source(source.path, PAIRS_FORMAT):
+        reader = PairReader(source.columns)
+        for row in scan_source(source.path, PAIRS_FORMAT, source.columns):
             if isinstance(pair := reader.read(row), Pair):
                 yield from ((*pair.prompt.messages, *answer.messages) for answer in pair.answers)
     else:
-        rows = read_source(source.path, source.row_format)
+        rows = read_source(source.path, source.row_format, columns=source.columns)
         yield from (row.messages for row in rows if isinstance(row, Conversation))
 
 

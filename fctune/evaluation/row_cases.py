@@ -12,6 +12,7 @@ from typing import Any, Literal
 from fctune.config.intervals import format_count
 from fctune.data.conversation import Conversation
 from fctune.data.conversion import to_openai_row
+from fctune.data.sources.columns import Columns
 from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import parse_source
 from fctune.errors import ConfigError, DataError
@@ -75,7 +76,11 @@ class ToolSplit:
 
 
 def make_row_cases(
-    paths: Sequence[str], turns: Turns = "last", row_format: str = "auto", max_samples: int | None = None
+    paths: Sequence[str],
+    turns: Turns = "last",
+    row_format: str = "auto",
+    max_samples: int | None = None,
+    columns: Columns | None = None,
 ) -> RowCases:
     """Make cases of rows: of each conversation's last turn of the assistant, or of each of its turns.
 
@@ -87,13 +92,14 @@ def make_row_cases(
         turns: The turns that become cases.
         row_format: Format of the rows; auto detects it.
         max_samples: Rows to read from each source; None reads all.
+        columns: The format's name for each column of another name, or ``ignore``.
 
     Raises:
         DataError: A source cannot be read, or no row yields a case.
     """
     made, seen = RowCases(), set[str]()
     for path in paths:
-        for parsed in islice(parse_source(path, row_format), max_samples):
+        for parsed in islice(parse_source(path, row_format, columns, keeps_questions=True), max_samples):
             made.num_rows += 1
             if isinstance(parsed, Defect):
                 made.left_out["rows that cannot be read"] += 1
@@ -182,6 +188,10 @@ def _iter_cases(conversation: Conversation, turns: Turns, left_out: Counter[str]
     messages = conversation.messages
     answers = [index for index, message in enumerate(messages) if message.role == "assistant" and index > 0]
     offered = frozenset(tool.name for tool in conversation.tools)
+    if messages[-1].role == "user" and not answers:  # no call is right, and the row has no text of the answer
+        row = {**to_openai_row(conversation), "expected_calls": []}
+        questions = read_questions(messages)
+        yield RowCase({"id": conversation.digest(), "kind": "no_call", **row}, offered, frozenset(), questions)
     for index in answers if turns == "each" else answers[-1:]:
         answer = messages[index]
         called = frozenset(call.name for call in answer.calls)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from fctune.config.parsing import suggest_hub_name
 from fctune.errors import ConfigError
 from fctune.models.adapter_base import read_base
 from fctune.models.hub import resolve_model_dir
@@ -62,7 +63,9 @@ def find_model(name: str, adapter: str | None = None) -> ModelFiles:
         return ModelFiles(resolve_model_dir(name), _require_adapter(adapter))
     path = Path(name)
     if not path.is_dir():
-        raise ConfigError(f"{name}: no such directory. Pass a model directory, a URL, or hf:NAME.")
+        raise ConfigError(
+            f"{name}: no such directory{suggest_hub_name(name, '.')} Pass a model directory, a URL, or hf:NAME."
+        )
     for candidate in (path, path / "export" / "merged"):
         if (candidate / "config.json").is_file():
             return ModelFiles(candidate, _require_adapter(adapter))

@@ -129,10 +129,10 @@ def find_prepared(config: RunConfig, model_dir: Path | None) -> tuple[PreparedSe
 def _has_same_settings(config: RunConfig, meta: Path) -> bool:
     try:
         inputs = json.loads(meta.read_text(encoding="utf-8"))["inputs"]
-        prepared = [(source["path"], source["format"], source["weight"]) for source in inputs["sources"]]
+        prepared = [{**source, "content": None} for source in inputs["sources"]]
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    configured = [(source.path, source.format, source.weight) for source in config.data.sources]
+    configured = [{**asdict(source), "content": None} for source in config.data.sources]
     data = asdict(config.data)
     return prepared == configured and all(
         data[name] == value for name, value in inputs.items() if name in data and name != "sources"

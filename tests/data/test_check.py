@@ -72,7 +72,7 @@ def test_defects_are_reported_with_file_line_and_pointer() -> None:
             assert example.file == DEFECTS
             assert 1 <= example.line <= len(lines)
     text = render(report)
-    where = f"{DEFECTS}:59: messages[1].tool_calls[0].function.arguments: not JSON (expected a key in double quotes"
+    where = f"{DEFECTS}:60: messages[1].tool_calls[0].function.arguments: not JSON (expected a key in double quotes"
     assert where in text
     assert "arguments_not_json" in text
 

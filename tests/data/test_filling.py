@@ -89,12 +89,11 @@ def test_the_check_reports_rows_and_keys(tmp_path: Path) -> None:
         ([NOTE], {"text": None}),  # required: wrong, and for the check to warn of
         ([WEATHER], {"city": "Oslo", "days": None}),  # nothing else in the row is filling
         ([tool("f", a={})], {"a": None}),  # a schema that says nothing
-        ([], {"a": None}),  # no tool
         ([{"type": "function", "function": {"name": "f"}}], {"a": None}),  # no schema
     ],
 )
 def test_a_null_that_a_row_may_mean_is_kept(tools: list[Any], arguments: dict[str, Any], tmp_path: Path) -> None:
-    name = tools[0]["function"]["name"] if tools else "f"
+    name = tools[0]["function"]["name"]
     (conversation,) = read(write(tmp_path / "rows.jsonl", [row(tools, (name, arguments))]))
     assert isinstance(conversation, Conversation)
     assert conversation.messages[1].calls[0].arguments == arguments

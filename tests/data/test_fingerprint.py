@@ -108,9 +108,11 @@ def test_every_data_key_changes_the_fingerprint_unless_it_is_listed_as_ignored(k
     assert is_same is (key in IGNORED_KEYS)
 
 
-@pytest.mark.parametrize("change", [{"weight": 2.0}, {"format": "openai"}, {"path": "synthetic:train:9:1"}])
+@pytest.mark.parametrize(
+    "change", [{"weight": 2.0}, {"format": "openai"}, {"path": "synthetic:train:9:1"}, {"columns": {"a": "ignore"}}]
+)
 def test_every_key_of_a_source_changes_the_fingerprint(change: dict[str, Any], tiny_base: Path) -> None:
-    assert {field.name for field in fields(SourceConfig)} == {"path", "format", "weight"}
+    assert {field.name for field in fields(SourceConfig)} == {"path", "format", "weight", "columns"}
     source = SourceConfig(path="synthetic:train:9:0")
     names = {fingerprint_inputs(DataConfig(sources=[one]), tiny_base)[0] for one in (source, replace(source, **change))}
     assert len(names) == 2

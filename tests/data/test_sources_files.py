@@ -219,7 +219,10 @@ def test_arrow_filling_is_removed_from_tools(tmp_path: Path) -> None:
 
 
 def test_a_dataset_of_the_hub_keeps_the_nulls_of_its_rows(tmp_path: Path) -> None:
-    rows = [make_call_row(arguments, []) for arguments in ({"a": 1, "b": None}, {"b": "x", "a": 2**53 + 1}, {})]
+    rows = [
+        make_call_row(arguments, [{"name": "get_weather"}])
+        for arguments in ({"a": 1, "b": None}, {"b": "x", "a": 2**53 + 1}, {})
+    ]
     write(tmp_path / "train.jsonl", "\n".join(json.dumps(row) for row in rows))
     expected = [row["messages"][-1]["tool_calls"][0]["function"]["arguments"] for row in rows]
     assert [json.dumps(arguments) for arguments in read_arguments(f"hf:{tmp_path}")] == [

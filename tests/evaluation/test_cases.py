@@ -47,7 +47,7 @@ def test_expected_calls_are_a_field_of_their_own_or_the_last_message(write_rows:
         (QUESTION, "no expected_calls"),
         ({**QUESTION, "expected_calls": {}}, "expected a list of calls, got dict"),
         ({**QUESTION, "expected_calls": [{"name": "g", "arguments": {}}]}, "which is not on offer (tools: f)"),
-        ({"messages": QUESTION["messages"], "expected_calls": [CALL]}, "which is not on offer (tools: none)"),
+        ({"messages": QUESTION["messages"], "expected_calls": [CALL]}, "calls f, but the row has no tools"),
         ({**QUESTION, "expected_calls": [{"arguments": {}}]}, "function.name"),
         ({**QUESTION, "expected_calls": [{"name": "f"}]}, "arguments"),
         ({"expected_calls": []}, "expected an object with messages"),

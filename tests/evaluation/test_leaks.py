@@ -57,7 +57,8 @@ def test_prompts_of_preference_pairs_are_compared(
         {"prompt": case["messages"], "chosen": answers[:1], "rejected": answers[1:], "tools": case["tools"]}
         for case in trained
     ]
-    pairs[1] = {"chosen": [*pairs[1]["prompt"], answers[0]], "rejected": [*pairs[1]["prompt"], answers[1]]}
+    both = {"chosen": [*pairs[1]["prompt"], answers[0]], "rejected": [*pairs[1]["prompt"], answers[1]]}
+    pairs[1] = {**both, "tools": pairs[1]["tools"]}
     run = make_run(tmp_path / "run", write_rows(pairs, "pairs.jsonl"), pairs=True)
     assert find_leaks(suite.all_cases, run) == (run, tuple(case.id for case in suite.cases[2:4]), {})
 

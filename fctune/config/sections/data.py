@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from fctune.config.fields import AT_LEAST_1, Null, Range, join_key
 from fctune.config.intervals import IsShare
+from fctune.config.parsing import suggest_hub_name
 
 
 @dataclass(kw_only=True, slots=True)
@@ -21,12 +22,23 @@ class SourceConfig:
     """Row format by the name of its reader; `auto` detects it from the rows."""
     weight: Annotated[float, Range(gt=0)] = 1.0
     """How often each row appears per epoch: 2.0 means twice, 0.5 means every second row (chosen by hash)."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """The format's name for each column of another name, such as `{question: query}`; `ignore` leaves one out. Columns
+    with text that nothing reads make a row invalid."""
 
     def check(self, where: str, problems: list[str]) -> None:
-        """Check that a local source exists."""
+        """Check that a local source exists, and that columns are mapped to distinct names."""
+        for own, name in self.columns.items():
+            if not isinstance(name, str) or not name:
+                key = join_key(where, "columns")
+                problems.append(f"{key}.{own}={name}: expected a column of the row format, such as query, or ignore")
+        names = [name for name in self.columns.values() if name != "ignore"]
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            owns = " and ".join(own for own, name in self.columns.items() if name == repeated)
+            problems.append(f"{join_key(where, 'columns')}: {owns} are both mapped to {repeated}; map one of them")
         if not self.path.startswith(("hf:", "synthetic:")) and not Path(self.path).exists():
             problems.append(
-                f"{join_key(where, 'path')}={self.path}: no such file or directory "
+                f"{join_key(where, 'path')}={self.path}: no such file or directory{suggest_hub_name(self.path)} "
                 f"(relative paths start at {Path.cwd()})"
             )
 

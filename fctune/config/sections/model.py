@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from fctune.config.chat_templates import read_chat_template
 from fctune.config.fields import AT_LEAST_0, Null, join_key
+from fctune.config.parsing import suggest_hub_name
 from fctune.errors import ConfigError
 
 ModelSource = Literal["auto", "torchtune", "transformers"]
@@ -62,7 +63,8 @@ class ModelConfig:
             return
         if not Path(self.path).is_dir():
             problems.append(
-                f"{key}={self.path}: no such directory; expected a Hugging Face model directory, or hf:NAME@REVISION"
+                f"{key}={self.path}: no such directory{suggest_hub_name(self.path, ';')} expected a Hugging Face model "
+                "directory, or hf:NAME@REVISION"
             )
         elif not (Path(self.path) / "config.json").is_file():
             problems.append(f"{key}={self.path}: contains no config.json, so it is not a Hugging Face model directory")

@@ -28,6 +28,7 @@ from fctune.data.check.warnings import CLASSES, classify, iter_warnings
 from fctune.data.conversation import Conversation
 from fctune.data.conversation_encoder import get_defect_kind
 from fctune.data.sources import Defect, ParsedRow, parse_source
+from fctune.data.sources.columns import Columns
 from fctune.errors import DataError
 
 Encode = Callable[[Conversation], tuple[int, int]]
@@ -48,6 +49,7 @@ def check_sources(
     eval_suites: Iterable[str] = (),
     on_progress: Callable[[int], None] | None = None,
     template: ChatTemplate | None = None,
+    columns: Columns | None = None,
 ) -> Report:
     """Check all rows of the sources.
 
@@ -61,6 +63,7 @@ def check_sources(
         eval_suites: Files or directories of eval questions (BFCL's, or rows with messages), likewise.
         on_progress: Called every 500 rows with the number of rows read so far.
         template: Template of the model, for tokens of reasoning and what they would teach it.
+        columns: The format's name for each column of another name, or ``ignore``.
 
     Raises:
         DataError: A path does not exist, or rows have an unknown format. Truncated files are part of the report.
@@ -68,7 +71,7 @@ def check_sources(
     check = _Check(encode, seq_len, validation, eval_suites, on_progress, ReasoningCount(template))
     try:
         for path in paths:
-            check.read(path, row_format, max_samples)
+            check.read(path, row_format, max_samples, columns)
         return check.report()
     finally:
         check.similarity.close()
@@ -112,12 +115,12 @@ class _Check:
         self.tokens: Counter[int] = Counter()
         self.num_supervised = self.num_unsupervised = self.num_not_renderable = 0
 
-    def read(self, path: str, row_format: str, max_samples: int | None) -> None:
+    def read(self, path: str, row_format: str, max_samples: int | None, columns: Columns | None) -> None:
         """Check the rows of a source."""
         source = SourceSummary(path, 0, 0, {}, None)
         self.sources.append(source)
         self.row_formats = Counter()
-        for row in _iter_rows(source, row_format, max_samples):
+        for row in _iter_rows(source, row_format, max_samples, columns):
             self.num_rows += 1
             source.rows += 1
             if isinstance(row, Defect):
@@ -222,10 +225,12 @@ class _Check:
         )
 
 
-def _iter_rows(source: SourceSummary, row_format: str, max_samples: int | None) -> Iterator[ParsedRow | Defect]:
+def _iter_rows(
+    source: SourceSummary, row_format: str, max_samples: int | None, columns: Columns | None
+) -> Iterator[ParsedRow | Defect]:
     """Yield the rows of a source; if it fails after some, record the error in the source."""
     try:
-        yield from islice(parse_source(source.path, row_format), max_samples)
+        yield from islice(parse_source(source.path, row_format, columns), max_samples)
     except DataError as error:
         if source.rows == 0:
             raise

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from fctune.data.conversation import Tool
+from fctune.data.sources.columns import Columns
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.filling import ArrowStruct, remove_tool_filling
 from fctune.data.sources.row_json import RowJsonReader, check_depth
@@ -16,9 +17,20 @@ _MAX_CACHED_TOOLS = 2_000
 
 
 class ReadContext:
-    """State shared by the rows of a source: the JSON reader and a cache of tools."""
+    """State shared by the rows of a source: the JSON reader, a cache of tools, and how the rows are to be read.
 
-    def __init__(self) -> None:
+    Attributes:
+        columns: The format's name for each column of another name.
+        default_tools: Tools of the rows that have none.
+        keeps_questions: Keep rows whose right answer is no call, and that have no text of it; else they are defects.
+    """
+
+    def __init__(
+        self, columns: Columns | None = None, default_tools: tuple[Tool, ...] = (), keeps_questions: bool = False
+    ) -> None:
+        self.columns = columns or {}
+        self.default_tools = default_tools
+        self.keeps_questions = keeps_questions
         # What the text of the current row may hold; True also where there is no text to search.
         self.has_escaped_surrogate = False
         self.may_have_null = True

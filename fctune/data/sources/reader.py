@@ -11,12 +11,21 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from fctune.data.conversation import Conversation
+from fctune.config.parsing import suggest_hub_name
+from fctune.data.conversation import Conversation, Tool
+from fctune.data.sources.columns import Columns, check_columns, describe_missing, map_columns
 from fctune.data.sources.defects import Defect, RowError
 from fctune.data.sources.files import MAX_ROW_BYTES, open_rows
 from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.row_builder import ParsedRow
-from fctune.data.sources.row_formats.registry import ROW_FORMATS, describe_row_formats, detect_row_format, read_row
+from fctune.data.sources.row_formats.registry import (
+    ROW_FORMATS,
+    describe_row_formats,
+    detect_row_format,
+    list_columns,
+    read_row,
+)
+from fctune.data.sources.row_reasoning import REASONING_KEYS
 from fctune.errors import DataError
 
 if TYPE_CHECKING:
@@ -35,7 +44,9 @@ _NULL = re.compile(rb'null(?<!"content": null)(?<!"content":null)')
 _SURROGATE = re.compile(rb"\\(?:u|U0000)[dD][89a-fA-F]")  # the longer one is Python's
 
 
-def read_source(path: str, row_format: str = "auto", max_samples: int | None = None) -> Iterator[Conversation | Defect]:
+def read_source(
+    path: str, row_format: str = "auto", max_samples: int | None = None, columns: Columns | None = None
+) -> Iterator[Conversation | Defect]:
     """Yield the conversation or the defect of each row, in order.
 
     Args:
@@ -44,19 +55,25 @@ def read_source(path: str, row_format: str = "auto", max_samples: int | None = N
             ``synthetic:SPLIT:ROWS[:SEED]``.
         row_format: Format of the rows (a key of ``ROW_FORMATS``), or auto to detect that of each row.
         max_samples: Maximum number of rows.
+        columns: The format's name for each column of another name, or ``ignore``.
 
     Raises:
-        DataError: The path does not exist, the source has no rows, its first row has an unknown format, or a file is
-            binary or truncated.
+        DataError: The path does not exist, the source has no rows, its first row has an unknown format, a file is
+            binary or truncated, or ``columns`` names a column that no row has or no format reads.
     """
-    for row in islice(parse_source(path, row_format), max_samples):
+    for row in islice(parse_source(path, row_format, columns), max_samples):
         yield row.conversation if isinstance(row, ParsedRow) else row
 
 
-def parse_source(path: str, row_format: str = "auto") -> Iterator[ParsedRow | Defect]:
-    """Yield rows as ``read_source`` does, with the locations of messages, warnings and notes on conversions."""
-    reader = RowReader(row_format)
-    for row in scan_source(path, row_format):
+def parse_source(
+    path: str, row_format: str = "auto", columns: Columns | None = None, keeps_questions: bool = False
+) -> Iterator[ParsedRow | Defect]:
+    """Yield rows as ``read_source`` does, with the locations of messages, warnings and notes on conversions.
+
+    With ``keeps_questions``, rows whose right answer is no call, and that have no text of it, are not defects.
+    """
+    reader = RowReader(row_format, columns, keeps_questions=keeps_questions)
+    for row in scan_source(path, row_format, columns):
         yield reader.read(row)
 
 
@@ -72,40 +89,56 @@ class UnreadRow(NamedTuple):
     value: Any
 
 
-def scan_source(path: str, row_format: str = "auto") -> Iterator[UnreadRow]:
+def scan_source(path: str, row_format: str = "auto", columns: Columns | None = None) -> Iterator[UnreadRow]:
     """Yield the undecoded rows of a source, in order; a ``RowReader`` in any process can read them.
 
     Raises:
         DataError: For the same reasons as ``read_source``.
     """
-    return _scan(path, row_format, None)
+    return _scan(path, row_format, columns or {}, None)
 
 
-def _scan(path: str, row_format: str, is_wanted: IsWanted | None) -> Iterator[UnreadRow]:
+def _scan(path: str, row_format: str, columns: Columns, is_wanted: IsWanted | None) -> Iterator[UnreadRow]:
     """Yield rows as ``scan_source`` does; the value is None in batches of a table that are not wanted."""
     if row_format != "auto" and row_format not in ROW_FORMATS:
         raise DataError(f"{path}: format={row_format}: unknown row format. Expected auto, {', '.join(ROW_FORMATS)}.")
-    rows = _scan_synthetic(path) if path.startswith("synthetic:") else _scan_files(path, row_format, is_wanted)
+    pair_columns = ("prompt", "chosen", "rejected") if row_format == "openai" else ()  # the format of pairs' messages
+    check_columns(columns, [*list_columns(row_format), *pair_columns], path)
+    is_synthetic = path.startswith("synthetic:")
+    rows = _scan_synthetic(path) if is_synthetic else _scan_files(path, row_format, columns, is_wanted)
     is_empty = True
+    missing = set(columns)
+    first: UnreadRow | None = None
     for row in rows:
         is_empty = False
+        if missing:
+            first = first or row
+            missing -= {name for name in missing if _has_column(row.value, name)}
         yield row
     if is_empty:
         raise DataError(f"{path}: no rows. Expected at least one.")
+    if missing:
+        raise DataError(f"{path}: {describe_missing(sorted(missing), _list_keys(first))}")
 
 
-def has_reasoning_rows(sources: Sequence[tuple[str, str]], max_samples: int | None = None) -> bool:
+def has_reasoning_rows(
+    sources: Sequence[tuple[str, str]], max_samples: int | None = None, columns: Columns | None = None
+) -> bool:
     """Return True if any row has reasoning; stops at the first.
 
     Args:
         sources: Path and row format of each source.
         max_samples: Rows to read from each source; None reads all.
+        columns: The format's name for each column of another name.
     """
+    is_renamed = any(name in REASONING_KEYS for name in (columns or {}).values())
     for path, row_format in sources:
-        reader = RowReader(row_format)
-        for row in islice(_scan(path, row_format, _may_hold_reasoning), max_samples):
+        reader = RowReader(row_format, columns)
+        scanned = _scan(path, row_format, columns or {}, None if is_renamed else _may_hold_reasoning)
+        for row in islice(scanned, max_samples):
             # Nearly all rows without reasoning need no decoding.
-            if row.value is None or (isinstance(row.value, bytes) and _REASONING.search(row.value) is None):
+            is_plain = isinstance(row.value, bytes) and not is_renamed and _REASONING.search(row.value) is None
+            if row.value is None or is_plain:
                 continue
             parsed = reader.read(row)
             if isinstance(parsed, ParsedRow) and any(message.reasoning for message in parsed.conversation.messages):
@@ -114,11 +147,24 @@ def has_reasoning_rows(sources: Sequence[tuple[str, str]], max_samples: int | No
 
 
 class RowReader:
-    """Reads any of the rows of a source."""
+    """Reads any of the rows of a source.
 
-    def __init__(self, row_format: str = "auto"):
+    Args:
+        row_format: Format of the rows, or auto.
+        columns: The format's name for each column of another name, or ``ignore``.
+        tools: Tools of the rows that have none.
+        keeps_questions: Keep rows whose right answer is no call, and that have no text of it; else they are defects.
+    """
+
+    def __init__(
+        self,
+        row_format: str = "auto",
+        columns: Columns | None = None,
+        tools: tuple[Tool, ...] = (),
+        keeps_questions: bool = False,
+    ):
         self.row_format = row_format
-        self._context = ReadContext()
+        self._context = ReadContext(columns, tools, keeps_questions)
 
     def read(self, row: UnreadRow) -> ParsedRow | Defect:
         """Return the conversation of a row, or its defect."""
@@ -175,7 +221,8 @@ def list_files(path: str) -> list[str]:
         return [os.path.join(path, name) for name in names]
     if not os.path.exists(path):
         raise DataError(
-            f"{path}: no such file or directory. Check the path; datasets of the hub are hf:NAME[:config][:split]."
+            f"{path}: no such file or directory{suggest_hub_name(path, '.')} Check the path; datasets of the hub are "
+            "hf:NAME[:config][:split]."
         )
     return [path]
 
@@ -189,8 +236,8 @@ def _read_saved_json(path: str, name: str) -> Any:
         raise DataError(f"{os.path.join(path, name)}: cannot be read ({error}). Save the dataset again.") from None
 
 
-def _scan_files(path: str, row_format: str, is_wanted: IsWanted | None) -> Iterator[UnreadRow]:
-    context = ReadContext()
+def _scan_files(path: str, row_format: str, columns: Columns, is_wanted: IsWanted | None) -> Iterator[UnreadRow]:
+    context = ReadContext(columns)
     for file in [path] if path.startswith("hf:") else list_files(path):
         is_known = row_format != "auto"
         for line, value in _scan_file(file, context, is_wanted):
@@ -243,11 +290,35 @@ def _has_known_format(file: str, line: int, value: Any, context: ReadContext) ->
         return False
     if not isinstance(row, dict):
         return False
-    if detect_row_format(row) is None:
+    try:
+        mapped = map_columns(row, context.columns)
+    except RowError:
+        return False
+    if detect_row_format(mapped) is None:
+        missing = [name for name in context.columns if name not in row]
+        if missing:
+            raise DataError(f"{file}:{line}: {describe_missing(missing, row)}")
         raise DataError(
-            f"{file}:{line}: rows of unknown format. {describe_row_formats(row)}. Convert them to one of these."
+            f"{file}:{line}: rows of unknown format. {describe_row_formats(mapped)}. Convert them to one of these, or "
+            "map columns of other names: --columns question=query, or columns: {question: query} in the source."
         )
     return True
+
+
+def _has_column(value: Any, name: str) -> bool:
+    """Return True if an undecoded row may have a column."""
+    if isinstance(value, bytes):
+        return json.dumps(name).encode() in value or json.dumps(name, ensure_ascii=False).encode() in value
+    return value is None or (isinstance(value, dict) and name in value)
+
+
+def _list_keys(row: UnreadRow | None) -> list[str]:
+    """Return the columns of an undecoded row."""
+    try:
+        value = decode_row(row.value, ReadContext()) if row is not None else None
+    except RowError:
+        return []
+    return list(value) if isinstance(value, dict) else []
 
 
 def _is_parquet(file: str) -> bool:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fctune.data.call_ids import find_answered
 from fctune.data.conversation import Call, Conversation, Message, Role, Tool
+from fctune.data.sources.columns import is_harmless
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.filling import ArgumentFilling, ArrowStruct, holds_null
 from fctune.data.sources.read_context import ReadContext
+from fctune.data.sources.row_content import read_content, read_result_content
 from fctune.data.sources.row_json import check_depth, read_python_literal
 from fctune.data.sources.row_reasoning import take_reasoning
 
@@ -52,6 +56,7 @@ class ParsedRow:
 
 NOTE_KINDS: dict[str, str] = {
     "arrow_struct": "arguments or tools from an Arrow struct, whose key order is the column's",
+    "calls_joined": "calls in messages of their own, joined with the assistant's message before them",
     "content_with_call": "assistant text before a call, kept with it",
     "developer_as_system": "developer messages read as system messages",
     "empty_think": "empty think blocks, removed",
@@ -65,7 +70,11 @@ NOTE_KINDS: dict[str, str] = {
     "python_literal": "calls, results and tools of a prompt written as Python literals, read as JSON values",
     "quoted_arguments": "Glaive arguments in single quotes, read as the JSON between the quotes",
     "reasoning_from_content": "reasoning read from tags at the start of a turn's text",
+    "result_from_json": "results that are an object or a list, written as JSON",
     "system_prompt_replaced": "system prompts that only declared tools, which the chat template declares instead",
+    "tagged_calls": "calls in <tool_call> tags of an assistant's message, read as calls",
+    "tagged_results": "results in <tool_response> tags, read without them",
+    "text_parts_joined": "contents of several text parts, joined by line breaks",
     "tool_type_dropped": "tools of OpenAI's Responses API, whose type was removed",
     "tools_from_anthropic": "tools in Anthropic's form (input_schema)",
     "tools_from_gemini": "tools in Gemini's form (function_declarations)",
@@ -76,6 +85,16 @@ NOTE_KINDS: dict[str, str] = {
     "type_converted": "tools whose Python type names were converted to JSON Schema",
 }
 """The kinds of conversions made while reading rows."""
+
+TOOL_COLUMNS = ("tools", "functions", "available_tools", "tools_json")
+"""Columns of a row's tools, in formats that have them in a column; ``metadata.tools`` is read where these are empty."""
+
+_CALL_KEYS = frozenset({"name", "arguments", "id", "type", "index"})
+# What opens a call in the text of other formats; such text would be trained, but no call would be.
+_CALL_MARKS = re.compile(
+    r"</?tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|<function=|<function_?calls?>|<\|tool_call\|>|<\|tool_calls_section_begin"
+    r"|<｜tool▁calls▁begin｜>|<\|tool_call_start\|>|<start_function_call>|<minimax:tool_call>|<TOOLCALL>|<\|tool_call>"
+)
 
 
 class RowBuilder:
@@ -93,6 +112,8 @@ class RowBuilder:
         self.tools_suffix = ""
         self.pending: list[Call] = []
         self.template_args: dict[str, Any] = {}
+        self.unread: dict[str, Any] = {}  # keys of messages and calls that no reader reads, by pointer
+        self._system: str | None = None  # of the system column
         self._reasoning: tuple[str, str] | None = None  # of the assistant's next turn, and its location
         self._has_null_arguments = False  # of a call whose arguments are an object in the row
 
@@ -106,6 +127,11 @@ class RowBuilder:
         reasoning: str | None = None,
     ) -> None:
         """Add a message that is not a result."""
+        if role == "system" and self._system is not None and self.pointers == ["system"]:
+            if content == self._system:
+                return
+            reason = "a system message that differs from the row's system column; keep one of them"
+            raise RowError(pointer, "system_conflict", reason)
         if role == "assistant":
             reasoning = self._take_pending_reasoning(reasoning, pointer)
         self._require_no_reasoning(role)
@@ -123,8 +149,30 @@ class RowBuilder:
         self.messages.append(Message(role, content, calls, weight=weight, reasoning=reasoning))
         self.pointers.append(pointer)
 
-    def add_result(self, content: str, pointer: str, call_id: str | None = None, name: str | None = None) -> None:
+    def add_system_column(self, value: Any) -> None:
+        """Add the text of a row's system column, if there is any, as its system message."""
+        text = read_content(value, "system", self.notes)
+        if text:
+            self.add("system", text, "system")
+            self._system = text
+
+    def add_calls(self, calls: tuple[Call, ...], pointer: str, reasoning: str | None = None) -> None:
+        """Add calls that are a message of their own; one that follows the assistant's belongs to its turn."""
+        last = self.messages[-1] if self.messages else None
+        is_same_turn = last is not None and last.role == "assistant" and self._reasoning is None and reasoning is None
+        if last is None or not is_same_turn or (last.calls and len(last.calls) != len(self.pending)):
+            self.add("assistant", None, pointer, calls, reasoning=reasoning)
+            return
+        self.messages.pop()
+        self.pointers.pop()
+        self.pending = []
+        self.notes["calls_joined"] += 1
+        self.notes["content_with_call"] -= bool(last.content and last.calls)  # counted again
+        self.add("assistant", last.content, pointer, (*last.calls, *calls), last.weight, last.reasoning)
+
+    def add_result(self, content: Any, pointer: str, call_id: str | None = None, name: str | None = None) -> None:
         """Add a result of a call that has none yet, matched by id, else by name, else to the oldest call."""
+        content = read_result_content(content, pointer, self.notes)
         self._require_no_reasoning("tool")
         index = find_answered(self.pending, call_id, name)
         if index is None:
@@ -166,15 +214,28 @@ class RowBuilder:
             reason = f"reasoning that no assistant's turn follows ({follows})"
             raise RowError(self._reasoning[1], "reasoning_role", reason)
 
-    def finish(self) -> ParsedRow:
-        """Return the conversation with its locations, warnings and notes."""
+    def _check_calls(self) -> None:
+        """Require tools for calls, and that no call is left in a text."""
+        for message, pointer in zip(self.messages, self.pointers, strict=True):
+            if message.calls and not self.tools:
+                names = ", ".join(call.name for call in message.calls)
+                raise RowError(pointer, "call_without_tools", f"calls {names}, but the row has no tools")
+            mark = _CALL_MARKS.search(message.content) if message.role == "assistant" and message.content else None
+            if mark is not None and (self.tools or mark.group() == "<tool_call>"):
+                reason = f"{mark.group()} in the text, which would be trained as text; write the call in tool_calls"
+                raise RowError(pointer, "call_in_text", reason)
+
+    def finish(self, is_question: bool = False) -> ParsedRow:
+        """Return the conversation with its locations, warnings and notes; a question needs no assistant's message."""
         self._require_no_reasoning(None)
         if self._has_null_arguments:
             self._remove_argument_filling()
         if self.notes.get("null_key_dropped"):
             self.notes["filled_row"] = 1
-        if not any(message.role == "assistant" for message in self.messages):
+        if not is_question and not any(message.role == "assistant" for message in self.messages):
             raise RowError("", "no_assistant", "no assistant message to train on")
+        self.tools = self.tools or self.context.default_tools
+        self._check_calls()
         conversation = Conversation(tuple(self.messages), self.tools, self.source, self.template_args)
         if self.context.has_escaped_surrogate:
             try:
@@ -203,6 +264,8 @@ class RowBuilder:
         if "arguments" not in value:
             keys = ", ".join(map(str, value))
             raise RowError(pointer, "call_shape", f"expected the key 'arguments', got {keys}")
+        if not _CALL_KEYS.issuperset(value):
+            self.note_unread(value, _CALL_KEYS, pointer)
         arguments = self.read_arguments(value["arguments"], f"{pointer}.arguments", name)
         return Call(name, arguments, call_id)
 
@@ -260,6 +323,41 @@ class RowBuilder:
             self.tools_suffix = ".function"
         for name in repeated:
             self.warnings.append(RowWarning(pointer, "repeated_tool", f"{name} is declared twice, identically"))
+
+    def set_row_tools(self, row: dict[str, Any]) -> None:
+        """Read the tools of a row from its columns, or else from its metadata.
+
+        Raises:
+            RowError: ``tools_disagree`` if two columns have different tools; or what ``set_tools`` raises.
+        """
+        found = ""
+        for name in TOOL_COLUMNS:
+            if (value := row.get(name)) in (None, "", "null", "[]", []):
+                continue
+            earlier = self.tools
+            self.set_tools(value, name)
+            if earlier and self.tools != earlier:
+                raise RowError(name, "tools_disagree", f"other tools than in {found}; leave one of the two out")
+            found = name
+        metadata = row.get("metadata") if not found else None
+        if isinstance(metadata, str) and '"tools"' in metadata:
+            try:
+                metadata = self.context.json.decode(metadata)
+            except RowError:
+                return  # a text of its own
+        tools = metadata.get("tools") if isinstance(metadata, dict) else None
+        if isinstance(tools, str):
+            is_listed = tools.lstrip().startswith(("[", "{"))
+        else:
+            is_listed = isinstance(tools, list) and any(isinstance(tool, dict) for tool in tools)
+        if is_listed:
+            self.set_tools(tools, "metadata.tools")
+
+    def note_unread(self, value: dict[str, Any], read: Collection[str], pointer: str) -> None:
+        """Note the keys of a message or call that are neither read nor harmless, for ``require_read``."""
+        for key, item in value.items():
+            if key not in read and item not in (None, "", [], {}) and not is_harmless(str(key)):
+                self.unread[f"{pointer}.{key}"] = item
 
     def _remove_argument_filling(self) -> None:
         """Remove the filling of other calls' arguments, in place, if the row shows any that it cannot have meant."""

@@ -87,7 +87,7 @@ def _iter_tools(
         for i, item in enumerate(value):
             at = f"{pointer}[{i}]"
             if isinstance(item, dict) and "function" in item and "name" not in item:
-                yield item, at  # as most rows have them
+                yield _read_wrapped(item, f"{at}.function", notes), at  # as most rows have them
             elif isinstance(item, dict):
                 yield from _iter_object(item, at, decode, notes, pages, depth)
             else:
@@ -104,7 +104,7 @@ def _iter_object(
     if "name" in value:
         yield _read_named(value, pointer, notes), pointer
     elif "function" in value:
-        yield value, pointer
+        yield _read_wrapped(value, f"{pointer}.function", notes), pointer
     elif "openapi" in value or "swagger" in value:
         notes["tools_from_openapi"] += 1
         for function in read_operations(value, pointer):
@@ -127,6 +127,28 @@ def _iter_object(
         yield value, pointer
 
 
+def _read_wrapped(tool: dict[str, Any], pointer: str, notes: Counter[str]) -> Any:
+    """Return a tool in OpenAI's wrapper, whose function may have Gemini's types."""
+    function = tool["function"]
+    if not isinstance(function, dict) or not _has_gemini_types(function.get("parameters")):
+        return tool
+    notes["tools_from_gemini"] += 1
+    return {
+        **tool,
+        "function": {**function, "parameters": _convert_gemini(function["parameters"], f"{pointer}.parameters")},
+    }
+
+
+def _has_gemini_types(parameters: Any) -> bool:
+    """Return True if a schema, or one of its properties, has a type in capitals."""
+    if not isinstance(parameters, dict):
+        return False
+    properties = parameters.get("properties")
+    schemas = [parameters, *(properties.values() if isinstance(properties, dict) else ())]
+    types = [schema.get("type") for schema in schemas if isinstance(schema, dict)]
+    return any(isinstance(kind, str) and kind in _GEMINI_TYPES for kind in types)
+
+
 def _read_named(tool: dict[str, Any], pointer: str, notes: Counter[str]) -> Any:
     """Return a function without another API's keys; itself if it has none."""
     if "inputSchema" in tool:
@@ -135,8 +157,7 @@ def _read_named(tool: dict[str, Any], pointer: str, notes: Counter[str]) -> Any:
     if "input_schema" in tool:
         notes["tools_from_anthropic"] += 1
         return _make_function(tool["name"], tool.get("description"), tool["input_schema"])
-    parameters = tool.get("parameters")
-    if isinstance(parameters, dict) and parameters.get("type") in _GEMINI_TYPES:
+    if _has_gemini_types(tool.get("parameters")):
         notes["tools_from_gemini"] += 1
         return _read_gemini(tool, pointer)
     if tool.get("type") == "function" and "function" not in tool:  # OpenAI's Responses API has no wrapper
@@ -168,7 +189,7 @@ def _convert_gemini(schema: Any, pointer: str) -> Any:
         at = f"{pointer}.{key}"
         if key in ("nullable", "propertyOrdering", "example"):
             continue
-        if key == "type" and value in _GEMINI_TYPES:
+        if key == "type" and isinstance(value, str) and value in _GEMINI_TYPES:
             converted[key] = value.lower()
         elif key in _GEMINI_COUNTS and isinstance(value, str) and value.isdecimal():
             converted[key] = int(value)

@@ -8,6 +8,9 @@ from typing import Any
 
 from fctune.data.sources.row_builder import ParsedRow, RowBuilder
 
+SHARED_COLUMNS = ("chat_template_kwargs", "enable_thinking", "reasoning_effort", "reviewed")
+"""Columns that are read in rows of every format."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFormat:
@@ -21,5 +24,9 @@ class RowFormat:
     """Returns True if a row may have this format; the first match in order of ``priority`` is used."""
     read: Callable[[dict[str, Any], RowBuilder], ParsedRow]
     """Reads a row; raises ``RowError`` at its first defect, or KeyError if a required key is missing."""
+    columns: tuple[str, ...]
+    """The columns that it reads, beside those of every format (``SHARED_COLUMNS``)."""
+    harmless: tuple[str, ...] = ()
+    """Columns of public rows in this format that repeat or describe what is read."""
     priority: int = 0
     """Formats with distinctive keys come first: higher values are tried earlier."""

@@ -141,4 +141,5 @@ ROW_FORMAT = RowFormat(
     keys="system, chat",
     matches=lambda row: "chat" in row and "system" in row,
     read=read_glaive,
+    columns=("system", "chat"),
 )

@@ -1,22 +1,25 @@
 """Rows in OpenAI's format: ``messages`` with ``tool_calls``, and ``tools``.
 
 https://platform.openai.com/docs/guides/fine-tuning. Arguments may be a string (OpenAI, axolotl, mlx) or an object
-(TRL, axolotl); a result may name its call by ``tool_call_id`` (OpenAI) or by ``name`` (TRL).
+(TRL, axolotl); a result may name its call by ``tool_call_id`` (OpenAI) or by ``name`` (TRL). Calls and results may be
+messages of their own (ms-swift's ``tool_call`` and ``tool_response``), or text between Hermes' tags.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from fctune.data.conversation import Call
-from fctune.data.sources.defects import TEXT_ONLY, RowError, describe_value
-from fctune.data.sources.row_builder import ParsedRow, RowBuilder, RowWarning
+from fctune.data.sources.defects import RowError, describe_value
+from fctune.data.sources.row_builder import TOOL_COLUMNS, ParsedRow, RowBuilder, RowWarning
+from fctune.data.sources.row_content import read_content
 from fctune.data.sources.row_formats.base import RowFormat
+from fctune.data.sources.row_formats.hermes import read_prompt, read_tagged_calls, read_tagged_results
+from fctune.data.sources.row_formats.sharegpt import read_calls
 from fctune.data.sources.row_reasoning import REASONING_KEYS, REASONING_ROLES, read_reasoning, split_parts
 
-# Types of content parts other than text, in OpenAI's and TRL's formats.
-_MEDIA = re.compile("image|video|audio")
+_CALL_ROLES = ("tool_call", "function_call")
+_RESULT_ROLES = ("tool", "function", "tool_response", "tool_output", "observation")
 
 _READ_FIELDS = frozenset(
     {"role", "content", "tool_calls", "tool_call_id", "name", "weight", "function_call", "channel", *REASONING_KEYS}
@@ -31,13 +34,20 @@ def read_openai(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
         messages = builder.decode(messages, key)
     if not isinstance(messages, list) or not messages:
         raise RowError(key, "message_shape", f"expected a list of messages, got {describe_value(messages)}")
-    if row.get("tools") is not None:
-        builder.set_tools(row["tools"])
-    elif row.get("functions") is not None:
+    builder.set_row_tools(row)
+    if builder.tools_pointer == "functions":
         builder.notes["legacy_function_call"] += 1
-        builder.set_tools(row["functions"], "functions")
+    if system := read_content(row.get("system"), "system", builder.notes):
+        builder.add_system_column(read_prompt(system, "system", None, builder))
+    tagged: list[str] = []  # pointers of messages whose calls are text
     for i, message in enumerate(messages):
-        _add_message(message, f"{key}[{i}]", builder)
+        _add_message(message, f"{key}[{i}]", builder, tagged)
+    offered = {tool.name for tool in builder.tools or builder.context.default_tools}
+    for message, pointer in zip(builder.messages, builder.pointers, strict=True):
+        missing = [call.name for call in message.calls if call.name not in offered] if pointer in tagged else ()
+        if missing and offered:
+            reason = f"a call of {missing[0]} in the text, which is not one of the row's tools"
+            raise RowError(f"{pointer}.content", "call_in_text", reason)
     if row.get("parallel_tool_calls") is False:
         for message, pointer in zip(builder.messages, builder.pointers, strict=True):
             if len(message.calls) > 1:
@@ -46,7 +56,7 @@ def read_openai(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     return builder.finish()
 
 
-def _add_message(message: Any, pointer: str, builder: RowBuilder) -> None:
+def _add_message(message: Any, pointer: str, builder: RowBuilder, tagged: list[str]) -> None:
     if not isinstance(message, dict):
         raise RowError(pointer, "message_shape", f"expected an object, got {describe_value(message)}")
     role = message.get("role")
@@ -59,36 +69,51 @@ def _add_message(message: Any, pointer: str, builder: RowBuilder) -> None:
             reason = "its part of reasoning differs from the reasoning in the message's key; keep one"
             raise RowError(f"{pointer}.content", "reasoning_conflict", reason)
         reasoning = reasoning or thought
-    content = _read_content(content, f"{pointer}.content")
-    for name, value in message.items():
-        if name not in _READ_FIELDS and value not in (None, "", [], {}):
-            builder.notes["ignored_field"] += 1
+    if role not in (*_CALL_ROLES, *_RESULT_ROLES):
+        content = read_content(content, f"{pointer}.content", builder.notes)
+    if not _READ_FIELDS.issuperset(message):
+        builder.note_unread(message, _READ_FIELDS, pointer)
+        ignored = [name for name in message if name not in _READ_FIELDS and message[name] not in (None, "", [], {})]
+        builder.notes["ignored_field"] += len(ignored)
     match role:
         case "system" | "developer" | "user":
             if role == "developer":
                 builder.notes["developer_as_system"] += 1
             if content is None:
                 raise RowError(f"{pointer}.content", "content_not_text", f"expected the {role}'s text, got null")
-            builder.add("user" if role == "user" else "system", content, pointer)
-        case "assistant":
+            if role == "user" and builder.pending and content.lstrip().startswith("<tool_response>"):
+                _add_tagged_results(content, pointer, builder)
+            elif role == "user":
+                builder.add("user", content, pointer)
+            elif (prompt := read_prompt(content, f"{pointer}.content", None, builder)) is not None:
+                builder.add("system", prompt, pointer)
+        case "assistant" | "answer":
             calls = _read_calls(message, pointer, builder)
             if message.get("channel") == "analysis" and content and not calls:
                 builder.add_reasoning(content, f"{pointer}.content")
                 return
             if content is not None:
                 content, reasoning = builder.take_reasoning(content, f"{pointer}.content", reasoning)
+                if "<tool_call>" in content and not calls:
+                    content, calls = read_tagged_calls(content, f"{pointer}.content", builder)
+                    builder.notes["tagged_calls"] += len(calls)
+                    tagged.append(pointer)
                 content = content or (None if calls else "")
             if content is None and not calls:
                 reason = "null without tool_calls: an assistant message has text, calls, or both"
                 raise RowError(f"{pointer}.content", "content_not_text", reason)
             builder.add("assistant", content, pointer, calls, _read_weight(message.get("weight"), pointer), reasoning)
-        case "tool" | "function":
+        case str() if role in _CALL_ROLES:
+            builder.add_calls(read_calls(content, f"{pointer}.content", builder), pointer, reasoning)
+        case str() if role in _RESULT_ROLES:
             if role == "function":
                 builder.notes["legacy_function_call"] += 1
-            if content is None:
-                raise RowError(f"{pointer}.content", "content_not_text", "expected the result's text, got null")
             call_id = _read_text(message.get("tool_call_id"), f"{pointer}.tool_call_id")
-            builder.add_result(content, pointer, call_id, _read_text(message.get("name"), f"{pointer}.name"))
+            name = _read_text(message.get("name"), f"{pointer}.name")
+            if isinstance(content, str) and content.lstrip().startswith("<tool_response>"):
+                _add_tagged_results(content, pointer, builder, call_id, name)
+            else:
+                builder.add_result(content, pointer, call_id, name)
         case str() if role in REASONING_ROLES:
             if content is None:
                 raise RowError(f"{pointer}.content", "reasoning_not_text", "expected the reasoning's text, got null")
@@ -123,18 +148,13 @@ def _read_calls(message: dict[str, Any], pointer: str, builder: RowBuilder) -> t
     return tuple(read)
 
 
-def _read_content(content: Any, pointer: str) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict):
-        text = content[0].get("text")
-        if content[0].get("type") == "text" and isinstance(text, str):
-            return text
-    for i, part in enumerate(content if isinstance(content, list) else ()):
-        if isinstance(part, dict) and _MEDIA.search(str(part.get("type"))):
-            raise RowError(f"{pointer}[{i}]", "not_text_only", f"a part of type {part['type']!r}; {TEXT_ONLY}")
-    reason = f"expected text, null, or a list with one text part, got {describe_value(content)}"
-    raise RowError(pointer, "content_not_text", reason)
+def _add_tagged_results(
+    content: str, pointer: str, builder: RowBuilder, call_id: str | None = None, name: str | None = None
+) -> None:
+    results = read_tagged_results(content, f"{pointer}.content", builder)
+    builder.notes["tagged_results"] += len(results)
+    for text, own_name in results:
+        builder.add_result(text, pointer, call_id, name or own_name)
 
 
 def _read_text(value: Any, pointer: str) -> str | None:
@@ -164,5 +184,7 @@ ROW_FORMAT = RowFormat(
     keys="messages[, tools]",
     matches=_is_openai,
     read=read_openai,
+    columns=("messages", "conversations", "system", "parallel_tool_calls", *TOOL_COLUMNS),
+    harmless=("target_tools", "error_class", "suite", "case", "got"),  # Toucan's, and those of fctune's own drafts
     priority=4,
 )

@@ -7,10 +7,11 @@ from importlib import import_module
 from typing import Any
 
 from fctune.data.sources import row_formats
+from fctune.data.sources.columns import is_harmless, map_columns, require_read
 from fctune.data.sources.defects import TEXT_ONLY, RowError, describe_value
 from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.row_builder import ParsedRow, RowBuilder
-from fctune.data.sources.row_formats.base import RowFormat
+from fctune.data.sources.row_formats.base import SHARED_COLUMNS, RowFormat
 from fctune.data.sources.row_json import MAX_VALUE_DEPTH
 from fctune.data.sources.row_reasoning import read_template_args
 
@@ -24,6 +25,18 @@ def _find_row_formats() -> dict[str, RowFormat]:
 
 ROW_FORMATS = _find_row_formats()
 """The row formats by name, in the order of their detection."""
+
+
+_READ_COLUMNS = {
+    name: frozenset({*row_format.columns, *row_format.harmless, *SHARED_COLUMNS})
+    for name, row_format in ROW_FORMATS.items()
+}
+
+
+def list_columns(row_format: str = "auto") -> list[str]:
+    """Return the columns that a row format reads, or that any does; columns of other names can be mapped to them."""
+    formats = list(ROW_FORMATS.values()) if row_format == "auto" else [ROW_FORMATS[row_format]]
+    return sorted({column for found in formats for column in (*found.columns, *SHARED_COLUMNS)})
 
 
 def detect_row_format(row: dict[str, Any]) -> str | None:
@@ -49,6 +62,8 @@ def read_row(row: Any, row_format: str, context: ReadContext, source: str = "") 
     """
     if not isinstance(row, dict):
         raise RowError("", "unknown_row_format", f"expected an object, got {describe_value(row)}")
+    if context.columns:
+        row = map_columns(row, context.columns)
     if row.get("reviewed") is False:
         raise RowError("reviewed", "unreviewed", "a draft; set it to true after a person has corrected the row")
     if media := next((key for key in _MEDIA if row.get(key)), None):
@@ -68,6 +83,10 @@ def read_row(row: Any, row_format: str, context: ReadContext, source: str = "") 
         ) from None
     except RecursionError:
         raise RowError("", "too_deep", f"nested deeper than {MAX_VALUE_DEPTH} levels") from None
+    read = _READ_COLUMNS[name]
+    if not read.issuperset(row) or builder.unread:
+        columns = {column: value for column, value in row.items() if column not in read and not is_harmless(column)}
+        require_read(columns, builder.unread, parsed.conversation)
     parsed.row_format, parsed.raw = name, row
     return parsed
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from fctune.data.conversation import Call
 from fctune.data.sources.defects import RowError, describe_value
-from fctune.data.sources.row_builder import ParsedRow, RowBuilder
+from fctune.data.sources.row_builder import TOOL_COLUMNS, ParsedRow, RowBuilder
+from fctune.data.sources.row_content import read_content
 from fctune.data.sources.row_formats.base import RowFormat
-from fctune.data.sources.row_reasoning import REASONING_ROLES, read_reasoning
+from fctune.data.sources.row_reasoning import REASONING_KEYS, REASONING_ROLES, read_reasoning
 
 SPEAKERS = {
     "human": "user",
@@ -19,28 +21,34 @@ SPEAKERS = {
     "gpt": "assistant",
     "assistant": "assistant",
     "system": "system",
+    "answer": "assistant",
     "function_call": "call",
+    "tool_call": "call",
     "observation": "result",
     "tool": "result",
+    "tool_response": "result",
+    "tool_output": "result",
     **dict.fromkeys(REASONING_ROLES, "reasoning"),
 }
+_READ_KEYS = frozenset({"from", "value", *REASONING_KEYS})
 
 
 class Turn(NamedTuple):
-    """A turn: its speaker (a key of ``SPEAKERS``), text, location, and the reasoning under a key of its own."""
+    """A turn: its speaker (a key of ``SPEAKERS``), text, location, and the reasoning under a key of its own.
+
+    The value is text, except of calls and results, which may be any value of JSON.
+    """
 
     speaker: str
-    value: str
+    value: Any
     pointer: str
     reasoning: str | None
 
 
 def read_sharegpt(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     """Read a row with ``conversations`` and optional ``tools``."""
-    builder.set_tools(row.get("tools"))
-    system = row.get("system")
-    if isinstance(system, str) and system:
-        builder.add("system", system, "system")
+    builder.set_row_tools(row)
+    builder.add_system_column(row.get("system"))
     for speaker, value, pointer, given in read_turns(row, builder):
         match SPEAKERS.get(speaker):
             case "user":
@@ -53,16 +61,30 @@ def read_sharegpt(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
             case "system":
                 builder.add("system", value, pointer)
             case "call":
-                value, reasoning = builder.take_reasoning(value, pointer, given)
-                calls = builder.decode(value, pointer, "call_not_json")
-                listed = calls if isinstance(calls, list) else [calls]
-                if not listed:
-                    raise RowError(pointer, "call_shape", "expected a call, got an empty list")
-                read = tuple(builder.read_call(call, pointer) for call in listed)
-                builder.add("assistant", None, pointer, read, reasoning=reasoning)
+                reasoning = given
+                if isinstance(value, str):
+                    value, reasoning = builder.take_reasoning(value, pointer, given)
+                calls = read_calls(value, pointer, builder)
+                if speaker == "tool_call":
+                    builder.add_calls(calls, pointer, reasoning)
+                else:
+                    builder.add("assistant", None, pointer, calls, reasoning=reasoning)
             case _:
                 builder.add_result(value, pointer)
     return builder.finish()
+
+
+def read_calls(value: Any, pointer: str, builder: RowBuilder) -> tuple[Call, ...]:
+    """Return the calls of a turn: one or a list of them, as values of JSON or as its text (or Python literals)."""
+    if isinstance(value, str):
+        text = value.strip()
+        value, end = builder.decode_literal_prefix(text, 0, pointer, "call_not_json")
+        if end != len(text):
+            raise RowError(pointer, "call_not_json", f"text after the call: {text[end : end + 40]!r}")
+    listed = value if isinstance(value, list) else [value]
+    if not listed:
+        raise RowError(pointer, "call_shape", "expected a call, got an empty list")
+    return tuple(builder.read_call(call, pointer) for call in listed)
 
 
 def read_turns(row: dict[str, Any], builder: RowBuilder) -> list[Turn]:
@@ -81,8 +103,11 @@ def read_turns(row: dict[str, Any], builder: RowBuilder) -> list[Turn]:
         if not isinstance(speaker, str) or speaker not in SPEAKERS:
             known = ", ".join(SPEAKERS)
             raise RowError(f"{pointer}.from", "unknown_role", f"expected one of {known}; got {describe_value(speaker)}")
-        if not isinstance(value, str):
-            raise RowError(f"{pointer}.value", "content_not_text", f"expected text, got {describe_value(value)}")
+        builder.note_unread(turn, _READ_KEYS, pointer)
+        if SPEAKERS[speaker] not in ("call", "result"):
+            value = read_content(value, f"{pointer}.value", builder.notes)
+        if value is None:
+            raise RowError(f"{pointer}.value", "content_not_text", "expected text, got null")
         role = "assistant" if SPEAKERS[speaker] in ("assistant", "call") else speaker
         read.append(Turn(speaker, value, f"{pointer}.value", read_reasoning(turn, pointer, role)))
     return read
@@ -93,5 +118,6 @@ ROW_FORMAT = RowFormat(
     keys="conversations of from/value[, tools]",
     matches=lambda row: row.get("conversations") is not None,
     read=read_sharegpt,
+    columns=("conversations", "system", *TOOL_COLUMNS),
     priority=1,
 )

@@ -59,7 +59,7 @@ def read_toolace(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
             case "result":
                 _add_results(value, pointer, builder)
             case _:
-                raise RowError(pointer, "message_shape", "a function_call turn in a row of ToolACE's format")
+                raise RowError(pointer, "message_shape", f"a {speaker} turn in a row of ToolACE's format")
     return builder.finish()
 
 
@@ -109,10 +109,10 @@ def _add_assistant(value: str, pointer: str, names: list[str], builder: RowBuild
     builder.add("assistant", None, pointer, tuple(Call(*call) for call in calls), reasoning=reasoning)
 
 
-def _add_results(value: str, pointer: str, builder: RowBuilder) -> None:
+def _add_results(value: Any, pointer: str, builder: RowBuilder) -> None:
     """Add one result per call; ToolACE has all results of a turn in one list of ``{"name", "results"}``."""
     try:
-        results = builder.context.json.decode(value)
+        results = builder.context.json.decode(value) if isinstance(value, str) else value
     except RowError:
         results = None
     is_list = isinstance(results, list) and all(
@@ -137,5 +137,6 @@ ROW_FORMAT = RowFormat(
     keys="system that lists tools, conversations",
     matches=_is_toolace,
     read=read_toolace,
+    columns=("system", "conversations"),
     priority=2,
 )

@@ -11,8 +11,9 @@ from typing import Any
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.python_types import convert_type
 from fctune.data.sources.row_builder import ParsedRow, RowBuilder
+from fctune.data.sources.row_content import read_content
 from fctune.data.sources.row_formats.base import RowFormat
-from fctune.data.sources.row_reasoning import read_reasoning
+from fctune.data.sources.row_reasoning import REASONING_KEYS, read_reasoning
 
 
 def read_xlam(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
@@ -25,12 +26,31 @@ def read_xlam(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     answers = builder.decode(answers, "answers", "call_not_json") if isinstance(answers, str) else answers
     if not isinstance(answers, list):
         raise RowError("answers", "call_shape", f"expected a list of calls, got {describe_value(answers)}")
-    if not answers:
-        raise RowError("answers", "no_assistant", "neither calls nor text to train on")
+    builder.add_system_column(row.get("system"))
     builder.add("user", query, "query")
+    if not answers:
+        return _finish_without_call(row, builder)
+    if row.get("response"):
+        builder.unread["response"] = row["response"]  # only read as the reply of a row without calls
     calls = tuple(builder.read_call(answer, f"answers[{i}]") for i, answer in enumerate(answers))
     builder.add("assistant", None, "answers", calls, reasoning=read_reasoning(row, "", "assistant"))
     return builder.finish()
+
+
+def _finish_without_call(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
+    """Return the conversation of a question that no tool answers, with the reply in the response column."""
+    response = read_content(row.get("response"), "response", builder.notes)
+    if response:
+        builder.add("assistant", response, "response", reasoning=read_reasoning(row, "", "assistant"))
+        return builder.finish()
+    if builder.context.keeps_questions:
+        return builder.finish(is_question=True)
+    raise RowError(
+        "answers",
+        "no_answer_text",
+        "no call is right, and the row has no text to train on instead: add a column response with the reply, in many "
+        "wordings (a single one is learned as a refusal of everything), or use the rows as cases: fctune data cases",
+    )
 
 
 def _convert_tool(tool: Any, pointer: str, builder: RowBuilder) -> Any:
@@ -63,5 +83,6 @@ ROW_FORMAT = RowFormat(
     keys="query, answers, tools",
     matches=lambda row: "query" in row and "answers" in row and "tools" in row,
     read=read_xlam,
+    columns=("query", "answers", "tools", "system", "response", *REASONING_KEYS),
     priority=-1,
 )
