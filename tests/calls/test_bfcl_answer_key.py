@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from fctune.calls.bfcl.answer_key import AnswerKey
 from fctune.calls.bfcl.cases import BfclCase, read_bfcl
 from fctune.calls.bfcl.checker import CallChecker
+from fctune.calls.bfcl.judge import SingleTurnJudge
 from fctune.calls.formats.base import Malformed, Parsed
 from fctune.calls.judge import Outcome
 from fctune.data.conversation import Call
@@ -57,6 +59,57 @@ def judge(answers: list[Any], *calls: Call, malformed: int = 0) -> Outcome:
 )
 def test_a_value_must_equal_one_of_its_alternatives_exactly(alternatives: Any, value: Any, is_taken: bool) -> None:
     assert judge([{"f": {"a": alternatives}}], Call("f", {"a": value})).is_correct is is_taken
+
+
+@pytest.mark.parametrize(
+    ("schema", "alternatives", "value", "is_taken"),
+    [
+        ({"type": "string"}, ["x", ""], "", True),
+        ({"type": "any"}, ["x", ""], "", True),
+        ({"type": "integer"}, [5, ""], "", False),
+        ({"type": "float"}, [None, ""], "", False),
+        ({"type": "boolean"}, [True, ""], "", False),
+        ({"type": "integer"}, ["x", ""], "", False),
+        ({"type": "array", "items": {"type": "string"}}, [["x"], ""], "", False),
+        ({"type": "array", "items": {"type": "string"}}, [["", "x"]], ["", "x"], True),
+        ({"type": "dict"}, [{"k": [1]}, ""], "", False),
+        ({"type": "dict", "properties": {"k": {"type": "integer"}}}, [{"k": [1, ""]}], {"k": ""}, False),
+        ({"type": "dict", "properties": {"k": {"type": "integer"}}}, [{"k": [1, ""]}], {}, True),
+        ({"type": "dict", "properties": {"k": {"type": "string"}}}, [{"k": ["x", ""]}], {"k": ""}, True),
+        ({"type": "dict"}, [{"k": [1, ""]}], {"k": ""}, False),
+        ({}, ["x", ""], "", True),
+        ({}, [5, ""], "", False),
+    ],
+)
+def test_an_empty_text_among_the_alternatives_is_a_value_only_where_text_is_due(
+    schema: Any, alternatives: Any, value: Any, is_taken: bool
+) -> None:
+    function = {"name": "f", "parameters": {"type": "dict", "properties": {"a": schema}, "required": []}}
+    key = AnswerKey(case({"f": {"a": alternatives}}, functions=[function]))
+    assert key.judge(Parsed((Call("f", {"a": value}),))).is_correct is is_taken
+    assert key.judge(Parsed((Call("f", {}),))).is_correct is ("" in alternatives)
+
+
+@needs_wheel
+def test_no_number_or_boolean_of_the_leaderboard_is_an_empty_text() -> None:
+    counts: Counter[bool] = Counter()
+    for category in PYTHON_CATEGORIES:
+        for found in read_bfcl(data_dir(), category):
+            judge = SingleTurnJudge(found)
+            gold = gold_calls(Case(found.id, category, list(found.functions), list(found.answers)))
+            for index, call in enumerate(gold):
+                for parameter, alternatives in found.answers[index][call.name].items():
+                    if "" not in alternatives:
+                        continue
+                    (function,) = (one for one in found.functions if one["name"] == call.name)
+                    schema = function["parameters"]["properties"].get(parameter, {})
+                    calls = [*gold[:index], Call(call.name, {**call.arguments, parameter: ""}), *gold[index + 1 :]]
+                    outcome = judge.judge(Parsed(tuple(calls))).outcome
+                    if schema.get("type") in ("integer", "float", "boolean", "array", "dict"):
+                        assert not outcome.is_correct, (found.id, parameter)
+                    counts[outcome.is_correct] += 1
+    assert counts[False] > 1_000
+    assert counts[True] > 1_000
 
 
 def test_arguments_that_may_be_left_out_are_due_where_they_are_given() -> None:

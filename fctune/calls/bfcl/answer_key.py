@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fctune.calls.bfcl.cases import BfclCase
-from fctune.calls.bfcl.checker import language_of, read_source
+from fctune.calls.bfcl.checker import SCHEMA_TYPES, language_of, read_source
 from fctune.calls.formats.base import Parsed
 from fctune.calls.judge import ErrorKind, Outcome, classify
 from fctune.calls.matching import assign, is_equal, value_key
@@ -24,8 +24,9 @@ _COMPLETE_MATCH_GAIN = 1_000_000
 class AnswerKey:
     """The answer of a single-turn case, prepared to judge many predictions.
 
-    A value matches if it equals one of its alternatives as typed JSON, character for character. An optional argument
-    counts as due if it was given. In Java and JavaScript the value of the source text is compared, and calls are not
+    A value matches if it equals one of its alternatives as typed JSON, character for character. ``""`` among them means
+    that the argument may be left out; it is a value only where the schema takes text. An optional argument counts as
+    due if it was given. In Java and JavaScript the value of the source text is compared, and calls are not
     validated against their schemas, as every argument is text there.
     """
 
@@ -33,8 +34,9 @@ class AnswerKey:
         self._language = language_of(case.category)
         self._needs_any_call = case.category == "live_relevance"
         schemas = {f["name"]: f["parameters"].get("properties", {}) for f in case.functions}
+        types = SCHEMA_TYPES[self._language]
         self._answers = [
-            _Answer(name, {key: _Parameter.of(values) for key, values in parameters.items()}, schemas.get(name, {}))
+            _Answer(name, _read_parameters(parameters, schemas.get(name, {}), types), schemas.get(name, {}))
             for answer in case.answers
             for name, parameters in answer.items()
         ]
@@ -149,12 +151,6 @@ class _Parameter(NamedTuple):
     objects: tuple[Any, ...]
     is_omittable: bool
 
-    @staticmethod
-    def of(alternatives: Sequence[Any]) -> _Parameter:
-        objects = tuple(value for value in alternatives if _holds_object(value))
-        keys = frozenset(value_key(value) for value in alternatives if not _holds_object(value))
-        return _Parameter(keys, objects, "" in alternatives)
-
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
@@ -163,17 +159,65 @@ class _Answer:
     schemas: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class _Alternatives:
+    """The alternatives of one key inside an object."""
+
+    values: tuple[Any, ...]
+    is_omittable: bool
+
+
+def _read_parameters(
+    parameters: Mapping[str, Sequence[Any]], schemas: Mapping[str, Any], types: Mapping[str, type]
+) -> dict[str, _Parameter]:
+    read = {}
+    for name, alternatives in parameters.items():
+        values, is_omittable = _read_alternatives(alternatives, schemas.get(name, {}), types)
+        objects = tuple(value for value in values if _holds_object(value))
+        keys = frozenset(value_key(value) for value in values if not _holds_object(value))
+        read[name] = _Parameter(keys, objects, is_omittable)
+    return read
+
+
+def _read_alternatives(
+    alternatives: Sequence[Any], schema: Mapping[str, Any], types: Mapping[str, type]
+) -> tuple[tuple[Any, ...], bool]:
+    """Return the values that match, and whether the argument may be left out.
+
+    Without a known type, ``""`` is a value if another alternative is text.
+    """
+    due = types.get(schema.get("type", ""))
+    has_text = any(type(value) is str and value for value in alternatives) if due is None else due is str
+    values = (_read_value(value, schema, types) for value in alternatives if has_text or value != "")
+    return tuple(values), "" in alternatives
+
+
+def _read_value(value: Any, schema: Mapping[str, Any], types: Mapping[str, type]) -> Any:
+    """Return an alternative with ``_Alternatives`` for each key of the objects in it."""
+    if isinstance(value, dict):
+        schemas = schema.get("properties", {})
+        lists = {key: held if isinstance(held, list) else [held] for key, held in value.items()}
+        return {
+            key: _Alternatives(*_read_alternatives(held, schemas.get(key, {}), types)) for key, held in lists.items()
+        }
+    if isinstance(value, list):
+        return [_read_value(item, schema.get("items", {}), types) for item in value]
+    return value
+
+
 def _holds_object(value: Any) -> bool:
     return isinstance(value, dict) or (isinstance(value, list) and any(map(_holds_object, value)))
 
 
 def _fits_alternative(value: Any, alternative: Any) -> bool:
-    """Match a value with an answer whose objects hold a list of alternatives for each key."""
+    """Match a value with an alternative as ``_read_value`` returns it."""
     if isinstance(alternative, dict) and isinstance(value, dict):
         return value.keys() <= alternative.keys() and all(
-            any(_fits_alternative(value[key], other) for other in others) if key in value else "" in others
-            for key, others in ((key, held if isinstance(held, list) else [held]) for key, held in alternative.items())
+            any(_fits_alternative(value[key], other) for other in others.values)
+            if key in value
+            else others.is_omittable
+            for key, others in alternative.items()
         )
     if isinstance(alternative, list) and isinstance(value, list):
         return len(value) == len(alternative) and all(map(_fits_alternative, value, alternative))
-    return is_equal(value, alternative)
+    return not isinstance(alternative, (dict, list)) and is_equal(value, alternative)

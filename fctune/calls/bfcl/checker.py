@@ -33,6 +33,12 @@ PYTHON_TYPES: dict[str, type] = {
     "dict": dict,
     "any": str,
 }
+SCHEMA_TYPES: dict[str, dict[str, type]] = {
+    "python": PYTHON_TYPES,
+    "java": JAVA_TYPES,
+    "javascript": JAVASCRIPT_TYPES,
+}
+"""By language, the Python type of each type that a function's schema names."""
 _NESTED_SOURCE_TYPES = ("Array", "ArrayList", "array")
 _DROPPED = str.maketrans({**dict.fromkeys(" ,./-_*^"), "'": '"'})
 
