@@ -28,8 +28,8 @@ _STRING = re.compile(
     r"(?P<prefix>[rRuUbBfF]{0,2})(?:"
     r"'''(?P<long1>[^'\\]*+(?:(?:\\.|'(?!''))[^'\\]*+)*+)'''|"
     r'"""(?P<long2>[^"\\]*+(?:(?:\\.|"(?!""))[^"\\]*+)*+)"""|'
-    r"'(?P<short1>[^'\\\n]*+(?:\\.[^'\\\n]*+)*+)'|"
-    r'"(?P<short2>[^"\\\n]*+(?:\\.[^"\\\n]*+)*+)")',
+    r"'(?!'')(?P<short1>[^'\\\n]*+(?:\\.[^'\\\n]*+)*+)'|"
+    r'"(?!"")(?P<short2>[^"\\\n]*+(?:\\.[^"\\\n]*+)*+)")',
     re.DOTALL,
 )
 # Nine arguments of ten, matched in one step: a string without escapes, a number, or one of Python's constants.
@@ -184,7 +184,8 @@ class PythonReader:
             items, end = self._read_items(position + 1, ")", depth)
             # Parentheses around one value without a comma only group it.
             is_grouping = len(items) == 1 and not text[position : end - 1].rstrip(" \t\r\n").endswith(",")
-            return (items[0] if is_grouping else self._to_tuple(items)), end
+            # JSON has no tuples.
+            return (items[0] if is_grouping else items), end
         if first in ("+", "-"):
             value, end = self.read_value(self.skip_space(position + 1), depth + 1, strength=2)
             return _fold(_OPERATORS[first][1], 0, value, first, position), end
@@ -193,10 +194,6 @@ class PythonReader:
         if number := _NUMBER.match(text, position):
             return _read_number(number.group(), position), number.end()
         return self._read_word(position, depth)
-
-    def _to_tuple(self, items: list[Any]) -> Any:
-        """Return the value of a tuple: a list, as JSON has no tuples."""
-        return items
 
     def _check_depth(self, position: int, depth: int) -> None:
         if depth > MAX_DEPTH:

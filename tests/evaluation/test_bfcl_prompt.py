@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fctune.calls.answers import read_text
 from fctune.calls.bfcl.cases import SINGLE_TURN, read_bfcl
-from fctune.calls.bfcl.prompt_answers import TUPLE_KEY, BfclAnswer
-from fctune.calls.formats.pythonic import render_python_call
+from fctune.calls.bfcl.prompt_answers import BfclAnswer
 from fctune.data.conversation import Call
 from fctune.evaluation.judging import judge_answer, judge_row
 from fctune.evaluation.suites import BfclSuite, Suite, load_suite
 from fctune.generation.engine import Answer
-from tests.calls.bfcl_wheel import Case, data_dir, gold_calls, load_cases, needs_wheel, official_checker, python_cases
-from tests.calls.mutations import mutate
+from tests.calls.bfcl_wheel import data_dir, gold_calls, load_cases, needs_wheel, official_checker, python_cases
 from tests.conftest import ROOT
-from tests.evaluation.official_prompt import official_decode, official_functions
+from tests.evaluation.official_prompt import (
+    is_same_reading,
+    odd_answer,
+    official_decode,
+    official_functions,
+    read_answer,
+)
 
 pytestmark = needs_wheel
 
@@ -66,6 +69,17 @@ PECULIAR = [
     "[f(a=1)] and more",
     "Sure: [f(a=1)]",
     "[f(a=1)]\n[g(b=2)]",
+    "[f(a=1)(b=2)]",
+    "[f[0](a=1), 'x'.g(b=2)]",
+    "[f(a=1e400, b=-1e400, c=5j)]",
+    "[f(a=b'x')]",
+    "[f(a='''x)]",
+    '[f(a="""x, b=1)]',
+    "[f(a={1: 2, None: 3}, b={'tuple': [1]})]",
+    "[f(a='x'[0] + 'y' * 2, b=[1] * 2, c='%s' % 1)]",
+    "[f(a=not 5, b=~5, c=--5)]",
+    "[f(lambda: 1, [x for x in y], a=1)]",
+    "[f(a=x[0])], [g()]",
     "[f(a=1); g(b=2)]",
     "[f(a='it's')]",
     "[f(a='x' 'y')]",
@@ -90,65 +104,54 @@ PECULIAR = [
 ]
 
 
-def ours(text: str) -> list[dict[str, Any]]:
-    """The calls of an answer; none if it cannot be read, to which the leaderboard gives the verdict of no calls."""
-    parsed = BfclAnswer().parse(text)
-    assert not (parsed.calls and parsed.malformed)
-    return [{call.name: with_tuples(call.arguments)} for call in parsed.calls]
-
-
-def with_tuples(value: Any) -> Any:
-    if isinstance(value, dict):
-        if value.keys() == {TUPLE_KEY}:
-            return tuple(map(with_tuples, value[TUPLE_KEY]))
-        return {None if key == "**" else key: with_tuples(item) for key, item in value.items()}
-    return list(map(with_tuples, value)) if isinstance(value, list) else value
-
-
-def same(left: Any, right: Any) -> bool:
-    return repr(left) == repr(right)
-
-
 @pytest.mark.parametrize("text", PECULIAR)
 def test_peculiar_answers_are_decoded_as_the_wheel_decodes_them(text: str) -> None:
-    official, found = official_decode(text), ours(text)
-    assert same(found, official or []), (found, official)
+    assert is_same_reading(text), (read_answer(text), official_decode(text))
 
 
-def answers(seed: int) -> Iterator[tuple[Case, str]]:
-    """Answers to the Python cases: right, mutated, and with a letter lost, doubled or replaced."""
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[f(a=len('x') + 1)]",
+        "[f(a=__name__ + 'x')]",
+        "[f(a=int | None)]",
+        "[f(a=1 + (2 if 3 else 4))]",
+        "[f(a=(1 < 2) + 1)]",
+        "[f(a='%9d' % 1)]",
+        "[f(a=2 ** 20_000)]",
+    ],
+)
+def test_the_wheel_evaluates_more_than_arithmetic_over_literals(text: str) -> None:
+    """Which would let a model run code, or compute forever: here such an answer is malformed."""
+    assert official_decode(text)
+    assert BfclAnswer().parse(text).malformed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_odd_answers_are_decoded_as_the_wheel_decodes_them(seed: int) -> None:
+    """``python -m benchmarks.scoring`` compares many times as many."""
     rng = random.Random(seed)
-    for case in python_cases():
-        for calls in (gold_calls(case), mutate(case, rng)):
-            try:
-                text = f"[{', '.join(map(render_python_call, calls))}]"
-            except ValueError:
-                continue
-            yield case, text
-            at = rng.randrange(len(text))
-            yield case, text[:at] + rng.choice(["", text[at] * 2, *"()[]{},='\" ab1."]) + text[at + 1 :]
+    cases = list(python_cases())
+    texts = [odd_answer(rng.choice(cases), rng) for _ in range(4_000)]
+    assert not [text for text in texts if not is_same_reading(text)]
+    assert sum(bool(official_decode(text)) for text in texts) > 1_000
 
 
-def test_answers_are_decoded_and_judged_as_by_the_wheel() -> None:
-    """Of some 9,000 answers few may differ: corrupted ones with an expression that only the wheel takes."""
-    official_check, suite = official_checker(), prompt_suite()
-    differing = []
+def test_odd_answers_get_the_wheels_verdicts() -> None:
+    official_check, suite, rng = official_checker(), prompt_suite(), random.Random(3)
     counts: Counter[bool] = Counter()
-    for case, text in answers(0):
+    for case in python_cases():
+        text = odd_answer(case, rng) if rng.random() < 0.7 else BfclAnswer().render(gold_calls(case))
         official = official_decode(text)
-        if not same(ours(text), official or []):
-            differing.append((text, ours(text), official))
-            continue
         calls = [Call(name, args) for call in official or [] for name, args in call.items()]
         valid = official is not None and official_check(case, calls) is True
         found = suite.find(case.id)
         assert found is not None
         row = judge_answer(found, Answer(0, text), BfclAnswer()).to_row()  # type: ignore[arg-type]
         assert row["bfcl"]["valid"] == valid, (text, row["bfcl"])
+        json.dumps(row, allow_nan=False)
         counts[valid] += 1
-    assert min(counts.values()) > 1_000
-    assert len(differing) < 8, differing
-    assert not any(found for _, found, _ in differing)
+    assert min(counts.values()) > 300
 
 
 def test_a_tuple_is_no_list_to_the_leaderboard_and_one_to_the_typed_match() -> None:

@@ -78,6 +78,8 @@ def test_arithmetic_folds_as_python_computes() -> None:
         ("b'a'", "prefix b"),
         ("f'{a}'", "prefix f"),
         ("'a", "expected a value"),
+        ("'''a'", "expected a value"),
+        ('"""a"', "expected a value"),
         ("'\\N{nothing at all}'", "escape"),
         ("'\\xg'", "escape"),
         ("1e999", "too large for a float"),

@@ -1,32 +1,57 @@
 """Answers to the leaderboard's own prompt, decoded as ``default_decode_ast_prompting`` of bfcl-eval 2026.3.23 does.
 
-The wheel parses an answer as Python and evaluates arithmetic in it; here a scanner reads it and nothing is evaluated.
-The tests compare the two. Expressions that are neither literals, names nor calls are malformed here; the wheel takes
-a few of them, such as a subscript, as text.
+The wheel parses an answer as Python, drops positional arguments whatever they are, and evaluates arithmetic. The parser
+used here is the same, Python's own, as only that reads any expression as the wheel does; it runs nothing. Arithmetic is
+computed over literals only, within bounds. The tests compare the two.
 """
 
 from __future__ import annotations
 
-import keyword
+import ast
+import operator
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fctune.calls.formats.base import CallFormat, Parsed, ParseState
 from fctune.calls.formats.pythonic import CALL_START, render_python_call
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.json_reader import MAX_DIGITS, ParseError
-from fctune.parsing.python_reader import NamedArguments, PythonReader
+from fctune.parsing.json_reader import MAX_DIGITS
 
 TUPLE_KEY = "tuple"
 """The one key of the object that stands for a tuple, which JSON does not have and the leaderboard tells from a list."""
 
-_NAME = re.compile(r"[^\W\d]\w*+(?:\s*+\.\s*+[^\W\d]\w*+)*+")
-_COMPARISON = re.compile(r"\s*+(?:[=!<>]=|[<>])\s*+")
-_WORD = re.compile(r"[^\W\d]\w*+(?!\.)")
-_CONSTANTS = {"True": True, "False": False, "None": None}
-_SIGNED = re.compile(r"[+\-~]\s*+(\d[\d_]*+(?:\.\d*+)?(?:[eE][+-]?\d++)?|\.\d++(?:[eE][+-]?\d++)?)(?![\w.])", re.ASCII)
-_KEYWORD_ARGUMENT = re.compile(r"([^\W\d]\w*+)\s*+=(?!=)")
+PYTHON_KEY = "python"
+"""The one key of the object that stands for a value of Python that JSON does not have, such as bytes: its source."""
+
+# Python's parser reads a longer answer too, but takes more than a second.
+MAX_LENGTH = 200_000
+_MAX_ITEMS = 10_000  # of a text or list that arithmetic makes
+_MAX_BITS = 14_000  # of an integer that arithmetic makes: MAX_DIGITS decimal digits
+
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+    ast.BitOr: operator.or_,
+    ast.BitAnd: operator.and_,
+    ast.BitXor: operator.xor,
+}
+_SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+    ast.Invert: operator.invert,
+    ast.Not: operator.not_,
+}
+_WIDTH = re.compile(r"%[^%a-zA-Z]*[\d*]")
+_UNREADABLE = (SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError)
 
 
 class BfclAnswer(CallFormat):
@@ -45,90 +70,145 @@ class BfclAnswer(CallFormat):
     def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
         answer = state.text[: state.end].strip("`\n ")
         opening, closing = "" if answer.startswith("[") else "[", "" if answer.endswith("]") else "]"
-        reader = _AnswerReader(opening + answer + closing)
         try:
-            calls, end = reader.read_calls(0)
-            if reader.skip_space(end) < len(reader.text):
-                raise ParseError("text after the list of calls", end)
-        except ParseError as error:
+            calls = _read_calls(opening + answer + closing)
+        except _UNREADABLE as error:
             # Without anything like a call it is an answer in prose.
             if CALL_START.search(state.text, 0, state.end):
-                state.add_malformed(0, state.end, error.reason)
+                state.add_malformed(0, state.end, str(error.args[0]) if error.args else type(error).__name__)
             return
-        state.add_calls([Call(*call) for call in calls], 0, state.end)
+        state.add_calls(calls, 0, state.end)
 
 
-class _AnswerReader(PythonReader):
-    """Reader with the peculiarities of the wheel's decoder.
+def _read_calls(text: str) -> list[Call]:
+    """Return the calls of a list in Python's syntax; raises one of ``_UNREADABLE`` if the wheel does."""
+    if len(text) > MAX_LENGTH:
+        raise ValueError(f"longer than {MAX_LENGTH:,} characters")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes that Python does not know
+        body = ast.parse(text, mode="eval").body
+    if isinstance(body, ast.Call):
+        return [_read_call(body)]
+    if not isinstance(body, (ast.List, ast.Tuple)):
+        raise ValueError("expected a list of calls")
+    return [_read_call(item) for item in body.elts]
 
-    Positional arguments are dropped, names stand for their own text, a tuple stays apart from a list, and the last of
-    equal keywords counts. Any sign before a number makes it negative.
-    """
 
-    __slots__ = ()
+def _read_call(node: ast.expr) -> Call:
+    """Return a call without its positional arguments; the last of equal keywords counts."""
+    if not isinstance(node, ast.Call):
+        raise ValueError("expected a call")
+    parts, function = [], node.func
+    while isinstance(function, ast.Attribute):
+        parts.append(function.attr)
+        function = function.value
+    if isinstance(function, ast.Name):
+        parts.append(function.id)
+    # ``**`` is no parameter's name.
+    arguments = {keyword.arg or "**": _encode(_read_value(keyword.value)) for keyword in node.keywords}
+    return Call(".".join(reversed(parts)), arguments)
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text, lenient=True)
 
-    def _find_name_end(self, position: int) -> int:
-        name = _NAME.match(self.text, position)
-        if name is None or any(keyword.iskeyword(part.strip()) for part in name.group().split(".")):
-            raise ParseError("expected a function name", position)
-        return name.end()
+def _read_value(node: ast.expr | None) -> Any:
+    """Return the value of an argument; names, subscripts and calls without keywords stand for their own text."""
+    match node:
+        case ast.Constant():
+            return "..." if node.value is ... else node.value
+        case ast.UnaryOp(operand=ast.Constant(value=bool() | int() | float() | complex() as number)):
+            return -number  # whatever the sign
+        case ast.List():
+            return [_read_value(item) for item in node.elts]
+        case ast.Dict():
+            return {_read_value(key): _read_value(value) for key, value in zip(node.keys, node.values, strict=True)}
+        case ast.BinOp():
+            return _compute(node)
+        case ast.Name():
+            return node.id
+        case ast.Call():
+            if not node.keywords:
+                return ast.unparse(node)
+            call = _read_call(node)
+            return {call.name: _Encoded(call.arguments)}
+        case ast.Tuple():
+            return tuple(_read_value(item) for item in node.elts)
+        case ast.Subscript():
+            return f"{ast.unparse(node.value)}[{ast.unparse(node.slice)}]"
+    raise ValueError(f"unsupported expression: {type(node).__name__}")
 
-    def read_call(self, position: int, depth: int = 0) -> tuple[NamedArguments, int]:
-        """Return the call that starts at ``position`` without its positional arguments, and the position after it."""
-        end = self._find_name_end(position)
-        name = "".join(self.text[position:end].split())
-        position = self.skip_space(end)
-        self._expect("(", position)
-        arguments: dict[str, Any] = {}
-        position = self.skip_space(position + 1)
-        while not self.text.startswith(")", position):
-            if self.text.startswith("**", position):
-                arguments["**"], end = self.read_value(self.skip_space(position + 2), depth)  # no parameter's name
-            elif (key := _KEYWORD_ARGUMENT.match(self.text, position)) is not None:
-                if keyword.iskeyword(key[1]):
-                    raise ParseError("a Python keyword as the name of an argument", position)
-                arguments[key[1]], end = self.read_value(self.skip_space(key.end()), depth)
-            elif arguments:
-                raise ParseError("a positional argument after a named one", position)
-            else:
-                end = self._skip_positional(position, depth)
-            position = self._after_item(end, ")")
-        return (name, arguments), position + 1
 
-    def _skip_positional(self, position: int, depth: int) -> int:
-        """Return the position after a positional argument, which may be a comparison (``a==1``)."""
-        _, end = self.read_value(position, depth)
-        while (compared := _COMPARISON.match(self.text, end)) is not None:
-            _, end = self.read_value(compared.end(), depth)
-        return end
+def _compute(node: ast.expr) -> Any:
+    """Compute arithmetic over literals, which the wheel evaluates."""
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.List():
+            return [_compute(item) for item in node.elts]
+        case ast.Tuple():
+            return tuple(_compute(item) for item in node.elts)
+        case ast.Set():
+            return {_compute(item) for item in node.elts}
+        case ast.Dict(keys=keys, values=values) if None not in keys:
+            return {_compute(key): _compute(value) for key, value in zip(keys, values, strict=True) if key is not None}
+        case ast.Subscript() if not isinstance(node.slice, ast.Slice):
+            return _compute(node.value)[_compute(node.slice)]
+        case ast.UnaryOp():
+            return _SIGNS[type(node.op)](_compute(node.operand))
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATORS:
+            sides = _compute(left), _compute(right)
+            _require_bounded(operation, *sides)
+            return _OPERATORS[type(operation)](*sides)
+    raise ValueError(f"arithmetic over something other than literals: {type(node).__name__}")
 
-    def _read_operand(self, position: int, depth: int) -> tuple[Any, int]:
-        if self.text.startswith("...", position):
-            return "...", position + 3
-        if (signed := _SIGNED.match(self.text, position)) is not None and len(signed[1]) <= MAX_DIGITS:
-            value, _ = super()._read_operand(signed.start(1), depth)
-            return -value, signed.end()
-        return super()._read_operand(position, depth)
 
-    def _to_tuple(self, items: list[Any]) -> Any:
-        return {TUPLE_KEY: items}
+def _require_bounded(operation: ast.operator, left: Any, right: Any) -> None:
+    """Raise for arithmetic whose result may be far longer than its text."""
+    if isinstance(operation, ast.Mod) and isinstance(left, (str, bytes)) and _WIDTH.search(str(left)):
+        raise ValueError("formatting of text with a width")
+    num_bits = num_items = 0
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length()
+        if isinstance(operation, ast.Pow) and abs(left) > 1:
+            num_bits = bits * right
+        elif isinstance(operation, (ast.LShift, ast.Mult)):
+            num_bits = bits + (right if isinstance(operation, ast.LShift) else right.bit_length())
+    elif isinstance(operation, ast.Mult):
+        num_items = max(_count_items(left) * right if isinstance(right, int) else 0, 0)
+        num_items = max(_count_items(right) * left if isinstance(left, int) else 0, num_items)
+    if num_bits > _MAX_BITS or num_items > _MAX_ITEMS:
+        raise ValueError(f"arithmetic with a result of more than {MAX_DIGITS} digits or {_MAX_ITEMS} items")
 
-    def _read_word(self, position: int, depth: int) -> tuple[Any, int]:
-        word = _NAME.match(self.text, position)
-        if word is not None and self.text.startswith("(", self.skip_space(word.end())):
-            (name, arguments), end = self.read_call(position, depth + 1)
-            return ({name: arguments} if arguments else self.text[position:end]), end
-        plain = _WORD.match(self.text, position)
-        if plain is None:
-            raise ParseError("expected a value", position)
-        if plain.group() in _CONSTANTS:
-            return _CONSTANTS[plain.group()], plain.end()
-        if keyword.iskeyword(plain.group()):
-            raise ParseError("expected a value, got a Python keyword", position)
-        return plain.group(), plain.end()
+
+def _count_items(value: Any) -> int:
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return 1 + sum(map(_count_items, value)) if isinstance(value, (list, tuple)) else 1
+
+
+class _Encoded(dict[str, Any]):
+    """The arguments of a call inside an argument, which are encoded already."""
+
+
+def _encode(value: Any) -> Any:
+    """Return a value of Python as JSON, with objects in place of what JSON does not have."""
+    match value:
+        case _Encoded():
+            return dict(value)
+        case tuple():
+            return {TUPLE_KEY: [_encode(item) for item in value]}
+        case list():
+            return [_encode(item) for item in value]
+        case dict():
+            if all(isinstance(key, str) for key in value) and value.keys() != {TUPLE_KEY}:
+                return {key: _encode(item) for key, item in value.items()}
+        case None | bool() | str():
+            return value
+        case int():
+            if value.bit_length() <= _MAX_BITS:
+                return value
+            return {PYTHON_KEY: hex(value)}
+        case float() if value - value == 0:
+            return value
+    return {PYTHON_KEY: repr(value)}
 
 
 def join_tuples(value: Any, is_tuple: bool = False) -> Any:
