@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from fctune.calls.formats.base import Malformed, Parsed
+from fctune.calls.formats.base import Malformed, Parsed, with_decoded
 from fctune.data.conversation import Call
-from fctune.parsing.json_reader import MAX_DEPTH, ParseError, decode_json, is_deeper_than
+from fctune.parsing.json_reader import MAX_DEPTH, ParseError, decode_json, is_deeper_than, reads_like_python
 
 # How the readers of JSON, of Python literals and of tagged arguments all word it.
 _DUPLICATE = re.compile(r"(?:^|: )duplicate (?:key|argument|parameter) ['\"]")
@@ -25,7 +25,9 @@ class Reading(NamedTuple):
 
     @property
     def decoded(self) -> Parsed:
-        """The strict reading as a decoder gives it that keeps the last of duplicate keys, as ``json.loads`` does."""
+        """The strict reading as a benchmark's decoder gives it, which accepts whatever ``json.loads`` does."""
+        if self.strict.decoded is not None:
+            return Parsed(self.strict.decoded)
         malformed = self.strict.malformed
         if malformed and not self.lenient.malformed and all(_DUPLICATE.search(one.reason) for one in malformed):
             return self.lenient
@@ -46,7 +48,9 @@ def read_tool_calls(sent: Any, prose: str = "", is_bounded: bool = False) -> Rea
     if not isinstance(sent, (list, tuple)):
         parsed = Parsed((), (Malformed(0, 0, f"expected a list of calls, got {type(sent).__name__}"),), prose)
         return Reading(parsed, parsed)
-    strict = _read_all(sent, prose, is_bounded, lenient=False)
+    strict = with_decoded(
+        _read_all(sent, prose, is_bounded, lenient=False), lambda: _read_all(sent, prose, is_bounded, lenient=False)
+    )
     # Lenience only ever accepts more.
     return Reading(strict, _read_all(sent, prose, is_bounded, lenient=True) if strict.malformed else strict)
 
@@ -71,7 +75,9 @@ def _read_call(value: Any, is_bounded: bool, lenient: bool) -> Call | str:
         return f"expected a call as an object, got {type(value).__name__}"
     name, arguments = value.get("name"), value.get("arguments")
     if not isinstance(name, str) or not name:
-        return "a call without a name"
+        if not reads_like_python() or "name" not in value or isinstance(name, (dict, list)):
+            return "a call without a name"
+        name = ""
     if lenient and (arguments is None or arguments == [] or (isinstance(arguments, str) and not arguments.strip())):
         arguments = {}
     elif isinstance(arguments, str):
@@ -81,6 +87,6 @@ def _read_call(value: Any, is_bounded: bool, lenient: bool) -> Call | str:
             return f"{name[:80]}: arguments are not JSON: {error.reason}"
     if not isinstance(arguments, dict):
         return f"{name[:80]}: arguments are not an object but {type(arguments).__name__}"
-    if not is_bounded and is_deeper_than(arguments, MAX_DEPTH):
+    if not is_bounded and not reads_like_python() and is_deeper_than(arguments, MAX_DEPTH):
         return f"{name[:80]}: arguments are nested more than {MAX_DEPTH} deep"
     return Call(name, arguments)

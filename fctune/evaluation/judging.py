@@ -162,10 +162,12 @@ def to_plain(*parsed: Parsed) -> Row:
     """Return the calls and malformed stretches of one or several readings as JSON values."""
     calls: list[Row] = []
     malformed: list[Row] = []
+    decoded: list[Row] = []
     for one in parsed:
         calls += to_plain_calls(one.calls)
         malformed += [stretch._asdict() for stretch in one.malformed] if one.malformed else ()
-    return {"calls": calls, "malformed": malformed}
+        decoded += to_plain_calls(one.decoded) if one.decoded else ()
+    return {"calls": calls, "malformed": malformed} | ({"decoded": decoded} if decoded else {})
 
 
 def to_plain_calls(calls: Sequence[Call]) -> list[Row]:
@@ -179,5 +181,8 @@ def _read_plain(row: Row) -> Reading:
 
 def from_plain(reading: Row) -> Parsed:
     """Return the reading that ``to_plain`` made a row of."""
-    calls = tuple(Call(call["name"], call["arguments"]) for call in reading["calls"])
-    return Parsed(calls, tuple(Malformed(**stretch) for stretch in reading["malformed"]))
+    calls, decoded = (
+        tuple(Call(call["name"], call["arguments"]) for call in reading.get(key, ())) for key in ("calls", "decoded")
+    )
+    malformed = tuple(Malformed(**stretch) for stretch in reading["malformed"])
+    return Parsed(calls, malformed, decoded=decoded or None)

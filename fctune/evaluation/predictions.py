@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fctune.calls.answers import read_text
-from fctune.calls.formats.base import CallFormat, Malformed, Parsed
+from fctune.calls.formats.base import CallFormat, Malformed, Parsed, with_decoded
 from fctune.calls.formats.registry import get_format
 from fctune.calls.judge import Judgement, judge_error
 from fctune.calls.reasoning.registry import find_reasoning
@@ -156,11 +156,15 @@ def _read_row(line: str, formats: dict[Any, CallFormat]) -> Prediction | str:
         row = decode_json(line)
     except ParseError as error:
         # The model's arguments may not be strict JSON; the id should be readable all the same.
-        fault, is_readable = error.reason, error.kind == "duplicate_key"
+        fault = error.reason
         try:
-            row = decode_json(line, lenient=True) if is_readable else json.loads(line)
+            row = json.loads(line)
         except (ValueError, RecursionError):
             return f"not JSON ({error.reason}, column {error.position + 1})"
+        try:
+            decode_json(line, lenient=True)
+        except ParseError:
+            is_readable = False
     if not isinstance(row, dict):
         return f"expected an object, got {type(row).__name__}"
     case_id = row.get("id")
@@ -170,12 +174,13 @@ def _read_row(line: str, formats: dict[Any, CallFormat]) -> Prediction | str:
         return "no id, or one that is not a string"
     if not is_readable:
         unreadable = Parsed((), (Malformed(0, 0, fault),))
-        return Prediction(case_id, Reading(unreadable, unreadable))
+        strict = with_decoded(unreadable, lambda: read_tool_calls(row.get("calls")).strict)
+        return Prediction(case_id, Reading(strict, unreadable))
     if (calls := row.get("calls")) is not None:
         reading = _read_calls(calls, fault)
         if row.get("malformed"):
             stretch = Malformed(0, 0, str(row["malformed"])[:200])
-            reading = Reading(*(one._replace(malformed=(*one.malformed, stretch)) for one in reading))
+            reading = Reading(*(one._replace(malformed=(*one.malformed, stretch), decoded=None) for one in reading))
         return Prediction(case_id, reading)
     text, turns = row.get("text"), row.get("turns")
     if isinstance(turns, list) and all(isinstance(turn, list) for turn in turns):
@@ -193,7 +198,10 @@ def _read_row(line: str, formats: dict[Any, CallFormat]) -> Prediction | str:
 def _read_calls(calls: Any, fault: str) -> Reading:
     """Read calls of a row; ``fault`` is why the row is not strict JSON."""
     reading = read_tool_calls(calls, is_bounded=True)
-    return Reading(Parsed((), (Malformed(0, 0, fault),)), reading.lenient) if fault else reading
+    if not fault:
+        return reading
+    refused = Parsed((), (Malformed(0, 0, fault),))
+    return Reading(with_decoded(refused, lambda: read_tool_calls(calls).strict), reading.lenient)
 
 
 def _find_format(row: dict[str, Any], formats: dict[Any, CallFormat]) -> CallFormat | str:

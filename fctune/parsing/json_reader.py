@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal
 
 # The one limit on nested lists and objects, in data rows as in model output. Rows have always been accepted to depth
@@ -27,6 +29,7 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*+)(?P<fraction>\.[0-9]++)?(?P<exponent>
 _STRING = re.compile(r'"([^"\\\x00-\x1f]*+(?:\\.[^"\\\x00-\x1f]*+)*+)"')
 _CONSTANTS = {"t": ("true", True), "f": ("false", False), "n": ("null", None)}
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+_READS_LIKE_PYTHON: ContextVar[bool] = ContextVar("reads_like_python", default=False)
 
 ParseErrorKind = Literal["syntax", "duplicate_key", "not_finite", "too_deep"]
 
@@ -39,6 +42,21 @@ class ParseError(ValueError):
         self.reason = reason
         self.position = position
         self.kind = kind
+
+
+@contextmanager
+def reading_like_python() -> Iterator[None]:
+    """Let ``decode_json`` and ``read_json`` accept whatever ``json.loads`` does, in this thread."""
+    token = _READS_LIKE_PYTHON.set(True)
+    try:
+        yield
+    finally:
+        _READS_LIKE_PYTHON.reset(token)
+
+
+def reads_like_python() -> bool:
+    """Return True inside ``reading_like_python``."""
+    return _READS_LIKE_PYTHON.get()
 
 
 class JsonReader:
@@ -93,6 +111,11 @@ def decode_json(text: str, lenient: bool = False) -> Any:
             return value
     except (ValueError, StopIteration, RecursionError):
         pass
+    if reads_like_python():
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ParseError(str(error), 0) from None
     value, end = _read_value(text, skip_space(text, 0), lenient, 0)
     end = skip_space(text, end)
     if end != len(text):
@@ -113,7 +136,16 @@ def read_json(text: str, position: int, lenient: bool = False) -> tuple[Any, int
                 return value, end
         except (ValueError, StopIteration, RecursionError):
             pass
-    return _read_value(text, position, lenient, 0)
+    try:
+        return _read_value(text, position, lenient, 0)
+    except ParseError as error:
+        if error.kind == "syntax" or not reads_like_python():
+            raise
+        try:
+            value, length = json.JSONDecoder().raw_decode(text[position : position + _MAX_QUICK_LENGTH])
+        except (ValueError, RecursionError):
+            raise error from None
+        return value, position + length
 
 
 def skip_space(text: str, position: int) -> int:

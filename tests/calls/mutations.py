@@ -25,6 +25,40 @@ def mutate(case: Case, rng: random.Random) -> list[Call]:
     return calls
 
 
+def odd_arguments(arguments: dict[str, Any], rng: random.Random) -> str:
+    """Write arguments as JSON text, mostly with something that strict readers refuse and ``json.loads`` may take.
+
+    No nesting comes near the depth at which ``json.loads`` gives up, which depends on its caller.
+    """
+    text = json.dumps(arguments)
+    value = rng.choice(_ODD_VALUES)
+    kind = rng.random()
+    if kind < 0.1:
+        return text
+    if kind < 0.2:
+        return value
+    if kind < 0.5:
+        key = next(iter(arguments), "a")
+        text = json.dumps({**arguments, key: "@"}).replace('"@"', value, 1)
+    elif kind < 0.8:
+        pair = f"{json.dumps(rng.choice([*arguments, 'a', '']))}: {value}"
+        opened, rest = text[:1], text[1:]
+        joint = ", " if arguments else ""
+        text = f"{opened}{pair}{joint}{rest}" if rng.random() < 0.5 else f"{text[:-1]}{joint}{pair}}}"
+    if rng.random() < 0.2:
+        position = rng.randrange(len(text) + 1)
+        text = text[:position] + rng.choice(_ODD_PIECES) + text[position + rng.randint(0, 1) :]
+    return text
+
+
+_ODD_VALUES = (
+    "NaN", "Infinity", "-Infinity", "1e999", "-1e999", "nan", "5", "true", "null", '"x"', "[]", "{}", "[1,]", "01",
+    "9" * 5000, '"\\ud800"', '"\x01"', "'x'", "None", "{'a': 1}", '{"a": 1, "a": 2}', '{"a": NaN, "a": 2}', '{"": 1}',
+    *("[" * depth + "]" * depth for depth in (100, 127, 128, 129, 200, 400, 5000)), '{"a":' * 150 + "1" + "}" * 150,
+)  # fmt: skip
+_ODD_PIECES = ("", " ", "\n", ",", "{", "}", "[", "]", '"', ":", "NaN", "\ufeff", "\u00a0", "\\", "/*x*/")
+
+
 def as_source(value: Any, language: str, rng: random.Random, type_name: str = "") -> str:
     """A value as a programmer of Java or JavaScript could write it, not always rightly."""
     if isinstance(value, bool) or value is None:

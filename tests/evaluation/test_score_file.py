@@ -38,7 +38,7 @@ from tests.calls.bfcl_wheel import (
     official_multi_turn_checker,
     official_served_checker,
 )
-from tests.calls.mutations import mutate, mutate_source
+from tests.calls.mutations import mutate, mutate_source, odd_arguments
 from tests.calls.turn_mutations import gold_turns, mutate_turns
 
 WriteRows = Callable[..., Path]
@@ -186,6 +186,62 @@ def test_malformed_calls_get_the_official_verdict(shape: str, write_rows: WriteR
     assert {row["verdict"] for row in out} == {"malformed"}
     for category in ("live_multiple", "parallel", *(["irrelevance"] if shape != "pythonic" else [])):
         assert {row["valid"] for row in out if row["category"] == category} == {True, False}, category
+
+
+@needs_wheel
+@pytest.mark.parametrize("shape", ["arguments as text", "arguments as objects", "hermes"])
+def test_calls_that_only_json_loads_reads_get_the_official_verdict(shape: str, tmp_path: Path) -> None:
+    rng = random.Random(shape)
+    check = official_served_checker()
+    relevance = (case for name in ("irrelevance", "live_irrelevance", "live_relevance") for case in _unanswered(name))
+    lines, official = [], []
+    for case in [*relevance, *load_cases("live_simple"), *load_cases("live_parallel")]:
+        gold = gold_calls(case) or [Call("f", {"a": 1})] * rng.choice((1, 1, 2))
+        sent = [
+            {"name": rng.choice([call.name] * 8 + ["", None]), "arguments": odd_arguments(call.arguments, rng)}
+            for call in gold
+        ]
+        objects = [f'{{"name": {json.dumps(call["name"])}, "arguments": {call["arguments"]}}}' for call in sent]
+        if shape != "arguments as text":
+            # The arguments as decoded from the text of the complete call, of which they are a part.
+            sent = [_read_object(written) for written in objects]
+        if shape == "hermes":
+            if any("</tool_call>" in written for written in objects):
+                continue
+            text = "\n".join(f"<tool_call>\n{written}\n</tool_call>" for written in objects)
+            lines.append(json.dumps({"id": case.id, "text": text, "format": shape}))
+        elif shape == "arguments as objects":
+            line = f'{{"id": "{case.id}", "calls": [{", ".join(objects)}]}}'
+            try:
+                json.loads(line)
+            except (ValueError, RecursionError):
+                continue  # an error of the file
+            lines.append(line.replace("\n", " "))
+        else:
+            lines.append(json.dumps({"id": case.id, "calls": sent}))
+        official.append(check(case, sent))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(lines) + "\n")
+    out, _ = score_bfcl(rows)
+    assert len(out) > 800
+    for row, line, valid in zip(out, lines, official, strict=True):
+        assert row["valid"] is valid, (line[:300], row)
+    malformed = Counter(row["valid"] for row in out if row["verdict"] == "malformed" and "irr" in row["category"])
+    assert min(malformed.values()) > 40
+
+
+def _unanswered(category: str) -> list[Case]:
+    return [Case(case.id, category, [], []) for case in read_bfcl(data_dir(), category)]
+
+
+def _read_object(written: str) -> dict[str, Any]:
+    try:
+        call = json.loads(written)
+    except (ValueError, RecursionError):
+        return {"name": "f", "arguments": "not JSON"}
+    if call.keys() != {"name", "arguments"} or isinstance(call["arguments"], str):
+        return {"name": "f", "arguments": "not a call"}
+    return {"name": call["name"], "arguments": json.dumps(call["arguments"])}
 
 
 def _to_source(name: str, arguments: str) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 from fctune.calls.formats.call_objects import find_bare_calls
 from fctune.data.conversation import Call, Tool
 from fctune.parsing.forward_search import ForwardSearch
+from fctune.parsing.json_reader import MAX_DEPTH, is_deeper_than, reading_like_python, reads_like_python
 
 Server = Literal["vllm", "sglang"]
 SERVERS: tuple[Server, ...] = get_args(Server)
@@ -60,12 +62,44 @@ class Parsed(NamedTuple):
         malformed: Spans that were meant as calls.
         prose: The text outside calls, malformed spans and marks of the format, stripped.
         spans: The position ``(start, end)`` of each call in the text; calls of one list share theirs.
+        decoded: The calls as ``json.loads`` reads them, if strict reading refuses some for their JSON; see
+            ``with_decoded``. None otherwise.
     """
 
     calls: tuple[Call, ...]
     malformed: tuple[Malformed, ...] = ()
     prose: str = ""
     spans: tuple[tuple[int, int], ...] = ()
+    decoded: tuple[Call, ...] | None = None
+
+
+def with_decoded(strict: Parsed, read: Callable[[], Parsed]) -> Parsed:
+    """Add ``decoded`` to a strict reading with malformed calls, if ``json.loads`` reads all of them.
+
+    A call without a name, or whose arguments hold what strict JSON cannot, equals no call that could be expected; an
+    empty one stands for it, so that results can be written as JSON.
+
+    Args:
+        strict: The strict reading.
+        read: Reads the same answer again, inside ``reading_like_python``.
+    """
+    if not strict.malformed or reads_like_python():
+        return strict
+    with reading_like_python():
+        again = read()
+    if again.malformed or not again.calls:
+        return strict
+    return strict._replace(decoded=tuple(call if _is_strict(call) else Call("", {}) for call in again.calls))
+
+
+def _is_strict(call: Call) -> bool:
+    if not call.name or is_deeper_than(call.arguments, MAX_DEPTH):
+        return False
+    try:
+        json.dumps(call.arguments, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 class TemplateSignature(NamedTuple):
@@ -215,7 +249,8 @@ class CallFormat(TemplateFormat):
             names = {tool.name for tool in tools}
             for found in find_bare_calls(text[: state.end], state.position, names):
                 state.add_calls(*found)
-        return state.finish()
+        parsed = state.finish()
+        return parsed if lenient else with_decoded(parsed, lambda: self.parse(text, tools))
 
     def parse_both(self, text: str, tools: Sequence[Tool] = ()) -> tuple[Parsed, Parsed]:
         """Return the strict and the lenient result, in less time than two calls of ``parse`` take."""

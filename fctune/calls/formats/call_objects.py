@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from fctune.data.conversation import Call
-from fctune.parsing.json_reader import ParseError, decode_json, read_json
+from fctune.parsing.json_reader import ParseError, decode_json, read_json, reads_like_python
 from fctune.parsing.python_reader import PythonReader
 
 # The beginning and the end of a value that has its lines to itself, with or without a code fence.
@@ -94,7 +94,9 @@ def to_call(value: Any, key: str, lenient: bool = False) -> Call | str:
         arguments = value[key]
     name, call_id = value.get("name"), value.get("id")
     if not isinstance(name, str) or not name:
-        return "missing name"
+        if not reads_like_python() or "name" not in value or isinstance(name, (dict, list)):
+            return "missing name"
+        name = ""
     if not isinstance(arguments, dict):
         return f"{key}: expected an object, got {type(arguments).__name__}"
     return Call(name, arguments, call_id if isinstance(call_id, str) else None)
