@@ -96,7 +96,10 @@ def _add_cases(data: Any) -> None:
         "--turns", choices=("last", "each"), default="last", help="turns that become cases; default: %(default)s"
     )
     cases.add_argument(
-        "--test", type=Path, metavar="FILE", help="also write test cases, about tools that no case in --out offers"
+        "--test",
+        type=Path,
+        metavar="FILE",
+        help="also write test cases, about tools that no case in --out offers, or other questions if rows share tools",
     )
     cases.add_argument("--test-share", type=float, default=0.2, metavar="X", help="default: %(default)s")
     cases.add_argument("--seed", type=int, default=0, help="seed of the split; default: %(default)s")
@@ -169,7 +172,7 @@ def _check_out(arguments: argparse.Namespace) -> None:
 
 
 def _make_cases(arguments: argparse.Namespace) -> int:
-    from fctune.evaluation.row_cases import RowCase, check_benchmark, describe_left_out, make_row_cases, split_by_tool
+    from fctune.evaluation.row_cases import RowCase, check_benchmark, describe_left_out, make_row_cases, split_cases
 
     if not 0 < arguments.test_share < 1:
         raise ConfigError(f"--test-share {arguments.test_share:g}: expected more than 0 and less than 1.")
@@ -193,12 +196,15 @@ def _make_cases(arguments: argparse.Namespace) -> int:
     if arguments.test is None:
         write("--out", arguments.out, made.cases)
     else:
-        split = split_by_tool(made.cases, arguments.test_share, arguments.seed)
+        split = split_cases(made.cases, arguments.test_share, arguments.seed)
         write("--out", arguments.out, split.train)
         write("--test", arguments.test, split.test)
         tools = sorted(split.test_tools)
         more = f" and {len(tools) - _NUM_TOOLS:,} more" if len(tools) > _NUM_TOOLS else ""
-        console.print(f"tools of the test: {', '.join(tools[:_NUM_TOOLS])}{more}", soft_wrap=True, markup=False)
+        by_tool = f"tools of the test, which no case to learn from offers: {', '.join(tools[:_NUM_TOOLS])}{more}"
+        by_question = "split by question, because the rows share their tools: the test has the same tools, but no "
+        by_question += "question that is learned from, and none like it"
+        console.print(by_tool if tools else by_question, soft_wrap=True, markup=False)
         if split.num_dropped:
             dropped = format_count(split.num_dropped, "case that mixes", "cases that mix")
             console.print(f"dropped {dropped} training and test tools or questions", soft_wrap=True)

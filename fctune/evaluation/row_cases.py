@@ -1,4 +1,7 @@
-"""Cases made of training rows, and their split by tool, so that test cases are about tools that no training row has."""
+"""Cases made of training rows, and their split into training and test.
+
+By tool, so that test cases are about tools that no training row has; by question where the rows share their tools.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from itertools import islice
 from typing import Any, Literal
 
 from fctune.config.intervals import format_count
-from fctune.data.conversation import Conversation
+from fctune.data.check.similarity import SimilarityIndex, WordHasher
+from fctune.data.conversation import Conversation, Message
 from fctune.data.conversion import to_openai_row
 from fctune.data.sources.columns import Columns
 from fctune.data.sources.defects import Defect
@@ -40,12 +44,14 @@ class RowCase:
         offered: Names of the tools on offer.
         called: Names of the tools that the answer calls.
         questions: What the user says in each turn.
+        source: File and line of the conversation.
     """
 
     row: dict[str, Any]
     offered: frozenset[str]
     called: frozenset[str]
     questions: tuple[str, ...]
+    source: str
 
 
 @dataclass(slots=True)
@@ -59,14 +65,14 @@ class RowCases:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolSplit:
-    """Cases of a split by tool.
+class CaseSplit:
+    """Cases of a split by tool or by question.
 
     Attributes:
-        train: Cases that offer no tool of the test.
-        test: Cases that call tools of the test alone, or that offer one and call none.
+        train: Cases to learn from; split by tool, they offer no tool of the test.
+        test: Cases to test with; split by tool, they call tools of the test alone, or offer one and call none.
         num_dropped: Cases that mix the two, or that would test what a training case asks.
-        test_tools: Names of the tools of the test.
+        test_tools: Names of the tools of the test; empty if split by question.
     """
 
     train: list[RowCase]
@@ -139,7 +145,81 @@ def check_benchmark(benchmark: str | None, where: str, is_forced: bool) -> None:
         )
 
 
-def split_by_tool(cases: Sequence[RowCase], test_share: float = 0.2, seed: int = 0) -> ToolSplit:
+def split_cases(cases: Sequence[RowCase], test_share: float = 0.2, seed: int = 0) -> CaseSplit:
+    """Split cases by tool, or by question where that is impossible or would drop more than half of them.
+
+    Raises:
+        DataError: One side would be empty either way.
+    """
+    try:
+        split = split_by_tool(cases, test_share, seed)
+    except DataError:
+        return split_by_question(cases, test_share, seed)
+    return split if split.num_dropped <= len(cases) / 2 else split_by_question(cases, test_share, seed)
+
+
+def split_by_question(cases: Sequence[RowCase], test_share: float = 0.2, seed: int = 0) -> CaseSplit:
+    """Split cases so that neither a question, nor one that nearly repeats it, nor a conversation is on both sides.
+
+    The choice depends on the questions and the seed alone, not on the order of the cases.
+
+    Args:
+        cases: The cases.
+        test_share: Share of the cases to test with, approximately.
+        seed: Seed of the choice.
+
+    Raises:
+        DataError: One side would be empty.
+    """
+    groups = sorted(_group_questions(cases), key=lambda group: _rank("\n".join(group[0].questions), seed))
+    wanted, test = test_share * len(cases), list[RowCase]()
+    for group in groups:
+        if len(test) + len(group) <= wanted:
+            test += group
+    if not test and len(groups) > 1:
+        test = list(min(groups, key=len))
+    chosen = {id(case) for case in test}
+    train = [case for case in cases if id(case) not in chosen]
+    asked = {case.questions[:length] for case in train for length in range(1, len(case.questions) + 1)}
+    test = [case for case in cases if id(case) in chosen and case.questions not in asked]
+    if not train or not test:
+        raise DataError(
+            f"the cases cannot be split: all {len(cases):,} offer the same tools and ask nearly the same question. Add "
+            "other rows, or leave out --test."
+        )
+    return CaseSplit(train, test, len(cases) - len(train) - len(test), frozenset())
+
+
+def _group_questions(cases: Sequence[RowCase]) -> list[list[RowCase]]:
+    """Return groups of cases of one conversation, or with questions that are the same or nearly so."""
+    ordered = sorted(cases, key=lambda case: (case.questions, case.row["id"]))
+    index = SimilarityIndex(WordHasher())
+    try:
+        for number, case in enumerate(ordered):
+            spoken = tuple(Message(role="user", content=text) for text in case.questions)
+            index.add(Conversation(messages=spoken, tools=()), 0, number)
+        earlier = index.find_earlier()
+    finally:
+        index.close()
+    groups: dict[int, list[int]] = {number: [number] for number in range(len(ordered))}
+    group_of = list(range(len(ordered)))
+
+    def merge(one: int, other: int) -> None:
+        small, large = sorted((group_of[one], group_of[other]), key=lambda name: len(groups[name]))
+        if small != large:
+            for member in groups[small]:
+                group_of[member] = large
+            groups[large] += groups.pop(small)
+
+    first_of_source: dict[str, int] = {}
+    for number, case in enumerate(ordered):
+        merge(number, first_of_source.setdefault(case.source, number))
+        if earlier[number] >= 0:
+            merge(number, int(earlier[number]))
+    return [[ordered[member] for member in sorted(members)] for members in groups.values()]
+
+
+def split_by_tool(cases: Sequence[RowCase], test_share: float = 0.2, seed: int = 0) -> CaseSplit:
     """Split cases so that no tool of a test case is on offer in a training case, and no question is in both.
 
     Tools that are offered together stay together where that is possible. Where nearly all are, some of them become the
@@ -181,7 +261,7 @@ def split_by_tool(cases: Sequence[RowCase], test_share: float = 0.2, seed: int =
             f"{format_count(len(cases), 'case')}. "
             "Add rows with other tools, or change --test-share or --seed."
         )
-    return ToolSplit(train, test, len(cases) - len(train) - len(test), frozenset(test_tools))
+    return CaseSplit(train, test, len(cases) - len(train) - len(test), frozenset(test_tools))
 
 
 def _iter_cases(conversation: Conversation, turns: Turns, left_out: Counter[str]) -> Iterator[RowCase]:
@@ -205,7 +285,8 @@ def _iter_cases(conversation: Conversation, turns: Turns, left_out: Counter[str]
         prompt = replace(conversation, messages=messages[:index])
         row = to_openai_row(replace(conversation, messages=(*context, answer)))
         kind = "call" if called else "no_call"
-        yield RowCase({"id": prompt.digest(), "kind": kind, **row}, offered, called, read_questions(prompt.messages))
+        row = {"id": prompt.digest(), "kind": kind, **row}
+        yield RowCase(row, offered, called, read_questions(prompt.messages), conversation.source)
 
 
 def _is_test(case: RowCase, test_tools: set[str]) -> bool:

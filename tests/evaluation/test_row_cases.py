@@ -15,7 +15,7 @@ from fctune.data.conversation import Conversation
 from fctune.data.sources import read_source
 from fctune.errors import DataError
 from fctune.evaluation.cases import read_cases
-from fctune.evaluation.row_cases import make_row_cases, split_by_tool
+from fctune.evaluation.row_cases import make_row_cases, split_by_question, split_by_tool, split_cases
 
 Write = Callable[..., Path]
 
@@ -113,12 +113,59 @@ def test_a_split_needs_several_tools(write_rows: Write) -> None:
         split_by_tool(made.cases)
 
 
+def test_rows_that_share_their_tools_are_split_by_question(
+    write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cities = [f"city{n}" for n in range(60)]
+    texts = [f"Please tell me all about the weather, wind and rain that I can expect today in {c}" for c in cities[:3]]
+    texts += [f"{c}: what is the forecast?" for c in cities]
+    rows = [
+        row(text, ["one", "two"], calls("one"), {"role": "user", "content": f"{text} Really?"}, "Yes.")
+        for text in texts
+    ]
+    made = make_row_cases([str(write_rows(rows))], "each")
+    for seed in range(4):
+        split = split_cases(made.cases, 0.25, seed)
+        assert split.test_tools == frozenset()
+        assert len(split.train) + len(split.test) == 126
+        assert 20 <= len(split.test) <= 32
+        sides = [{case.source for case in side} for side in (split.train, split.test)]
+        assert not sides[0] & sides[1]
+        alike = [sum(case.questions[0].startswith("Please") for case in side) for side in (split.train, split.test)]
+        assert 0 in alike  # near duplicates stay together
+        again = split_cases(made.cases[::-1], 0.25, seed)
+        assert {case.row["id"] for case in again.test} == {case.row["id"] for case in split.test}
+    assert (
+        len({tuple(case.row["id"] for case in split_by_question(made.cases, 0.25, seed).test) for seed in range(4)})
+        == 4
+    )
+
+    out, test = tmp_path / "cases.jsonl", tmp_path / "test.jsonl"
+    source = write_rows([row(f"{n}?", ["one"], calls("one")) for n in range(3)])
+    assert main(["data", "cases", str(source), "--out", str(out), "--test", str(test)]) == 0
+    assert (len(read_cases(out)), len(read_cases(test))) == (2, 1)
+    shown = capsys.readouterr().out
+    assert "1 case in " in shown
+    assert "split by question, because the rows share their tools" in shown
+    source = write_rows([row("What?", ["one"], calls("one"))])
+    assert main(["data", "cases", str(source), "--out", str(out), "--test", str(test)]) == 2
+    assert "ask nearly the same question" in capsys.readouterr().err
+
+
+def test_a_split_by_tool_that_would_drop_most_cases_is_one_by_question(write_rows: Write) -> None:
+    rows = [row(f"{n}?", ["one", "two"], calls("one")) for n in range(50)]
+    rows += [row(f"{n}?", [f"other_{n}"], calls(f"other_{n}")) for n in range(50, 53)]
+    cases = make_row_cases([str(write_rows(rows))]).cases
+    split = split_cases(cases, 0.2)
+    assert (len(split.train), len(split.test)) == (43, 10)
+
+
 def test_the_command_writes_both_sides(write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_rows([row(f"{n}?", [f"tool_{n % 9}"], calls(f"tool_{n % 9}")) for n in range(90)])
     out, test = tmp_path / "cases.jsonl", tmp_path / "test.jsonl"
     assert main(["data", "cases", str(path), "--out", str(out), "--test", str(test)]) == 0
     assert (len(read_cases(out)), len(read_cases(test))) == (80, 10)
-    assert "tools of the test: tool_" in capsys.readouterr().out
+    assert "tools of the test, which no case to learn from offers: tool_" in capsys.readouterr().out
     assert main(["data", "cases", str(path), "--out", str(path)]) == 2
     assert "is the source itself" in capsys.readouterr().err
 

@@ -132,6 +132,17 @@ class SimilarityIndex:
                 [(records.locate(row), records.locate(nearest[row]), float(share[row])) for row in near[:_NUM_SHOWN]],
             )
 
+    def find_earlier(self) -> Rows:
+        """Return an earlier row that each row repeats exactly or nearly, ``[num_rows]``; -1 for the others."""
+        if self.num_rows == 0:
+            return np.zeros(0, np.int64)
+        self._write(b"")
+        with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            records = _Records(mapped)
+            first = _find_first(records)
+            nearest, _ = _find_nearest(records, np.flatnonzero(first < 0))
+            return np.where(first >= 0, first, nearest)
+
     def _write(self, data: bytes) -> None:
         """Write a record, or flush the buffer if there is no data."""
         try:
