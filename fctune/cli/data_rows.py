@@ -9,6 +9,9 @@ from typing import Any
 
 from fctune.cli.files import write_file
 from fctune.config.intervals import format_count
+from fctune.config.parsing import suggest
+from fctune.data.check.warnings import WARNING_KINDS
+from fctune.data.sources.defects import DEFECT_KINDS
 from fctune.data.sources.reader import list_files
 from fctune.data.sources.row_formats.registry import ROW_FORMATS
 from fctune.errors import ConfigError, Interrupted
@@ -82,10 +85,30 @@ def _add_convert(data: Any) -> None:
         metavar="FILE",
         help="tools of the rows that have none, in any form that rows may have; several files may be pages of one list",
     )
+    convert.add_argument(
+        "--drop",
+        type=_to_kinds,
+        default=[],
+        metavar="KIND,...",
+        help="leave out rows with these kinds of warnings, as data check names them",
+    )
+    convert.add_argument("--dedupe", action="store_true", help="leave out rows that repeat an earlier one exactly")
     convert.add_argument("--strict", action="store_true", help="write nothing if a row cannot be converted")
     convert.add_argument("--force", action="store_true", help="replace OUT if it exists")
     convert.add_argument("--json", type=Path, metavar="FILE", help="write what changed, and the rows skipped, as JSON")
     convert.set_defaults(run=_convert_data)
+
+
+def _to_kinds(text: str) -> list[str]:
+    """Parse kinds of warnings, separated by commas."""
+    kinds = [kind.strip() for kind in text.split(",")]
+    for kind in kinds:
+        if kind in DEFECT_KINDS:
+            raise argparse.ArgumentTypeError(f"{kind}: a defect, whose rows are left out anyway; leave it out here")
+        if kind not in WARNING_KINDS:
+            known = ", ".join(WARNING_KINDS)
+            raise argparse.ArgumentTypeError(f"{kind}: unknown{suggest(kind, WARNING_KINDS)} (known: {known})")
+    return kinds
 
 
 def _add_cases(data: Any) -> None:
@@ -141,6 +164,8 @@ def _convert_data(arguments: argparse.Namespace) -> int:
                 lambda counts: status.update(f"{counts.rows:,} rows read, {counts.num_skipped:,} skipped"),
                 tools,
                 columns,
+                arguments.drop,
+                arguments.dedupe,
             )
         is_written = True
     except RowsSkippedError as error:

@@ -7,9 +7,10 @@ nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 
 from fctune.config.intervals import format_count
 from fctune.data.call_ids import find_answered
+from fctune.data.check.similarity import SimilarityIndex, WordHasher
+from fctune.data.check.warnings import iter_warnings
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.sources import NOTE_KINDS, Defect, ParsedRow, RowReader, UnreadRow, scan_source
 from fctune.data.sources.columns import Columns
@@ -44,7 +47,7 @@ _NUM_SHOWN = 10
 
 @dataclass(slots=True)
 class ConversionReport:
-    """The result of a conversion; ``rows`` = ``converted`` + the number of skipped rows.
+    """The result of a conversion; ``rows`` = ``converted`` + the numbers of skipped and dropped rows and duplicates.
 
     Attributes:
         rows: Rows read.
@@ -56,6 +59,12 @@ class ConversionReport:
         columns: Rows that had a column which was dropped, by its name.
         num_skipped: Rows that cannot be converted.
         skipped: The first of them, with the reasons.
+        num_dropped: Rows left out because of a kind of warning.
+        dropped: Rows left out, by each kind of warning that they were to be left out for.
+        duplicates: Rows left out because they repeat an earlier one.
+        near_duplicates: Rows written although they nearly repeat an earlier one; counted with ``is_distinct`` only.
+        warnings: Rows written, by each kind of warning that they have.
+        num_warned: Rows written with a warning.
     """
 
     rows: int = 0
@@ -67,6 +76,12 @@ class ConversionReport:
     columns: Counter[str] = field(default_factory=Counter)
     num_skipped: int = 0
     skipped: list[Defect] = field(default_factory=list)
+    num_dropped: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    duplicates: int = 0
+    near_duplicates: int = 0
+    warnings: Counter[str] = field(default_factory=Counter)
+    num_warned: int = 0
 
     def describe(self, source: str, out: str | None) -> list[str]:
         """Return lines on what was read, changed and skipped; ``out`` is the file written, None if there is none."""
@@ -74,6 +89,10 @@ class ConversionReport:
         if self.converted:
             head += f" ({', '.join(f'{count:,} {name}' for name, count in self.row_formats.most_common())})"
         lines = [f"{head}, {self.unchanged:,} of them unchanged, {self.num_skipped:,} skipped"]
+        if self.num_dropped:
+            lines.append(f"Dropped for their warnings: {format_count(self.num_dropped, 'row')} ({_list(self.dropped)})")
+        if self.duplicates:
+            lines.append(f"Dropped: {format_count(self.duplicates, 'duplicate')} of earlier rows")
         meanings = {**CHANGE_KINDS, **NOTE_KINDS}
         counts = self.changes + self.notes
         if counts:
@@ -85,18 +104,31 @@ class ConversionReport:
             lines += ["Skipped", *(f"  {defect}" for defect in self.skipped[:_NUM_SHOWN])]
             if self.num_skipped > _NUM_SHOWN:
                 lines.append(f"  ... and {self.num_skipped - _NUM_SHOWN:,} more; --json FILE lists them")
+        if self.near_duplicates:
+            lines.append(f"Kept: {format_count(self.near_duplicates, 'near duplicate')} of earlier rows")
+        if self.num_warned:
+            lines.append(f"Kept with a warning: {format_count(self.num_warned, 'row')} ({_list(self.warnings)})")
+            lines.append(
+                "  `fctune data check` shows them; --drop KIND,... leaves rows with these kinds of warnings out"
+            )
         lines.append("Nothing was written." if out is None else f"{format_count(self.converted, 'row')} in {out}")
         return lines
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
-        counts = {name: dict(getattr(self, name)) for name in ("row_formats", "changes", "notes", "columns")}
+        names = ("row_formats", "changes", "notes", "columns", "dropped", "warnings")
+        counts = {name: dict(getattr(self, name)) for name in names}
         skipped = [
             {"file": d.file, "line": d.line, "pointer": d.pointer, "kind": d.kind, "reason": d.reason}
             for d in self.skipped
         ]
         totals = {"rows": self.rows, "converted": self.converted, "unchanged": self.unchanged}
+        totals |= {name: getattr(self, name) for name in ("num_dropped", "duplicates", "near_duplicates", "num_warned")}
         return {**totals, **counts, "num_skipped": self.num_skipped, "skipped": skipped}
+
+
+def _list(kinds: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
 
 
 def convert_source(
@@ -108,6 +140,8 @@ def convert_source(
     on_progress: Callable[[ConversionReport], None] | None = None,
     tools: tuple[Tool, ...] = (),
     columns: Columns | None = None,
+    drop: Collection[str] = (),
+    is_distinct: bool = False,
 ) -> ConversionReport:
     """Write the rows of a source as JSON lines in OpenAI's format, in order; ``out`` is replaced when all are written.
 
@@ -120,24 +154,63 @@ def convert_source(
         on_progress: Called every 500 rows with the counts so far.
         tools: Tools of the rows that have none.
         columns: The format's name for each column of another name, or ``ignore``.
+        drop: Kinds of warnings whose rows are left out, keys of ``WARNING_KINDS``.
+        is_distinct: Leave out rows that repeat an earlier one, and count those that nearly do.
 
     Raises:
         DataError: The source cannot be read, or not to its end.
         RowsSkippedError: No row can be converted, or with ``is_strict`` one cannot.
     """
-    reader = RowReader(row_format, columns, tools)
+    reader, chooser = RowReader(row_format, columns, tools), _Chooser(frozenset(drop), is_distinct)
     report = ConversionReport()
-    with open_atomically(out) as file:
+    with contextlib.closing(chooser), open_atomically(out) as file:
         for row in islice(scan_source(path, row_format, columns), max_samples):
             report.rows += 1
-            line = _convert(row, reader, report, tools)
+            line = _convert(row, reader, report, tools, chooser)
             if line is not None:
                 file.write(line)
             if on_progress is not None and report.rows % _PROGRESS_ROWS == 0:
                 on_progress(report)
         if not report.converted or (is_strict and report.num_skipped):
             raise RowsSkippedError(report)
+        report.near_duplicates = chooser.count_near_duplicates()
     return report
+
+
+class _Chooser:
+    """Decides which rows are written: not those with kinds of warnings to drop, nor repeats of earlier rows."""
+
+    def __init__(self, drop: frozenset[str], is_distinct: bool) -> None:
+        self.drop = drop
+        self._seen: set[str] | None = set() if is_distinct else None
+        self._index = SimilarityIndex(WordHasher()) if is_distinct else None
+
+    def keeps(self, parsed: ParsedRow, report: ConversionReport) -> bool:
+        """Return True if a row is to be written; adds to the report in place."""
+        kinds = {warning.kind for warning in iter_warnings(parsed)}
+        if unwanted := kinds & self.drop:
+            report.num_dropped += 1
+            report.dropped.update(unwanted)
+            return False
+        if self._seen is not None and self._index is not None:
+            digest = parsed.conversation.digest()
+            if digest in self._seen:
+                report.duplicates += 1
+                return False
+            self._seen.add(digest)
+            self._index.add(parsed.conversation, 0, report.rows)
+        report.num_warned += bool(kinds)
+        report.warnings.update(kinds)
+        return True
+
+    def count_near_duplicates(self) -> int:
+        """Return the number of written rows that nearly repeat an earlier one."""
+        return 0 if self._index is None else self._index.find_repeats().num_near
+
+    def close(self) -> None:
+        """Delete the temporary file of the index."""
+        if self._index is not None:
+            self._index.close()
 
 
 class RowsSkippedError(DataError):
@@ -150,8 +223,10 @@ class RowsSkippedError(DataError):
         self.report = report
 
 
-def _convert(row: UnreadRow, reader: RowReader, report: ConversionReport, tools: tuple[Tool, ...]) -> str | None:
-    """Return the line of a converted row, with its end, or None if it is skipped; adds to the report in place."""
+def _convert(
+    row: UnreadRow, reader: RowReader, report: ConversionReport, tools: tuple[Tool, ...], chooser: _Chooser
+) -> str | None:
+    """Return the line of a converted row, with its end, or None if it is left out; adds to the report in place."""
     parsed = reader.read(row)
     if isinstance(parsed, ParsedRow):
         gets_tools = bool(tools) and parsed.conversation.tools is tools
@@ -165,6 +240,8 @@ def _convert(row: UnreadRow, reader: RowReader, report: ConversionReport, tools:
         report.num_skipped += 1
         if len(report.skipped) < MAX_SKIPPED:
             report.skipped.append(parsed)
+        return None
+    if not chooser.keeps(parsed, report):
         return None
     line = json.dumps(converted, ensure_ascii=False)
     report.converted += 1

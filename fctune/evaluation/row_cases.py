@@ -177,7 +177,8 @@ def split_by_question(cases: Sequence[RowCase], test_share: float = 0.2, seed: i
         if len(test) + len(group) <= wanted:
             test += group
     if not test and len(groups) > 1:
-        test = list(min(groups, key=len))
+        smallest = min(len(group) for group in groups)
+        test = next(group for group in groups if len(group) == smallest)
     chosen = {id(case) for case in test}
     train = [case for case in cases if id(case) not in chosen]
     asked = {case.questions[:length] for case in train for length in range(1, len(case.questions) + 1)}

@@ -427,3 +427,55 @@ def test_a_file_without_tools_stops_a_conversion_before_it_starts(
     assert main(["data", "convert", "synthetic:train:3:1", str(out), "--tools", *paths]) == 2
     assert reason in " ".join(capsys.readouterr().err.split())
     assert not out.exists()
+
+
+def test_rows_with_kinds_of_warnings_and_repeats_are_left_out_on_request_and_the_rest_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+
+    def make_row(question: str, name: str, content: str | None = None) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": "{}"}}
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "tool_calls": [call]}]
+        return {"messages": [*messages, *([{"role": "user", "content": content}] if content else [])], "tools": tools}
+
+    text = " ".join(f"word{n}" for n in range(60))
+    rows = [make_row("a", "f"), make_row("a", "f"), make_row("b", "g"), make_row("b", "g"), make_row("c", "f", "d")]
+    rows += [make_row(f"{text} a", "f"), make_row(f"{text} b", "f")]
+    source, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    assert run(source, out) == 0
+    assert "Kept with a warning: 3 rows (2 undeclared_tool" in capsys.readouterr().out
+    assert run(source, out, "--force", "--dedupe", "--json", tmp_path / "report.json") == 0
+    shown = capsys.readouterr().out
+    assert "Dropped: 2 duplicates of earlier rows" in shown
+    assert "Kept: 1 near duplicate of earlier rows" in shown
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["rows"], report["converted"], report["duplicates"], report["near_duplicates"]) == (7, 5, 2, 1)
+    assert report["warnings"]["undeclared_tool"] == 1
+    assert run(source, out, "--force", "--dedupe", "--drop", "undeclared_tool,ends_on_user") == 0
+    shown = capsys.readouterr().out
+    assert "Dropped for their warnings: 3 rows (2 undeclared_tool, 1 ends_on_user)" in shown
+    assert "with a warning" not in shown
+    assert f"3 rows in {out}" in shown
+    assert [json.loads(line)["messages"][0]["content"][-1] for line in out.read_text().splitlines()] == ["a", "a", "b"]
+    check = main(["data", "check", str(out), "--json", str(tmp_path / "check.json")])
+    assert check == 0
+    assert json.loads((tmp_path / "check.json").read_text())["duplicates"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        ("undeclared_tools", "unknown; did you mean undeclared_tool? (known: call_without_result, "),
+        ("not_json", "not_json: a defect, whose rows are left out anyway"),
+        ("", "unknown (known: "),
+    ],
+)
+def test_unknown_kinds_of_warnings_are_rejected_with_the_known_ones(
+    kinds: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("synthetic:train:3:1", tmp_path / "out.jsonl", "--drop", kinds)
+    assert words in capsys.readouterr().err
