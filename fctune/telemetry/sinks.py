@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -55,6 +56,20 @@ class JsonlSink:
         self._file.close()
 
 
+# Metrics of preference and reinforcement runs for the console, whose loss alone says little.
+_FIGURES = (
+    ("reward_mean", "reward", ".3f"),
+    ("pass_rate", "pass_rate", ".1%"),
+    ("reward_accuracy", "accuracy", ".1%"),
+    ("reward_margin", "margin", ".3f"),
+)
+
+
+def _is_number(metrics: dict[str, Any], name: str) -> bool:
+    value = metrics.get(name)
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 class ConsoleSink:
     """Progress line on a terminal; elsewhere a line every ``log_every_n_steps`` steps."""
 
@@ -64,24 +79,39 @@ class ConsoleSink:
         self._every = log_every_n_steps
         self._progress: _ProgressLine | None = None
         self._last: str | None = None
+        self._first: tuple[int, float] | None = None  # step, and when it ended; a run may resume
         if console.is_terminal and not console.is_dumb_terminal:
             # The default of ten refreshes a second makes the training thread wait for the interpreter's lock.
             self._progress = _ProgressLine(console=console, refresh_per_second=1, transient=True)
-            self._task = self._progress.add_task("", total=num_steps, figures=())
+            self._task = self._progress.add_task("", total=num_steps, figures=(), left=None)
             self._progress.start()
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Show the step's loss, learning rate, gradient norm and throughput."""
+        """Show the step's loss, what its kind of training learns from, learning rate, throughput and the time left."""
         step = metrics["step"]
-        loss, speed = f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_s']:,.0f} tokens/s"
-        lr, norm = f"lr {metrics['lr']:.2e}", f"grad_norm {metrics['grad_norm']:.3f}"
+        learned = [f"{name} {metrics[metric]:{spec}}" for metric, name, spec in _FIGURES if _is_number(metrics, metric)]
+        learned = [f"loss {metrics['loss']:.4f}", *learned]
+        others = [f"lr {metrics['lr']:.2e}", f"grad_norm {metrics['grad_norm']:.3f}"]
+        speed = f"{metrics['tokens_per_s']:,.0f} tokens/s"
         validation = [f"validation_loss {metrics['validation_loss']:.4f}"] if "validation_loss" in metrics else []
-        line = "  ".join([f"step {step}/{self._num_steps}", loss, lr, norm, speed, *validation])
+        left = self._estimate_left(step)
+        ends = [f"{left} left"] if left is not None and step < self._num_steps else []
+        line = "  ".join([f"step {step}/{self._num_steps}", *learned, *others, speed, *validation])
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, figures=(loss, *validation, speed, lr, norm))
+            figures = (*learned, *validation, speed, *others)
+            self._progress.update(self._task, completed=step, figures=figures, left=left)
             self._last = line
         elif step % self._every == 0 or step == self._num_steps or validation:
-            self._print(line)
+            self._print("  ".join([line, *ends]))
+
+    def _estimate_left(self, step: int) -> timedelta | None:
+        """Return the time that the remaining steps take at the pace since the first; None after the first."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = step, now
+        first, began = self._first
+        seconds = (now - began) / (step - first) * (self._num_steps - step) if step > first else None
+        return None if seconds is None else timedelta(seconds=math.ceil(seconds))
 
     def close(self) -> None:
         """Replace the progress line by a plain line about the last step."""
@@ -111,7 +141,7 @@ _MIN_BAR, _MAX_BAR = 8, 40  # columns
 
 def _fit_progress(task: Task, width: int, ascii_only: bool) -> Text:
     """Format step, loss and time left, then as much of a bar and of the other figures as fits."""
-    left = "?" if task.time_remaining is None else str(timedelta(seconds=int(task.time_remaining)))
+    left = task.fields["left"] or "?"
     loss, *others = task.fields["figures"] or ("loss ?",)
     text = "  ".join([f"step {task.completed:.0f}/{task.total:.0f}", loss, f"{left} left"])
     for figure in others:

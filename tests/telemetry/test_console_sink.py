@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from fctune.telemetry import sinks
 from fctune.telemetry.sinks import ConsoleSink
 from fctune.terminal import LogHandler
 from tests.telemetry.terminal_screen import TerminalScreen
@@ -83,11 +86,47 @@ def test_log_lines_stand_alone_and_nothing_of_the_progress_is_left_behind(
     assert last == "step 3/12000  loss 1.2345  lr 3.70e-04  grad_norm 0.513  123,456 tokens/s"
 
 
-def test_a_pipe_gets_plain_lines() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return the clock of the console, which stands at ``now``."""
+    clock = SimpleNamespace(now=1000.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(sinks, "time", clock)
+    return clock
+
+
+def test_a_pipe_gets_plain_lines_with_the_time_left(clock: SimpleNamespace) -> None:
     pipe = io.StringIO()
     sink = ConsoleSink(Console(file=pipe), 100, 50)
-    for step in range(1, 101):
+    for step in range(11, 101):  # resumed after step 10
         sink.write(metrics_of(step))
+        clock.now += 90
     sink.close()
     figures = "loss 1.2345  lr 3.70e-04  grad_norm 0.513  123,456 tokens/s"
-    assert pipe.getvalue() == f"step 50/100  {figures}\nstep 100/100  {figures}\n"
+    assert pipe.getvalue() == f"step 50/100  {figures}  1:15:00 left\nstep 100/100  {figures}\n"
+
+
+def test_slow_steps_have_a_time_left_on_a_terminal_too(
+    open_screen: Callable[[int], TerminalScreen], clock: SimpleNamespace
+) -> None:
+    screen = open_screen(100)
+    sink = ConsoleSink(Console(width=100), 12_000, 50)
+    for step in (1, 2, 3):
+        sink.write(metrics_of(step))
+        clock.now += 120
+    sink._progress.refresh()  # type: ignore[union-attr]
+    (line,) = screen.lines
+    assert "16 days, 15:54:00 left" in line
+    sink.close()
+
+
+def test_preference_and_reinforcement_runs_show_what_they_learn_from() -> None:
+    pipe = io.StringIO()
+    sink = ConsoleSink(Console(file=pipe), 100, 1)
+    sink.write(metrics_of(1) | {"reward_accuracy": 0.75, "reward_margin": 0.1234})
+    sink.write(metrics_of(2) | {"reward_mean": 0.5, "pass_rate": 0.25})
+    sink.write(metrics_of(3) | {"reward_mean": None, "pass_rate": math.nan})
+    pairs, rollouts, nothing = pipe.getvalue().splitlines()
+    assert "loss 1.2345  accuracy 75.0%  margin 0.123  lr" in pairs
+    assert "loss 1.2345  reward 0.500  pass_rate 25.0%  lr" in rollouts
+    assert "loss 1.2345  lr" in nothing
