@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data.conversation import Conversation
@@ -14,6 +18,24 @@ from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import parse_source
 from fctune.errors import DataError
 from fctune.evaluation.cases import Case
+from fctune.files import write_atomically
+
+HELD_OUT_FILE = "held_out.jsonl"  # cases in a run's directory; their ids are the digests of the rows
+_MAX_WRITTEN = 200
+
+
+def write_held_out_cases(config: DataConfig, prepared: PreparedSet, path: Path) -> None:
+    """Write the first cases of a run's held-out conversations, to evaluate its exports with; nothing if it has none."""
+    if config.pairs or not len(prepared.packs["validation"][0]):
+        return
+    with contextlib.suppress(DataError, OSError):  # the file is a convenience; the run is complete without it
+        cases = find_held_out_cases(config, prepared, _MAX_WRITTEN)
+        write_atomically(path, "".join(json.dumps(_to_row(case), ensure_ascii=False) + "\n" for case in cases))
+
+
+def _to_row(case: Case) -> dict[str, Any]:
+    calls = [{"name": call.name, "arguments": call.arguments} for call in case.expected]
+    return {"id": case.id, "kind": case.category, **case.prompt.to_openai(), "expected_calls": calls}
 
 
 def find_held_out_cases(config: DataConfig, prepared: PreparedSet, max_cases: int | None = None) -> list[Case]:

@@ -13,6 +13,7 @@ from fctune.data.sources import read_source, scan_source
 from fctune.data.sources.columns import Columns
 from fctune.errors import ConfigError, DataError
 from fctune.evaluation.cases import Case
+from fctune.evaluation.held_out import HELD_OUT_FILE
 from fctune.evaluation.suites import AnyCase, load_suite
 
 # A run's exports are at most this many directories below it: export/merged, checkpoints/best/adapter.
@@ -37,7 +38,8 @@ def find_leaks(cases: Sequence[AnyCase], model: str | Path, adapter: str | Path 
     """Look for cases in the training data of the run that a model or adapter is from; None if there is no run.
 
     A case is found if a training row, a pair's prompt or a case of reinforcement opens with the same turns of the user,
-    white space aside. Rows that the run held out for validation are among them. Tasks of environments have no rows.
+    white space aside. Rows that the run held out for validation are among them, except those that it wrote as cases.
+    Tasks of environments have no rows.
     """
     runs = [_find_run(Path(path)) for path in (adapter, model) if path is not None]
     run = next((run for run in runs if run is not None), None)
@@ -48,10 +50,11 @@ def find_leaks(cases: Sequence[AnyCase], model: str | Path, adapter: str | Path 
         if key := read_questions(_messages_of(case)):
             questions.setdefault(key, []).append(case.id)
     found: set[str] = set()
+    held_out = _read_held_out(run)
     unread: dict[str, str] = {}
     for source in _read_sources(run):
         try:
-            for messages in _iter_messages(source):
+            for messages in _iter_messages(source, held_out):
                 turns = read_questions(messages)
                 for length in range(1, len(turns) + 1):
                     found.update(questions.get(turns[:length], ()))
@@ -97,8 +100,17 @@ def _read_sources(run: Path) -> list[_Source]:
     return sources
 
 
-def _iter_messages(source: _Source) -> Iterator[Iterable[Message]]:
-    """Yield the messages of each row; of a pair, those of either conversation."""
+def _read_held_out(run: Path) -> frozenset[str]:
+    """Return the digests of the held-out rows that the run wrote as cases."""
+    try:
+        lines = (run / HELD_OUT_FILE).read_text(encoding="utf-8").splitlines()
+        return frozenset(json.loads(line)["id"] for line in lines)
+    except (OSError, ValueError, KeyError, TypeError):
+        return frozenset()
+
+
+def _iter_messages(source: _Source, held_out: frozenset[str]) -> Iterator[Iterable[Message]]:
+    """Yield the messages of each row but those held out; of a pair, those of either conversation."""
     if source.kind == "cases":
         yield from (_messages_of(case) for case in load_suite(source.path, has_multi_turn=True).all_cases)
     elif source.kind == "pairs":
@@ -110,7 +122,8 @@ def _iter_messages(source: _Source) -> Iterator[Iterable[Message]]:
                 yield from ((*pair.prompt.messages, *answer.messages) for answer in pair.answers)
     else:
         rows = read_source(source.path, source.row_format, columns=source.columns)
-        yield from (row.messages for row in rows if isinstance(row, Conversation))
+        conversations = (row for row in rows if isinstance(row, Conversation))
+        yield from (row.messages for row in conversations if not held_out or row.digest() not in held_out)
 
 
 def _messages_of(case: AnyCase) -> Iterable[Message]:

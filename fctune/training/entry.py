@@ -24,6 +24,7 @@ from fctune.checkpoint.store import CheckpointStore
 from fctune.config.schema import RunConfig
 from fctune.distributed import USER_ERRORS, World
 from fctune.errors import ConfigError, DataError
+from fctune.evaluation.held_out import HELD_OUT_FILE
 from fctune.launcher_watch import end_with_launcher, watch_launcher
 from fctune.models.run_config import load_run_config
 from fctune.runs.record import read_run
@@ -160,7 +161,7 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
             if run.is_started:
                 _record_end(run.directory, is_judged=code == 0 and config.success is not None)
             if code == 0:
-                _log_next_steps(run.directory)
+                _log_next_steps(run.directory, config)
             run.directory.unlock()
     distributed.shutdown_distributed()
     return code
@@ -278,8 +279,11 @@ def _record_end(directory: RunDirectory, is_judged: bool) -> None:
         logger.info("success: %s", line)
 
 
-def _log_next_steps(directory: RunDirectory) -> None:
-    """Log where the exports of a completed run are, and commands that evaluate, report and serve it."""
+def _log_next_steps(directory: RunDirectory, config: RunConfig) -> None:
+    """Log where the exports of a completed run are, and commands that evaluate, report and serve it.
+
+    The cases are the run's own: a model of its size need not be able to answer any others.
+    """
     for name, content in (("merged", "merged model"), ("adapter", "adapter")):
         if (directory.export / name).is_dir():
             logger.info("%s: %s", content, directory.export / name)
@@ -291,7 +295,9 @@ def _log_next_steps(directory: RunDirectory) -> None:
             "the adapter changes experts, in the form of PEFT 0.18, which servers ignore: serve the merged model"
         )
     run = shlex.quote(str(directory.path))
-    logger.info("evaluate it: fctune eval --model %s --suite smoke", run)
+    named = [str(directory.path / HELD_OUT_FILE), config.eval.cases, "" if config.grpo is None else config.grpo.cases]
+    cases = next((shlex.quote(path) for path in named if Path(path).is_file()), None)
+    logger.info("evaluate it: fctune eval --model %s %s", run, "--suite smoke" if cases is None else f"--cases {cases}")
     logger.info("report on it: fctune report %s --out %s", run, shlex.quote(str(directory.path / "report.html")))
     logger.info("serve it: fctune serve %s", run)
 

@@ -64,6 +64,7 @@ def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path, m
     assert "adapter: run/export/adapter" in output
     commands = [line[line.index("fctune ") :] for line in output.splitlines() if " it: fctune " in line]
     assert [shlex.split(command)[1] for command in commands] == ["eval", "report", "serve"]
+    assert commands[0].endswith("--cases run/held_out.jsonl")
     for command in commands:
         words = shlex.split(command)[1:]
         words += ["--print"] if words[0] == "serve" else []  # without vLLM, which is not installed here

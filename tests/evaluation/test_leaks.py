@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from eval import tool_calls
+from fctune.config.sections.data import DataConfig, SourceConfig
+from fctune.data.prepared_set import prepare
 from fctune.data.synthetic import iter_cases
 from fctune.errors import DataError
+from fctune.evaluation.held_out import HELD_OUT_FILE, write_held_out_cases
 from fctune.evaluation.leaks import find_leaks
 from fctune.evaluation.suites import load_suite
 
@@ -96,3 +99,21 @@ def test_strict_leaks_exits_with_1_before_asking(
     assert tool_calls.main(arguments) == 1
     assert f"2 of 6 cases are in the training data of {run}" in capsys.readouterr().out
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_held_out_rows_that_a_run_wrote_as_cases_are_not_in_its_training_data(tiny_base: Path, tmp_path: Path) -> None:
+    source = "synthetic:train:200:3"
+    config = DataConfig(sources=[SourceConfig(path=source)], seq_len=512, validation_share=0.1)
+    prepared = prepare(config, tiny_base, tmp_path / "prepared")
+    run = make_run(tmp_path / "run", Path(source))
+    write_held_out_cases(config, prepared, run / HELD_OUT_FILE)
+    suite = load_suite(run / HELD_OUT_FILE)
+    assert len(suite.cases) > 10
+    assert {case.category for case in suite.cases} == {"call", "no_call"}
+    repeated = find_leaks(suite.all_cases, run)
+    (run / HELD_OUT_FILE).unlink()  # which says that these rows did not train
+    all_found = find_leaks(suite.all_cases, run)
+    assert repeated is not None
+    assert all_found is not None
+    assert len(repeated.case_ids) < 3  # questions that a training row asks as well
+    assert len(all_found.case_ids) == len(suite.cases)
