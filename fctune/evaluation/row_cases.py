@@ -271,8 +271,8 @@ def _iter_cases(conversation: Conversation, turns: Turns, left_out: Counter[str]
     offered = frozenset(tool.name for tool in conversation.tools)
     if messages[-1].role == "user" and not answers:  # no call is right, and the row has no text of the answer
         row = {**to_openai_row(conversation), "expected_calls": []}
-        questions = read_questions(messages)
-        yield RowCase({"id": conversation.digest(), "kind": "no_call", **row}, offered, frozenset(), questions)
+        row = {"id": conversation.digest(), "kind": "no_call", **row}
+        yield RowCase(row, offered, frozenset(), read_questions(messages), conversation.source)
     for index in answers if turns == "each" else answers[-1:]:
         answer = messages[index]
         called = frozenset(call.name for call in answer.calls)
