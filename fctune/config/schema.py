@@ -126,7 +126,7 @@ class RunConfig:
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     """Recomputation of activations."""
     compile: bool = False
-    """Compile the blocks with torch.compile."""
+    """Compile the blocks with torch.compile, by Inductor or the backend in TORCH_COMPILE_BACKEND."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
     resume: str = "auto"

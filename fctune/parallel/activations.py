@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -129,7 +130,12 @@ def compile_blocks_(model: CausalLM) -> None:
     Batches of a run have one shape, so the graphs of a block are few: without gradients, with an input that needs none,
     and others, each recomputed or not. A block that is compiled again and again fails the run, because torch would run
     it uncompiled without a word.
+
+    TORCH_COMPILE_BACKEND names another backend than Inductor, as in torchtune: ``aot_eager`` makes the same graphs and
+    no kernels.
     """
+    named = os.environ.get("TORCH_COMPILE_BACKEND")
+    backend = {"backend": named} if named else {}
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = _MAX_GRAPHS
     dynamo.fail_on_recompile_limit_hit = True
@@ -138,8 +144,13 @@ def compile_blocks_(model: CausalLM) -> None:
     # DDP's buckets would split blocks into several graphs; their gradients are reduced as they are computed anyway.
     dynamo.optimize_ddp = False
     for block in model.blocks:
-        compiled: Callable[..., Any] = torch.compile(block.forward)
+        compiled: Callable[..., Any] = torch.compile(block.forward, **backend)
         block.forward = compiled
+
+
+def count_graphs() -> int:
+    """Return the number of graphs that torch.compile has made in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def use_float8_matmuls_(model: CausalLM) -> None:

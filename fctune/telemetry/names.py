@@ -101,6 +101,7 @@ METRICS = (
     Metric(
         "save_time_s", "s", "time to start saves", "rank 0; between the previous step and this one, part of neither"
     ),
+    Metric("compiled_graphs", "graphs", "graphs that torch.compile has made since the start", "rank 0; compile: true"),
     Metric("compute_time_s", "s", "forward and backward time", "mean over ranks, previous step"),
     Metric("compute_skew", "ratio", "compute time of the slowest rank / (lower) median of ranks", "previous step"),
     Metric("slowest_rank", "rank", "rank with the longest compute time", "previous step"),

@@ -19,6 +19,7 @@ from fctune.distributed import World
 from fctune.errors import DataError
 from fctune.models.causal_lm import CausalLM
 from fctune.models.document_attention import CPU_TILE
+from fctune.parallel.activations import count_graphs
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.meter import Meter
@@ -135,6 +136,8 @@ def train(
                 metrics["validation_time_s"] = time.perf_counter() - started
             for callback in callbacks:
                 metrics |= callback.measure(step, is_last)
+            if config.compile:
+                metrics["compiled_graphs"] = count_graphs()
             sinks.write(metrics)
             num_nonfinite = 0 if result.is_applied else num_nonfinite + 1
             if num_nonfinite:

@@ -32,7 +32,7 @@ from tests.models.expert_samples import MODEL_TYPES
 from tests.models.hybrid_samples import HYBRIDS
 from tests.models.model_samples import load_model
 from tests.ranks import run_ranks
-from tests.training.training_runs import build_trainable, make_config
+from tests.training.training_runs import Recorder, build_trainable, make_config
 
 
 class GraphCounter(Callback):
@@ -53,16 +53,18 @@ class GraphCounter(Callback):
 
 def count_graphs(world: World, config: RunConfig, path: Path) -> dict[str, Any]:
     """Train for several epochs, capturing graphs without generating code for them."""
-    counter = GraphCounter()
+    counter, sink = GraphCounter(), Recorder()
+    torch._dynamo.register_backend(counter, name=f"counter_{id(counter)}")
+    counters.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+        patch.setenv("TORCH_COMPILE_BACKEND", f"counter_{id(counter)}")
         # By this size of its first bucket, DDP would split the graphs of an 8B model at rank 80.
         patch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1024)
         model, gradient_sync = build_trainable(config, world)
         loader = build_loader(config, open_prepared(path))
         num_steps = count_steps(config, loader, world)
         state = start_state(model, config, num_steps, gradient_sync)
-        train(config, state, loader, num_steps, world, SinkGroup(), [counter])
+        train(config, state, loader, num_steps, world, SinkGroup(sink), [counter])
     layouts = {
         tuple(batch.lengths or ())
         for step in range(1, num_steps + 1)
@@ -70,6 +72,7 @@ def count_graphs(world: World, config: RunConfig, path: Path) -> dict[str, Any]:
     }
     return {
         "graphs": counter.counts,
+        "metric": [line["compiled_graphs"] for line in sink.metrics],
         "breaks": dict(counters["graph_break"]),
         "layouts": len(layouts),
         "epochs": num_steps / loader.steps_per_epoch,
@@ -106,6 +109,7 @@ def test_graphs_are_few_and_constant_over_layouts_epoch_ends_and_validation(
     config = make_config(make_model("llama", num_hidden_layers=4), tmp_path, **(settings | {"data": data}))
     prepared = prepare(config.data, Path(config.model.path), tmp_path / "prepared")
     for result in run_ranks(count_graphs, world_size, config, prepared.path):
+        assert result["metric"] == result["graphs"]
         _, first, *later = result["graphs"]  # the second step has the first validation
         assert result["epochs"] == 2
         assert len(later) >= 4
