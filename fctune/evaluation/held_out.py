@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -18,19 +18,33 @@ from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import parse_source
 from fctune.errors import DataError
 from fctune.evaluation.cases import Case
+from fctune.evaluation.leaks import HELD_OUT_FILE, find_leaks
 from fctune.files import write_atomically
 
-HELD_OUT_FILE = "held_out.jsonl"  # cases in a run's directory; their ids are the digests of the rows
 _MAX_WRITTEN = 200
+_MAX_COMPARED_ROWS = 100_000  # comparing more takes minutes
 
 
-def write_held_out_cases(config: DataConfig, prepared: PreparedSet, path: Path) -> None:
-    """Write the first cases of a run's held-out conversations, to evaluate its exports with; nothing if it has none."""
+def write_held_out_cases(config: DataConfig, prepared: PreparedSet, run: Path) -> None:
+    """Write the first cases of a run's held-out conversations to its directory, to evaluate its exports with.
+
+    Of small sets, cases whose questions a training row asks as well are left out. Without cases, nothing is written.
+    """
     if config.pairs or not len(prepared.packs["validation"][0]):
         return
     with contextlib.suppress(DataError, OSError):  # the file is a convenience; the run is complete without it
         cases = find_held_out_cases(config, prepared, _MAX_WRITTEN)
+        _write(cases, run / HELD_OUT_FILE)
+        leaks = find_leaks(cases, run) if prepared.counts.rows <= _MAX_COMPARED_ROWS else None
+        if leaks is not None and leaks.case_ids:
+            _write([case for case in cases if case.id not in leaks.case_ids], run / HELD_OUT_FILE)
+
+
+def _write(cases: Sequence[Case], path: Path) -> None:
+    if cases:
         write_atomically(path, "".join(json.dumps(_to_row(case), ensure_ascii=False) + "\n" for case in cases))
+    else:
+        path.unlink()
 
 
 def _to_row(case: Case) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from fctune.data.sources import read_source, scan_source
 from fctune.data.sources.columns import Columns
 from fctune.errors import ConfigError, DataError
 from fctune.evaluation.cases import Case
-from fctune.evaluation.held_out import HELD_OUT_FILE
 from fctune.evaluation.suites import AnyCase, load_suite
+
+HELD_OUT_FILE = "held_out.jsonl"  # held-out cases in a run's directory; their ids are the digests of the rows
 
 # A run's exports are at most this many directories below it: export/merged, checkpoints/best/adapter.
 _MAX_DEPTH = 3

@@ -24,7 +24,7 @@ from fctune.checkpoint.store import CheckpointStore
 from fctune.config.schema import RunConfig
 from fctune.distributed import USER_ERRORS, World
 from fctune.errors import ConfigError, DataError
-from fctune.evaluation.held_out import HELD_OUT_FILE
+from fctune.evaluation.leaks import HELD_OUT_FILE
 from fctune.launcher_watch import end_with_launcher, watch_launcher
 from fctune.models.run_config import load_run_config
 from fctune.runs.record import read_run

@@ -25,7 +25,7 @@ from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet
 from fctune.distributed import World
 from fctune.errors import ConfigError
-from fctune.evaluation.held_out import HELD_OUT_FILE, find_held_out_cases, write_held_out_cases
+from fctune.evaluation.held_out import find_held_out_cases, write_held_out_cases
 from fctune.evaluation.live import LiveEvaluation, check_answering_memory
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import Prompting
@@ -258,7 +258,7 @@ class FineTuning(ABC):
         for export in self.exports():
             distributed.run_on_all_ranks(export)
         if self.world.is_main:
-            write_held_out_cases(self.config.data, self.prepared, self.run.directory.path / HELD_OUT_FILE)
+            write_held_out_cases(self.config.data, self.prepared, self.run.directory.path)
             self.run.directory.describe(closing={"save_s": saved - started, "export_s": time.perf_counter() - saved})
 
     def suggest_less_memory(self) -> str:
