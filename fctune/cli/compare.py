@@ -31,6 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the comparison of two result files; returns 0."""
     if is_published(arguments.before) or is_published(arguments.after):
         return _compare_published(arguments)
+    if arguments.html is not None and arguments.lenient:
+        raise ConfigError(
+            "--html: shows the strict reading. Leave out --lenient, or write the lenient one with --json."
+        )
     before, after = _read(arguments.before), _read(arguments.after)
     has_total = not any("bfcl" in row for row in (*before, *after))
     _check_settings(arguments.before, arguments.after)
@@ -42,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if arguments.json is not None:
         _write_json(arguments.json, compared, reasoning)
+    if arguments.html is not None:
+        _write_html(arguments)
     console = make_console()
     title = "tool-call accuracy, before and after"
     columns = ("category", "n", "before", "after", "difference", "p", "turned right", "turned wrong")
@@ -63,6 +69,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _write_html(arguments: argparse.Namespace) -> None:
+    """Write the page of the comparison: accuracy by category before and after, and the failures after."""
+    from fctune.report.page import Page
+    from fctune.report.run_sections import add_accuracy
+    from fctune.runs.results import pair_results
+
+    accuracy = pair_results(arguments.after, arguments.before)
+    page = Page(f"Comparison: {Path(arguments.before).name} and {Path(arguments.after).name}")
+    add_accuracy(page, accuracy)
+    footer = f"fctune compare {arguments.before} {arguments.after}"
+    write_file(arguments.html, "--html", lambda: page.write(arguments.html, footer))
+
+
 def _read_releases(before: str, after: str) -> str:
     """Return the version of the benchmark that two results are of."""
     settings = (read_settings(path) or {} for path in (before, after))
@@ -82,8 +101,8 @@ def _format_overall(compared: list[Comparison], release: str) -> list[str]:
 
 def _compare_published(arguments: argparse.Namespace) -> int:
     """Print the numbers of another package's benchmark for two models."""
-    if arguments.lenient or arguments.show:
-        raise ConfigError("--lenient, --show: other packages' results contain no answers. Leave them out.")
+    if arguments.lenient or arguments.show or arguments.html is not None:
+        raise ConfigError("--lenient, --show, --html: other packages' results contain no answers. Leave them out.")
     before, after = read_published(arguments.before), read_published(arguments.after)
     if before.benchmark != after.benchmark:
         raise DataError(

@@ -175,6 +175,7 @@ def _add_compare_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lenient", action="store_true", help="compare the lenient reading")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="list N changed cases of each category")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison with every changed case")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the comparison as one self-contained page")
 
 
 def _add_validate_options(parser: argparse.ArgumentParser) -> None:

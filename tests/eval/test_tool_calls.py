@@ -414,6 +414,12 @@ def test_a_comparison_lists_the_cases_that_changed(tmp_path: Path, capsys: pytes
     assert compared["low"] < compared["difference"] < compared["high"]
     assert compared["p_value"] == 1.0
 
+    page = tmp_path / "deep" / "compared.html"
+    assert compare.main([str(tmp_path / "a"), str(tmp_path / "b"), "--html", str(page)]) == 0
+    assert "+16.7%" in page.read_text()
+    assert compare.main([str(tmp_path / "a"), str(tmp_path / "b"), "--html", str(page), "--lenient"]) == 2
+    assert "--html: shows the strict reading" in capsys.readouterr().err
+
 
 @needs_wheel
 def test_the_leaderboards_own_prompt_is_sent_without_tools_and_its_answers_are_judged(
