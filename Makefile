@@ -71,6 +71,7 @@ demo: setup
 	@$(BIN)/fctune compare $(DEMO)/base.jsonl $(DEMO)/tuned.jsonl
 	@echo "cases: $(DEMO)/cases.jsonl   answers: $(DEMO)/base.jsonl, $(DEMO)/tuned.jsonl"
 	@echo "run: $(DEMO)/run (metrics.jsonl, run.json)   models: $(DEMO)/run/export/merged, $(DEMO)/run/export/adapter"
+	@echo "next: $(BIN)/fctune report $(DEMO)/run --out $(DEMO)/report.html"
 
 # The same with a chat template that has a thinking switch, on rows of which half reason: measured with thinking on and
 # off.
