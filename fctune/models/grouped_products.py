@@ -45,8 +45,34 @@ def _multiply_aligned(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         x, weight = pad(x, (0, missing)), pad(weight, (0, 0, 0, missing))
     if missing := -size_out % multiple:
         weight = pad(weight, (0, missing))
+    if weight.requires_grad and leaves_empty_groups(x.device):
+        weight = _ZeroEmptyGroups.apply(weight, ends)  # type: ignore[no-untyped-call]
     product: Tensor = grouped_mm(x, weight, offs=ends)
     return product[:, :size_out]
+
+
+def leaves_empty_groups(device: torch.device) -> bool:
+    """Return whether the grouped kernel may leave any number in the gradient of a matrix without rows.
+
+    On GPUs of compute capability 10 it does: https://github.com/pytorch/pytorch/issues/172439. Elsewhere it writes
+    zeros, which a pass over the gradient of all experts would only repeat.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
+
+
+class _ZeroEmptyGroups(torch.autograd.Function):
+    """Matrices ``[groups, in, out]``, whose gradient is zero where a group has no rows."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (ends,) = ctx.saved_tensors
+        is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+        return grad.masked_fill(is_empty[:, None, None], 0.0), None
 
 
 @torch.library.custom_op("fctune::multiply_each_group", mutates_args=())

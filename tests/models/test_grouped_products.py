@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from fctune.models import grouped_products
 from fctune.models.grouped_products import multiply_groups
 
 SIZES = [3, 0, 7, 1, 0]
@@ -62,3 +65,36 @@ def test_compilation_keeps_the_products() -> None:
     x, weight, ends = draw(torch.float32, 6, 5)
     compiled = torch.compile(lambda a, b: multiply_groups(a, b, ends) * 2, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, weight), 2 * reference(x, weight))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_matrices_without_rows_have_no_gradient_whatever_the_kernel_leaves_there(
+    is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = grouped_products.grouped_mm
+
+    class Garbage(torch.autograd.Function):
+        """Matrices that get a gradient in empty groups, too, as on some GPUs."""
+
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor) -> Tensor:
+            return weight.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            grad = grad.clone()
+            grad[[index for index, size in enumerate(SIZES) if not size]] = torch.nan
+            return grad
+
+    monkeypatch.setattr(
+        grouped_products, "grouped_mm", lambda x, weight, offs: kernel(x, Garbage.apply(weight), offs=offs)
+    )
+    monkeypatch.setattr(grouped_products, "leaves_empty_groups", lambda device: True)
+    x, weight, ends = draw(torch.bfloat16, 24, 6)
+    multiply = torch.compile(multiply_groups, backend="aot_eager") if is_compiled else multiply_groups
+    multiply(x, weight, ends).sum().backward()
+    assert weight.grad is not None
+    is_empty = torch.tensor(SIZES) == 0
+    assert not weight.grad[is_empty].any()
+    assert weight.grad[~is_empty].isfinite().all()
+    assert weight.grad[~is_empty].any()
