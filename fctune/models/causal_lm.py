@@ -59,6 +59,8 @@ class CausalLM(nn.Module, ABC):
         state_layers: Number and kind of the layers that carry state along a row, such as convolutions, and how they
             keep its conversations apart; empty if there are none.
         needs_packing_proof: A run checks with its weights that the conversations of a packed row stay apart.
+        original_length: Positions that the model's RoPE extends, beyond which it may compute otherwise; None: it
+            extends none.
         token_keys: Keys of the tokens in the current forward, which adapters read for their dropout.
         max_logits: Largest number of logits that the loss computes at once.
         router_balance: Load-balancing loss of the routers; None if the run has none.
@@ -73,6 +75,7 @@ class CausalLM(nn.Module, ABC):
         self.attention_warning: str | None = None
         self.state_layers = ""
         self.needs_packing_proof = False
+        self.original_length: int | None = None
         self.token_keys = TokenKeys()
         self.max_logits = MAX_LOGITS
         self.router_balance: RouterBalance | None = None
@@ -132,6 +135,7 @@ class CausalLM(nn.Module, ABC):
         tokens: Tensor,
         positions: Tensor | None,
         bounds: DocumentBounds | None,
+        row_lengths: Tensor | None = None,
     ) -> Tensor:
         """Compute the normed output of the last block.
 
@@ -139,6 +143,7 @@ class CausalLM(nn.Module, ABC):
             tokens: Token ids, int64 ``[b, s]``.
             positions: Position of each token in its conversation, ``[b, s]``; None counts along the row.
             bounds: Ends of the conversations in each row; None is one conversation per row.
+            row_lengths: Tokens of each row before its padding, int64 ``[b]``; None: no row has padding.
 
         Returns:
             Hidden states in the compute dtype, ``[b, s, d]``.
@@ -189,8 +194,7 @@ class CausalLM(nn.Module, ABC):
             row_keys: int64 keys that dropout is a function of, ``[b]``; needed only by adapters with dropout.
             supervised: Indices of the supervised positions in the flattened batch, int64 ``[n]``; None finds them in
                 the labels, for which the host waits on a CUDA device.
-            row_lengths: Tokens of each row before its padding, int64 ``[b]``; None: no row has padding. Used only by
-                the load-balancing loss.
+            row_lengths: Tokens of each row before its padding, int64 ``[b]``; None: no row has padding.
             is_summed: Return the sum of weight x loss; otherwise the loss of each supervised token, without its weight.
 
         Returns:
@@ -200,7 +204,7 @@ class CausalLM(nn.Module, ABC):
             self.token_keys.set_rows(row_keys, tokens.shape[1])
         if self.router_balance is not None:
             self.router_balance.start_forward(tokens, row_lengths, is_observed=self.training and labels is not None)
-        hidden = self.hidden_states(tokens, positions, bounds)
+        hidden = self.hidden_states(tokens, positions, bounds, row_lengths)
         if self.router_balance is not None:
             self.router_balance.end_forward()
         keys = self.token_keys.value

@@ -52,7 +52,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_text": _MIXED
     | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE, "global_head_dim": 64},
     "mistral": _SLIDING,
-    "phi3": {},
+    # Of the conversations of LENGTHS, two are beyond the original length.
+    "phi3": {
+        "head_dim": 16,
+        "original_max_position_embeddings": 8,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 1.0,
+            "original_max_position_embeddings": 8,
+            "short_factor": [1.0] * 8,
+            "long_factor": [1.0 + 3.0 * index for index in range(8)],
+        },
+    },
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "olmo3": _MIXED,
     "granite": {"logits_scaling": 3.0, "embedding_multiplier": 5.0, "residual_multiplier": 0.4},

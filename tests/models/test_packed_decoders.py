@@ -39,6 +39,18 @@ def test_logits_and_gradients_of_a_packed_row_equal_each_conversation_alone(mode
             torch.testing.assert_close(parameter.grad, grad, rtol=1e-8, atol=1e-9, msg=name)
 
 
+@torch.no_grad()
+def test_longrope_depends_on_a_conversations_own_length_in_padded_rows() -> None:
+    conversations = draw_conversations(5, 12)
+    rows = torch.zeros(2, 20, dtype=torch.int64)
+    for row, one in zip(rows, conversations, strict=True):
+        row[: one.shape[1]] = one[0]
+    found = make_model("phi3")(rows, row_lengths=torch.tensor([5, 12]))
+    for row, one in zip(found, conversations, strict=True):
+        expected = make_reference("phi3")(input_ids=one, use_cache=False).logits[0]
+        torch.testing.assert_close(row[: len(expected)], expected, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("model_type", SCALED)
 def test_caps_and_scales_of_logits_survive_the_chunked_loss(model_type: str) -> None:
     reference, model = make_reference(model_type), make_model(model_type)

@@ -64,6 +64,7 @@ class TorchtuneCausalLM(CausalLM):
         tokens: Tensor,
         positions: Tensor | None,
         bounds: DocumentBounds | None,
+        row_lengths: Tensor | None = None,
     ) -> Tensor:
         """Compute the normed output of the last block, ``[b, s, d]``; see ``CausalLM.hidden_states``."""
         hidden = self.decoder.tok_embeddings(tokens)

@@ -27,6 +27,7 @@ from fctune.models.transformers.embeddings import keep_embedding_
 from fctune.models.transformers.experts import iter_expert_weights, iter_routers
 from fctune.models.transformers.float64 import keep_float64_
 from fctune.models.transformers.fused_norms import fuse_norms_
+from fctune.models.transformers.long_rope import TokenLengths, choose_by_conversation_, find_original_length
 from fctune.models.transformers.modules import Layout, build_decoder, find_layout, iter_linears
 from fctune.models.transformers.shared_inputs import copy_readers_, recorded_inputs
 from fctune.models.transformers.state_layers import separate_conversations_
@@ -119,6 +120,9 @@ class TransformersCausalLM(CausalLM):
         self.layout = layout
         self.first_readers: Mapping[str, str] = {}
         self._bounds: DocumentBounds | None = None
+        self.original_length = find_original_length(decoder)
+        self._token_lengths = TokenLengths()
+        choose_by_conversation_(decoder, self._token_lengths)
         # Memory for parameters is given to buffers, too, whose values are lost by that.
         self._buffers_of_decoder = {name: buffer.clone() for name, buffer in decoder.named_buffers()}
         if architecture.is_tied:
@@ -222,11 +226,14 @@ class TransformersCausalLM(CausalLM):
         tokens: Tensor,
         positions: Tensor | None,
         bounds: DocumentBounds | None,
+        row_lengths: Tensor | None = None,
     ) -> Tensor:
         """Compute the normed output of the last block, ``[b, s, d]``; see ``CausalLM.hidden_states``."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         self._bounds = self._rows_as_bounds(tokens) if bounds is None else bounds
+        if self.original_length is not None:
+            self._token_lengths.set(tokens, bounds, row_lengths)
         base = getattr(self.decoder, self._base)
         output = base(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True)
         hidden: Tensor = output.last_hidden_state
