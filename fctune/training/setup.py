@@ -284,9 +284,9 @@ def check_packing(model: CausalLM, config: RunConfig, world: World) -> None:
         ConfigError: They do not; see ``prove_packing``.
     """
     if config.data.packed and model.needs_packing_proof:
-        distributed.run_on_all_ranks(lambda: prove_packing(model, world.device))
+        distributed.run_on_all_ranks(lambda: prove_packing(model, world.device, config.data.seq_len))
         reshard_(model)
-        logger.info("packing: two conversations in a row have the logits of each alone")
+        logger.info("packing: conversations in packed rows have the logits of each alone")
 
 
 def _describe_hardware(world: World) -> Hardware:

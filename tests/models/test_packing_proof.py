@@ -11,13 +11,15 @@ from torch import nn
 
 from fctune.errors import ConfigError
 from fctune.models import packing_proof
+from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.transformers import attention
+from fctune.models.transformers import attention, build
 from fctune.models.transformers.architecture import parse_architecture
 from fctune.parallel.activations import use_float8_matmuls_
 from tests.models.dense_samples import make_model, read_raw
 
 CPU = torch.device("cpu")
+SEQ_LEN = 256
 
 # A family whose layers get their window from the mask alone.
 WINDOW_IN_MASKS: dict[str, Any] = {
@@ -34,7 +36,7 @@ WINDOW_IN_MASKS: dict[str, Any] = {
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_models_that_keep_conversations_apart_pass_and_keep_their_mode(model_type: str) -> None:
     model = make_model(model_type).train()
-    packing_proof.prove_packing(model, CPU)
+    packing_proof.prove_packing(model, CPU, SEQ_LEN)
     assert model.training
 
 
@@ -43,7 +45,7 @@ def test_attention_that_ignores_the_bounds_is_caught(monkeypatch: pytest.MonkeyP
     attend = attention.attend
     monkeypatch.setattr(attention, "attend", lambda q, k, v, bounds, **options: attend(q, k, v, None, **options))
     with pytest.raises(ConfigError, match=r"conversations of a packed row see each other.*Set data.packed=false"):
-        packing_proof.prove_packing(model, CPU)
+        packing_proof.prove_packing(model, CPU, SEQ_LEN)
 
 
 def test_the_scale_that_conversations_share_in_float8_products_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,13 +56,15 @@ def test_the_scale_that_conversations_share_in_float8_products_is_no_leak(monkey
     with torch.no_grad():
         for layer in model.decoder.model.layers:
             layer.mlp.up_proj.weight[0] *= 200
-    assert max(packing_proof._compare(model, CPU, 0)) > 0.05
-    packing_proof.prove_packing(model, CPU)
-    assert max(packing_proof._compare(model, CPU, 0)) > 0.05  # its products are in float8 again
+    assert max(packing_proof._compare(model, packing_proof._draw(model, CPU, SEQ_LEN, 0))) > 0.05
+    packing_proof.prove_packing(model, CPU, SEQ_LEN)
+    assert (
+        max(packing_proof._compare(model, packing_proof._draw(model, CPU, SEQ_LEN, 0))) > 0.05
+    )  # its products are in float8 again
     attend = attention.attend
     monkeypatch.setattr(attention, "attend", lambda q, k, v, bounds, **options: attend(q, k, v, None, **options))
     with pytest.raises(ConfigError, match="see each other"):
-        packing_proof.prove_packing(model, CPU)
+        packing_proof.prove_packing(model, CPU, SEQ_LEN)
 
 
 class Neighbour(nn.Module):
@@ -81,7 +85,7 @@ def test_a_layer_that_reads_one_token_of_the_neighbour_is_caught() -> None:
     mlp = model.decoder.model.layers[1].mlp
     mlp.up_proj = Neighbour(mlp.up_proj)
     with pytest.raises(ConfigError, match="see each other"):
-        packing_proof.prove_packing(model, CPU)
+        packing_proof.prove_packing(model, CPU, SEQ_LEN)
 
 
 def test_positions_that_go_on_in_the_next_conversation_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +96,29 @@ def test_positions_that_go_on_in_the_next_conversation_are_caught(monkeypatch: p
         rotary, "forward", lambda x, position_ids, own=rotary.forward: own(x, position_ids * (position_ids.shape[1]))
     )
     with pytest.raises(ConfigError, match="has different logits from those that it has alone"):
-        packing_proof.prove_packing(model, CPU)
+        packing_proof.prove_packing(model, CPU, SEQ_LEN)
+
+
+def test_positions_beyond_the_original_length_that_change_a_neighbour_are_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rope = read_raw("phi3")["rope_parameters"] | {"original_max_position_embeddings": 100}
+    raw = read_raw("phi3", rope_parameters=rope, original_max_position_embeddings=100)
+
+    def make() -> CausalLM:
+        model = parse_architecture("config.json", raw).build_model(SEQ_LEN, PrecisionPolicy.uniform(torch.float64))
+        materialize_(model, CPU)
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        return model
+
+    packing_proof.prove_packing(make(), CPU, SEQ_LEN)
+    monkeypatch.setattr(build, "choose_by_conversation_", lambda decoder, lengths: None)
+    model = make()
+    with pytest.raises(ConfigError, match=r"see each other in Phi3RotaryEmbedding"):
+        packing_proof.prove_packing(model, CPU, SEQ_LEN)
+    packing_proof.prove_packing(model, CPU, 100)  # no conversation of the run is longer
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import itertools
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.parallel import ActivationCheckpointingConfig
 from fctune.errors import ConfigError
-from fctune.models.attention import make_bounds
+from fctune.models.attention import DocumentBounds, make_bounds
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.export import export_adapter, export_merged
@@ -109,7 +110,7 @@ def test_packed_conversations_equal_each_alone(bases: Path, model_type: str) -> 
 
 @pytest.mark.parametrize("model_type", HYBRIDS)
 def test_the_proof_at_start_accepts_each_family(bases: Path, model_type: str) -> None:
-    prove_packing(load(bases / model_type, dtype=torch.float32), torch.device("cpu"))
+    prove_packing(load(bases / model_type, dtype=torch.float32), torch.device("cpu"), 128)
 
 
 @pytest.mark.parametrize("model_type", HYBRIDS)
@@ -120,7 +121,7 @@ def test_the_proof_names_a_layer_that_sees_the_neighbour(
     model = load(bases / model_type, dtype=torch.float32)
     assert model.state_layers == ""
     with pytest.raises(ConfigError, match=rf"in {HYBRIDS[model_type][0]} \(.*data\.packed=false"):
-        prove_packing(model, torch.device("cpu"))
+        prove_packing(model, torch.device("cpu"), 128)
 
 
 @pytest.mark.parametrize("model_type", SMALL)
@@ -225,6 +226,15 @@ def split_at(ends: list[int]) -> list[slice]:
     return [slice(start, stop) for start, stop in itertools.pairwise(ends) if stop > start]
 
 
+def number_sequences(ends: Tensor) -> list[slice]:
+    """Return the sequences that flash-linear-attention 0.5.0 computes: as many as have tokens, counted from the first.
+
+    Its ``prepare_chunk_indices`` numbers sequences by how many have started, and those without tokens never do.
+    """
+    pairs = list(itertools.pairwise(ends.tolist()))
+    return [slice(*pairs[number]) for number in range(sum(stop > start for start, stop in pairs))]
+
+
 def install_kernels_(
     monkeypatch: pytest.MonkeyPatch, module: Any, calls: list[str], convolves_apart: bool = True
 ) -> None:
@@ -236,6 +246,8 @@ def install_kernels_(
     ) -> Any:
         calls.append("conv")
         assert len(x) == 1, "a batch of rows"
+        if seq_idx is None:
+            return convolve(x, weight, bias, activation)
         _, counts = seq_idx[0].unique_consecutive(return_counts=True)
         places = split_at([0, *counts.cumsum(0).tolist()])
         return torch.cat([convolve(x[..., place], weight, bias, activation) for place in places], -1)
@@ -252,12 +264,15 @@ def install_kernels_(
     ) -> Any:
         calls.append("scan")
         assert len(q) == 1, "a batch of rows"
+        if cu_seqlens is None:
+            return scan(q, k, v, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
         assert torch.equal(cu_seqlens, cu_seqlens_cpu)
-        outputs = [
-            scan(*(t[:, place] for t in (q, k, v, g, beta)), use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)[0]
-            for place in split_at(cu_seqlens.tolist())
-        ]
-        return torch.cat(outputs, 1), None
+        out = torch.zeros_like(v)
+        for place in number_sequences(cu_seqlens):
+            if place.stop > place.start:
+                parts = (t[:, place] for t in (q, k, v, g, beta))
+                out[:, place] = scan(*parts, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)[0]
+        return out, None
 
     kernels = {"chunk_gated_delta_rule": "torch_chunk_gated_delta_rule"}
     kernels |= {"fused_recurrent_gated_delta_rule": "torch_recurrent_gated_delta_rule"}
@@ -315,6 +330,23 @@ def test_kernels_of_a_version_that_skips_conversations_are_refused(
         load(bases / "qwen3_5_text")
     package.__version__ = "0.5.1"
     assert "by kernels" in load(bases / "qwen3_5_text").state_layers
+
+
+def test_the_proof_catches_a_kernel_that_leaves_out_a_row(
+    bases: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
+) -> None:
+    install_kernels_(monkeypatch, modeling_qwen3_5, [])
+    model = load(bases / "qwen3_5_text", dtype=torch.float32)
+    prove_packing(model, torch.device("cpu"), 128)
+    plan = state_layers._sequence_plan
+
+    def keep_empty(bounds: DocumentBounds) -> state_layers._SequencePlan:
+        ends = torch.tensor(bounds.host_ends, dtype=torch.int32)
+        return replace(plan(bounds), ends=ends, host_ends=ends)
+
+    monkeypatch.setattr(state_layers, "_sequence_plan", keep_empty)
+    with pytest.raises(ConfigError, match=r"different logits from those that it has alone.*Set data.packed=false"):
+        prove_packing(model, torch.device("cpu"), 128)
 
 
 def test_without_a_gpu_installed_kernels_are_not_called(

@@ -214,8 +214,8 @@ def _run_by_kernels(
     out = forward(
         *_map_tokens(flatten, shape, arguments),
         **_map_tokens(flatten, shape, options),
-        cu_seq_lens_q=bounds.ends,
-        cu_seqlens_cpu=plan.ends,  # without it, some kernels wait for the device
+        cu_seq_lens_q=plan.ends,
+        cu_seqlens_cpu=plan.host_ends,  # without it, some kernels wait for the device
         seq_idx=plan.indices,
     )
     return _map_tokens(lambda x: x.view(*shape, *x.shape[2:]), (1, shape[0] * shape[1]), out)
@@ -321,22 +321,26 @@ def _group_by_length(spans: list[tuple[int, int]]) -> Iterator[list[tuple[int, i
 
 @dataclass(frozen=True, slots=True)
 class _SequencePlan:
-    """Bounds as kernels take them.
+    """Bounds as kernels take them, without conversations that have no tokens.
+
+    flash-linear-attention up to 0.5.0 counts sequences without the empty ones, and leaves out as many of the last rows.
 
     Attributes:
-        ends: Cumulative lengths of the conversations, on the CPU.
+        ends: Cumulative lengths of the conversations, int32.
+        host_ends: The same on the CPU.
         indices: Number of each token's conversation, int32 ``[1, b * s]``.
     """
 
     ends: Tensor
+    host_ends: Tensor
     indices: Tensor
 
 
 def _sequence_plan(bounds: DocumentBounds) -> _SequencePlan:
     if "sequences" not in bounds.derived:
-        ends = torch.tensor(bounds.host_ends, dtype=torch.int32)
+        ends, device = torch.tensor([*dict.fromkeys(bounds.host_ends)], dtype=torch.int32), bounds.ends.device
         indices = torch.repeat_interleave(torch.arange(len(ends) - 1, dtype=torch.int32), ends.diff())
-        bounds.derived["sequences"] = _SequencePlan(ends, _copy(indices[None], bounds.ends.device))
+        bounds.derived["sequences"] = _SequencePlan(_copy(ends, device), ends, _copy(indices[None], device))
     plan: _SequencePlan = bounds.derived["sequences"]
     return plan
 
