@@ -72,11 +72,10 @@ def _score(arguments: argparse.Namespace, suite: Suite) -> int:
 
 def _show(summary: dict[str, Any], out: Path) -> None:
     from fctune.cli.tables import make_console, make_score_table, print_leaderboard, print_not_run
-    from fctune.terminal import print_full_width
 
     console = make_console()
     title = f"predictions for {summary['suite']}"
-    print_full_width(console, make_score_table(title, summary))
+    console.print(make_score_table(title, summary))
     print_leaderboard(console, summary)
     print_not_run(console, summary["not_run"])
     missing, unknown, repeated = summary["missing_ids"], summary["unknown_ids"], summary["num_repeated_ids"]

@@ -7,13 +7,45 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from fctune.calls.metrics import wilson_interval
 from fctune.terminal import Terminal
 
-_PIPE_WIDTH = 140
+_PIPE_WIDTH = 160
+_UNLIMITED = 1000
+
+
+class FittingTable(Table):
+    """A table that becomes one block of lines for each row where the console is too narrow for its numbers."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render as a table if no number has to be broken, else as blocks."""
+        for column in self.columns:
+            if column.no_wrap:
+                column.min_width = max(map(cell_len, map(str, (column.header, *column.cells))))
+        if Measurement.get(console, options.update(width=_UNLIMITED), self).minimum <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        names = [str(column.header) for column in self.columns]
+        columns = [list(column.cells) for column in self.columns]
+        yield Text(str(self.title), "italic")
+        for row, cells in zip(self.rows, zip(*columns, strict=True), strict=True):
+            style = row.style or ""
+            yield Text(f"\n{cells[0]}", f"bold {style}")
+            width = max(map(len, names[1:]), default=0)
+            for name, cell in zip(names[1:], cells[1:], strict=True):
+                line = Table.grid(padding=(0, 2, 0, 2))
+                line.add_column(width=width)
+                line.add_column(overflow="fold")
+                line.add_row(name, str(cell), style=style)
+                if str(cell):
+                    yield line
+        yield Text("")
 
 
 def make_console() -> Console:
@@ -22,10 +54,11 @@ def make_console() -> Console:
 
 
 def make_table(title: str, *columns: str, num_text: int = 1) -> Table:
-    """Create a table whose first ``num_text`` columns hold text and whose others hold numbers."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    """Create a table whose first ``num_text`` columns hold text and whose others hold numbers, never broken."""
+    table = FittingTable(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index < num_text else "right")
+        is_text = index < num_text
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
     return table
 
 

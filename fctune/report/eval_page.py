@@ -196,8 +196,8 @@ def make_case(row: Row) -> dict[str, Any]:
     lenient = row["lenient"]["verdict"]
     parts = [
         _part("Differences", "\n".join(row["differences"]) or "none in the calls", "list"),
-        {**_part("Expected", expected, "code"), "other": made},
-        {**_part("Got", made, "code"), "other": expected},
+        {**_part("Expected", expected, "code"), "other": made, "mark": "lacking"},
+        {**_part("Got", made, "code"), "other": expected, "mark": "wrong"},
         *_reasoning_parts(row),
         _part("Raw answer", row["answer"] or row.get("error") or "(empty)", "text"),
         _part("Prompt", "\n\n".join(map(_format_message, row["messages"])), "text"),

@@ -84,10 +84,13 @@ class Page:
         made = (f'<div class="tile"><b class="{t}">{escape(n)}</b><span>{escape(s)}</span></div>' for n, s, t in tiles)
         self._parts.append(f'<div class="tiles">{"".join(made)}</div>')
 
-    def add_section(self, title: str, *parts: str, lead: str = "") -> None:
+    def add_section(self, title: str, *parts: str, lead: str = "", is_folded: bool = False) -> None:
         """Add a section with a heading, an introductory sentence, and parts that are HTML already."""
         intro = f'<p class="muted">{escape(lead)}</p>' if lead else ""
-        self._parts.append(f"<section><h2>{escape(title)}</h2>{intro}{''.join(parts)}</section>")
+        head, body = f"<h2>{escape(title)}</h2>", f"{intro}{''.join(parts)}"
+        if is_folded:
+            head, body = "", f"<details><summary>{head}</summary>{body}</details>"
+        self._parts.append(f"<section>{head}{body}</section>")
 
     def make_chart(self, chart: Chart, title: str = "", note: str = "") -> str:
         """Return the HTML of a chart, followed by its numbers as a folded table."""

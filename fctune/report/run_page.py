@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Sequence
 
 from fctune.config.intervals import format_count
@@ -35,6 +36,7 @@ from fctune.runs.results import Accuracy
 from fctune.runs.success import Criterion
 
 _FINAL_LOSS = f"loss, mean of the last {FINAL_STEPS} steps"
+_MAX_OUTCOME = 400
 _TILES = {
     _FINAL_LOSS,
     "validation loss, latest",
@@ -167,6 +169,12 @@ def _format_figures(figures: Figures) -> dict[str, str]:
     }
 
 
+def _describe_end(record: RunRecord) -> str:
+    """Describe the outcome with every line of its reason; a long one ends in dots."""
+    text, reason = describe_outcome(record)[0], exit_reason(record)
+    return textwrap.shorten(" ".join([text, *reason[1:]]), _MAX_OUTCOME, placeholder=" ...")
+
+
 def _add_comparison(
     page: Page,
     names: Sequence[str],
@@ -175,7 +183,7 @@ def _add_comparison(
     accuracies: Sequence[Sequence[Accuracy]],
 ) -> None:
     formatted = [_format_figures(figure) for figure in figures]
-    rows: list[list[object]] = [["outcome", *(describe_outcome(record)[0] for record in records)]]
+    rows: list[list[object]] = [["outcome", *map(_describe_end, records)]]
     rows += [[key, *(one[key] for one in formatted)] for key in formatted[0] if any(one[key] for one in formatted)]
     for suite in sorted({accuracy.suite for found in accuracies for accuracy in found if accuracy.has_total}):
         cells = []
@@ -184,12 +192,12 @@ def _add_comparison(
             cells.append(f"{total['rate']:.1%} ({total['low']:.1%} - {total['high']:.1%})" if total else "")
         rows.append([f"tool-call accuracy, {suite}", *cells])
     columns = [("", False), *((name, False) for name in names)]
-    page.add_section("Comparison", f'<div class="side">{make_table(columns, rows)}</div>')
+    page.add_section("Comparison", f'<div class="side">{make_table(columns, rows, is_stacked=True)}</div>')
     differences = find_differences([record.config for record in records])
     columns = [("Key", False), *((name, False) for name in names)]
     partial = {key for key, values in differences.items() if ABSENT in values}
     changed = [key for key in differences if key != "output_dir" and key not in partial]
-    table = make_table(columns, [[key, *map(format_value, differences[key])] for key in changed])
+    table = make_table(columns, [[key, *map(format_value, differences[key])] for key in changed], is_stacked=True)
     parts = [table if changed else "<p>Only output_dir differs.</p>"]
     if partial:
         only = make_table(

@@ -83,7 +83,8 @@ def add_setup(page: Page, record: RunRecord, suffix: str = "") -> None:
         ["profiles", _list_files(record.path, "profile/*.json.gz")],
         ["out-of-memory snapshots", _list_files(record.path, "out-of-memory-*.pickle")],
     ]
-    page.add_section(f"Setup{suffix}", _make_facts([row for row in rows if row[1] not in (None, "")]))
+    facts = _make_facts([row for row in rows if row[1] not in (None, "")])
+    page.add_section(f"Setup{suffix}", facts, is_folded=bool(suffix))
 
 
 def add_events(page: Page, record: RunRecord, suffix: str) -> None:
@@ -110,7 +111,7 @@ def add_events(page: Page, record: RunRecord, suffix: str) -> None:
     if len(events) > _MAX_OPEN_EVENTS:
         rest = "" if kept is events else f", {len(rows):,} shown"
         table = f"<details><summary>{format_count(len(events), 'event')}{rest}</summary>{table}</details>"
-    page.add_section(f"Restarts, checkpoints and alerts{suffix}", table)
+    page.add_section(f"Restarts, checkpoints and alerts{suffix}", table, is_folded=bool(suffix))
 
 
 def add_time(page: Page, figures: Figures, suffix: str) -> None:
@@ -222,7 +223,7 @@ def add_data(page: Page, record: RunRecord, suffix: str = "") -> None:
         rows += [[f"skipped: {kind}", f"{count:,}, such as {source['examples'][kind]}"] for kind, count in kinds]
     if report := _read_json(record.path / DATA_REPORT):
         rows += [[f"{DATA_REPORT}: {name.replace('_', ' ')}", report[name]] for name in _REPORTED if name in report]
-    page.add_section(f"Data{suffix}", _make_facts(rows))
+    page.add_section(f"Data{suffix}", _make_facts(rows), is_folded=bool(suffix))
 
 
 def _make_failures(page: Page, accuracy: Accuracy) -> list[str]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import random
 
 import pytest
 
+from fctune.cli.tables import make_table
 from fctune.errors import DataError
 from fctune.evaluation.paired import compare_rows, mcnemar_p, paired_difference_interval
+from fctune.terminal import Terminal
 
 Z = 1.959963984540054
 
@@ -115,3 +118,15 @@ def test_other_cases_are_refused() -> None:
     changed[0]["expected_calls"] = [{"name": "f", "arguments": {}}]
     with pytest.raises(DataError, match="expects different calls"):
         compare_rows(rows({"a": True}), changed)
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_no_number_is_cut_or_broken_on_a_narrow_terminal(width: int) -> None:
+    cells = ["parallel_multiple", "1,300", "10.0% (7.1% - 13.9%)", "+85.3% (+80.7% to +89.0%)", "< 0.0001"]
+    table = make_table("accuracy", "category", "n", "before", "difference", "p")
+    table.add_row(*cells)
+    shown = io.StringIO()
+    Terminal(width=width, file=shown).print(table)
+    lines = shown.getvalue().splitlines()
+    assert all(any(cell in line for line in lines) for cell in cells), lines
+    assert max(map(len, lines)) <= width

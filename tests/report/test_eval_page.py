@@ -14,7 +14,8 @@ from fctune.evaluation.judging import judge_answer
 from fctune.evaluation.suites import Suite, load_suite
 from fctune.evaluation.summary import summarise_run
 from fctune.generation.engine import Answer
-from fctune.report.eval_page import write_eval_html
+from fctune.report.eval_page import FACETS, make_case, write_eval_html
+from fctune.report.page import Page
 from tests.calls.bfcl_wheel import needs_wheel
 from tests.conftest import ROOT
 from tests.report.browser import needs_chromium, open_page, take_screenshot
@@ -145,12 +146,42 @@ def test_only_differing_lines_are_marked(page: Path) -> None:
     const opened = [...document.querySelectorAll(".case")].find((d) => d.textContent.includes("meeting: "));
     opened.open = true;
     opened.addEventListener("toggle", () => setTimeout(() => {
-      const marked = [...opened.querySelectorAll(".differs")].map((line) => line.textContent.trim());
+      const marked = [...opened.querySelectorAll(".lacking, .wrong")].map((line) => line.textContent.trim());
       document.querySelector("main").prepend(`marked: ${marked.join(" | ")}`);
     }));
     """
     state = open_page(page, act=act)
     assert 'marked: attendees: ["Ana", "Luis"] | attendees: ["Eve", "Luis"]' in state.probe["text"]
+
+
+@needs_chromium
+def test_a_wrong_call_is_marked_on_both_sides_though_its_lines_occur_in_another_call(tmp_path: Path) -> None:
+    def calls(*cities: str) -> list[dict[str, Any]]:
+        return [{"name": "weather", "arguments": {"city": city}} for city in cities]
+
+    row = {"id": "a", "category": "parallel", "verdict": "wrong_arguments", "lenient": {"verdict": "wrong_arguments"}}
+    row |= {"differences": [], "answer": "x", "messages": []}
+    row |= {"expected_calls": calls("Paris", "Rome"), "calls": calls("Paris", "Paris")}
+    page = Page("page")
+    page.add_section("Failures", page.make_cases([make_case(row)], FACETS))
+    page.write(tmp_path / "page.html")
+    act = """
+    const opened = document.querySelector(".case");
+    opened.open = true;
+    opened.addEventListener("toggle", () => setTimeout(() => {
+      const marked = [...opened.querySelectorAll(".lacking, .wrong")]
+        .map((e) => `${e.className} ${e.textContent.trim()}`);
+      document.querySelector("main").prepend(`marked: ${marked.join(" | ")}`);
+    }));
+    """
+    state = open_page(tmp_path / "page.html", act=act)
+    assert 'marked: lacking city: "Rome" | wrong city: "Paris"' in state.probe["text"]
+
+
+def test_a_zero_is_never_shown_as_good(page: Path) -> None:
+    text = page.read_text("utf-8")
+    assert "<b>0</b><span>correct, strict reading</span>" in text.replace(' class=""', "")
+    assert '<b class="good">0</b>' not in text
 
 
 @needs_chromium

@@ -407,6 +407,16 @@ def test_a_multi_line_reason_is_summarized_and_shown_in_full(tmp_path: Path) -> 
     assert "<pre>66 of 400 rows cannot be trained on\n  a.jsonl:3: &lt;292&gt; tokens\nFix the rows.</pre>" in text
 
 
+def test_the_comparison_gives_every_line_of_a_reason_and_folds_what_belongs_to_one_run(tmp_path: Path) -> None:
+    make_run(tmp_path / "good", 5, code=0)
+    make_run(tmp_path / "bad", 5, code=None).finish(1, "the checkpoint cannot be written:\n  No space left.", 5)
+    text = write_page([tmp_path / "good", tmp_path / "bad"], tmp_path / "a.html")
+    outcomes = {row[0]: row[1:] for row in cells_of(text, "Comparison")}["outcome"]
+    assert outcomes[1].endswith("the checkpoint cannot be written: No space left.")
+    assert "<details><summary><h2>Setup: good</h2></summary>" in text
+    assert "<h2>Setup</h2>" in write_page([tmp_path / "good"], tmp_path / "b.html")
+
+
 def test_runs_with_few_records_have_pages(tmp_path: Path) -> None:
     RunDirectory(tmp_path / "empty").start(make_config(tmp_path / "empty"), 1)
     assert "contains no steps" in write_page([tmp_path / "empty"], tmp_path / "a.html")

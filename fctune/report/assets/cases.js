@@ -8,19 +8,30 @@
     return element;
   };
 
-  // Of two texts side by side, the lines that the other has not.
-  const marked = (text, other) => {
+  // Each line of calls with the name above it, which is not indented.
+  const linesOf = (text) => {
+    let name = "";
+    return text.split("\n").map((line) => {
+      if (!line.startsWith(" ")) name = line;
+      return { line, key: `${name}\n${line}` };
+    });
+  };
+
+  // Of two texts side by side, the lines that the other lacks, or has fewer times.
+  const marked = (text, other, style) => {
     const pre = make("pre");
-    const known = new Set(other.split("\n").map((line) => line.trim().replace(/,$/, "")));
-    text.split("\n").forEach((line, i) => {
+    const left = new Map();
+    for (const { key } of linesOf(other)) left.set(key, (left.get(key) ?? 0) + 1);
+    linesOf(text).forEach(({ line, key }, i) => {
       if (i) pre.append("\n");
-      const differs = /\w/.test(line) && !known.has(line.trim().replace(/,$/, ""));
-      pre.append(differs ? make("span", line, "differs") : line);
+      const count = left.get(key) ?? 0;
+      left.set(key, count - 1);
+      pre.append(/\w/.test(line) && count < 1 ? make("span", line, style) : line);
     });
     return pre;
   };
 
-  const makePart = ({ heading, text, kind, other }) => {
+  const makePart = ({ heading, text, kind, other, mark }) => {
     const part = make(kind === "folded" ? "details" : "div");
     part.append(make(kind === "folded" ? "summary" : "h4", heading));
     if (kind === "list") {
@@ -28,7 +39,7 @@
       for (const line of text.split("\n")) list.append(make("li", line));
       part.append(list);
     } else {
-      part.append(other === undefined ? make("pre", text) : marked(text, other));
+      part.append(other === undefined ? make("pre", text) : marked(text, other, mark));
     }
     return part;
   };
