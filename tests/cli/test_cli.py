@@ -195,7 +195,7 @@ def test_the_command_can_be_run_as_a_module() -> None:
         (["data", "check", "pyproject.toml", "--seq-len", "5"], "needs --tokenizer"),
         (
             ["data", "check", "configs", "--tokenizer", "no/such"],
-            "no/such: no such directory; expected a Hugging Face model directory, or hf:no/such",
+            "no/such: no such directory; did you mean hf:no/such?",
         ),
         (["data", "show", "synthetic:train:3:1", "--row", "9", "--tokenizer", "TINY"], "fewer than 9 rows"),
         (["data", "show", "synthetic:train:3:1", "--row", "0", "--tokenizer", "TINY"], "rows are numbered from 1"),
