@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fctune.config.cache import prepared_root
 from fctune.config.schema import RunConfig
@@ -23,8 +24,10 @@ from fctune.models.sources import find_public_config, parse_architecture, read_a
 from fctune.models.token_choice import TokenChoice, choose_tokens, find_candidates
 from fctune.models.token_rows import train_tokens_
 from fctune.models.untrained_tokens import Candidates
+from fctune.parallel.expert_parallel import check_expert_parallelism
 from fctune.parallel.layout import check_layout
 from fctune.planner.data_size import find_prepared
+from fctune.planner.memory_timeline import Setting
 
 
 def find_architecture(
@@ -163,10 +166,34 @@ def check_run(config: RunConfig, gpu: Gpu) -> None:
         )
 
 
-def is_valid_layout(config: RunConfig, model: CausalLM, mode: str, num_shards: int) -> bool:
-    """Return True if a run can start with this layout."""
+def is_valid_layout(config: RunConfig, model: CausalLM, setting: Setting) -> bool:
+    """Return True if the config accepts the layout of a setting, and a run can start with it."""
+    changed = list_overrides(config, setting)
+    names = {key.removeprefix("parallel."): value for key, value in changed.items() if key.startswith("parallel.")}
+    problems: list[str] = []
+    replace(config.parallel, **names).check("parallel", problems)
     try:
-        check_layout(config, model, mode, num_shards)
+        check_layout(config, model, setting.mode, setting.shard)
+        check_expert_parallelism(model, config.parallel.expert, setting.world_size)
     except ConfigError:
         return False
-    return True
+    return not problems
+
+
+def list_overrides(config: RunConfig, setting: Setting) -> dict[str, Any]:
+    """Return the config values, by key, with which a run has a setting."""
+    values: dict[str, Any] = {"parallel.mode": "auto" if setting.mode == "none" else setting.mode}
+    if setting.mode == "hsdp":
+        values["parallel.replicate"] = setting.replicate
+    elif config.parallel.replicate is not None:
+        values["parallel.replicate"] = None
+    values["activation_checkpointing.fraction"] = setting.fraction
+    if not setting.fraction and config.activation_checkpointing.offload:
+        values["activation_checkpointing.offload"] = False
+    return values | {"micro_batch_size": setting.micro_batch_size}
+
+
+def format_overrides(values: Mapping[str, Any]) -> str:
+    """Return config values as arguments of the command line."""
+    texts = {key: f"{value:g}" if isinstance(value, float) else value for key, value in values.items()}
+    return " ".join(f"{key}={text if isinstance(text, str) else json.dumps(text)}" for key, text in texts.items())

@@ -17,7 +17,14 @@ from fctune.planner.data_size import DataSize, count_steps, measure_data
 from fctune.planner.kernel_times import KernelTimes
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Peak, Setting
-from fctune.planner.models import check_run, extend_architecture, find_architecture, find_planned_tokens, shape_model
+from fctune.planner.models import (
+    check_run,
+    extend_architecture,
+    find_architecture,
+    find_planned_tokens,
+    list_overrides,
+    shape_model,
+)
 from fctune.planner.plan_request import PlanRequest
 from fctune.planner.prices import CURRENCY, Cost, Prices, compute_cost
 from fctune.planner.rollouts import RolloutPlan, plan_rollouts
@@ -38,6 +45,7 @@ class Plan:
     shape_source: str  # where the model's sizes come from
     num_parameters: int
     num_trained: int
+    has_experts: bool
     tokens_note: str  # on tokens that look untrained in the base; may be empty
     setting: Setting
     layout_reason: str
@@ -204,12 +212,12 @@ class Plan:
             "currency": self.config.currency,
             "storage": self.storage.to_json(),
             "rollouts": None if self.rollouts is None else self.rollouts.to_json(),
-            "variants": [_describe_variant(v) for v in self.variants],
-            "fastest": None if self.fastest is None else _describe_variant(self.fastest),
+            "variants": [self._describe(v) for v in self.variants],
+            "fastest": None if self.fastest is None else self._describe(self.fastest),
             "search": [
                 {
                     "nodes": point.nodes,
-                    "best": None if point.best is None else _describe_variant(point.best),
+                    "best": None if point.best is None else self._describe(point.best),
                     "hours": point.hours,
                     "gpu_hours": point.gpu_hours,
                     "cost": point.cost,
@@ -217,6 +225,15 @@ class Plan:
                 }
                 for point in self.scaling
             ],
+        }
+
+    def _describe(self, variant: Variant) -> dict[str, Any]:
+        return asdict(variant.setting) | {
+            "memory": variant.peak.footprint.total,
+            "fits": variant.fits,
+            "step_s": variant.time.total_s,
+            "tokens_per_s_per_gpu": variant.tokens_per_s_per_gpu,
+            "overrides": list_overrides(self.config, variant.setting),
         }
 
 
@@ -255,6 +272,7 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
         shape_source=shape_source,
         num_parameters=num_parameters,
         num_trained=num_trained,
+        has_experts=bool(architecture.expert_names),
         tokens_note=tokens.note,
         setting=setting,
         layout_reason=reason,
@@ -327,20 +345,13 @@ def list_remedies(plan: Plan) -> list[str]:
     config, remedies = plan.config, ["more or larger GPUs"]
     if config.adapter is None:
         remedies += ["an adapter instead of all weights", "an 8-bit optimizer"]
-    elif config.adapter.base != "nf4":
+    elif config.adapter.base != "nf4" and not plan.has_experts:
         remedies.append("adapter.base=nf4")
     smallest = min(
         (variant.peak for variant in plan.variants), key=lambda peak: peak.footprint.total, default=plan.peak
     )
     if smallest.footprint.of_batch > smallest.footprint.total / 4:
         remedies.append(f"data.seq_len below {config.data.seq_len}")
-    return remedies if config.parallel.cpu_offload else [*remedies, "parallel.cpu_offload=true"]
-
-
-def _describe_variant(variant: Variant) -> dict[str, Any]:
-    return asdict(variant.setting) | {
-        "memory": variant.peak.footprint.total,
-        "fits": variant.fits,
-        "step_s": variant.time.total_s,
-        "tokens_per_s_per_gpu": variant.tokens_per_s_per_gpu,
-    }
+    if config.parallel.cpu_offload or config.parallel.expert > 1:  # experts that are spread are not offloaded
+        return remedies
+    return [*remedies, f"parallel.cpu_offload=true{' parallel.mode=fsdp' if config.parallel.mode == 'ddp' else ''}"]

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from fctune.config.intervals import format_count, format_duration, parse_interval
 from fctune.parallel.footprint import GIB, LABELS, SAFE_SHARE
+from fctune.planner.models import format_overrides, list_overrides
 from fctune.planner.plan import Plan, list_remedies
 from fctune.planner.plan_request import FAILURES_PER_GPU_DAY
 from fctune.planner.prices import Cost
@@ -92,7 +93,8 @@ def _print_variants(console: Console, plan: Plan) -> None:
     if fastest is None:
         _say(console, f"nothing fits; options: {', '.join(list_remedies(plan))}", "red")
     else:
-        _say(console, f"fastest that fits: {_as_overrides(fastest)}")
+        overrides = format_overrides(list_overrides(plan.config, fastest.setting))
+        _say(console, f"fastest that fits: {overrides}")
 
 
 def _print_time(console: Console, plan: Plan) -> None:
@@ -295,16 +297,6 @@ def _describe_briefly(variant: Variant) -> str:
     setting = variant.setting
     layout = _describe_layout(setting.mode, setting.replicate, setting.shard)
     return f"{layout}, {setting.fraction:g} checkpointed, micro-batch {setting.micro_batch_size}"
-
-
-def _as_overrides(variant: Variant) -> str:
-    setting = variant.setting
-    mode = "auto" if setting.mode == "none" else setting.mode
-    copies = f" parallel.replicate={setting.replicate}" if mode == "hsdp" else ""
-    return (
-        f"parallel.mode={mode}{copies} activation_checkpointing.fraction={setting.fraction:g} "
-        f"micro_batch_size={setting.micro_batch_size}"
-    )
 
 
 def _describe_layout(mode: str, replicate: int, shard: int) -> str:

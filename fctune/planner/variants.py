@@ -8,6 +8,7 @@ from functools import partial
 
 from fctune.config.schema import RunConfig
 from fctune.models.causal_lm import CausalLM
+from fctune.parallel.expert_parallel import check_expert_parallelism
 from fctune.parallel.layout import Hardware, check_layout, choose_parallel_layout
 from fctune.planner.data_size import DataSize
 from fctune.planner.kernel_times import KernelTimes, estimate_kernel_times
@@ -74,6 +75,7 @@ class VariantSearch:
         need = partial(memory.required, world_size)
         layout = choose_parallel_layout(config.parallel, hardware, config.adapter is not None, need)
         check_layout(config, self.model, layout.mode, layout.shard)
+        check_expert_parallelism(self.model, config.parallel.expert, world_size)
         fraction = memory.choose_fraction(world_size, layout.shard)
         logits = memory.choose_max_logits(world_size, layout.shard, fraction)
         size = config.micro_batch_size
@@ -139,14 +141,12 @@ class VariantSearch:
             replicas = self.config.parallel.replicate
             if replicas is not None and world_size % replicas == 0 and 1 < replicas < world_size and replicas != nodes:
                 layouts.append(("hsdp", replicas, world_size // replicas))
-        if self.config.parallel.cpu_offload:
-            layouts = [layout for layout in layouts if layout[0] != "ddp"]
-        return [
-            self.evaluate(Setting(mode, replicate, shard, fraction, self.config.micro_batch_size))
+        settings = [
+            Setting(mode, replicate, shard, fraction, self.config.micro_batch_size)
             for mode, replicate, shard in layouts
-            if is_valid_layout(self.config, self.model, mode, shard)
             for fraction in _FRACTIONS
         ]
+        return [self.evaluate(setting) for setting in settings if is_valid_layout(self.config, self.model, setting)]
 
     def evaluate(self, setting: Setting) -> Variant:
         """Return the memory and speed of a setting at its largest micro-batch."""

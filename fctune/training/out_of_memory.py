@@ -13,6 +13,7 @@ from fctune.config.schema import RunConfig
 from fctune.distributed import World
 from fctune.gpus import find_gpu
 from fctune.parallel.footprint import GIB
+from fctune.planner.models import format_overrides, list_overrides
 from fctune.planner.plan import Plan, list_remedies, make_plan
 from fctune.planner.plan_request import PlanRequest
 from fctune.planner.variants import Variant
@@ -114,14 +115,15 @@ def _format_plan(plan: Plan, config: RunConfig) -> str:
 
 def _format_variant(variant: Variant, plan: Plan, config: RunConfig) -> str:
     """Return the keys that a variant changes; empty if it needs no less memory than the run."""
-    setting, num_bytes = variant.setting, variant.peak.footprint.total
+    num_bytes = variant.peak.footprint.total
     if num_bytes >= plan.peak.footprint.total:
         return ""
-    changes = []
-    if setting.mode not in ("none", plan.setting.mode):
-        changes.append(f"parallel.mode={setting.mode}")
-    if setting.fraction != config.activation_checkpointing.fraction:
-        changes.append(f"activation_checkpointing.fraction={setting.fraction:g}")
-    if setting.micro_batch_size != config.micro_batch_size:
-        changes.append(f"micro_batch_size={setting.micro_batch_size}")
-    return f"{' '.join(changes)} ({num_bytes / GIB:.1f} GiB)" if changes else ""
+    current = {
+        "parallel.mode": "auto" if plan.setting.mode == "none" else plan.setting.mode,
+        "parallel.replicate": plan.setting.replicate,
+        "activation_checkpointing.fraction": config.activation_checkpointing.fraction,
+        "micro_batch_size": config.micro_batch_size,
+    }
+    overrides = list_overrides(config, variant.setting)
+    changes = {key: value for key, value in overrides.items() if key not in current or value != current[key]}
+    return f"{format_overrides(changes)} ({num_bytes / GIB:.1f} GiB)" if changes else ""

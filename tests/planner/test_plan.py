@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import resource
 import subprocess
@@ -21,6 +22,7 @@ from fctune.gpus import GPUS, find_gpu
 from fctune.planner import table
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Setting
+from fctune.planner.models import format_overrides, list_overrides
 from fctune.planner.plan import Plan, make_plan
 from fctune.planner.plan_request import PlanRequest
 from fctune.planner.rule_of_thumb import estimate_flops_by_rule, estimate_memory_by_rule
@@ -283,3 +285,46 @@ def test_a_reference_adds_a_forward_pass_of_the_base() -> None:
     assert dpo.peak(setting) == sft.peak(setting)  # the policy and the reference are one model
     gathered = [count_communication(memory, setting, 1)[0] for memory in (sft, dpo)]
     assert gathered[1] > 1.4 * gathered[0]
+
+
+RUNS_THAT_RESTRICT_LAYOUTS = [
+    ("qwen3_30b_a3b_lora", []),
+    ("qwen3_30b_a3b_lora", ["parallel.expert=8", "compile=false"]),
+    ("gpt_oss_20b_lora", ["parallel.expert=16", "compile=false", "parallel.mode=fsdp"]),
+    ("llama3_2_1b_qlora", ["parallel.mode=hsdp", "parallel.replicate=4"]),
+    ("qwen3_0_6b_lora", ["parallel.mode=fsdp", "parallel.cpu_offload=true"]),
+    ("qwen3_0_6b_lora", ["activation_checkpointing.fraction=1", "activation_checkpointing.offload=true"]),
+]
+
+
+def check_recommendations(name: str, overrides: list[str], request: PlanRequest) -> None:
+    """Plan a run, and load its config with the overrides of every setting that the plan may recommend."""
+    config = load_config(name, overrides)
+    plan = make_plan(config, request)
+    settings = [variant.setting for variant in plan.variants]
+    settings += [point.best.setting for point in plan.scaling if point.best is not None]
+    assert settings
+    for setting in settings:
+        loaded = load_config(name, [*overrides, *format_overrides(list_overrides(config, setting)).split()])
+        assert setting.mode in (loaded.parallel.mode, "none")
+        assert loaded.activation_checkpointing.fraction == setting.fraction
+        assert loaded.micro_batch_size == setting.micro_batch_size
+
+
+@pytest.mark.parametrize(("name", "overrides"), RUNS_THAT_RESTRICT_LAYOUTS)
+def test_every_layout_that_a_plan_recommends_is_accepted_by_the_config(name: str, overrides: list[str]) -> None:
+    check_recommendations(name, overrides, PlanRequest(gpu=find_gpu("h100"), nodes=2, is_searching=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", sorted(json.loads((ROOT / "fctune/models/public_configs.json").read_text())))
+def test_layouts_recommended_for_public_models_are_accepted_by_the_config(model: str) -> None:
+    for nodes, gpus_per_node in ((1, 1), (1, 8), (2, 8)):
+        request = PlanRequest(gpu=find_gpu("h100"), nodes=nodes, gpus_per_node=gpus_per_node)
+        check_recommendations("qwen3_8b_lora", [f"model.path=hf:{model}"], request)
+
+
+def test_ranks_over_which_experts_cannot_be_spread_are_refused_by_the_plan() -> None:
+    config = load_config("qwen3_30b_a3b_lora", ["parallel.expert=8", "compile=false"])
+    with pytest.raises(ConfigError, match=r"parallel\.expert=8: does not divide the 4 ranks"):
+        make_plan(config, PlanRequest(gpu=find_gpu("h100"), gpus_per_node=4))
