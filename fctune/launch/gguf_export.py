@@ -34,7 +34,7 @@ CONVERTED = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5}
 QUANTISED = {"q6_k": 6.6, "q5_k_m": 5.7, "q4_k_m": 4.9}
 GGUF_TYPES = (*CONVERTED, *QUANTISED)
 
-_INSTALL = "pip install 'fctune[gguf]'"
+_INSTALL = "pip install '.[gguf]' in the clone of fctune"
 _UNKNOWN_PRE_TOKENIZER = 3  # exit code of gguf_convert
 _NUM_CHECKED = 100
 _REPLACE = "export or download it again."

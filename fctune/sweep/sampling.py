@@ -66,7 +66,9 @@ def propose(spec: SweepConfig, number: int, observations: Sequence[Observation])
     try:
         import optuna
     except ImportError:
-        raise ConfigError("sampler=optuna: Optuna is not installed; pip install 'fctune[sweep]'") from None
+        raise ConfigError(
+            "sampler=optuna: Optuna is not installed; pip install '.[sweep]' in the clone of fctune"
+        ) from None
     optuna.logging.set_verbosity(logging.WARNING)
     dimensions = {key: _to_distribution(optuna, dimension) for key, dimension in spec.list_dimensions().items()}
     choices = {key: values for key, values in spec.list_dimensions().items() if isinstance(values, list)}

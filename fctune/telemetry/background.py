@@ -117,5 +117,5 @@ class BackgroundSink:
 
 def _describe(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed (pip install 'fctune[telemetry]')"
+        return f"{error.name} is not installed (pip install '.[telemetry]' in the clone of fctune)"
     return " ".join(f"{type(error).__name__}: {error}".split())

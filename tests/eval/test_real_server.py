@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(
-        not all(map(importlib.util.find_spec, SERVING)), reason="pip install 'fctune[serve]' for transformers serve"
+        not all(map(importlib.util.find_spec, SERVING)), reason="pip install '.[serve]' for transformers serve"
     ),
 ]
 

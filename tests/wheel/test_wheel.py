@@ -70,6 +70,23 @@ def test_the_wheel_bundles_what_a_clone_has_and_leaves_torchtunes_recipes_alone(
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+def test_a_plain_installation_compiles_nothing(wheel: Path) -> None:
+    """Every package that it needs has a wheel; needs the package index."""
+    options = ["--quiet", "--dry-run", "--ignore-installed", "--only-binary", ":all:"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        *options,
+        "--constraint",
+        str(ROOT / "constraints.txt"),
+        str(wheel),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_installed_library_is_the_wheels(python: Path, tmp_path: Path) -> None:
     done = run(python, tmp_path, "python", "-c", "import fctune; print(fctune.__file__)")
     assert Path(done.stdout.strip()).is_relative_to(python.parents[1])
