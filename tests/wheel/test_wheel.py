@@ -72,17 +72,8 @@ def test_the_wheel_bundles_what_a_clone_has_and_leaves_torchtunes_recipes_alone(
 
 def test_a_plain_installation_compiles_nothing(wheel: Path) -> None:
     """Every package that it needs has a wheel; needs the package index."""
-    options = ["--quiet", "--dry-run", "--ignore-installed", "--only-binary", ":all:"]
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        *options,
-        "--constraint",
-        str(ROOT / "constraints.txt"),
-        str(wheel),
-    ]
+    options = ["--quiet", "--dry-run", "--ignore-installed", "--only-binary", ":all:", "-c", ROOT / "constraints.txt"]
+    command = list(map(str, [sys.executable, "-m", "pip", "install", *options, wheel]))
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
 
