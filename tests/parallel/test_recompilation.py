@@ -156,12 +156,21 @@ def make_deep_config(model_type: str) -> dict[str, Any]:
     elif model_type in MODEL_TYPES:
         raw = expert_samples.make_config(model_type).to_dict()
     else:
-        raw = read_raw(model_type, head_dim=16) if model_type == "llama" else read_raw(model_type)  # for torchtune
+        lists = {name: value for name, value in FAMILIES.get(model_type, {}).items() if isinstance(value, list)}
+        sizes = {"head_dim": 16} if model_type == "llama" else {}  # which torchtune builds
+        return read_raw(model_type, num_hidden_layers=_DEPTH, **repeat_by_layer(lists, 3), **sizes)
     depth = raw.get("num_hidden_layers") or len(raw["layers_block_type"])
-    for name, value in raw.items():
-        if isinstance(value, list) and len(value) == depth and isinstance(value[0], str | int):
-            raw[name] = (value * _DEPTH)[:_DEPTH]
-    return raw | {"num_hidden_layers": _DEPTH}
+    return repeat_by_layer(raw, depth) | {"num_hidden_layers": _DEPTH}
+
+
+def repeat_by_layer(values: dict[str, Any], depth: int) -> dict[str, Any]:
+    """Return values with as many entries for more layers in the lists that have one for each of ``depth`` layers."""
+    return {
+        name: (value * _DEPTH)[:_DEPTH]
+        if isinstance(value, list) and len(value) == depth and isinstance(value[0], str | int)
+        else value
+        for name, value in values.items()
+    }
 
 
 def build_deep(model_type: str, source: ModelSource, adapter: AdapterConfig | None, fraction: float) -> CausalLM:
