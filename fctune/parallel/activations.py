@@ -134,8 +134,8 @@ def compile_blocks_(model: CausalLM) -> None:
     TORCH_COMPILE_BACKEND names another backend than Inductor, as in torchtune: ``aot_eager`` makes the same graphs and
     no kernels.
     """
-    named = os.environ.get("TORCH_COMPILE_BACKEND")
-    backend = {"backend": named} if named else {}
+    backend = os.environ.get("TORCH_COMPILE_BACKEND")
+    options: dict[str, Any] = {"backend": backend} if backend else {}
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = _MAX_GRAPHS
     dynamo.fail_on_recompile_limit_hit = True
@@ -144,7 +144,7 @@ def compile_blocks_(model: CausalLM) -> None:
     # DDP's buckets would split blocks into several graphs; their gradients are reduced as they are computed anyway.
     dynamo.optimize_ddp = False
     for block in model.blocks:
-        compiled: Callable[..., Any] = torch.compile(block.forward, **backend)
+        compiled: Callable[..., Any] = torch.compile(block.forward, **options)
         block.forward = compiled
 
 
