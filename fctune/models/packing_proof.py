@@ -22,7 +22,7 @@ from fctune.models.attention import DocumentBounds
 from fctune.models.causal_lm import CausalLM
 
 # Longer than the chunks that kernels of linear attention compute at once, which are of 64 tokens.
-_LENGTHS = ((58, 0, 70, 0), (40, 88, 0, 0))
+_LENGTHS = ((11, 0, 69, 0), (14, 66, 0, 0))
 _ROW = sum(_LENGTHS[0])
 # Tokens of a conversation that see the most of its neighbour, if they see any of it.
 _NUM_FIRST = 16
